@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 OLDEST := torch==2.4.0 lightning==2.4.0 pytorch-lightning==2.4.0 torchmetrics==1.0.0 hydra-core==1.3.0 omegaconf==2.3.0
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-slow test-oldest test-clients reliability surface bench gpu lint clean
+.PHONY: help venv demo test test-slow test-oldest test-clients reliability surface bench gpu lint docs clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## */make \1\t/' | expand -t 20
@@ -20,6 +20,10 @@ $(STAMP): pyproject.toml constraints.txt
 	$(RUN) -m pip install --quiet --no-compile -c constraints.txt torch
 	$(RUN) -m pip install --quiet --no-compile -c constraints.txt -e ".[demo,dev]"
 	touch $@
+
+docs: $(STAMP)  ## build the site into site/; a broken link or reference is an error
+	$(RUN) -m pip install --quiet --no-compile -c constraints.txt -e ".[docs]"
+	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --strict --quiet
 
 demo: $(STAMP)  ## train over a slow link with DDP and with DGC; table, and a plot in demo_results
 	$(RUN) -m lightning_lowbw.demo
@@ -70,6 +74,6 @@ lint: $(STAMP)  ## check style, format and types
 	$(RUN) -m mypy
 
 clean:  ## remove the virtual environment and everything that was generated
-	rm -rf $(VENV) $(VENV)-oldest $(VENV)-clients demo_results outputs multirun lightning_logs build dist
+	rm -rf $(VENV) $(VENV)-oldest $(VENV)-clients demo_results site outputs multirun lightning_logs build dist
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

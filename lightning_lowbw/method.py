@@ -88,16 +88,15 @@ class Method:
     """When the ranks communicate, what is sent, and who communicates with whom.
 
     Args:
-        when: `EveryStep` (gradients, before the optimizer's step) or `EveryK` (weights, after k steps).
+        when: `EveryStep` (gradients, before the optimizer's step) or `EveryK` (weights, after k steps). Each of the
+            three may be a mapping, as `describe` returns it.
         what: `Whole`, `Quantized` (few bits per value), `TopK` (the largest elements) or `LowRank`.
         where: `Where`, or its topology.
-
-        Each may be a mapping, as `describe` returns it.
 
     Raises:
         ConfigurationError: the three cannot be combined, with the reason.
 
-    Example:
+    Examples:
         >>> method = Method(when=EveryStep(), what=TopK(density=0.01))
         >>> Method(**method.describe()) == method
         True
@@ -236,7 +235,7 @@ class Method:
         Raises:
             ConfigurationError: neither has such a field, or a value is out of range.
 
-        Example:
+        Examples:
             >>> Method(what=TopK()).replace(rampup_begin_step=10, density=0.01).when.density(10, 0.01)
             0.01
         """

@@ -120,7 +120,7 @@ class Candidate:
 def why_dense(measured: Measured, run: Run, budget: float) -> str | None:
     """Return why all steps are dense whatever the link is, which is then not measured; None if the link matters.
 
-    Example:
+    Examples:
         >>> why_dense(Measured(0.1, 0.13, {}, Link(0.0, 1.0)), Run(num_done=7, num_steps=107), budget=0.05)
         'all 100 steps that are left wait 3 s for gradients, and the link is measured from 5 s on'
     """
@@ -145,7 +145,7 @@ def choose(
         names: of `CANDIDATES`, in their order.
         refused: by name, why others of these may not be taken.
 
-    Example:
+    Examples:
         >>> slow = Measured(0.1, 0.9, {density: 2 * density for density in DENSITIES}, Link(1e-4, 125e6))
         >>> given = Method(when=EveryStep(sparsity="auto"), what=TopK())
         >>> found, reason = choose(slow, Run(7, 20_007, is_pretrained=True), given, ("ddp", "dgc"), {})

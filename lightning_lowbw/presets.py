@@ -36,7 +36,7 @@ def DGC(*, topology: TopologyChoice = "flat", **knobs: Any) -> Method:
     Raises:
         ConfigurationError: a knob is unknown or out of range, or the payload's own density is given beside stairs.
 
-    Example:
+    Examples:
         >>> DGC(sparsity=[0.75, 0.999], rampup_step=100).when.density(50)
         0.0010000000000000009
     """
@@ -140,7 +140,7 @@ def QuantizedGradients(
     Raises:
         ConfigurationError: a value is out of range.
 
-    Example:
+    Examples:
         >>> QuantizedGradients("int4").what
         Quantized(value_dtype='int4')
     """
@@ -203,7 +203,7 @@ def preset(name: str) -> Method:
     Raises:
         ConfigurationError: there is none of this name.
 
-    Example:
+    Examples:
         >>> preset("diloco").when.outer
         'nesterov'
     """

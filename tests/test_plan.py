@@ -172,7 +172,8 @@ def test_the_numbers_of_the_documents() -> None:
     of_a_run = f"in a run of fewer than {sgd + 7} steps (with Adam {adam + 7})"
     wait = f"would wait less than {LEAST_WAIT_S:g} s"
     phrases = {
-        "README.md": (of_a_run, wait),
+        "README.md": (f"`dgc` needs {sgd + 7} steps, with Adam {adam + 7}",),
+        "docs/use.md": (of_a_run, wait),
         "lightning_lowbw/strategies/names.py": (of_a_run,),
         "docs/methods/dgc.md": (f"fewer than {sgd} steps (with Adam and AdamW {adam}) are left", wait),
         "docs/methods/lowbw.md": (wait,),

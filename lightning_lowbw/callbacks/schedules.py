@@ -42,7 +42,7 @@ class SparsityWarmup(Callback):
 
     Source: the defaults are those advised for ImageNet by PaddlePaddle Fleet.
 
-    Example:
+    Examples:
         >>> warmup = SparsityWarmup(begin_epoch=1, epochs=2, sparsity=[0.96, 0.999])
         >>> warmup.schedule(steps_per_epoch=100)
         EveryStep(rampup_begin_step=100, rampup_step=200, sparsity=(0.96, 0.999), ...)
@@ -123,7 +123,7 @@ class AveragingSchedule(Callback):
         ConfigurationError: `begin_epoch` and `begin_step` are both given, a value is out of range, the method does not
             average weights, or the number of steps in an epoch cannot be known.
 
-    Example:
+    Examples:
         >>> callback = AveragingSchedule(k_steps=4, begin_epoch=1.5)
         >>> callback.method(LocalSGD(), steps_per_epoch=100).when.begin_step
         150

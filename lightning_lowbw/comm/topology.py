@@ -25,7 +25,7 @@ class Topology:
     Raises:
         ConfigurationError: a rank is missing or named twice, or a node is empty.
 
-    Example:
+    Examples:
         >>> topology = Topology.blocks(world_size=6, ranks_per_node=2)
         >>> topology.nodes, topology.node_of(3), topology.local_rank_of(3)
         (((0, 1), (2, 3), (4, 5)), 1, 1)

@@ -39,7 +39,7 @@ class Selection:
     finite residuals; of one that has overflowed, which is reported in any case, the kernels send the largest finite
     number.
 
-    Example:
+    Examples:
         >>> segment = Segment(
         ...     residual=torch.tensor([0.0, 5.0, 1.0]), momentum_buffer=None, gradient=torch.ones(3), weight=None, k=1
         ... )
@@ -195,7 +195,7 @@ class Residuals(Mapping[str, Tensor]):
     Where tensors are contiguous, a pass over all of them is a pass over one piece of memory. Tensors that come
     later get a buffer of their own, until `to` or `load` puts all into one again.
 
-    Example:
+    Examples:
         >>> residuals = Residuals()
         >>> residuals.ensure({"weight": 4, "bias": 1}, torch.device("cpu"))
         >>> residuals["weight"][0] = 3.0

@@ -87,7 +87,7 @@ class TopK:
     Raises:
         ConfigurationError: a value is out of range.
 
-    Example:
+    Examples:
         >>> TopK(density=0.01).num_sent(1 << 20), TopK(density=1 / 64, chunk=4096).num_sent(1 << 20)
         (10486, 16384)
     """
@@ -268,7 +268,7 @@ def small_numel(numels: Iterable[int]) -> int:
     Args:
         numels: elements of each tensor that is trained.
 
-    Example:
+    Examples:
         >>> small_numel([6144] * 24), small_numel([64 * 512, 512, 512 * 512, 512, 5120, 10]), small_numel([10**9])
         (6144, 16384, 16384)
     """

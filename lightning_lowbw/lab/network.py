@@ -58,7 +58,7 @@ def parse_rate(text: str) -> float | None:
     Raises:
         LabError: it is not a number with one of the units bit, kbit, mbit, gbit, or out of range.
 
-    Example:
+    Examples:
         >>> parse_rate("2.5gbit"), parse_rate("unlimited")
         (2500000000.0, None)
     """

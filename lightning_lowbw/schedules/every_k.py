@@ -87,7 +87,7 @@ class EveryK:
     Raises:
         ConfigurationError: a value is out of range, or two cannot be combined.
 
-    Example:
+    Examples:
         >>> schedule = EveryK(k_steps=4, rule="adacomm")
         >>> period = schedule.next_period(Period(4), lr=0.1, loss=2.0)
         >>> schedule.next_period(period, lr=0.1, loss=0.5).k
@@ -262,7 +262,7 @@ def balance(sizes: Sequence[int], loads: Sequence[int]) -> list[int]:
         sizes: of each tensor: elements, or bytes that are sent.
         loads: what each fragment has already.
 
-    Example:
+    Examples:
         >>> balance([10, 50, 30, 20], [0, 0])
         [0, 0, 1, 1]
     """
@@ -277,7 +277,7 @@ def steps_before(fragment: int, num_fragments: int, k_steps: int) -> int:
     """Return by how many steps the first period of a fragment is shortened, so that the last one is begun after k
     steps.
 
-    Example:
+    Examples:
         >>> [100 - steps_before(fragment, 4, 100) for fragment in range(4)]
         [25, 50, 75, 100]
     """

@@ -36,7 +36,7 @@ class EveryStep:
         ConfigurationError: a value is out of range, `sparsity` falls, `rampup_step` is smaller than the number of its
             values, or there is only one to be spread.
 
-    Example:
+    Examples:
         >>> schedule = EveryStep(rampup_begin_step=10, rampup_step=100, sparsity=(0.75, 0.9375, 0.999))
         >>> [round(schedule.density(step), 4) for step in (9, 10, 43, 44, 1000)]
         [1.0, 0.25, 0.25, 0.0625, 0.001]

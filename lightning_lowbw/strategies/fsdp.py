@@ -96,7 +96,7 @@ class ShardedStrategy(CheckpointedStrategy, ModelParallelStrategy):
             start of the fit, on all ranks: the topology does not fit the world, or the model is not sharded inside
             nodes.
 
-    Example:
+    Examples:
         >>> from lightning_lowbw import LocalSGD
         >>> ShardedStrategy(LocalSGD(k_steps=4), topology=8)
         ShardedStrategy(Method(when=EveryK(k_steps=4)), topology=8)

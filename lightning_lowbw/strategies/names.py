@@ -63,7 +63,7 @@ class DGCStrategy(Strategy):
     Raises:
         ConfigurationError: a value is out of range, or a keyword unknown.
 
-    Example:
+    Examples:
         >>> from lightning.pytorch import Trainer
         >>> DGCStrategy()
         DGCStrategy(Method(when=EveryStep(sparsity='auto'), what=TopK(), ...))
@@ -134,7 +134,7 @@ class LocalSGDStrategy(Strategy):
 
     Source: as `lightning_lowbw.sync.local`.
 
-    Example:
+    Examples:
         >>> from lightning.pytorch import Trainer
         >>> strategy = LocalSGDStrategy(k_steps=8, begin_step="first_lr_decay")
         >>> trainer = Trainer(strategy=strategy, accelerator="cpu", devices=2, logger=False, barebones=True)
@@ -182,7 +182,7 @@ class AdaptiveLocalSGDStrategy(Strategy):
     Raises:
         ConfigurationError: a value is out of range, or a keyword unknown.
 
-    Example:
+    Examples:
         >>> AdaptiveLocalSGDStrategy(init_k_steps=2, rule="adacomm").method.when.k_steps
         2
     """
@@ -237,7 +237,7 @@ class HierarchicalStrategy(Strategy):
         ConfigurationError: a value is out of range; at the start of the fit, on all ranks: the topology does not fit
             the world. With one node, or one rank on each, a warning says that this trains as DDP.
 
-    Example:
+    Examples:
         >>> from lightning.pytorch import Trainer
         >>> strategy = HierarchicalStrategy(topology=2)
         >>> strategy
@@ -277,7 +277,7 @@ class AutoStrategy(Strategy):
     Raises:
         ConfigurationError: a value is out of range, or a keyword unknown.
 
-    Example:
+    Examples:
         >>> from lightning.pytorch import Trainer
         >>> strategy = AutoStrategy()
         >>> strategy

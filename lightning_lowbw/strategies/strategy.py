@@ -74,7 +74,7 @@ class Strategy(CheckpointedStrategy, DDPStrategy):
         ConfigurationError: a value is out of range, or a keyword is unknown or cannot be combined with a communication
             hook.
 
-    Example:
+    Examples:
         >>> from lightning_lowbw import LocalSGD
         >>> Strategy(LocalSGD(k_steps=4), topology=2)
         Strategy(Method(when=EveryK(k_steps=4), where=Where(topology=2)))

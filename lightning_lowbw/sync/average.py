@@ -258,7 +258,7 @@ class Phase:
 class RunningLoss:
     """A mean of losses since the last average, in which late steps weigh more. Waits for no device.
 
-    Example:
+    Examples:
         >>> loss = RunningLoss()
         >>> for value in (1.0, 3.0):
         ...     loss.observe(torch.tensor(value))

@@ -235,7 +235,7 @@ class Joined:
         numel: elements of all of them together.
         device: where they are.
 
-    Example:
+    Examples:
         >>> tensors = [torch.ones(2), torch.ones(3)]
         >>> Joined(tensors).write_(1, torch.tensor([5.0, 6.0]))
         >>> tensors

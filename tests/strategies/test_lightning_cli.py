@@ -175,7 +175,7 @@ def test_a_fit_that_saves_its_configuration(tmp_path: Path, command_line: Comman
     assert repr(command_line(write(tmp_path, {"strategy": saved})).trainer.strategy) == shown
 
 
-IN_README = """
+IN_THE_GUIDE = """
 import sys
 import hydra, yaml
 from lightning.pytorch import LightningModule
@@ -195,10 +195,10 @@ print(hydra.utils.instantiate(yaml.safe_load(strategy)["strategy"]))
 """
 
 
-def test_the_classes_of_the_readme_need_no_import(tmp_path: Path) -> None:
-    script = tmp_path / "in_readme.py"
-    script.write_text(IN_README)
-    lines = run_script(tmp_path, str(script), str(ROOT / "README.md")).splitlines()
+def test_the_classes_of_the_guide_need_no_import(tmp_path: Path) -> None:
+    script = tmp_path / "in_the_guide.py"
+    script.write_text(IN_THE_GUIDE)
+    lines = run_script(tmp_path, str(script), str(ROOT / "docs" / "use.md")).splitlines()
     by_cli, by_hydra = (line for line in lines if line.startswith("DGCStrategy"))
     assert "rampup_begin_step=500" in by_cli
     assert "sparsity=(0.984375, 0.996, 0.999)" in by_cli
