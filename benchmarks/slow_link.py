@@ -2,8 +2,7 @@
 
     .venv/bin/python benchmarks/slow_link.py            # a short grid, under 15 minutes on two cores
     .venv/bin/python benchmarks/slow_link.py --full     # all models, links and node counts
-    .venv/bin/python benchmarks/slow_link.py --headline # where DDP takes 6.6 x the limit
-    .venv/bin/python benchmarks/slow_link.py --two-level # two nodes of two ranks
+    .venv/bin/python benchmarks/slow_link.py --two-level # two nodes of two ranks; also into the method card
 
 Writes benchmarks/results/slow_link*.json with the environment, a Markdown table and a plot. Every number in a table
 comes from there.
@@ -17,7 +16,6 @@ import os
 import shlex
 import statistics
 import sys
-import textwrap
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,8 +24,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import matplotlib
 
-from benchmarks.contestants import ALL, ALONE, BY_NAME, DDP, DGC, FP16, NO_COMMUNICATION, SHORT, TWO_LEVEL, Contestant
-from benchmarks.harness import RESULTS, describe_environment, in_words, replace_block, run_in_lab
+from benchmarks.contestants import ALL, ALONE, BY_NAME, DDP, FP16, NO_COMMUNICATION, SHORT, TWO_LEVEL, Contestant
+from benchmarks.harness import RESULTS, describe_environment, replace_block, run_in_lab
 from benchmarks.models import WORKLOADS, Timed
 from lightning_lowbw.comm.collectives import all_reduce_bytes
 from lightning_lowbw.lab import parse_rate
@@ -40,9 +38,6 @@ WORKER = Path(__file__).with_name("worker.py")
 WINDOW_S = 12.0  # what one measurement may take, roughly
 MIN_STEPS, MAX_STEPS = 2, 10
 WITH_HEADERS = 1514 / 1448  # Ethernet, IP and TCP headers of a full packet beside its data
-IN_README, IN_README_RATES = (DDP.name, FP16.name, "int8", "PowerSGD rank 1", DGC.name), ("1gbit", "200mbit")
-README_WIDTH = 125
-SEED_SPEEDUPS = {"1gbit": 6.533, "10gbit": 1.467, "100gbit": 0.993}  # PaddlePaddle Fleet, Faster R-CNN, 2 x P40
 
 
 @dataclass(frozen=True)
@@ -166,19 +161,6 @@ def to_markdown(cells: list[Cell]) -> str:
     return "\n".join([*lines, ""])
 
 
-def to_short_markdown(cells: list[Cell]) -> str:
-    """Return what a newcomer looks for in the table, for one model and number of nodes."""
-    lines = ["| link | method | s per step | speed-up over ddp | kB per step |", "| --- |" + " --- |" * 4]
-    for cell in cells:
-        if cell.rate in IN_README_RATES and cell.method in IN_README:
-            dense = next(each.median_s for each in cells if (each.rate, each.method) == (cell.rate, DDP.name))
-            lines.append(
-                f"| {cell.rate} | {cell.method} | {cell.median_s:.3f} | {dense / cell.median_s:.2f} | "
-                f"{statistics.median(cell.interface_bytes) / 1e3:,.0f} |"
-            )
-    return "\n".join([*lines, ""])
-
-
 def draw(cells: list[Cell], path: Path) -> None:
     """Plot step time against bandwidth: a panel per model and number of nodes, a line per method."""
     cells = [cell for cell in cells if parse_rate(cell.rate) is not None]  # "unlimited" has no place on the axis
@@ -239,56 +221,6 @@ def write(name: str, cells: list[Cell], **more: Any) -> str:
     return table
 
 
-def put_into_readme(cells: list[Cell], results: dict[str, Any], name: str) -> None:
-    """Replace the marked block of README.md, and the page of all rows: no number in them is typed by hand."""
-    (model, num_nodes), *others = {(cell.workload, cell.num_nodes) for cell in cells}
-    least = {ALONE.name, *IN_README}
-    if others or any(least - {each.method for each in cells if each.rate == cell.rate} for cell in cells):
-        raise SystemExit(f"README.md shows one model and number of nodes, with {', '.join(sorted(least))}.")
-    draw(cells, RESULTS / f"{name}.png")
-    where = f"{model}, {num_nodes} nodes on one machine ({{cpu}}, {{num_cpus}} cores), torch {{torch}}, {{date}}"
-    where = where.format(**results["environment"])
-    dgc = "dgc is `DGCStrategy(sparsity=[0.999])`. It can take less time than a process that trains alone"
-    because = "SGD's own step reads and writes every weight, a sparse step only those that were sent."
-    note = (
-        f"{where}. kB: 1000 bytes, sent by one node, measured on its network interface. {dgc}: {because} "
-        f"[All links and methods](benchmarks/results/{name}.md), also beside numbers of PaddlePaddle Fleet."
-    )
-    plot = f"![step time against bandwidth](benchmarks/results/{name}.png)"
-    parts = [to_short_markdown(cells), wrapped(note), f"\n{plot}\n"]
-    headline_results = json.loads((RESULTS / "headline.json").read_text())
-    headline_cells = [Cell(**cell) for cell in headline_results["cells"]]
-    explained = (
-        f'{where}; measured by `{results["command"]}`. "alone" is a process that trains by itself, without DDP; '
-        '"no communication" (the limit) is DDP with its communication switched off. Bytes are those of one node. '
-        f'{dgc}; "plain torch" is without numba.'
-    )
-    compared = summarise_headline(headline_cells, headline_results["batch"], headline_cells[0].rate)
-    page = f"{to_markdown(cells)}\n{explained}\n\n## Beside PaddlePaddle Fleet\n\n{compared}"
-    (RESULTS / f"{name}.md").write_text(page)
-    curves = json.loads((RESULTS / "time_to_loss.json").read_text())
-    chosen = {method: set[str]() for method in ("dgc", "dgc, longer")}
-    for each in curves["curves"]:
-        if each["method"] in chosen:
-            chosen[each["method"]].add(in_words(each["schedule"]))
-    told = " ".join(f"`{method}` chose to send {' or '.join(sorted(of))}." for method, of in chosen.items())
-    parts.append(
-        wrapped(
-            f"Loss against time at {curves['rate']}, with `strategy='dgc'`: a byte-level transformer on the source of "
-            "Python's library, SGD with momentum, 2 nodes; losses are means over seeds, seconds medians "
-            f"(`benchmarks/time_to_loss.py`). {told}"
-        )
-        + "\n"
-    )
-    parts += [(RESULTS / "time_to_loss.md").read_text(), "![loss against time](benchmarks/results/time_to_loss.png)"]
-    replace_block("README.md", "slow_link", "\n".join(parts) + "\n")
-
-
-def wrapped(text: str) -> str:
-    """Return a paragraph in lines that are not too long."""
-    return textwrap.fill(text, README_WIDTH, break_long_words=False, break_on_hyphens=False)
-
-
 def put_into_card(results: dict[str, Any]) -> None:
     """Replace the marked block of docs/methods/hierarchical.md."""
     where = "In the lab ({cpu}, {num_cpus} cores), bytes of one node: `{command}`.\n"
@@ -297,54 +229,10 @@ def put_into_card(results: dict[str, Any]) -> None:
     replace_block("docs/methods/hierarchical.md", "two_level", f"{note}\n{table}")
 
 
-def headline(rate: str, batches: list[int]) -> None:
-    """Find the batch at which the dense step takes about 6.6 times the limit, and show the speed-up there."""
-    contestants = [NO_COMMUNICATION, DDP, DGC]
-    tried = {}
-    for batch in batches:
-        cells = run_cells("mlp-25M", 2, rate, contestants, 3, batch)
-        limit, dense, _ = (cell.median_s for cell in cells)
-        tried[batch] = (abs(dense / limit - 6.58), cells)
-        print(f"batch {batch}: DDP takes {dense / limit:.2f} x the limit", flush=True)
-    batch, (_, cells) = min(tried.items(), key=lambda item: item[1][0])
-    for faster in SEED_SPEEDUPS:
-        if faster != rate:
-            cells = cells + run_cells("mlp-25M", 2, faster, contestants, 3, batch)
-    write("headline", cells, batch=batch, seed_speedups=SEED_SPEEDUPS)
-    summary = summarise_headline(cells, batch, rate)
-    (RESULTS / "headline.md").write_text(f"{summary}\n{to_markdown(cells)}")
-    print(summary)
-
-
-def summarise_headline(cells: list[Cell], batch: int, rate: str) -> str:
-    """Return the table of ratios, beside those that the seed system reports."""
-    lines = [
-        f"25M MLP, 2 nodes, batch {batch} per rank, chosen so that at {rate} the dense step takes about 6.6 times the "
-        "step without communication, as Faster R-CNN on 2 nodes does in the documentation of PaddlePaddle Fleet.",
-        "",
-        "| link | ddp / limit | dgc / limit | ddp / dgc | ddp / dgc there |",
-        "| --- | --- | --- | --- | --- |",
-    ]
-    for link in dict.fromkeys(cell.rate for cell in cells):
-        limit, dense, compressed = (cell.median_s for cell in cells if cell.rate == link)
-        there = f"{SEED_SPEEDUPS[link]:.3f}" if link in SEED_SPEEDUPS else "-"
-        lines.append(
-            f"| {link} | {dense / limit:.2f} | {compressed / limit:.2f} | {dense / compressed:.2f} | {there} |"
-        )
-    lines += [
-        "",
-        "The limit is DDP with its communication switched off. Such a step still copies gradients into DDP's buckets; "
-        "a sparse step of DGC does not.",
-        "",
-    ]
-    return "\n".join(lines)
-
-
 def main() -> None:
     """Parse the command line, measure, write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--full", action="store_true")
-    parser.add_argument("--headline", action="store_true")
     parser.add_argument("--two-level", action="store_true")
     parser.add_argument("--models", nargs="+", choices=list(WORKLOADS))
     parser.add_argument("--nodes", nargs="+", type=int)
@@ -353,25 +241,7 @@ def main() -> None:
     parser.add_argument("--repetitions", type=int)
     parser.add_argument("--name")
     parser.add_argument("--resume", action="store_true", help="keep the links already in the result, measure the rest")
-    parser.add_argument("--batches", nargs="+", type=int, default=[16, 32, 48, 64], help="tried by --headline")
-    parser.add_argument(
-        "--readme-from",
-        type=Path,
-        metavar="JSON",
-        help="put the table of a result into README.md (with --two-level into the card)",
-    )
     options = parser.parse_args()
-    if options.headline:
-        headline("1gbit", options.batches)
-        return
-    if options.readme_from is not None:
-        results = json.loads(options.readme_from.read_text())
-        if options.two_level:
-            put_into_card(results)
-            return
-        cells = [Cell(**cell) for cell in results["cells"]]
-        put_into_readme(cells, results, options.readme_from.stem)
-        return
     grid = {
         "models": options.models or (list(WORKLOADS) if options.full else ["mlp-25M"]),
         "nodes": options.nodes or ([2, 4] if options.full else [2]),
@@ -399,6 +269,8 @@ def main() -> None:
                 cells += run_cells(workload, nodes, rate, contestants, repetitions, None, ranks_per_node)
                 print(to_markdown(cells[-len(contestants) :]), flush=True)
                 write(name, cells)
+    if options.two_level:
+        put_into_card(json.loads((RESULTS / f"{name}.json").read_text()))
     fastest = {
         (cell.workload, cell.num_nodes, cell.rate): min(
             (c for c in cells if (c.workload, c.num_nodes, c.rate) == (cell.workload, cell.num_nodes, cell.rate)),

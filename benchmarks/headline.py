@@ -1,0 +1,322 @@
+"""The table of the README: what each method takes to DDP's loss, on three links, and what it costs in accuracy.
+
+    .venv/bin/python benchmarks/headline.py             # hours on two cores; goes on where it was stopped
+    .venv/bin/python benchmarks/headline.py --report    # table and plot of what there is, and the README's block
+
+Two nodes in the lab, a core each. Two tasks: a ResNet with SGD, a transformer with AdamW, both with fused optimizers.
+`dgc` and `lowbw` choose for themselves on each link. The first seed is trained on each link; all seeds are trained
+without a limit of bandwidth and latency, with what was chosen on each link, which is all that a link changes in the
+weights. Seconds to a loss are the seconds of the first seed's step in which the seed's own curve reaches it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import statistics
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from lightning.pytorch.strategies import DDPStrategy
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+
+import lightning_lowbw as lowbw
+from benchmarks.beside_ddp.tasks import TASKS, Curve, Row, be_quiet, data_of, make_trainer, write
+from benchmarks.contestants import COMMON, HookStrategy, power_sgd
+from benchmarks.harness import RESULTS, describe_environment, replace_block, run_in_lab
+from benchmarks.worker import INTERFACE
+from lightning_lowbw.lab import parse_rate
+from lightning_lowbw.lab.network import read_sent_bytes
+
+NUM_NODES, NUM_STEPS = 2, 800
+SMOOTHING = 40  # steps of the running mean
+SLACK = 1.01  # the loss that counts as reached: the last of ddp, and 1 %
+SHOWN_TASKS = {"resnet": "ResNet, SGD", "text": "transformer, AdamW"}
+LINKS: dict[str, tuple[str, float]] = {  # rate, and round-trip time in milliseconds
+    "100 Mb/s, 50 ms": ("100mbit", 50.0),
+    "1 Gb/s, 0.5 ms": ("1gbit", 0.5),
+    "10 Gb/s, 0.1 ms": ("10gbit", 0.1),
+}
+UNLIMITED = "unlimited"
+STOCK: dict[str, Any] = {**COMMON, "gradient_as_bucket_view": True}
+METHODS: dict[str, Callable[[], Any]] = {
+    "ddp": lambda: DDPStrategy(**STOCK),
+    "ddp, fp16 hook": lambda: HookStrategy(ddp_comm_hook=default_hooks.fp16_compress_hook, **STOCK),
+    "ddp, PowerSGD rank 2 hook": lambda: power_sgd(2),
+    "int8": lambda: lowbw.Strategy(lowbw.QuantizedGradients("int8"), **COMMON),
+    "dgc": lambda: lowbw.DGCStrategy(**COMMON),
+    "lowbw": lambda: lowbw.AutoStrategy(**COMMON),
+}
+CHOOSING = ("dgc", "lowbw")
+
+
+class Fused(pl.Callback):
+    """Let the optimizers take their fused step, the fastest there is."""
+
+    def on_fit_start(self, trainer: pl.Trainer, module: Any) -> None:
+        for optimizer in trainer.optimizers:
+            for group in optimizer.param_groups:
+                group["fused"] = True
+
+
+def train(task: str, strategy: Any, seed: int, num_steps: int) -> Row:
+    """Train once on this rank, with the others; return losses, seconds, bytes, and what was chosen."""
+    pl.seed_everything(seed, workers=True, verbose=False)
+    curve, model, data = Curve(), TASKS[task].make_model(), data_of(task)
+    trainer = make_trainer(strategy, num_steps, curve, data, NUM_NODES)
+    trainer.callbacks.append(Fused())
+    before = read_sent_bytes(INTERFACE)
+    trainer.fit(model, data)
+    dist.barrier()
+    sent = read_sent_bytes(INTERFACE) - before
+    method = getattr(trainer.strategy, "method", None)
+    tested = trainer.test(model, data, verbose=False)[0]
+    validated = trainer.validate(model, data, verbose=False)[0]
+    del trainer
+    gc.collect()
+    return {
+        "losses": [round(loss, 5) for loss in curve.losses],
+        "seconds": [round(clock - curve.clock[0], 4) for clock in curve.clock],
+        "sent_bytes": sent,
+        "val_loss": validated["val_loss"],
+        "test_accuracy": tested["test_acc"],
+        "chosen": None if method is None else method.describe(),
+    }
+
+
+def train_rank(job: Row, path: Path) -> None:
+    """One rank: train what the job lists; rank 0 writes the rows."""
+    be_quiet()
+    torch.set_num_threads(1)
+    rows = []
+    for name, method, seed in job["runs"]:
+        make = METHODS.get(name)
+        strategy = make() if method is None and make else lowbw.Strategy(lowbw.Method(**method), **COMMON)
+        run = train(job["task"], strategy, seed, job["num_steps"])
+        rows.append({"task": job["task"], "link": job["link"], "method": name, "given": method, "seed": seed, **run})
+        if os.environ["RANK"] == "0":
+            path.write_text(json.dumps(rows))
+            print(f"{job['task']}, {job['link']}, {name}, seed {seed}: {run['seconds'][-1]:.1f} s", flush=True)
+    dist.barrier()
+
+
+def measure(results: Row, path: Path, num_seeds: int, num_steps: int) -> None:
+    """Train what is missing, link by link, and write the results after each."""
+    for task in SHOWN_TASKS:
+        for link in LINKS:
+            done = {row["method"] for row in results["rows"] if (row["task"], row["link"]) == (task, link)}
+            run(results, path, task, link, [(name, None, 0) for name in METHODS if name not in done], num_steps)
+        chosen = {key: None for key in METHODS if key not in CHOOSING} | choices_of(results, task)
+        done_runs = {
+            (row["method"], row["seed"]) for row in results["rows"] if (row["task"], row["link"]) == (task, UNLIMITED)
+        }
+        for seed in range(num_seeds):
+            todo = [(name, method, seed) for name, method in chosen.items() if (name, seed) not in done_runs]
+            run(results, path, task, UNLIMITED, todo, num_steps)
+
+
+def choices_of(results: Row, task: str) -> dict[str, Row]:
+    """Return what was chosen on any link, by the name of its run: equal choices share it."""
+    return {
+        name_of(row["chosen"]): row["chosen"]
+        for row in results["rows"]
+        if row["task"] == task and row["method"] in CHOOSING and row["link"] in LINKS
+    }
+
+
+def name_of(chosen: Row) -> str:
+    """Return one name for equal methods."""
+    return json.dumps(chosen, sort_keys=True)
+
+
+def run(results: Row, path: Path, task: str, link: str, runs: list[Any], num_steps: int) -> None:
+    """Start the ranks in a lab with this link, and keep their rows."""
+    if not runs:
+        return
+    rate, rtt_ms = LINKS.get(link, (None, 0.0))
+    job = {"task": task, "link": link, "runs": runs, "num_steps": num_steps}
+    rates = [None if rate is None else parse_rate(rate)] * NUM_NODES
+    results["rows"] += run_in_lab(rates, [__file__, "--rank"], job=job, what=f"{task}, {link}", rtt_ms=rtt_ms)
+    write(results, path)
+
+
+def smooth(losses: list[float]) -> list[float]:
+    """Return the running mean."""
+    return torch.tensor(losses).unfold(0, SMOOTHING, 1).mean(1).tolist()
+
+
+def summarise(rows: list[Row]) -> list[Row]:
+    """Return one row for each task, link and method; differences are to ddp with the same seed."""
+    found = []
+    for task in SHOWN_TASKS:
+        unlimited = {
+            (row["method"], row["seed"]): row for row in rows if (row["task"], row["link"]) == (task, UNLIMITED)
+        }
+        seeds = sorted({seed for name, seed in unlimited if name == "ddp"})
+        dense = {seed: unlimited["ddp", seed] for seed in seeds}
+        targets = {seed: SLACK * smooth(run["losses"])[-1] for seed, run in dense.items()}
+        for link in LINKS:
+            timed = {row["method"]: row for row in rows if (row["task"], row["link"]) == (task, link)}
+            for name, run in timed.items():
+                key = name_of(run["chosen"]) if name in CHOOSING else name
+                mine = {seed: unlimited[key, seed] for seed in seeds if (key, seed) in unlimited}
+                reached = [reached_s(each, targets[seed], run["seconds"]) for seed, each in mine.items()]
+                found.append(
+                    {
+                        "task": task,
+                        "link": link,
+                        "method": name,
+                        "chosen": in_words_of(run["chosen"]) if name in CHOOSING else "",
+                        "step_s": run["seconds"][-1] / len(run["seconds"]),
+                        "unlimited_step_s": statistics.median(
+                            each["seconds"][-1] / len(each["seconds"]) for each in mine.values()
+                        ),
+                        "sent_bytes": run["sent_bytes"] / len(run["losses"]),
+                        "reached_s": [each for each in reached if each is not None],
+                        "seeds": len(mine),
+                        "loss": statistics.fmean(each["val_loss"] for each in mine.values()),
+                        "loss_to_ddp": [each["val_loss"] - dense[seed]["val_loss"] for seed, each in mine.items()],
+                        "points_to_ddp": [
+                            100 * (each["test_accuracy"] - dense[seed]["test_accuracy"]) for seed, each in mine.items()
+                        ],
+                        "accuracy": statistics.fmean(each["test_accuracy"] for each in mine.values()),
+                    }
+                )
+    return found
+
+
+def reached_s(run: Row, target: float, clock: list[float]) -> float | None:
+    """Return the seconds, by the clock of a link, of the step in which a run has reached a loss; None if it has not."""
+    steps = (step for step, loss in enumerate(smooth(run["losses"]), SMOOTHING - 1) if loss <= target)
+    step = next(steps, None)
+    return None if step is None else clock[step]
+
+
+def in_words_of(chosen: Row) -> str:
+    """Return a method in few words."""
+    return lowbw.Method(**chosen).kind
+
+
+def with_error(values: list[float], form: str) -> str:
+    """Return the mean, and its standard error."""
+    error = statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else float("nan")
+    return f"{statistics.fmean(values):{form}} ± {error:{form.lstrip('+')}}"
+
+
+COLUMNS = (
+    "link",
+    "method",
+    "s per step",
+    "x ddp",
+    "of which not the network",
+    "kB per step",
+    "s to ddp's loss",
+    "x ddp",
+    "validation loss, to ddp",
+    "accuracy, points to ddp",
+)
+
+
+def to_markdown(found: list[Row], task: str) -> str:
+    """Return the table of a task."""
+    lines = ["| " + " | ".join(COLUMNS) + " |", "| --- " * len(COLUMNS) + "|"]
+    for row in (each for each in found if each["task"] == task):
+        dense = next(
+            each for each in found if (each["task"], each["link"], each["method"]) == (task, row["link"], "ddp")
+        )
+        reached = len(row["reached_s"]) == row["seeds"]
+        cells = [
+            row["link"],
+            row["method"] + (f" ({row['chosen']})" if row["chosen"] else ""),
+            f"{row['step_s']:.3f}",
+            f"{dense['step_s'] / row['step_s']:.2f}",
+            f"{dense['unlimited_step_s'] / row['unlimited_step_s']:.2f}",
+            f"{row['sent_bytes'] / 1e3:,.0f}",
+            f"{statistics.fmean(row['reached_s']):.0f}"
+            if reached
+            else f"{len(row['reached_s'])} of {row['seeds']} seeds reach it",
+            f"{statistics.fmean(dense['reached_s']) / statistics.fmean(row['reached_s']):.2f}" if reached else "-",
+            f"{row['loss']:.4f}" if row is dense else with_error(row["loss_to_ddp"], "+.4f"),
+            f"{row['accuracy']:.2%}" if row is dense else with_error(row["points_to_ddp"], "+.2f"),
+        ]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join([*lines, ""])
+
+
+def draw(found: list[Row], path: Path) -> None:
+    """Draw seconds to ddp's loss of each method, a panel for each task, a group of bars for each link."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(1, len(SHOWN_TASKS), figsize=(10, 3.6), layout="constrained")
+    for axis, (task, title) in zip(axes, SHOWN_TASKS.items(), strict=True):
+        for number, method in enumerate(METHODS):
+            mine = {row["link"]: row for row in found if (row["task"], row["method"]) == (task, method)}
+            heights = [
+                statistics.fmean(mine[link]["reached_s"]) if link in mine and mine[link]["reached_s"] else float("nan")
+                for link in LINKS
+            ]
+            places = [place + number / (len(METHODS) + 1) for place in range(len(LINKS))]
+            axis.bar(places, heights, width=1 / (len(METHODS) + 1), label=method, color=f"C{number}")
+        axis.set(title=title, yscale="log", ylabel="seconds to ddp's final loss")
+        axis.set_xticks([place + 0.36 for place in range(len(LINKS))], list(LINKS))
+        axis.grid(axis="y", alpha=0.3)
+    axes[0].legend(fontsize=8)
+    figure.savefig(path, dpi=120)
+
+
+def report(results: Row) -> None:
+    """Write the tables, the plot and the block of the README."""
+    found = summarise(results["rows"])
+    environment = results["environment"]
+    steps = {len(row["losses"]) for row in results["rows"]}
+    parts = []
+    for task, title in SHOWN_TASKS.items():
+        parts += [f"{title}: {TASKS[task].note}.\n", to_markdown(found, task)]
+    note = (
+        f"{', '.join(map(str, sorted(steps)))} steps; {NUM_NODES} nodes on one machine ({environment['cpu']}, a core "
+        f"each), torch {environment['torch']}, {environment['date']}; optimizers fused. x ddp: ddp's seconds divided "
+        'by the method\'s. "Of which not the network": the same where bandwidth is unlimited, all of it work of the '
+        "processor. Seconds to ddp's loss: to the last training loss of ddp with the same seed, and "
+        f"{SLACK - 1:.0%}. Losses and accuracies are means over seeds; differences to ddp are ± their standard error."
+    )
+    image = f"![seconds to ddp's loss]({RESULTS.name}/headline.png)"
+    table = "\n".join([*parts, note, ""])
+    (RESULTS / "headline.md").write_text(table)
+    draw(found, RESULTS / "headline.png")
+    replace_block("README.md", "headline", "\n".join([*parts, note, "", image.replace("(", "(benchmarks/"), ""]))
+    print(table)
+
+
+def main() -> None:
+    """Measure what is missing, then write what there is."""
+    if sys.argv[1:2] == ["--rank"]:
+        train_rank(json.loads(Path(sys.argv[2]).read_text()), Path(sys.argv[3]))
+        return
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=NUM_STEPS)
+    parser.add_argument("--report", action="store_true", help="measure nothing")
+    options = parser.parse_args()
+    path = RESULTS / "headline.json"
+    results: Row = {"environment": describe_environment(), "rows": []}
+    if path.exists():
+        results = json.loads(path.read_text())
+    if not options.report:
+        measure(results, path, options.seeds, options.steps)
+    report(results)
+
+
+if __name__ == "__main__":
+    main()

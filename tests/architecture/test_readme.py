@@ -1,0 +1,45 @@
+"""The numbers of the README are those that the benchmarks have written."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.programs import ROOT
+
+README = (ROOT / "README.md").read_text()
+RESULTS = ROOT / "benchmarks" / "results"
+DIGITS, TEXT = "| digits, RMSprop | 300 | int4 |", "| text | 300 | int4 |"
+CONTINUED = "| continued | sparse_loco, k = 16 |"
+
+
+def cell(table: str, row: str, column: str) -> float:
+    """Return the number in the last column of this name, in the first row that begins so."""
+    lines = [line.split(" | ") for line in (RESULTS / table).read_text().splitlines()]
+    number = next(len(line) - 1 - line[::-1].index(column) for line in lines if column in line)
+    text = next(line for line in lines if " | ".join(line).startswith(row))[number]
+    return float(text.split()[0].rstrip("%"))
+
+
+def test_it_is_one_page() -> None:
+    assert len(README.splitlines()) <= 120
+
+
+@pytest.mark.parametrize(
+    ("row", "form", "value"),
+    [
+        ("`local_sgd`, k = 8", "{:.1f} points", -cell("local_sgd.md", "| k = 8 |", "against k = 1")),
+        ("`sparse_loco`", "{:+.1f} %", cell("bits_to_loss.md", CONTINUED, "to DDP")),
+        ("`sparse_loco`", "{:.4f} bits", cell("bits_to_loss.md", CONTINUED, "bits per parameter and step")),
+        ("`int4`", "{:.1f} points less", -cell("quantized_accuracy.md", DIGITS, "to DDP, points |")),
+        ("`int4`", "{:.1f} more", cell("quantized_accuracy.md", TEXT, "to DDP, points |")),
+        (
+            "`dgc` at 99.9 %",
+            "{:.1f} points",
+            cell("auto.md", "| text | 800 |", "test accuracy of ddp, %")
+            - cell("auto.md", "| text | 800 |", "dgc 99.9 %"),
+        ),
+    ],
+)
+def test_its_numbers(row: str, form: str, value: float) -> None:
+    line = next(line for line in README.splitlines() if line.startswith(f"| {row}"))
+    assert form.format(value) in line
