@@ -53,7 +53,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import Dataset
 
-from benchmarks.harness import RESULTS, describe_environment, replace_block
+from benchmarks.harness import RESULTS, describe_environment
 from lightning_lowbw.compress.selection import num_selected
 from lightning_lowbw.schedules.every_step import EveryStep
 from lightning_lowbw.zoo import ByteLanguageModel, DigitsClassifier, DigitsData, StdlibText
@@ -420,7 +420,6 @@ def main() -> None:
     table = to_markdown(results)
     if not options.quick:
         (RESULTS / "adam.md").write_text(table)
-        replace_block("docs/methods/dgc_measured.md", "adam", table)
     print(table)
 
 

@@ -15,8 +15,8 @@ wall-clock: two nodes in the lab, a core each, real links and real measuring. Se
 density that a run goes through; seconds of a run are computed from them and the schedule. With THP_MEM_ALLOC_ENABLE=1
 torch, under all methods alike, makes large tensors of large pages; the environment of a row says so.
 
-The GPT-2 cell needs `transformers`. Writes benchmarks/results/auto.json, .md and .png, the tables into
-docs/methods/dgc_measured.md, and a summary into the method card.
+The GPT-2 cell needs `transformers`. Writes benchmarks/results/auto.json, .md and .png, and a
+summary into the method card.
 """
 
 from __future__ import annotations
@@ -72,8 +72,6 @@ def main() -> None:
     path.with_suffix(".md").write_text(text)
     draw(cells_of(results, {}), sorted_records(results), path.with_suffix(".png"))
     if options.name == "auto":
-        image = f"![difference to ddp, and seconds](../../benchmarks/results/{options.name}.png)\n"
-        replace_block("docs/methods/dgc_measured.md", "auto", f"{text}\n{image}")
         replace_block("docs/methods/dgc.md", "auto", card_of(results))
 
 

@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 
-from benchmarks.harness import RESULTS, describe_environment, replace_block, run_in_lab
+from benchmarks.harness import RESULTS, describe_environment, run_in_lab
 from benchmarks.time_to_loss import smooth, train
 from lightning_lowbw import Compression, DGCStrategy, LocalSGDStrategy
 from lightning_lowbw.lab import parse_rate
@@ -241,9 +241,7 @@ def main() -> None:
         results |= {"environment": describe_environment(), "command": shlex.join(sys.argv)}
         if options.steps is None:
             path.write_text(json.dumps(results) + "\n")
-            table = to_markdown(results["curves"])
-            (RESULTS / "bits_to_loss.md").write_text(table)
-            replace_block("docs/methods/sparse_local_sgd.md", "bits_to_loss", note(results) + table)
+            (RESULTS / "bits_to_loss.md").write_text(note(results) + to_markdown(results["curves"]))
             draw(results["curves"], path.with_suffix(".png"))
     print(to_markdown(results["curves"]))
 

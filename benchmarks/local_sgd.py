@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 
-from benchmarks.harness import RESULTS, describe_environment, replace_block, run_in_lab
+from benchmarks.harness import RESULTS, describe_environment, run_in_lab
 from benchmarks.time_to_loss import train
 from lightning_lowbw import AdaptiveLocalSGDStrategy, LocalSGDStrategy
 from lightning_lowbw.lab import parse_rate
@@ -98,27 +98,14 @@ def to_markdown(rows: list[dict[str, Any]]) -> str:
     return "\n".join([*lines, ""])
 
 
-def put_into_card() -> None:
-    """Replace the marked block of the method card by what the benchmarks have written."""
-    from benchmarks.slow_link import Cell
-    from benchmarks.slow_link import to_markdown as lab_table
-
-    results = json.loads((RESULTS / "local_sgd.json").read_text())
-    lab = json.loads((RESULTS / "slow_link_local.json").read_text())
-    cells = [Cell(**cell) for cell in lab["cells"]]
+def note(results: dict[str, Any]) -> str:
+    """Return what the table is about."""
     num_seeds = len({row["seed"] for row in results["rows"]})
-    parts = [
+    return (
         f"2 nodes at {results['rate']}, byte-level transformer on Python's own source, {NUM_STEPS} steps, {num_seeds} "
         f'seeds (`benchmarks/local_sgd.py`, torch {results["environment"]["torch"]}); "there": ResNet-50 on ImageNet, '
-        "4 nodes of 8 V100, in the documentation of PaddlePaddle Fleet:\n",
-        to_markdown(results["rows"]),
-        f"In the lab, 25M MLP, torch {lab['environment']['torch']}, {lab['environment']['date']} (`{lab['command']}`; "
-        '"hidden" is `delay_steps=7`):\n',
-        lab_table(cells),
-        "With ranks that are slow now and then (`benchmarks/straggler.py`): "
-        + (RESULTS / "straggler.md").read_text().rstrip(),
-    ]
-    replace_block("docs/methods/local_sgd.md", "measured", "\n".join(parts) + "\n")
+        "4 nodes of 8 V100, in the documentation of PaddlePaddle Fleet.\n\n"
+    )
 
 
 def main() -> None:
@@ -129,11 +116,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
     parser.add_argument("--resume", action="store_true", help="keep the seeds that are in the result already")
     parser.add_argument("--rank-output", type=Path, help=argparse.SUPPRESS)  # in the ranks
-    parser.add_argument("--card", action="store_true", help="only put the results into the method card")
     options = parser.parse_args()
-    if options.card:
-        put_into_card()
-        return
     if options.rank_output is not None:
         train_all(options.seeds, options.rank_output)
         return
@@ -149,7 +132,7 @@ def main() -> None:
         "rows": rows,
     }
     result.write_text(json.dumps(results, indent=1) + "\n")
-    (RESULTS / "local_sgd.md").write_text(to_markdown(rows))
+    (RESULTS / "local_sgd.md").write_text(note(results) + to_markdown(rows))
     print(to_markdown(rows))
 
 

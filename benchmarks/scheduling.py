@@ -28,7 +28,7 @@ import torch.distributed as dist
 
 from benchmarks.beside_ddp.tasks import NUM_RANKS, be_quiet
 from benchmarks.beside_ddp.wall_clock import time_steps, timed_strategy
-from benchmarks.harness import RESULTS, describe_environment, replace_block, run_in_lab
+from benchmarks.harness import RESULTS, describe_environment, run_in_lab
 
 TASKS = {"digits": 40, "resnet": 40, "text": 20, "mlp-25M": 4}  # and how many steps are timed in a round
 STRATEGIES = {"ddp": "ddp", "dgc 99.9 %": "0.001"}  # as `timed_strategy` knows them
@@ -101,7 +101,6 @@ def main() -> None:
     text = table(results)
     (RESULTS / "scheduling.md").write_text(text)
     print(text)
-    replace_block("docs/lab.md", "scheduling", text)
 
 
 if __name__ == "__main__":

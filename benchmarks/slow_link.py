@@ -2,7 +2,7 @@
 
     .venv/bin/python benchmarks/slow_link.py            # a short grid, under 15 minutes on two cores
     .venv/bin/python benchmarks/slow_link.py --full     # all models, links and node counts
-    .venv/bin/python benchmarks/slow_link.py --two-level # two nodes of two ranks; also into the method card
+    .venv/bin/python benchmarks/slow_link.py --two-level # two nodes of two ranks
 
 Writes benchmarks/results/slow_link*.json with the environment, a Markdown table and a plot. Every number in a table
 comes from there.
@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import matplotlib
 
 from benchmarks.contestants import ALL, ALONE, BY_NAME, DDP, FP16, NO_COMMUNICATION, SHORT, TWO_LEVEL, Contestant
-from benchmarks.harness import RESULTS, describe_environment, replace_block, run_in_lab
+from benchmarks.harness import RESULTS, describe_environment, run_in_lab
 from benchmarks.models import WORKLOADS, Timed
 from lightning_lowbw.comm.collectives import all_reduce_bytes
 from lightning_lowbw.lab import parse_rate
@@ -209,24 +209,28 @@ def draw_bars(cells: list[Cell], path: Path) -> None:
     plt.close(figure)
 
 
+def note(results: dict[str, Any]) -> str:
+    """Return what a table is about."""
+    where = "{cpu}, {num_cpus} cores, torch {torch}, {date}".format(**results["environment"])
+    return (
+        f'Nodes on one machine ({where}), bytes of one node: `{results["command"]}`. "alone" is a process that trains '
+        'by itself, without DDP; "no communication" (the limit, "it") is DDP with its communication switched off. dgc '
+        'is `DGCStrategy(sparsity=[0.999])`; it can take less time than "alone", because SGD\'s own step reads and '
+        'writes every weight, a sparse step only those that were sent. "plain torch" is without numba; "hidden" is '
+        "`delay_steps=7`.\n\n"
+    )
+
+
 def write(name: str, cells: list[Cell], **more: Any) -> str:
     """Write the JSON, the table and the plot; return the table."""
     RESULTS.mkdir(exist_ok=True)
     results = {"environment": describe_environment(), "command": shlex.join(sys.argv), **more}
     results["cells"] = [asdict(cell) for cell in cells]
     (RESULTS / f"{name}.json").write_text(json.dumps(results, indent=1) + "\n")
-    table = to_markdown(cells)
+    table = note(results) + to_markdown(cells)
     (RESULTS / f"{name}.md").write_text(table)
     draw(cells, RESULTS / f"{name}.png")
     return table
-
-
-def put_into_card(results: dict[str, Any]) -> None:
-    """Replace the marked block of docs/methods/hierarchical.md."""
-    where = "In the lab ({cpu}, {num_cpus} cores), bytes of one node: `{command}`.\n"
-    note = where.format(**results["environment"], command=results["command"])
-    table = to_markdown([Cell(**cell) for cell in results["cells"]])
-    replace_block("docs/methods/hierarchical.md", "two_level", f"{note}\n{table}")
 
 
 def main() -> None:
@@ -269,8 +273,6 @@ def main() -> None:
                 cells += run_cells(workload, nodes, rate, contestants, repetitions, None, ranks_per_node)
                 print(to_markdown(cells[-len(contestants) :]), flush=True)
                 write(name, cells)
-    if options.two_level:
-        put_into_card(json.loads((RESULTS / f"{name}.json").read_text()))
     fastest = {
         (cell.workload, cell.num_nodes, cell.rate): min(
             (c for c in cells if (c.workload, c.num_nodes, c.rate) == (cell.workload, cell.num_nodes, cell.rate)),

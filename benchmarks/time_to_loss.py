@@ -7,7 +7,7 @@ Trains the byte-level language model on the standard library's source with each 
 steps as with DDP, and once for about as many seconds. Writes benchmarks/results/time_to_loss.json, a table and a plot.
 
 With --accuracy: trains with DDP, float16, int8 and int4 for the same steps, on a link that is not throttled. Writes
-benchmarks/results/quantized_accuracy.json and a table, and the table into the method card.
+benchmarks/results/quantized_accuracy.json and a table.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import lightning.pytorch as pl
 import torch
 
-from benchmarks.harness import RESULTS, as_plain, describe_environment, replace_block, run_in_lab
+from benchmarks.harness import RESULTS, as_plain, describe_environment, run_in_lab
 from benchmarks.worker import INTERFACE
 from lightning_lowbw import EveryStep, QuantizedGradients, Strategy
 from lightning_lowbw.lab import parse_rate
@@ -208,8 +208,17 @@ def accuracy_to_markdown(rows: list[dict[str, Any]]) -> str:
     return "\n".join([*lines, ""])
 
 
+def accuracy_note(results: dict[str, Any]) -> str:
+    """Return what the table is about."""
+    return (
+        "2 ranks, the same steps (`benchmarks/time_to_loss.py --accuracy`, torch "
+        f"{results['environment']['torch']}); digits with SGD and momentum where no other optimizer is named, text "
+        "with AdamW; in brackets the least and the largest difference of a seed.\n\n"
+    )
+
+
 def measure_accuracy(tasks: list[str], seeds: list[int]) -> None:
-    """Start the ranks, keep what there is of other tasks and seeds, write the results, and put them into the card."""
+    """Start the ranks, keep what there is of other tasks and seeds and write the results."""
     result = RESULTS / "quantized_accuracy.json"
     rows = json.loads(result.read_text())["rows"] if result.exists() else []
     command = [__file__, "--accuracy", *tasks, "--only-seeds", *map(str, seeds), "--rank-output"]
@@ -217,32 +226,8 @@ def measure_accuracy(tasks: list[str], seeds: list[int]) -> None:
     rows += run_in_lab([None] * 2, command, timeout_s=3600.0)
     results = {"environment": describe_environment(), "command": shlex.join(sys.argv), "rows": rows}
     result.write_text(json.dumps(results, indent=1) + "\n")
-    result.with_suffix(".md").write_text(accuracy_to_markdown(rows))
-    put_into_card()
+    result.with_suffix(".md").write_text(accuracy_note(results) + accuracy_to_markdown(rows))
     print(accuracy_to_markdown(rows))
-
-
-def put_into_card() -> None:
-    """Replace the marked block of docs/methods/quantized.md by what the benchmarks have written."""
-    accuracy, lab = (
-        json.loads((RESULTS / f"{name}.json").read_text()) for name in ("quantized_accuracy", "slow_link_quantized")
-    )
-    of_cells = {
-        name: [str(each[key]) for each in lab["cells"]]
-        for name, key in (("models", "workload"), ("nodes", "num_nodes"), ("rates", "rate"), ("methods", "method"))
-    }
-    options = [word for name, values in of_cells.items() for word in (f"--{name}", *dict.fromkeys(values))]
-    parts = [
-        "Accuracy, 2 ranks, the same steps (`benchmarks/time_to_loss.py --accuracy`, torch "
-        f"{accuracy['environment']['torch']}); digits with SGD and momentum where no other "
-        "optimizer is named, text with AdamW; in brackets the least and the largest difference of a seed:\n",
-        accuracy_to_markdown(accuracy["rows"]),
-        "In the lab, 25M MLP, one core per rank (`benchmarks/slow_link.py "
-        f"{shlex.join([*options, '--name', 'slow_link_quantized'])}`, {lab['environment']['cpu']}):\n",
-        (RESULTS / "slow_link_quantized.md").read_text(),
-        "![step time against bandwidth](../../benchmarks/results/slow_link_quantized.png)",
-    ]
-    replace_block("docs/methods/quantized.md", "measured", "\n".join(parts) + "\n")
 
 
 def smooth(losses: list[float], num_steps: int = SMOOTHING) -> list[float]:
@@ -318,12 +303,8 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--accuracy", nargs="+", choices=ACCURACY_TASKS, help="tasks; instead of the curves")
     parser.add_argument("--only-seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4], help="of --accuracy; others stay")
-    parser.add_argument("--card", action="store_true", help="only put results into docs/methods/quantized.md")
     parser.add_argument("--rank-output", type=Path, help=argparse.SUPPRESS)  # in the ranks
     options = parser.parse_args()
-    if options.card:
-        put_into_card()
-        return
     if options.accuracy is not None:
         if options.rank_output is not None:
             train_for_accuracy(options.accuracy, options.only_seeds, options.rank_output)

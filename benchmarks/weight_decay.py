@@ -37,7 +37,7 @@ from torch.multiprocessing import start_processes
 from torch.nn import functional as F
 from torch.optim import SGD, Adam, AdamW
 
-from benchmarks.harness import RESULTS, describe_environment, replace_block
+from benchmarks.harness import RESULTS, describe_environment
 from lightning_lowbw import DGC
 from lightning_lowbw.zoo.digits import load_digit_tensors
 
@@ -249,7 +249,6 @@ def main() -> None:
     )
     table = f"{caption}\n\n{to_markdown(results['rows'])}\n\nEnvironment: {environment}.\n"
     (RESULTS / "weight_decay.md").write_text(table)
-    replace_block("docs/methods/dgc_measured.md", "weight_decay", table)
     print(table)
 
 

@@ -12,7 +12,7 @@ The rule, as the user knows it:
 5. All ranks choose alike, once; a resumed run keeps the choice.
 
 The 30 and 60: top-k costs accuracy because it delays elements, the less the more often each is sent, density times
-steps: 10 times cost 0.4 % of the loss, 0.8 times 2.5 % (docs/methods/dgc_measured.md). The warm-up is a share of the
+steps: 10 times cost 0.4 % of the loss, 0.8 times 2.5 % (benchmarks/results/auto.md). The warm-up is a share of the
 steps, not of the time: on a slow link that would be a dozen steps, and sparse steps so early cost the most.
 """
 
