@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from lightning.pytorch import Callback, Trainer, seed_everything
 from lightning.pytorch import __version__ as lightning_version
 
@@ -114,7 +115,7 @@ def train_all(seeds: Sequence[int], max_steps: int, output: Path) -> None:
     records = []
     for seed, strategy in itertools.product(seeds, STRATEGIES):
         records.append(train_rank(strategy, seed, max_steps))
-        if torch.distributed.get_rank() == 0:
+        if dist.get_rank() == 0:
             seconds, accuracy = records[-1]["seconds"][-1], records[-1]["test_accuracy"]
             _say(f"{strategy}, seed {seed}: test accuracy {accuracy:.1%} after {seconds:.1f} s")
             output.write_text(json.dumps(records))
