@@ -467,15 +467,15 @@ def broadcast_flat_(tensors: Iterable[Tensor], broadcast_: Callable[[Tensor], ob
     Collective: as `broadcast_`.
 
     Args:
-        tensors: contiguous or not; all on one device.
-        broadcast_: overwrites a flat tensor with that of the source.
+        tensors: of any dtype and strides; all on one device.
+        broadcast_: overwrites flat bytes with those of the source.
     """
     by_dtype: dict[torch.dtype, list[Tensor]] = {}
     for tensor in tensors:
         by_dtype.setdefault(tensor.dtype, []).append(tensor)
     for alike in by_dtype.values():
         flat = torch.cat([tensor.reshape(-1) for tensor in alike])
-        broadcast_(flat)
+        broadcast_(flat.view(torch.uint8))  # no backend sends int16, or unsigned integers that are wider than a byte
         for tensor, received in zip(alike, flat.split([tensor.numel() for tensor in alike]), strict=True):
             tensor.copy_(received.view(tensor.shape))
 

@@ -148,6 +148,9 @@ def prepare(device: torch.device, uses: Uses | None = None) -> str | None:
 
     Returns:
         None if the kernels work, if a device has none, or they are disabled; else one sentence with the reason.
+
+    Raises:
+        RuntimeError: on this rank; a kernel has left the device unusable, for plain torch, too.
     """
     if uses_triton(device):
         name = "Triton"
@@ -159,7 +162,15 @@ def prepare(device: torch.device, uses: Uses | None = None) -> str | None:
         _try_numba(device) if name == "numba" else _try_triton(device, uses or Uses())
     except Exception as error:  # noqa: BLE001 - a compiler may fail in any way; the caller is told
         cause = next(iter(str(error).strip().splitlines()), "")[:LONGEST_CAUSE]
-        return f"The kernels of {name} do not work on {device}: {type(error).__name__}: {cause}".rstrip(": .") + "."
+        reason = f"The kernels of {name} do not work on {device}: {type(error).__name__}: {cause}".rstrip(": .") + "."
+        try:
+            torch.ones(1, device=device).add_(1).tolist()  # after a fault in a kernel every call of CUDA fails
+        except Exception as fault:
+            raise RuntimeError(
+                f"{reason} After it this process cannot use {device} any more, not even by plain torch. Start all "
+                "ranks again without Triton (pip uninstall triton), or with another version of it."
+            ) from fault
+        return reason
     return None
 
 

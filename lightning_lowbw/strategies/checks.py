@@ -27,6 +27,7 @@ from lightning_lowbw.errors import ConfigurationError, DisagreementError
 from lightning_lowbw.method import Method
 from lightning_lowbw.namespaces import twins
 from lightning_lowbw.schedules.every_k import MOST_FRAGMENTS, EveryK
+from lightning_lowbw.strategies.shared_buffers import buffers_of
 from lightning_lowbw.sync.checks import agree_on_model, agree_on_optimizers, warn_if_incomplete
 from lightning_lowbw.sync.gradient import GradientSync
 from lightning_lowbw.sync.local import LocalSync
@@ -42,6 +43,7 @@ AVERAGING: tuple[type[pl.Callback], ...] = (
 # Callbacks that communicate, or decide what does.
 COLLECTIVE: tuple[type[pl.Callback], ...] = (Checkpoint, EarlyStopping, BatchSizeFinder, LearningRateFinder, *AVERAGING)
 
+NOT_BROADCAST = frozenset({torch.int16, torch.uint16, torch.uint32, torch.uint64})  # by gloo, nor by NCCL
 MUCH = 0.5  # of the trained elements; below it a warning
 # Of the Trainer: ranks with different ones would wait for each other in different collectives, or train apart.
 SETTINGS = (
@@ -174,9 +176,15 @@ def check_model(module: torch.nn.Module, compares_weights: bool = False, takes_s
     Raises:
         ConfigurationError, DisagreementError: on all ranks.
     """
-    if not takes_sparse:
-        with failing_together():
+    with failing_together():
+        if not takes_sparse:
             refuse_sparse_gradients(module)
+        for name, buffer in buffers_of(module).items():
+            if buffer.dtype in NOT_BROADCAST:
+                raise ConfigurationError(
+                    f"Buffer {name!r} is of {buffer.dtype}, which DDP cannot broadcast: register it as int32 or int64, "
+                    "or name it in the module's _ddp_params_and_buffers_to_ignore, so that each rank keeps its own."
+                )
     agree_on_model(module.named_parameters(), compares_weights=compares_weights)
 
 

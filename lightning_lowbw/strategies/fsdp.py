@@ -591,7 +591,7 @@ def _shard(module: Any, device: torch.device) -> None:
         return
     for tensor in [*module.parameters(), *module.buffers()]:  # as DDP: rank 0's, before each keeps its shard of it
         whole = tensor.detach().to(device)
-        dist.broadcast(whole, 0)
+        broadcast_flat_([whole], lambda flat: dist.broadcast(flat, 0))
         with torch.no_grad():
             tensor.copy_(whole)
     lists = [each for each in module.modules() if isinstance(each, (nn.ModuleList, nn.Sequential))]
@@ -684,6 +684,5 @@ def equalise_(module: nn.Module, tensors: LocalTensors, group: dist.ProcessGroup
     own: list[Tensor] = [tensors.of(parameter).detach() for parameter in module.parameters()]
     own += list(module.buffers())
     if own and dist.get_world_size(group) > 1 and any(differ([own], group, own[0].device)):
-        for tensor in own:
-            if tensor.numel():
-                dist.broadcast(tensor, group=group, group_src=0)
+        for tensor in own:  # one by one: all of them together would be a second copy of the shard
+            broadcast_flat_([tensor], lambda flat: dist.broadcast(flat, group=group, group_src=0))

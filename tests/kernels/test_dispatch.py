@@ -46,6 +46,21 @@ def test_a_numba_that_cannot_be_imported_is_told(monkeypatch: pytest.MonkeyPatch
     assert dispatch.prepare(CPU) == "numba is not installed: pip install numba."
 
 
+def test_a_kernel_that_leaves_its_device_unusable_ends_the_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plain torch instead would fail as well, at the first step, and the other ranks would wait."""
+
+    def fault(*_: object) -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered\nCUDA kernel errors might be ...")
+
+    monkeypatch.setattr(dispatch, "uses_triton", lambda device: True)
+    monkeypatch.setattr(dispatch, "_try_triton", fault)
+    reason = "do not work on {}: RuntimeError: CUDA error: an illegal memory access was encountered."
+    assert str(dispatch.prepare(CPU)).endswith(reason.format("cpu"))  # which works still: all ranks use plain torch
+    missing = torch.device("cuda", 77)
+    with pytest.raises(RuntimeError, match=reason.format(missing) + r".*Start all ranks again without Triton"):
+        dispatch.prepare(missing)
+
+
 def test_disabling_one_device_leaves_the_other() -> None:
     dispatch.disable(torch.device("cuda"), "no compiler")
     assert dispatch._faults == {"cuda": "no compiler"}

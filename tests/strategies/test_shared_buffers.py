@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
-from lightning_lowbw import QuantizedGradients, ShardedStrategy, Strategy
+from lightning_lowbw import ConfigurationError, QuantizedGradients, ShardedStrategy, Strategy, Topology
 from lightning_lowbw.comm.agreement import digest
+from lightning_lowbw.strategies.checks import check_model
+from lightning_lowbw.strategies.fsdp import _shard, equalise_, make_node_mesh
+from lightning_lowbw.sync.local_view import LocalTensors
 from tests.ranks import run_ranks
 from tests.strategies.fits import STEPS, fit
 from tests.tiny import ManualTiny, Tiny, make_data, make_strategy, make_trainer
@@ -93,6 +97,51 @@ def test_in_manual_optimization_a_validation_changes_no_buffer_that_the_training
     (validated, *_), (quiet, *_) = (run_ranks(validate_or_not, 2, validates) for validates in (True, False))
     assert validated[0] == quiet[0]
     assert [own for _, own in run_ranks(validate_or_not, 2, True)] == [0.0, 1.0]
+
+
+ODD: dict[str, Callable[[Tensor], Tensor]] = {  # of eight numbers
+    "int16": lambda x: x.to(torch.int16),
+    "uint64": lambda x: x.to(torch.uint64),
+    "complex": lambda x: torch.complex(x, -x),
+    "a column": lambda x: x.view(4, 2)[:, 1],
+    "transposed": lambda x: x.view(4, 2).t(),
+    "one element of a column": lambda x: x.view(4, 2)[:1, 1],
+    "a number": lambda x: x[3],
+}
+
+
+def shard_odd_buffers() -> dict[str, list[Any]]:
+    """Return rank 0's, and those of this rank after the model has been sharded and after a resume has equalised it."""
+    rank, found = dist.get_rank(), {}
+    module = nn.Module()
+    module.device_mesh = make_node_mesh(Topology(((0, 1),)), rank, "cpu", None).mesh
+    for name, make in ODD.items():
+        module.register_buffer(name, make(torch.arange(8.0) + 100 * rank))
+        found[name] = [make(torch.arange(8.0)).tolist()]
+    _shard(module, torch.device("cpu"))
+    for name, buffer in module.named_buffers():
+        found[name].append(buffer.tolist())
+        buffer.copy_(ODD[name](torch.arange(8.0) + 100 * rank))
+    equalise_(module, LocalTensors(), None)
+    for name, buffer in module.named_buffers():
+        found[name].append(buffer.tolist())
+    return found
+
+
+def test_buffers_of_any_dtype_and_strides_are_those_of_rank_zero_in_a_sharded_model() -> None:
+    """Gloo takes no int16, and reads what has gaps as if it had none."""
+    for found in run_ranks(shard_odd_buffers, 2):
+        for name, (expected, sharded, equalised) in found.items():
+            assert sharded == equalised == expected, name
+
+
+def test_a_buffer_that_ddp_cannot_broadcast_is_named() -> None:
+    model = Tiny()
+    model.register_buffer("counts", torch.zeros(3, dtype=torch.int16))
+    with pytest.raises(ConfigurationError, match=r"'counts' is of torch\.int16.*register it as int32 or int64"):
+        check_model(model)
+    model._ddp_params_and_buffers_to_ignore = ["counts"]
+    check_model(model)
 
 
 class Codebook(Tiny):
