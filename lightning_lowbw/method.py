@@ -323,7 +323,7 @@ class Method:
             )
         trained = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         agree("method", method.settings(), process_group)  # messages of two methods would be of different sizes
-        peers = method.make_peers(process_group)
+        peers = method.make_peers(process_group, is_hidden=method.hides_averages)
         with failing_together(process_group):
             names = names_of(named_parameters)
             if names and not any(parameter in names for parameter in trained):

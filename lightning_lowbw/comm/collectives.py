@@ -30,6 +30,8 @@ from lightning_lowbw.comm.side_queue import new_future
 
 Level = Literal["intra", "inter"]
 
+# Thread blocks, each of which holds a multiprocessor as long as the link takes. Many more than a slow network needs.
+MAX_CTAS = 4
 # Pairs of CUDA events that have not been read yet; older ones are dropped rather than waited for.
 MAX_PENDING = 256
 
@@ -156,7 +158,9 @@ class WeakGroup:
 _groups: dict[tuple[ref[dist.ProcessGroup], tuple[object, ...]], WeakGroup] = {}  # by the world, and what it is for
 
 
-def group_of(ranks: tuple[int, ...], purpose: str, timeout: timedelta | None = None) -> dist.ProcessGroup | None:
+def group_of(
+    ranks: tuple[int, ...], purpose: str, timeout: timedelta | None = None, *, is_hidden: bool = False
+) -> dist.ProcessGroup | None:
     """Return the process group of some ranks, made at the first call.
 
     Collective: all ranks of the world, those outside of the group as well, in the same order of calls.
@@ -165,6 +169,7 @@ def group_of(ranks: tuple[int, ...], purpose: str, timeout: timedelta | None = N
         ranks: of the world; a group has them in ascending order.
         purpose: concurrent work needs its own groups, because the ranks may begin it in different orders.
         timeout: after which a collective of the group fails; None is that of the world.
+        is_hidden: whether the GPU computes meanwhile, and NCCL is to leave it the multiprocessors.
     """
     world = dist.group.WORLD
     assert world is not None
@@ -172,8 +177,9 @@ def group_of(ranks: tuple[int, ...], purpose: str, timeout: timedelta | None = N
         del _groups[stale]  # a world that was made anew has groups of its own
     key = ref(world), (ranks, purpose, timeout)
     if key not in _groups:
+        limit = _timeout_of_world() if timeout is None else timeout
         with _not_split_from(world):
-            group = dist.new_group(list(ranks), timeout=_timeout_of_world() if timeout is None else timeout)
+            group = dist.new_group(list(ranks), timeout=limit, pg_options=_few_ctas(limit) if is_hidden else None)
         _groups[key] = WeakGroup(group)
     return _groups[key]()
 
@@ -194,6 +200,18 @@ def _not_split_from(world: dist.ProcessGroup) -> Iterator[None]:
         yield
     finally:
         world.bound_device_id = device
+
+
+def _few_ctas(timeout: timedelta | None) -> Any:
+    """Return NCCL's options with a limit of `MAX_CTAS`; None with another backend, or where NCCL has no such limit."""
+    nccl: Any = getattr(dist, "ProcessGroupNCCL", None)
+    options: Any = None if nccl is None or dist.get_backend() != "nccl" else nccl.Options()
+    if not hasattr(getattr(options, "config", None), "max_ctas"):
+        return None
+    options.config.max_ctas = MAX_CTAS
+    if timeout is not None:
+        options._timeout = timeout  # else torch warns that they differ
+    return options
 
 
 def _timeout_of_world() -> timedelta | None:
@@ -398,7 +416,8 @@ class Collectives:
         num_ranks = self.num_ranks
         if num_ranks == 1:
             return vector
-        padded = torch.nn.functional.pad(vector, (0, -vector.numel() % num_ranks))
+        missing = -vector.numel() % num_ranks
+        padded = torch.nn.functional.pad(vector, (0, missing)) if missing else vector  # a pad of nothing is a copy
         self._record(reduce_scatter_bytes(padded.nbytes, num_ranks))
         if is_gloo(self.group, vector.device):  # whose reduce-scatter is an all-reduce, or missing
             return self._exchange_parts(padded).view(num_ranks, -1).sum(0)

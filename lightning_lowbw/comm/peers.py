@@ -10,9 +10,11 @@ others block (on CUDA, the stream).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import itertools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -36,6 +38,7 @@ from lightning_lowbw.errors import ConfigurationError
 from lightning_lowbw.kernels.tensors import allocate, as_real, copy_all_, upload
 
 Algorithm = Literal["sharded", "leader"]
+STAGES = "first in the node", "between nodes", "last in the node"  # of an operation on two levels
 BUCKET_BYTES = 25 * 2**20  # as DDP's
 
 
@@ -85,13 +88,15 @@ class Peers:
         inter_dtype: torch.dtype | None,
         ledger: TrafficLedger,
         timeout: timedelta | None,
-        purpose: str,
+        is_hidden: bool = False,
     ) -> Peers:
         """Return the ranks of the world on nodes, with a fast network inside and a slow one between.
 
-        A node is one participant. Operations of several collectives run in order on one thread with gloo, on one
-        stream with NCCL. They use their own groups, because collectives on `node` and `between` may be issued at any
-        time. With a single node there is one participant: no slow network, no parts, and nothing to compress.
+        A node is one participant. Operations of several collectives have three stages: in the node, between nodes, and
+        in the node again. Each stage has a group of its own, and with gloo a thread, with NCCL a stream: the next
+        bucket is summed in the node while this one is between nodes, and whatever the timing each group sees one order
+        of collectives. Those on `node` and `between` may be issued at any time. With a single node there is one
+        participant: no slow network, no parts, and nothing to compress.
 
         Args:
             topology: of the world.
@@ -101,7 +106,7 @@ class Peers:
             inter_dtype: what an inexact all-reduce sends between nodes of wider tensors; None is the tensor's own.
             ledger: of the traffic, by level.
             timeout: of the groups that are made here; None is that of the world.
-            purpose: peers that are in use at the same time need groups of their own.
+            is_hidden: see `make_peers`.
 
         Raises:
             ConfigurationError: on all ranks; the nodes are of different sizes, and the algorithm is "sharded".
@@ -110,35 +115,39 @@ class Peers:
             _ = topology.ranks_per_node  # raises where they differ
         peers, rank = cls(None, ledger), dist.get_rank()
 
-        def collectives(groups: Iterable[tuple[int, ...]], level: Level) -> tuple[Any, Any]:
-            """Make groups, which all ranks do in one order; return those of this rank: to be used now, and in turn."""
-            own: tuple[Any, Any] = None, None
-            for ranks in groups:
-                now, in_turn = (group_of(ranks, each, timeout) for each in (purpose, f"{purpose}, in turn"))
+        def collectives(groups: Sequence[tuple[int, ...]], level: Level, *stages: str) -> list[Any]:
+            """Make groups of each stage, which all ranks do in one order; return those of this rank."""
+            own: list[Any] = [None] * len(stages)
+            for ranks, (index, stage) in itertools.product(groups, enumerate(stages)):
+                is_alone = len(ranks) == 1  # which sends nothing: no group is made
+                group = None if is_alone else group_of(ranks, stage, timeout, is_hidden=is_hidden and level == "inter")
                 if rank in ranks:
-                    own = Collectives(now, ledger, level), Collectives(in_turn, ledger, level)
+                    own[index] = Collectives(group, ledger, level, is_alone=is_alone)
             return own
 
+        purpose = "averages" if is_hidden else "gradients"
+        first, middle, last = (f"{purpose}, {stage}" for stage in STAGES)
         peers.topology, peers._algorithm, peers._inter_dtype = topology, algorithm, inter_dtype
-        peers.node, peers._node_in_turn = collectives(topology.nodes, "intra")
+        peers.node, peers._node_first, peers._node_last = collectives(topology.nodes, "intra", purpose, first, last)
         if algorithm == "leader":
-            peers._between, peers._between_in_turn = None, collectives([topology.leaders], "inter")[1]
+            peers._between, (peers._between_in_turn,) = None, collectives([topology.leaders], "inter", middle)
         else:
             equal_parts = [topology.peers(each) for each in range(topology.ranks_per_node)]
-            peers._between, peers._between_in_turn = collectives(equal_parts, "inter")
+            peers._between, peers._between_in_turn = collectives(equal_parts, "inter", purpose, middle)
         if topology.num_nodes > 1:
             peers.is_two_level = True
             peers.local_rank, peers.num_local_ranks = topology.local_rank_of(rank), peers.node.num_ranks
         # What all ranks do together crosses the slow network, where there is one.
         peers._all = Collectives(None, ledger, "inter" if peers.is_two_level else "intra")
-        peers._queue = SideQueue(purpose)
+        peers._queues = [SideQueue(each) for each in (first, middle, last)]
         return peers
 
-    _queue: SideQueue | None = None  # and the rest of what there is on nodes only
+    _queues: Sequence[SideQueue] = ()  # and the rest of what there is on nodes only
     _algorithm: Algorithm = "sharded"
     _inter_dtype: torch.dtype | None = None
-    _node_in_turn: Collectives
+    _node_first: Collectives
     _between_in_turn: Collectives
+    _node_last: Collectives
 
     @property
     def group(self) -> dist.ProcessGroup | None:
@@ -210,9 +219,13 @@ class Peers:
         """
         if not self.is_two_level:
             return (self._all if self.topology is None else self.node).begin_all_reduce_(tensor)
-        inter_dtype = None if exact else self._inter_dtype
-        stages = self._through_leaders_ if self._algorithm == "leader" else self._in_parts_
-        return TensorWork(tensor, self._begin(lambda: stages(tensor, inter_dtype), tensor))
+        between = partial(self._sum_between_, inter_dtype=None if exact else self._inter_dtype)
+        stages: list[Callable[[Tensor], Tensor]]
+        if self._algorithm == "leader":
+            stages = [self._reduce_to_leader, between, partial(self._broadcast_from_leader, tensor)]
+        else:
+            stages = [self._node_first.reduce_scatter, between, partial(self._gather_parts_into, tensor)]
+        return TensorWork(tensor, self._begin(stages, tensor))
 
     def all_reduce_(self, tensor: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> None:
         """Reduce a flat tensor over all ranks, in place; a sum as `begin_all_reduce_`, else one all-reduce."""
@@ -230,7 +243,8 @@ class Peers:
         """Begin to sum a flat tensor over the ranks of this node, in place; when flat it is the sum already."""
         if self.topology is None:
             return TensorWork(tensor)
-        return TensorWork(tensor, self._begin(lambda: self._node_in_turn.begin_all_reduce_(tensor).wait(), tensor))
+        stages = (lambda tensor: self._node_first.begin_all_reduce_(tensor).wait()), None, None
+        return TensorWork(tensor, self._begin(stages, tensor))
 
     def begin_gather(self, message: Tensor) -> TensorWork:
         """Begin to gather the messages of all ranks of all nodes, each about the part of its rank.
@@ -252,7 +266,8 @@ class Peers:
         out, between = allocate(shape, message.dtype, message.device), self.between
         if not self.is_two_level:
             return between.begin_all_gather(message, out)
-        return TensorWork(out, self._begin(lambda: self._gather_into(out, message), out, message))
+        stages = None, self._gather_between, partial(self._gather_in_node, out)
+        return TensorWork(out, self._begin(stages, message, out))
 
     def gather_parts_in_node(self, part: Tensor, numel: int) -> Tensor:
         """Return the whole of which each rank of the node has a part (see `part`): shape (numel,).
@@ -266,41 +281,52 @@ class Peers:
 
     def close(self) -> None:
         """End the threads, after the work that has been begun."""
-        if self._queue is not None:
-            self._queue.close()
+        for queue in self._queues:
+            queue.close()
 
-    def _begin(self, collectives: Callable[[], object], result: Tensor, *reads: Tensor) -> torch.futures.Future[Tensor]:
-        assert self._queue is not None
-        return self._queue.begin(collectives, result, reads, in_thread=is_gloo(None, result.device))
+    def _begin(
+        self, stages: Sequence[Callable[[Tensor], Tensor] | None], *tensors: Tensor
+    ) -> torch.futures.Future[Tensor] | None:
+        """Begin the stages of an operation on the first of some tensors; return the future of the last."""
+        future = None
+        for queue, stage in zip(self._queues, stages, strict=True):
+            if stage is not None:
+                future = queue.begin(stage, tensors, future, in_thread=is_gloo(None, tensors[0].device))
+        return future
 
-    def _in_parts_(self, tensor: Tensor, inter_dtype: torch.dtype | None) -> None:
-        part = self._node_in_turn.reduce_scatter(tensor)
-        self._sum_between_(part, inter_dtype)
-        tensor.copy_(self._node_in_turn.gather_parts(part, tensor.numel()))
+    def _gather_parts_into(self, tensor: Tensor, part: Tensor) -> Tensor:
+        if part.numel() * self._node_last.num_ranks == tensor.numel():
+            return self._node_last.begin_all_gather(part, tensor).wait()
+        return tensor.copy_(self._node_last.gather_parts(part, tensor.numel()))
 
-    def _through_leaders_(self, tensor: Tensor, inter_dtype: torch.dtype | None) -> None:
-        assert self.topology is not None
-        leader, group = self.topology.leaders[self.topology.node_of(self.rank)], self._node_in_turn.group
+    def _reduce_to_leader(self, tensor: Tensor) -> Tensor:
+        group = self._node_first.group
         staged = tensor.cpu() if is_gloo(group, tensor.device) else tensor  # whose reduce takes the CPU's only
         if self.num_local_ranks > 1:
-            dist.reduce(staged, dst=leader, group=group)
-        if self.local_rank == 0:
-            self._sum_between_(staged, inter_dtype)
-        if self.num_local_ranks > 1:
-            dist.broadcast(staged, src=leader, group=group)
-            self.ledger.record(tensor.nbytes, "intra")
-        if staged is not tensor:
-            tensor.copy_(staged)
+            dist.reduce(staged, dst=self._leader, group=group)
+        return staged
 
-    def _sum_between_(self, tensor: Tensor, inter_dtype: torch.dtype | None) -> None:
+    def _broadcast_from_leader(self, tensor: Tensor, staged: Tensor) -> Tensor:
+        if self.num_local_ranks > 1:
+            dist.broadcast(staged, src=self._leader, group=self._node_last.group)
+            self.ledger.record(tensor.nbytes, "intra")
+        return tensor if staged is tensor else tensor.copy_(staged)
+
+    @property
+    def _leader(self) -> int:
+        assert self.topology is not None
+        return self.topology.leaders[self.topology.node_of(self.rank)]
+
+    def _sum_between_(self, tensor: Tensor, inter_dtype: torch.dtype | None) -> Tensor:
+        if self._algorithm == "leader" and self.local_rank != 0:
+            return tensor
         # A float16 goes as it is: rounded to bfloat16, 65504 becomes 65536, which is an infinity in float16.
         is_narrower = inter_dtype is not None and inter_dtype.itemsize < tensor.itemsize
         wire = tensor.to(inter_dtype) if is_narrower else tensor
         self._between_in_turn.begin_all_reduce_(wire).wait()
-        if wire is not tensor:
-            tensor.copy_(wire)
+        return tensor if wire is tensor else tensor.copy_(wire)
 
-    def _gather_into(self, out: Tensor, message: Tensor) -> None:
+    def _gather_between(self, message: Tensor) -> Tensor:
         received = self._between_in_turn.begin_all_gather(message).wait()
         # A group has its ranks in ascending order; nodes need not be in the same order at all local ranks.
         assert self.topology is not None
@@ -308,7 +334,10 @@ class Peers:
         if list(peers) != sorted(peers):
             rows = received.unbind(0)
             received = torch.stack([rows[sorted(peers).index(rank)] for rank in peers])
-        self._node_in_turn.begin_all_gather(received.view(-1), out).wait()
+        return received
+
+    def _gather_in_node(self, out: Tensor, received: Tensor) -> Tensor:
+        return self._node_last.begin_all_gather(received.view(-1), out).wait()
 
 
 def make_peers(
@@ -318,7 +347,7 @@ def make_peers(
     algorithm: Algorithm | None = None,
     inter_dtype: torch.dtype | None = None,
     timeout: timedelta | None = None,
-    purpose: str = "gradients",
+    is_hidden: bool = False,
 ) -> Peers:
     """Return the ranks of a training as the user describes them: flat, or on two levels.
 
@@ -335,8 +364,8 @@ def make_peers(
         algorithm: see `Peers.on_nodes`; None is "sharded" where all nodes have as many ranks, else "leader".
         inter_dtype: what an inexact all-reduce sends between nodes; None is the tensor's own dtype.
         timeout: of the groups that are made for a topology; None is that of the world.
-        purpose: peers that are in use at the same time, as for gradients and for averages that they hide, need groups
-            of their own.
+        is_hidden: for averages that are hidden behind steps: with groups of their own, so that the gradients of these
+            steps do not wait for them, and with few thread blocks of NCCL between nodes.
 
     Raises:
         ConfigurationError: on all ranks; the topology is none, does not fit the world or the algorithm, or comes with
@@ -355,11 +384,13 @@ def make_peers(
     num_ranks = dist.get_world_size() if dist.is_initialized() else 1
     resolved = resolve(topology, num_ranks) if is_world else None
     if resolved is None or resolved.num_nodes == num_ranks:
+        if is_hidden and is_world and num_ranks > 1 and dist.get_backend() == "nccl":  # gloo takes no multiprocessors
+            process_group = group_of(tuple(range(num_ranks)), "averages", timeout, is_hidden=True)
         return Peers(process_group, ledger)
     algorithm = algorithm or ("sharded" if resolved.has_equal_nodes else "leader")
     ledger = TrafficLedger() if ledger is None else ledger
     return Peers.on_nodes(
-        resolved, algorithm=algorithm, inter_dtype=inter_dtype, ledger=ledger, timeout=timeout, purpose=purpose
+        resolved, algorithm=algorithm, inter_dtype=inter_dtype, ledger=ledger, timeout=timeout, is_hidden=is_hidden
     )
 
 

@@ -45,20 +45,26 @@ class SideQueue:
         self.purpose = purpose
 
     def begin(
-        self, collectives: Callable[[], object], result: Tensor, reads: tuple[Tensor, ...] = (), *, in_thread: bool
+        self,
+        collectives: Callable[[Tensor], Tensor],
+        tensors: tuple[Tensor, ...],
+        after: Future[Tensor] | None = None,
+        *,
+        in_thread: bool,
     ) -> Future[Tensor]:
-        """Begin to run collectives; return the future of their result.
+        """Begin to run collectives; return the future of what they return.
 
         Collective: all ranks, in the same order of calls.
 
         Args:
-            collectives: blocking ones; fill `result`.
-            result: of the caller's stream; where it was filled there before, with `in_thread` the thread waits for it.
-            reads: other tensors that the collectives read.
+            collectives: blocking ones; called with the first of `tensors`, or with what comes `after`.
+            tensors: all that the collectives use of the caller's stream; with `in_thread` the thread waits until they
+                have been filled there.
+            after: of another queue: what is to be done before.
             in_thread: for gloo, whose collectives block the host; else they are queued on a stream from here.
         """
-        future = new_future(result.device)
-        run = partial(_run, collectives, _Start(result.device, self.purpose), (result, *reads), future, in_thread)
+        future = new_future(tensors[0].device)
+        run = partial(_run, collectives, _Start(tensors[0].device, self.purpose), tensors, after, future, in_thread)
         if in_thread:
             if self.purpose not in _threads:
                 _threads[self.purpose] = ThreadPoolExecutor(1, f"lightning_lowbw {self.purpose}"), WeakSet()
@@ -107,15 +113,20 @@ class _Start:
 
 
 def _run(
-    collectives: Callable[[], object],
+    collectives: Callable[[Tensor], Tensor],
     start: _Start,
     tensors: tuple[Tensor, ...],
+    after: Future[Tensor] | None,
     future: Future[Tensor],
     in_thread: bool,
 ) -> None:
     try:
         with torch.no_grad(), start.wait(tensors, in_thread):
-            collectives()
-            future.set_result(tensors[0])  # here: it records an event on the side stream
+            given = tensors[0]
+            if after is not None:
+                given = after.wait()
+                if given.device.type != "cpu":  # it was made on another side stream
+                    given.record_stream(_cuda.current_stream(given.device))
+            future.set_result(collectives(given))  # here: it records an event on the side stream
     except Exception as error:  # noqa: BLE001 - handed to whoever waits for it
         future.set_exception(error)  # type: ignore[arg-type]  # torch's annotation is wrong

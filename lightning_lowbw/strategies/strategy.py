@@ -250,8 +250,8 @@ class Strategy(CheckpointedStrategy, DDPStrategy):
                 f"{name}, topology={method.where.topology!r}: {ranks}, so there is one level only, and this trains as "
                 f"{'with topology=' + repr('flat') if topology is None else 'DDP'}."
             )
-        if topology is not None and method.hides_averages:  # so that gradients of a node do not wait for averages
-            self._worker_peers = method.make_peers(ledger=self.ledger, timeout=self._timeout, purpose="averages")
+        if method.hides_averages:
+            self._worker_peers = method.make_peers(group, ledger=self.ledger, timeout=self._timeout, is_hidden=True)
 
     @property
     def _ddp(self) -> DistributedDataParallel:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import functools
+import threading
 import traceback
+import types
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -14,7 +17,15 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from lightning_lowbw import ConfigurationError, DisagreementError, Topology
-from lightning_lowbw.comm.collectives import TrafficLedger, all_gather_bytes, all_reduce_bytes, reduce_scatter_bytes
+from lightning_lowbw.comm.collectives import (
+    MAX_CTAS,
+    Collectives,
+    TensorWork,
+    TrafficLedger,
+    all_gather_bytes,
+    all_reduce_bytes,
+    reduce_scatter_bytes,
+)
 from lightning_lowbw.comm.peers import MeanWork, Peers, average_gradients_, make_peers
 from tests.ranks import run_ranks
 
@@ -189,6 +200,30 @@ def counts_bytes_by_the_formulas(peers: Peers, nodes: Any) -> None:
     expect(all_gather_bytes(part, local), 0, lambda: peers.gather_parts_in_node(tensor[: part // 4], 1001))
 
 
+def sums_the_next_bucket_meanwhile(peers: Peers, nodes: Any) -> None:
+    """The second is summed in the node before the first has come back from the other nodes."""
+    if not peers.is_two_level:
+        return
+    between, first = peers._between_in_turn, peers._node_first
+    meanwhile, tensors = threading.Event(), [torch.full((9,), float(peers.rank)) for _ in range(2)]
+    arrived: list[bool] = []
+
+    def sum_between(tensor: Tensor, **options: Any) -> TensorWork:
+        arrived.append(meanwhile.wait(20.0))
+        return Collectives.begin_all_reduce_(between, tensor, **options)
+
+    def sum_in_the_node(tensor: Tensor) -> Tensor:
+        part = Collectives.reduce_scatter(first, tensor)
+        meanwhile.set() if tensor is tensors[1] else None
+        return part
+
+    between.begin_all_reduce_, first.reduce_scatter = sum_between, sum_in_the_node  # type: ignore[method-assign]
+    works = [peers.begin_all_reduce_(tensor) for tensor in tensors]
+    assert all(work.wait().tolist() == [sum(range(peers.num_ranks))] * 9 for work in works)
+    assert arrived == [True, True]
+    del between.begin_all_reduce_, first.reduce_scatter
+
+
 def assert_replicas_are_equal(tensor: Tensor) -> None:
     everywhere: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everywhere, tensor.tolist())
@@ -202,6 +237,7 @@ CASES = [
     sums_in_the_node,
     gathers_messages,
     begins_in_order,
+    sums_the_next_bucket_meanwhile,
     divides_into_parts,
     fuses_means,
     counts_bytes_by_the_formulas,
@@ -209,6 +245,7 @@ CASES = [
 NEED_PARTS = {
     gathers_messages,
     begins_in_order,
+    sums_the_next_bucket_meanwhile,
     divides_into_parts,
     counts_bytes_by_the_formulas,
 }
@@ -271,6 +308,46 @@ def test_one_rank_alone() -> None:
         peers.check_parts()
         peers.close()
         assert traffic(peers.ledger) == (0, 0, 0)
+
+
+class Nccl:
+    """In place of ProcessGroupNCCL, in a world of gloo that says it is of NCCL."""
+
+    class Options:
+        def __init__(self) -> None:
+            self.config, self._timeout = types.SimpleNamespace(max_ctas=0), None
+
+
+def make_groups(topology: Any, is_hidden: bool) -> list[tuple[list[int], int | None, bool]]:
+    """Return the ranks of the groups that are made, the limit of their thread blocks, and whether timeouts agree."""
+    made, (new_group, get_backend) = [], (dist.new_group, dist.get_backend)
+
+    def note(ranks: list[int], timeout: Any, pg_options: Any) -> Any:
+        is_same = pg_options is None or pg_options._timeout == timeout
+        made.append((ranks, None if pg_options is None else pg_options.config.max_ctas, is_same))
+        return new_group(ranks, timeout=timeout)
+
+    dist.new_group, dist.get_backend, dist.ProcessGroupNCCL = note, lambda *_: "nccl", Nccl
+    try:
+        make_peers(topology, is_hidden=is_hidden, timeout=timedelta(seconds=33))  # no other test has such groups
+    finally:
+        dist.new_group, dist.get_backend = new_group, get_backend
+        del dist.ProcessGroupNCCL
+    return made
+
+
+@pytest.mark.skipif(dist.is_nccl_available(), reason="a stand-in would replace it")
+def test_hidden_averages_leave_the_gpu_its_multiprocessors() -> None:
+    """Between nodes alone; and a node of one rank needs no group."""
+    nodes, leaders = [([0, 1], None, True)] * 3, [([0, 2], MAX_CTAS, True), ([1, 3], MAX_CTAS, True)]
+    made = run_ranks(make_groups, WORLD, 2, True)[0]
+    assert sorted(made) == sorted([*nodes, *[([2, 3], None, True)] * 3, *leaders * 2])
+    assert {limit for _, limit, _ in run_ranks(make_groups, WORLD, 2, False)[0]} == {None}
+    assert run_ranks(make_groups, WORLD, "flat", True)[0] == [([0, 1, 2, 3], MAX_CTAS, True)]
+    assert run_ranks(make_groups, WORLD, "flat", False)[0] == []
+    of_leaders = [ranks for ranks, _, _ in run_ranks(make_groups, WORLD, [[0, 1, 2], [3]], False)[0]]
+    assert of_leaders == [[0, 1, 2]] * 3 + [[0, 3]]
+    assert [ranks for ranks, _, _ in run_ranks(make_groups, WORLD, WORLD, False)[0]] == [[0, 1, 2, 3]] * 3
 
 
 def be_refused() -> dict[str, str]:

@@ -27,6 +27,7 @@ class Recorder:
     def __init__(self) -> None:
         self.calls: list[str] = []
         self.num_streams = 0
+        self.entered: Any = None
         self.threads: dict[str, int] = {}
 
     def note(self, call: str) -> None:
@@ -35,7 +36,8 @@ class Recorder:
 
     def Event(self) -> Any:
         return types.SimpleNamespace(
-            record=lambda stream: self.note(f"record on {stream}"), synchronize=lambda: self.note("wait on the host")
+            record=lambda stream: self.note(f"record on {stream.name}"),
+            synchronize=lambda: self.note("wait on the host"),
         )
 
     def Stream(self, device: torch.device) -> Any:
@@ -44,13 +46,15 @@ class Recorder:
         stream.name, stream.wait_event = name, lambda event: self.note(f"{name} waits")
         return stream
 
-    def current_stream(self, device: torch.device) -> str:
-        return f"the caller's stream of {device}"
+    def current_stream(self, device: torch.device) -> Any:
+        return self.entered or types.SimpleNamespace(name=f"the caller's stream of {device}")
 
     @contextmanager
     def stream(self, stream: Any) -> Iterator[None]:
         self.note(f"enter {stream.name}")
+        self.entered = stream
         yield
+        self.entered = None
         self.note(f"leave {stream.name}")
 
     def Future(self, *, devices: list[torch.device] | None = None) -> Any:
@@ -81,8 +85,8 @@ def test_work_on_a_gpu_waits_for_what_fills_its_tensors(recorder: Recorder, in_t
     The result is set on the side stream: a future with devices records an event there, which `wait` waits for.
     """
     queue = SideQueue("gradients")
-    reads = (recorder.tensor("the message"),)
-    queue.begin(lambda: recorder.note("collective"), recorder.tensor("the result"), reads, in_thread=in_thread)
+    tensors = recorder.tensor("the result"), recorder.tensor("the message")
+    queue.begin(lambda _: recorder.note("collective"), tensors, in_thread=in_thread)
     if in_thread:
         side_queue._threads.pop("gradients")[0].shutdown(wait=True)
     assert [call for call in recorder.calls if call != "wait on the host"] == [
@@ -106,9 +110,25 @@ def test_work_on_a_gpu_waits_for_what_fills_its_tensors(recorder: Recorder, in_t
 
 def test_one_stream_for_each_purpose_and_device(recorder: Recorder) -> None:
     for purpose, device in (("gradients", GPU), ("averages", GPU), ("gradients", OTHER_GPU), ("gradients", GPU)):
-        SideQueue(purpose).begin(lambda: None, recorder.tensor("the result", device), in_thread=False)
+        SideQueue(purpose).begin(lambda _: None, (recorder.tensor("the result", device),), in_thread=False)
     used = [call.split(" on ")[1] for call in recorder.calls if call.startswith("the result is used")]
     assert used == ["side stream 1", "side stream 2", "side stream 3", "side stream 1"]
+
+
+def test_what_comes_after_another_stream_waits_for_it_there(recorder: Recorder) -> None:
+    """And keeps the memory of what was made there until it has read it."""
+    made = recorder.tensor("the part")
+    before = types.SimpleNamespace(wait=lambda: recorder.note("wait for the future") or made)
+    tensors = (recorder.tensor("the result"),)
+    SideQueue("gradients").begin(lambda given: recorder.note(given is made), tensors, before, in_thread=False)
+    assert recorder.calls[-6:] == [
+        "enter side stream 1",
+        "wait for the future",
+        "the part is used on side stream 1",
+        True,
+        "result",
+        "leave side stream 1",
+    ]
 
 
 def test_what_the_hook_of_ddp_returns_carries_a_device(recorder: Recorder) -> None:
@@ -128,19 +148,23 @@ def test_on_a_cpu_it_runs_in_order_and_errors_are_raised_where_they_are_waited_f
     queue, order, gate = SideQueue("gradients"), [], threading.Event()
     first, second = torch.zeros(1), torch.zeros(1)
 
-    def slow() -> None:
+    def slow(tensor: torch.Tensor) -> torch.Tensor:
         gate.wait(10.0)
         order.append("first")
-        first.add_(1)
+        return tensor.add_(1)
 
-    def fail() -> None:
+    def fail(_: torch.Tensor) -> torch.Tensor:
         order.append("failed")
         raise ValueError("not this one")
 
+    def last(tensor: torch.Tensor) -> torch.Tensor:
+        order.append("last")
+        return tensor
+
     futures = [
-        queue.begin(slow, first, in_thread=True),
-        queue.begin(fail, second, in_thread=True),
-        queue.begin(lambda: order.append("last"), second, in_thread=True),
+        queue.begin(slow, (first,), in_thread=True),
+        queue.begin(fail, (second,), in_thread=True),
+        queue.begin(last, (second,), in_thread=True),
     ]
     assert not any(future.done() for future in futures)
     gate.set()
@@ -151,7 +175,9 @@ def test_on_a_cpu_it_runs_in_order_and_errors_are_raised_where_they_are_waited_f
     assert order == ["first", "failed", "last"]
     queue.close()
     queue.close()  # again is nothing
-    assert queue.begin(lambda: None, first, in_thread=False).wait() is first  # and it may be used again
+    assert queue.begin(last, (first,), in_thread=False).wait() is first  # and it may be used again
+    with pytest.raises(ValueError, match="not this one"):
+        queue.begin(last, (first,), futures[1], in_thread=False).wait()
 
 
 def test_an_error_of_a_collective_reaches_the_hook_of_ddp() -> None:
@@ -167,13 +193,17 @@ def test_queues_of_one_purpose_share_a_thread_until_the_last_is_closed() -> None
     names: list[str] = []
     first, second, other = SideQueue("shared"), SideQueue("shared"), SideQueue("another")
     release = threading.Event()
-    slow = first.begin(lambda: (release.wait(10), names.append("first")), torch.zeros(1), in_thread=True)
-    fast = second.begin(lambda: names.append("second"), torch.zeros(1), in_thread=True)
-    other.begin(lambda: names.append("other"), torch.zeros(1), in_thread=True).wait()
+
+    def named(name: str, gate: threading.Event | None = None) -> Any:
+        return lambda tensor: (gate is None or gate.wait(10), names.append(name), tensor)[-1]
+
+    slow = first.begin(named("first", release), (torch.zeros(1),), in_thread=True)
+    fast = second.begin(named("second"), (torch.zeros(1),), in_thread=True)
+    other.begin(named("other"), (torch.zeros(1),), in_thread=True).wait()
     first.close()
     release.set()
     slow.wait(), fast.wait()
-    second.begin(lambda: names.append("third"), torch.zeros(1), in_thread=True).wait()
+    second.begin(named("third"), (torch.zeros(1),), in_thread=True).wait()
     second.close(), other.close()
     assert names == ["other", "first", "second", "third"]
     assert not {"shared", "another"} & set(side_queue._threads)

@@ -43,9 +43,9 @@ MOST_WAITS = 1  # of a step, for the status: docs/launches.md
 # Streams --------------------------------------------------------------------------------------------------------------
 
 
-def write_late(result: torch.Tensor) -> None:
+def write_late(result: torch.Tensor) -> torch.Tensor:
     torch.cuda._sleep(CYCLES)
-    result.fill_(1.0)
+    return result.fill_(1.0)
 
 
 def test_what_a_side_stream_writes_is_there_after_wait() -> None:
@@ -53,7 +53,7 @@ def test_what_a_side_stream_writes_is_there_after_wait() -> None:
     device = torch.device("cuda", torch.cuda.current_device())
     result = torch.zeros(NUMEL, device=device)
     torch.cuda.synchronize()
-    SideQueue("proof").begin(lambda: write_late(result), result, in_thread=False).wait()
+    SideQueue("proof").begin(write_late, (result,), in_thread=False).wait()
     assert float(result.sum()) == NUMEL
 
     blind = torch.zeros(NUMEL, device=device)

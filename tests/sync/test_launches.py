@@ -317,9 +317,10 @@ def count_average(monkeypatch: pytest.MonkeyPatch, model: str, method: Method) -
         return of_average
 
 
-def run_now(queue: Any, collectives: Callable[[], object], result: Tensor, *reads: Any, in_thread: bool) -> Done:
-    collectives()
-    return Done(result)
+def run_now(
+    queue: Any, collectives: Callable[[Tensor], Tensor], tensors: tuple[Tensor, ...], after: Any, *, in_thread: bool
+) -> Done:
+    return Done(collectives(tensors[0] if after is None else after.wait()))
 
 
 @pytest.fixture(autouse=True)
@@ -341,7 +342,6 @@ def make_peers(num_ranks: int, num_nodes: int) -> Any:
         inter_dtype=None,
         ledger=TrafficLedger(),
         timeout=None,
-        purpose="gradients",
     )
 
 
