@@ -358,7 +358,8 @@ class BaseStrategy(ParallelStrategy):
 
     @override
     def on_exception(self, exception: BaseException) -> None:
-        self.lost_peers.explain_(exception)
+        if not self.signals.is_ending_all:  # which no rank needs to hear of
+            self.lost_peers.explain_(exception)
         super().on_exception(exception)
 
     @override

@@ -3,12 +3,17 @@
 torch's error contains the address of a neighbour that may only have failed as a consequence. So a thread of each rank
 writes a number and what the rank is doing into the rendezvous store, twice a second. A process that has ended or is
 stopped does not; one that waits in a collective does.
+
+Gloo ends a collective when a rank has gone. NCCL leaves the others in it until a timeout of minutes: there the thread
+aborts the communicators, where this rank has not failed as well a moment after it has heard of the failure.
 """
 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import itertools
+import logging
 import os
 import re
 import socket
@@ -20,12 +25,15 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from datetime import timedelta
 from types import FrameType
-from typing import TypeVar
+from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 
 from lightning_lowbw.comm.topology import NODE_VARIABLES
+from lightning_lowbw.namespaces import LOGGER
 
+_logger = logging.getLogger(LOGGER)
 BEAT_S = 0.5
 ANSWER_S = 2.0  # within which a rank's heart must beat
 STORE_S = 10.0  # within which the store must have been asked about all ranks
@@ -112,6 +120,7 @@ class LostPeers:
         self._num_steps: Callable[[], int] | None = None  # optimizer steps that this rank has taken
         self._thread: threading.Thread | None = None  # None with a rendezvous that has no server, or is slow
         self._is_over: threading.Event | None = None  # made when it begins: it cannot be pickled
+        self._has_failed = self._has_aborted = False
 
     def begin_fit(self, num_steps: Callable[[], int]) -> None:
         """Begin the heartbeat, if the store answers. Another exchange between all ranks must follow before any asks.
@@ -119,7 +128,7 @@ class LostPeers:
         Args:
             num_steps: returns the optimizer steps that this rank has taken; called from a thread.
         """
-        self._num_steps = num_steps
+        self._num_steps, self._has_failed, self._has_aborted = num_steps, False, False
         if not dist.is_initialized() or dist.get_world_size() == 1 or self._thread is not None:
             return
         server = _server()
@@ -151,9 +160,10 @@ class LostPeers:
         """
         if self._thread is None:
             return
+        self._has_failed = True
         message = str(exception)
         phase = self._phase(frame for frame, _ in traceback.walk_tb(exception.__traceback__))
-        if not _is_of_lost_peer(exception):
+        if not self._has_aborted and not _is_of_lost_peer(exception):  # what an aborted collective leaves is noise
             first_line = message.splitlines()[0] if message else ""
             self._note(f"{type(exception).__name__} in {phase}: {first_line}", tells=True)
             return
@@ -213,10 +223,22 @@ class LostPeers:
                     return
                 store.set(f"beat/{self._rank}", f"{number} {self._phase()}")
                 if store.add("failed", 0) != num_failed:  # one number, whatever the number of ranks
-                    failed = self._failed(store)
+                    failed, is_first = self._failed(store), not self.heard.failed
                     self.heard = Answers({}, failed, [], self._read(store, "place"))
+                    if failed and is_first:
+                        threading.Thread(target=self._abort, args=(is_over,), daemon=True).start()
         except RuntimeError:  # the store has gone
             return
+
+    def _abort(self, is_over: threading.Event) -> None:
+        """End the collectives of NCCL in which this rank waits for one that has failed."""
+        backends = _nccl_backends()
+        if not backends or is_over.wait(ANSWER_S) or self._has_failed:  # all ranks may raise the same error
+            return
+        self._has_aborted = True
+        _logger.error(f"Rank {self._rank} ends its communication: {self.heard.in_words()}")
+        for backend in backends:  # at once: to abort one waits for the device, where kernels of the others wait
+            threading.Thread(target=backend.abort, daemon=True).start()
 
     def _connect(self) -> dist.Store:
         """Return a connection of one's own: one that waits is taken."""
@@ -251,6 +273,21 @@ def _server() -> dist.TCPStore | None:
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
     return store if isinstance(store, dist.TCPStore) else None
+
+
+def _nccl_backends() -> list[Any]:
+    """Return those of all process groups, where torch can abort them (from 2.6 on).
+
+    `_abort_process_group` would also take the groups away: then one rank alone would go on to train.
+    """
+    nccl: Any = getattr(dist, "ProcessGroupNCCL", None)
+    if not hasattr(nccl, "abort"):
+        return []
+    backends = []
+    for group in list(dist.distributed_c10d._world.pg_map):
+        with contextlib.suppress(RuntimeError):  # it has none for this type of device
+            backends.append(group._get_backend(torch.device("cuda")))
+    return [each for each in backends if isinstance(each, nccl)]
 
 
 def _within(seconds: float, function: Callable[[], T]) -> T | None:

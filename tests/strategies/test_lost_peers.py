@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from datetime import timedelta
@@ -11,6 +12,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import pytest
+import torch
 import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy
 
@@ -172,6 +174,72 @@ def test_all_hear_of_a_rank_that_fails_also_without_the_store(
         error = raised(RuntimeError("gloo: Connection closed by peer"))
         ranks[rank].explain_(error)
         assert told in str(error)
+
+
+class Nccl:
+    """In place of torch's ProcessGroupNCCL, as a backend and as the group of it."""
+
+    def __init__(self, is_there: bool = True) -> None:
+        self.is_there, self.aborted = is_there, threading.Event()
+
+    def _get_backend(self, device: torch.device) -> Nccl:
+        if not self.is_there:
+            raise RuntimeError("No backend type associated with device type cuda")
+        return self
+
+    def abort(self) -> None:
+        self.aborted.set()
+
+
+@pytest.fixture
+def nccl(monkeypatch: pytest.MonkeyPatch) -> list[Nccl]:
+    groups = [Nccl(), Nccl(is_there=False), Nccl()]
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", Nccl, raising=False)
+    monkeypatch.setattr(dist.distributed_c10d._world, "_pg_map", dict.fromkeys(groups), raising=False)
+    monkeypatch.setattr(type(dist.distributed_c10d._world), "pg_map", property(lambda world: world._pg_map))
+    return groups
+
+
+def test_a_rank_that_waits_in_nccl_for_one_that_has_failed_is_freed_and_names_it(
+    nccl: list[Nccl], ranks: list[LostPeers], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    ranks[2].close()  # its fit has ended
+    ranks[0].explain_(ValueError("no such file"))
+    assert nccl[0].aborted.wait(10.0)
+    assert nccl[2].aborted.wait(1.0)
+    assert not nccl[1].aborted.is_set()
+    words = "has failed: ValueError in the training after step 7: no such file"
+    assert ["Rank 1 ends" in each.message and words in each.message for each in caplog.records] == [True]
+    monkeypatch.setattr(LostPeers, "_connect", time_out)
+    garbage = raised(ValueError("what the aborted collective has left makes no sense"))
+    ranks[1].explain_(garbage)
+    assert words in str(garbage)
+
+
+def test_ranks_that_fail_together_abort_nothing(
+    nccl: list[Nccl], ranks: list[LostPeers], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lost_peers, "ANSWER_S", BEAT_S)
+    for rank in ranks:
+        rank._has_failed = True
+    ranks[0]._note("ValueError", tells=True)
+    time.sleep(4 * BEAT_S)
+    assert ranks[1].heard.failed == {0: "ValueError"}
+    assert not any(each.aborted.is_set() for each in nccl)
+
+
+def test_what_ends_collectives_of_nccl_is_where_it_was() -> None:
+    """By torch's own names: the groups, their backends, and `abort` from torch 2.6 on."""
+    store = dist.HashStore()
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        (group,) = dist.distributed_c10d._world.pg_map
+        backend = group._get_backend(torch.device("cpu"))
+        is_old = tuple(int(each) for each in torch.__version__.split(".")[:2]) < (2, 6)
+        assert hasattr(type(backend), "abort") or is_old
+        assert lost_peers._nccl_backends() == []
+    finally:
+        dist.destroy_process_group()
 
 
 def time_out(_: LostPeers) -> None:
