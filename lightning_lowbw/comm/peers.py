@@ -498,9 +498,7 @@ def average_gradients_(
     flags: Sequence[float],
     peers: Ranks,
     device: torch.device,
-    *,
-    dense_only: bool = False,
-) -> list[float]:
+) -> Tensor:
     """Replace the gradients of some parameters by their mean over ranks; one that no rank has stays None, as in DDP.
 
     In place:
@@ -509,34 +507,28 @@ def average_gradients_(
     Collective: all ranks, with the same parameters; blocking.
 
     Args:
-        flags: numbers to be summed over the ranks beside it; returned.
+        flags: numbers to be summed over the ranks beside it.
         peers: the ranks, all of them or those of a node.
         device: of the message.
-        dense_only: whether a gradient that is not strided is an error.
 
-    Raises:
-        ConfigurationError: on all of these ranks.
+    Returns:
+        The sums of the flags; float32, shape (flags,). The device is waited for only where a gradient is None here.
     """
     gradients = [
         torch.zeros_like(p) if p.grad is None or p.grad.layout != torch.strided else p.grad for p in parameters
     ]
-    # A gradient that is not dense makes the sum over ranks negative.
-    used = [
-        0.0 if p.grad is None else 1.0 if p.grad.layout == torch.strided else -2.0 * peers.num_ranks for p in parameters
-    ]
-    control = upload([*flags, *used, 0.0], torch.float32, device)
-    means, control = MeanWork(gradients, control, peers).wait()
-    sums: list[float] = control.tolist()
-    sparse = [tuple(p.shape) for p, num_used in zip(parameters, sums[len(flags) : -1], strict=True) if num_used < 0]
-    if dense_only and sparse:
-        raise ConfigurationError(
-            f"A rank has a sparse gradient, of a parameter of shape {sparse[0]}, and only dense ones are averaged. "
-            "Build the layer with nn.Embedding(sparse=False)."
-        )
-    for parameter, mean, num_used in zip(parameters, means, sums[len(flags) : -1], strict=True):
+    used = [float(p.grad is not None) for p in parameters]
+    message = upload([*flags, *used, 0.0], torch.float32, device)
+    means, sums = MeanWork(gradients, message, peers).wait()
+    if not all(used):  # where another rank has one
+        used = sums[len(flags) : -1].tolist()
+    targets, sources = [], []
+    for parameter, mean, num_used in zip(parameters, means, used, strict=True):
         if num_used and (parameter.grad is None or parameter.grad.layout == torch.strided):
             parameter.grad = torch.empty_like(parameter) if parameter.grad is None else parameter.grad
-            as_real(parameter.grad).copy_(mean)
+            targets.append(as_real(parameter.grad))
+            sources.append(mean)
+    copy_all_(targets, sources)
     return sums[: len(flags)]
 
 

@@ -7,7 +7,7 @@ strides when it starts.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache
 from math import prod
 from typing import Any
@@ -46,6 +46,20 @@ def upload(numbers: Iterable[Any], dtype: torch.dtype, device: torch.device) -> 
     """Copy numbers to a device without waiting for it."""
     tensor = torch.tensor(list(numbers), dtype=dtype, device="cpu")  # whatever the default device is
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+
+
+def download(numbers: Tensor) -> Callable[[], list[float]]:
+    """Begin to copy numbers to the host; what is returned waits for that, and not for what is launched afterwards."""
+    if numbers.device.type != "cuda":
+        return numbers.tolist
+    copied, arrived = numbers.to("cpu", non_blocking=True), torch.cuda.Event()  # into pinned memory
+    arrived.record(torch.cuda.current_stream(numbers.device))
+
+    def read() -> list[float]:
+        arrived.synchronize()
+        return copied.tolist()
+
+    return read
 
 
 def as_real(tensor: Tensor) -> Tensor:

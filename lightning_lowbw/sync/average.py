@@ -16,7 +16,7 @@ from lightning_lowbw.comm.collectives import broadcast_flat_
 from lightning_lowbw.comm.peers import Peers, wide_dtype
 from lightning_lowbw.errors import ConfigurationError
 from lightning_lowbw.kernels.tensors import as_real, copy_all_, differences
-from lightning_lowbw.schedules.every_k import FIRST_LR_DECAY, RELATIVE_CHANGE, EveryK, Period, balance
+from lightning_lowbw.schedules.every_k import RELATIVE_CHANGE, EveryK, Period, balance
 from lightning_lowbw.sync.exchange import Deferred, DenseMean, Pending
 
 # The sums in the status of an average.
@@ -217,12 +217,11 @@ class Phase:
         self._highest_lr = max(lr, self._highest_lr)
         return has_decayed
 
-    def begin_after_decay(self, when: EveryK, step: int) -> bool:
-        """Begin the local steps after this one, if they wait for this: the learning rate has decayed on some rank."""
-        if when.begin_step != FIRST_LR_DECAY or self._local_since is not None:
-            return False
-        self._local_since = step + 1  # this step's gradients are the mean already
-        return True
+    def begin_at(self, step: int) -> bool:
+        """Begin the local steps at a step, if it is not known yet; return whether it was not."""
+        is_new = self._local_since is None
+        self._local_since = step if is_new else self._local_since
+        return is_new
 
     def adapt(self, when: EveryK, lr: float, loss: float, *, has_losses: bool) -> None:
         """Choose the period after an average, by the rule.

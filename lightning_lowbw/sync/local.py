@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
-from torch.optim import Optimizer
+from torch.optim import Optimizer, SparseAdam
 
 from lightning_lowbw.comm.agreement import agree
 from lightning_lowbw.comm.collectives import all_reduce_bytes
@@ -36,9 +36,9 @@ from lightning_lowbw.comm.peers import Peers, average_gradients_, wide_dtype
 from lightning_lowbw.compress.top_k import TopK
 from lightning_lowbw.errors import WITHOUT_RESIDUALS, ConfigurationError, DisagreementError, NonFiniteGradientError
 from lightning_lowbw.kernels.reference import are_not_finite
-from lightning_lowbw.kernels.tensors import as_real, copy_all_, relative_distance
+from lightning_lowbw.kernels.tensors import as_real, copy_all_, download, relative_distance
 from lightning_lowbw.namespaces import LOGGER
-from lightning_lowbw.schedules.every_k import EveryK, steps_before
+from lightning_lowbw.schedules.every_k import FIRST_LR_DECAY, EveryK, steps_before
 from lightning_lowbw.sync.average import (
     LOSS,
     LR,
@@ -119,6 +119,7 @@ class LocalSync(Synchronizer):
         self.begin_epoch()
         self.meet: Callable[[LocalSync], None] | None = None
         self._reduced: frozenset[Parameter] = frozenset()
+        self._unread: tuple[int, Callable[[], list[float]]] | None = None  # a synchronous step, and its status
         self.phase, self.loss = Phase(), RunningLoss()
         if isinstance(method.what, TopK):
             method.what.check_names(self.params.names())
@@ -158,6 +159,10 @@ class LocalSync(Synchronizer):
         return self.is_local and self.peers.is_two_level
 
     @property
+    def _averages_gradients(self) -> bool:
+        return not self.is_local or self.reduces_in_node
+
+    @property
     def k_steps(self) -> int:
         """The period in use; 1 while synchronous."""
         return self.phase.k_steps(self.when) if self.is_local else 1
@@ -180,11 +185,16 @@ class LocalSync(Synchronizer):
         return shown
 
     def check_schedule(self) -> None:
-        """Check that it is known when the local phase begins.
+        """Check that it is known when the local phase begins, and that the optimizer can take the coming step.
 
         Raises:
-            ConfigurationError: on all ranks; a fraction of the run, and it is not known how long that is.
+            ConfigurationError: on all ranks; a fraction of a run of unknown length, or SparseAdam.
         """
+        if isinstance(self.optimizer, SparseAdam) and self.peers.num_ranks > 1 and self._averages_gradients:
+            raise ConfigurationError(
+                f"SparseAdam in step {self.step}, which averages gradients: it takes sparse ones only, and the mean is "
+                "dense. Give begin_step=0, on one level, or another optimizer."
+            )
         if isinstance(self.when.begin_step, float):
             raise ConfigurationError(
                 f"begin_step={self.when.begin_step}: how many steps the run has is not known here; give a number "
@@ -222,12 +232,14 @@ class LocalSync(Synchronizer):
             skip_nonfinite: unused; inf and NaN are all-reduced as in DDP.
             applies: unused; all gradients are dense.
 
+        The status of a synchronous step is read in the next one, so that the host waits for none; that of the last
+        one at once. A sparse gradient becomes dense.
+
         Returns:
             True.
 
         Raises:
-            ConfigurationError: on all ranks that average; a gradient is sparse.
-            DisagreementError: on all ranks; they are at different batches.
+            DisagreementError: on all ranks; they were at different batches in the last synchronous step.
         """
         if not self.is_prepared:
             self.list_gradients()
@@ -242,25 +254,48 @@ class LocalSync(Synchronizer):
             if not parameter.requires_grad:
                 parameter.grad = None  # frozen since the backward: torch would step it, each rank on its own
         mine = [p for p in self.params if p.requires_grad and p not in self._reduced]
+        if self._averages_gradients:
+            for parameter in mine:
+                if parameter.grad is not None and parameter.grad.layout != torch.strided:
+                    parameter.grad = parameter.grad.to_dense()
         if self.is_local:
+            self._unread = None  # a schedule that was replaced; its requests go with the next average
             self.begin_local()
             if self.reduces_in_node and mine:
-                average_gradients_(mine, [], self.peers.node, self.device, dense_only=True)
+                average_gradients_(mine, [], self.peers.node, self.device)
             return
+        self._read_status()
         own_batch = [0.0] * self.peers.num_ranks
         # Negative if this rank's data have ended.
         own_batch[self.peers.rank] = float(self.batch % EXACT) * (-1.0 if self.has_ended else 1.0)
         flags = [*counts_of(self.requests), float(self.phase.has_decayed(self._lr)), *own_batch]
-        num_stop, num_save, num_decayed, *batches = average_gradients_(
-            mine, flags, self.peers, self.device, dense_only=True
-        )
+        self._unread = self.step, download(average_gradients_(mine, flags, self.peers, self.device))
+        self.peers.count_dense(sum(p.nbytes for p in mine))
+        # The epoch ends with this step if the data of all ranks have: a rank whose own have not need not wait.
+        self.all_have_ended = self.has_ended and max(self._unread[1]()[-self.peers.num_ranks :]) < 0
+        # A local step has no status.
+        if self.phase.is_local(self.when, self.step + 1) or self.when.begin_step == FIRST_LR_DECAY:
+            self._read_status()
+
+    def _read_status(self) -> None:
+        """Read what the ranks have said in the last synchronous step."""
+        if self._unread is None:
+            return
+        num_stop, num_save, _, *batches = self._unread[1]()
+        self._note_decay()
+        self._unread = None
         if len(set(map(abs, batches))) > 1:
             raise_at_other_batches(self.batch, self.step, self.peers.group)
-        self.peers.count_dense(sum(p.nbytes for p in mine))
         self.agree_on(requests_of(num_stop, num_save))
-        self.all_have_ended = max(batches) < 0
-        if num_decayed and self.phase.begin_after_decay(self.when, self.step) and self.peers.rank == 0:
-            _logger.info("The learning rate has fallen: synchronous up to step %d, then local.", self.step + 1)
+
+    def _note_decay(self) -> None:
+        """Begin the local steps with the coming one, if the learning rate had fallen in the last synchronous one."""
+        if self.when.begin_step != FIRST_LR_DECAY or self._unread is None:
+            return
+        step, sums = self._unread
+        _, _, num_decayed, *_ = sums()
+        if num_decayed and self.phase.begin_at(step + 1) and self.peers.rank == 0:
+            _logger.info("The learning rate has fallen: synchronous up to step %d, then local.", step + 1)
 
     @property
     def _lr(self) -> float:
@@ -485,6 +520,7 @@ class LocalSync(Synchronizer):
             NonFiniteGradientError, DisagreementError: on all ranks.
         """
         means, numbers = average.wait_for_whole()
+        # Not a step late, as in synchronous steps: an inf of one rank must change no weight of the others.
         status = Status.read(numbers, self.peers.num_ranks)
         self._check(status, average)
         changes = average.changes.wait()[0].dense()
@@ -756,10 +792,12 @@ class LocalSync(Synchronizer):
     # State ----------------------------------------------------------------------------------------------------------
 
     def equal_state(self) -> dict[str, Any]:
+        self._note_decay()
         return {**super().equal_state(), **self.phase.state_dict(), "num_averages": self.num_averages}
 
     def load_equal_state(self, state: Mapping[str, Any]) -> None:
         super().load_equal_state(state)
+        self._unread = None
         self.phase.load_state_dict(state)
 
     def state_dict(self) -> dict[str, Any]:

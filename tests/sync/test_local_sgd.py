@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 
-from lightning_lowbw import Compression, ConfigurationError, LocalSGD
+from lightning_lowbw import Compression, ConfigurationError, DisagreementError, LocalSGD
 from lightning_lowbw.comm.agreement import digest
 from lightning_lowbw.comm.collectives import all_reduce_bytes
 from lightning_lowbw.method import Method
@@ -247,12 +247,51 @@ def detect_lr_decay() -> list[bool]:
         backward(parameters, step)
         local.append(worker.is_local)
         worker.optimizer.step()
+        worker.load_equal_state(worker.equal_state())  # a resume goes on alike
     return local
 
 
 def test_the_first_decay_of_the_learning_rate_begins_the_local_phase_on_all_ranks() -> None:
     first, second = run_ranks(detect_lr_decay, 2)
     assert first == second == [False] * 5 + [True] * 3
+
+
+def ask_in_synchronous_steps() -> tuple[list[tuple[bool, bool]], str | None]:
+    parameters = make_parameters({"a": (3,)})
+    worker = LocalSGD(8, 4).attach(torch.optim.SGD(parameters.values(), lr=0.1), parameters.items())
+    agreed = []
+    for step in range(4):
+        if dist.get_rank() == 1:
+            worker.stop_requested, worker.save_requested = step == 1, step == 3
+        backward(parameters, step)
+        worker.optimizer.step()
+        agreed.append((worker.stop_agreed, worker.save_agreed))
+    worker = LocalSGD(8, 4).attach(torch.optim.SGD(parameters.values(), lr=0.1), parameters.items())
+    worker.batch = dist.get_rank()  # one has left out a step
+    worker.optimizer.step()
+    return agreed, message_of(worker.optimizer.step, DisagreementError)
+
+
+def test_a_synchronous_step_tells_in_the_next_one_what_the_ranks_have_said_and_the_last_one_at_once() -> None:
+    for agreed, message in run_ranks(ask_in_synchronous_steps, 2):
+        assert agreed == [(False, False), (False, False), (True, False), (False, True)]
+        assert "left out optimizer.step()" in str(message)
+
+
+def meet_a_sparse_gradient() -> Tensor:
+    embedding = torch.nn.Embedding(5, 3, sparse=True)
+    worker = LocalSGD(2, 5).attach(torch.optim.SGD(embedding.parameters(), lr=0.1), embedding.named_parameters())
+    if dist.get_rank() == 1:  # the other rank's batch does not need this layer
+        embedding(torch.tensor([1, 2])).sum().backward()
+    worker.exchange()
+    assert embedding.weight.grad is not None
+    return embedding.weight.grad
+
+
+def test_the_mean_of_a_sparse_gradient_is_dense_on_all_ranks() -> None:
+    expected = torch.zeros(5, 3)
+    expected[1:3] = 0.5
+    assert all(gradient.equal(expected) for gradient in run_ranks(meet_a_sparse_gradient, 2))
 
 
 # What fragments are for -----------------------------------------------------------------------------------------------
