@@ -273,8 +273,7 @@ class LocalSync(Synchronizer):
         self.peers.count_dense(sum(p.nbytes for p in mine))
         # The epoch ends with this step if the data of all ranks have: a rank whose own have not need not wait.
         self.all_have_ended = self.has_ended and max(self._unread[1]()[-self.peers.num_ranks :]) < 0
-        # A local step has no status.
-        if self.phase.is_local(self.when, self.step + 1) or self.when.begin_step == FIRST_LR_DECAY:
+        if self.phase.is_local(self.when, self.step + 1):  # a local step has no status
             self._read_status()
 
     def _read_status(self) -> None:
@@ -289,13 +288,13 @@ class LocalSync(Synchronizer):
         self.agree_on(requests_of(num_stop, num_save))
 
     def _note_decay(self) -> None:
-        """Begin the local steps with the coming one, if the learning rate had fallen in the last synchronous one."""
+        """Begin the local steps after the coming one, if the learning rate had fallen in the last synchronous one."""
         if self.when.begin_step != FIRST_LR_DECAY or self._unread is None:
             return
         step, sums = self._unread
         _, _, num_decayed, *_ = sums()
-        if num_decayed and self.phase.begin_at(step + 1) and self.peers.rank == 0:
-            _logger.info("The learning rate has fallen: synchronous up to step %d, then local.", step + 1)
+        if num_decayed and self.phase.begin_at(step + 2) and self.peers.rank == 0:
+            _logger.info("The learning rate has fallen: synchronous up to step %d, then local.", step + 2)
 
     @property
     def _lr(self) -> float:

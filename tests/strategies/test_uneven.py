@@ -101,7 +101,7 @@ def fit_known_and_unknown(*args: Any, **options: Any) -> list[dict[str, Any]]:
     [
         ("local_sgd", Scheduled, [24]),  # a stream ends with the average after the tenth batch
         ("begins later", Scheduled, [22]),
-        ("first_lr_decay", Scheduled, [23]),  # averages after steps 5, 8, 11
+        ("first_lr_decay", Scheduled, [24]),  # averages after steps 6, 9, 12
         ("k_steps=1", Scheduled, [20]),
         ("sparse_loco", Two, [24, 12]),
         ("streaming_diloco", Scheduled, [24]),

@@ -253,7 +253,7 @@ def detect_lr_decay() -> list[bool]:
 
 def test_the_first_decay_of_the_learning_rate_begins_the_local_phase_on_all_ranks() -> None:
     first, second = run_ranks(detect_lr_decay, 2)
-    assert first == second == [False] * 5 + [True] * 3
+    assert first == second == [False] * 6 + [True] * 2  # told in the step after it
 
 
 def ask_in_synchronous_steps() -> tuple[list[tuple[bool, bool]], str | None]:
