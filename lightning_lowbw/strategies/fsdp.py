@@ -235,6 +235,7 @@ class ShardedStrategy(CheckpointedStrategy, ModelParallelStrategy):
         agree("data", {"number of batches per epoch": self.trainer.num_training_batches})
         self._guard.watch(self.optimizers)  # not before: what loads their state takes an empty step
         self.signals.defer(self.trainer)
+        self._pull()
         self._start_workers(self.mesh.topology.num_nodes)
         for worker in self.replicas:
             worker.begin_local()
@@ -247,6 +248,11 @@ class ShardedStrategy(CheckpointedStrategy, ModelParallelStrategy):
             vars(self.lightning_module).pop("configure_model", None)  # of `install_default`
             reshard_(self.lightning_module)  # whoever looks at the weights finds all of them sharded
         super().teardown()
+
+    def _pull(self) -> None:
+        """Look at the shards and the options of the parameters anew: others may have changed them since a step."""
+        for view in self._views.values():
+            view.pull()
 
     # The step ---------------------------------------------------------------------------------------------------
 
@@ -266,6 +272,7 @@ class ShardedStrategy(CheckpointedStrategy, ModelParallelStrategy):
         view = self._views[worker]
         view.pull()
         if worker.is_local:
+            view.drop_frozen_gradients()
             return worker.exchange()
         view.pull_gradients()
         worker.list_gradients()
@@ -309,6 +316,7 @@ class ShardedStrategy(CheckpointedStrategy, ModelParallelStrategy):
         reshard_(module)
         if self.is_interrupted:
             return
+        self._pull()
         if not self.replicas:
             names = statistics_of(module)
             statistics = {name: buffer for name, buffer in module.named_buffers() if name in names}
@@ -395,8 +403,7 @@ class ShardedStrategy(CheckpointedStrategy, ModelParallelStrategy):
     def load_checkpoint(self, checkpoint_path: _PATH, *args: Any, **kwargs: Any) -> dict[str, Any]:
         checkpoint: dict[str, Any] = super().load_checkpoint(checkpoint_path, *args, **kwargs)
         if self.trainer.state.fn == TrainerFn.FITTING and "global_step" in checkpoint:
-            for view in self._views.values():
-                view.pull()
+            self._pull()
             with torch.no_grad():
                 self._load_shards(checkpoint, checkpoint_path)
             for view in self._views.values():

@@ -49,37 +49,12 @@ class LocalTensors:
         """Return the parameter of a shard."""
         return self._users.get(local, local)
 
-    def pull_gradient(self, parameter: Parameter) -> None:
-        """Set the gradient of a shard to this rank's part of the parameter's gradient; shares the memory.
-
-        In place:
-            `.grad` of the shard.
-        """
-        local = self.of(parameter)
-        if local is not parameter:
-            local.grad = _shard_of(parameter.grad)
-
-    def push_gradient(self, parameter: Parameter) -> None:
-        """Set a parameter's gradient from that of its shard.
-
-        In place:
-            `.grad` of the parameter.
-        """
-        local = self.of(parameter)
-        if local is parameter:
-            return
-        if local.grad is None:
-            parameter.grad = None
-        elif parameter.grad is None or _shard_of(parameter.grad) is not local.grad:
-            parameter.grad = like(local.grad, parameter)
-
 
 def _shard_of(value: Any) -> Any:
     """Return this rank's shard; what is not sharded as it is."""
     if not isinstance(value, DTensor):
         return value
-    with torch.no_grad():
-        shard: Tensor = value.to_local()
+    shard: Tensor = value.to_local()
     return shard.detach() if shard.requires_grad else shard
 
 
@@ -121,15 +96,19 @@ class LocalView:
         self.local.load_state_dict = self._load_state_dict  # type: ignore[method-assign]
         self.pull()
 
+    @torch.no_grad()
     def pull(self) -> None:
         """Take in the user's state, param groups that were added, and shards that have moved."""
         self.local.param_groups = [self.group_of(group) for group in self.optimizer.param_groups]  # type: ignore[misc]
-        for parameter in self.parameters():
-            self._tensors.of(parameter)
-        state, self.local.state = dict[Any, Any](self.optimizer.state), defaultdict(dict)
-        for parameter, entry in state.items():
-            self.local.state[self._tensors.of(parameter)] = {key: _shard_of(value) for key, value in entry.items()}
+        self._pull_state()
 
+    @torch.no_grad()
+    def _pull_state(self) -> None:
+        state, self.local.state, shards = dict[Any, Any](self.optimizer.state), defaultdict(dict), dict(self._pairs())
+        for parameter, entry in state.items():
+            self.local.state[shards.get(parameter, parameter)] = {k: _shard_of(value) for k, value in entry.items()}
+
+    @torch.no_grad()
     def push(self) -> None:
         """Give the user's optimizer what has been made in the twin's state."""
         state: dict[Any, dict[str, Any]] = self.local.state
@@ -142,26 +121,47 @@ class LocalView:
                     own[key] = like(value, parameter) if is_shard else value
 
     def group_of(self, group: dict[str, Any]) -> _LocalGroup:
-        """Return the twin of a param group, always the same object."""
+        """Return the twin of a param group, always the same object, with its shards as they are now."""
         known = self._groups.get(id(group))
         if known is None or known.group is not group:
-            known = self._groups[id(group)] = _LocalGroup(group, self._tensors)
+            known = self._groups[id(group)] = _LocalGroup(group)
+        known.params = [self._tensors.of(parameter) for parameter in group["params"]]
         return known
 
-    def parameters(self) -> Iterator[Parameter]:
-        """Yield the user's parameters."""
-        for group in self.optimizer.param_groups:
-            yield from group["params"]
+    def _pairs(self) -> Iterator[tuple[Parameter, Parameter]]:
+        """Yield the user's parameters with their shards."""
+        for group in self.local.param_groups:
+            yield from zip(group.group["params"], group.params, strict=True)  # type: ignore[attr-defined]
 
+    def drop_frozen_gradients(self) -> None:
+        """Drop gradients of what was frozen since the backward: torch would step it, each rank on its own.
+
+        In place:
+            `.grad` of the user's parameters.
+        """
+        for parameter, _ in self._pairs():
+            if not parameter.requires_grad:
+                parameter.grad = None
+
+    @torch.no_grad()
     def pull_gradients(self) -> None:
-        """Set the gradients of all shards; shares the memory."""
-        for parameter in self.parameters():
-            self._tensors.pull_gradient(parameter)
+        """Set the gradients of the shards to this rank's parts of the parameters' gradients; shares the memory.
 
+        In place:
+            `.grad` of the shards.
+        """
+        for parameter, local in self._pairs():
+            if local is not parameter:
+                local.grad = _shard_of(parameter.grad)
+
+    @torch.no_grad()
     def push_gradients(self) -> None:
         """Set the gradients, and the state, that the user's optimizer steps with from those of the shards."""
-        for parameter in self.parameters():
-            self._tensors.push_gradient(parameter)
+        for parameter, local in self._pairs():
+            if local.grad is None:
+                parameter.grad = None
+            elif local is not parameter and _shard_of(parameter.grad) is not local.grad:
+                parameter.grad = like(local.grad, parameter)
         self.push()
         if "_init_group" in vars(self.local):
             vars(self.optimizer)["_init_group"] = self._gather
@@ -169,11 +169,10 @@ class LocalView:
     def release(self) -> None:
         """End a step: the gradients belong to the user's parameters alone."""
         vars(self.optimizer).pop("_init_group", None)
-        for parameter in self.parameters():
-            local = self._tensors.of(parameter)
+        for parameter, local in self._pairs():
             if local is not parameter:
                 local.grad = None
-        self.pull()  # not pushed: an optimizer may have put other values in the place of those that the twin has
+        self._pull_state()  # not pushed: an optimizer may have put other values in the place of those that the twin has
 
     def _gather(self, group: dict[str, Any], *lists: list[Any]) -> bool:
         """Stand in for the gathering of a param group that an optimizer's step begins with.
@@ -195,15 +194,19 @@ class LocalView:
 
 
 class _LocalGroup(MutableMapping[str, Any]):
-    """A param group whose "params" are shards; all else is read from the user's group, and written into it."""
+    """A param group whose "params" are shards; all else is read from the user's group, and written into it.
 
-    def __init__(self, group: dict[str, Any], tensors: LocalTensors) -> None:
-        self.group, self._tensors = group, tensors
+    Attributes:
+        params: the shards, at the last `pull`: a shard costs too much to be looked up each time it is looked at.
+    """
+
+    params: list[Parameter]
+
+    def __init__(self, group: dict[str, Any]) -> None:
+        self.group = group
 
     def __getitem__(self, key: str) -> Any:
-        if key == "params":
-            return [self._tensors.of(parameter) for parameter in self.group["params"]]
-        return self.group[key]
+        return self.params if key == "params" else self.group[key]
 
     def __setitem__(self, key: str, value: Any) -> None:
         self.group[key] = value

@@ -232,6 +232,25 @@ def test_training_is_the_same_with_validation(module: type[Plain], method: Metho
         assert found == dict.fromkeys(found, found["unwatched"])
 
 
+class FrozenAfterBackward(Configured):
+    def on_train_batch_start(self, *_: Any) -> None:
+        self.head.weight.requires_grad_(True)
+
+    def on_after_backward(self) -> None:
+        self.head.weight.requires_grad_(False)
+
+
+def freeze_with_gradients() -> str:
+    model = FrozenAfterBackward(sgd)
+    train(ShardedStrategy(LOCAL, topology=2), model, STEPS, 4, dist.get_rank(), max_epochs=1)
+    return shard_digest(model)
+
+
+def test_a_frozen_parameter_that_has_a_gradient_is_not_stepped() -> None:
+    first, second, *other_node = run_ranks(freeze_with_gradients, 4)
+    assert other_node == [first, second]
+
+
 def look(path: str) -> tuple[list[float], list[float]]:
     """Return the losses of a validation between two averages, and those of the checkpoint that was saved there."""
     model, again = Configured(sgd), Configured(sgd)
