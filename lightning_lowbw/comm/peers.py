@@ -434,7 +434,7 @@ class MeanWork:
         self._num_extra = control.numel()
         self._buckets: list[_Bucket] = []
         alone: list[list[int]] = [] if exact or not tensors else [[]]  # half types would round the control message
-        for members in alone + _fill_buckets(tensors):
+        for members in alone + fill_buckets(tensors):
             parts = [as_real(tensors[index].detach()).reshape(-1) for index in members]
             dtype = wide_dtype(tensors[members[0]]) if members else torch.float32
             extra = 0 if self._buckets else control.numel()
@@ -532,7 +532,7 @@ def average_gradients_(
     return sums[: len(flags)]
 
 
-def _fill_buckets(tensors: Sequence[Tensor]) -> list[list[int]]:
+def fill_buckets(tensors: Sequence[Tensor]) -> list[list[int]]:
     """Return indices by bucket: one dtype each, in order of appearance; at least one bucket (the control message's)."""
     full: list[list[int]] = []
     filling: dict[torch.dtype, tuple[list[int], int]] = {}

@@ -32,7 +32,7 @@ from torch.optim import Optimizer, SparseAdam
 
 from lightning_lowbw.comm.agreement import agree
 from lightning_lowbw.comm.collectives import all_reduce_bytes
-from lightning_lowbw.comm.peers import Peers, average_gradients_, wide_dtype
+from lightning_lowbw.comm.peers import Peers, average_gradients_, fill_buckets, wide_dtype
 from lightning_lowbw.compress.top_k import TopK
 from lightning_lowbw.errors import WITHOUT_RESIDUALS, ConfigurationError, DisagreementError, NonFiniteGradientError
 from lightning_lowbw.kernels.reference import are_not_finite
@@ -90,7 +90,7 @@ class LocalSync(Synchronizer):
         phase: where it is in its schedule.
         loss: the mean since the last average, for the adaptive rules.
         fragments: the parameters, by the averages that they belong to.
-        own: this rank's tensors by name, while the consensus is shown in the model; else None.
+        own: this rank's tensors by name, on the CPU, while the consensus is shown in the model; else None.
         consensus_distance: ``||x_i - mean|| / ||mean||`` at the last average, of large tensors from a sample; a scalar
             tensor, None before it.
         steps_since_average: local steps since the last average was begun, of any fragment.
@@ -694,14 +694,20 @@ class LocalSync(Synchronizer):
         nonfinite = self.nonfinite_weights(parameters)
         fault = any_of([*self.late_flags(), *nonfinite.values()], self.device).float().reshape(1)
         signal = {**{self.name_of(p): p for p in parameters}, **changes}
-        mean, num_faulty = WholeExchange(self.peers).begin(signal, fault).wait()
-        if float(num_faulty):
-            own = self.describe_late_fault() or self.describe_weights(nonfinite, self.step)
-            raise_fault(first_fault(own, self.fault_group))
-        self.own = copies(self.own_tensors())
-        means = mean.dense()
-        for parameter in parameters:
-            as_real(parameter).copy_(means[self.name_of(parameter)])
+        buckets, exchange, means = fill_buckets(list(signal.values())), WholeExchange(self.peers), {}
+        names, unequal = list(signal), {self.name_of(p): p for p in parameters}
+        for number, bucket in enumerate(buckets):  # one after the other: the device has the means of one
+            mean, num_faulty = exchange.begin({names[i]: signal[names[i]] for i in bucket}, fault).wait()
+            if not number and float(num_faulty):  # before anything changes
+                own = self.describe_late_fault() or self.describe_weights(nonfinite, self.step)
+                raise_fault(first_fault(own, self.fault_group))
+            if not number:
+                self.own = saved(self.own_tensors())  # on the CPU, for as long as it takes
+            for name, each in mean.dense().items():
+                if name in unequal:
+                    as_real(unequal[name]).copy_(each)
+                else:
+                    means[name] = each.clone()  # of buffers; else the bucket would stay
         kept = {name: start.clone() for name, start in self.buffers.start.items()}
         self.buffers.apply([means[name] for name in changes], {})
         self.buffers.start = kept
@@ -719,7 +725,7 @@ class LocalSync(Synchronizer):
         Args:
             values: for `averaged_tensors`.
         """
-        self.own = copies(self.own_tensors())
+        self.own = saved(self.own_tensors())
         for name, tensor in self.averaged_tensors().items():
             tensor.copy_(values[name])
         self.note_shown()

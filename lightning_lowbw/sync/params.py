@@ -246,7 +246,7 @@ class Velocities:
         return self._parts[parameter]
 
     def whole(self) -> dict[Parameter, Tensor]:
-        """Return the velocities that are kept in parts, whole.
+        """Return the velocities that are kept in parts, whole; on the CPU, so that the device has one at a time.
 
         Collective: the ranks of a node, blocking.
         """
@@ -257,8 +257,9 @@ class Velocities:
             longest = self._peers.part(parameter.numel(), 0).stop
             wide = torch.nn.functional.pad(wide, (0, longest - wide.numel()))
             gathered = self._peers.gather_parts_in_node(wide, parameter.numel())
-            whole[parameter] = torch.empty_like(parameter, requires_grad=False)
-            copy_in_order_(whole[parameter], parameter, gathered)
+            ordered = torch.empty_like(parameter, requires_grad=False)
+            copy_in_order_(ordered, parameter, gathered)
+            whole[parameter] = ordered.cpu()
         return whole
 
     def saved(self, parameter: Parameter) -> Tensor | None:

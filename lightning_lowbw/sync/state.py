@@ -27,7 +27,7 @@ OF_GRADIENTS = ("step", "small_numel", "correction", "payload", "shapes", "order
 
 def saved(tensors: Mapping[str, Tensor]) -> Named:
     """Return copies on the CPU."""
-    return {name: tensor.detach().cpu().clone() for name, tensor in tensors.items()}
+    return {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
 
 
 def on_cpu(value: Any) -> Any:
