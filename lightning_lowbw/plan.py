@@ -1,4 +1,4 @@
-"""`sparsity="auto"` and `strategy="lowbw"`: a few measurements, and a choice that follows from them alone.
+"""The cost model, and the rule of `sparsity="auto"` and `strategy="lowbw"`, which chooses by it.
 
 The rule, as the user knows it:
 
@@ -14,6 +14,26 @@ The rule, as the user knows it:
 The 30 and 60: top-k costs accuracy because it delays elements, the less the more often each is sent, density times
 steps: 10 times cost 0.4 % of the loss, 0.8 times 2.5 % (benchmarks/results/auto.md). The warm-up is a share of the
 steps, not of the time: on a slow link that would be a dozen steps, and sparse steps so early cost the most.
+
+The cost model (`cost_of`), for M nodes of G ranks, W = M G, each node with one link to the others:
+
+    step     = step alone + max(0, beside backward - overlap * step alone) + exchange afterwards / k
+    exchange = bytes of a node / bandwidth + rounds * latency + bytes inside the node / bandwidth there + work
+
+| collective | bytes of a node | rounds |
+| --- | --- | --- |
+| ring all-reduce of B bytes, in buckets | 2 (W - 1) / W * B | 2 (W - 1) for each bucket |
+| ring all-gather of m bytes of each rank | (W - 1) m | W - 1 |
+| all-to-all of m bytes from each rank to each | G (W - G) m | 1 |
+
+Flat rings cross the link of a node once. In an all-to-all W - G senders meet at each node: what all its ranks receive
+passes through its link. On two levels M participants exchange each of G parts: B is that of the node, m that of a part,
+and each rank of a node sends its own. Beside the backward pass run whole gradients, and the sum inside the node; the
+rest comes after it, every k steps, or is hidden by `delay_steps`. Work is memory read and written: `WORK_BYTES` per
+element of a dense payload, and none for TopK, whose pass replaces the optimizer's.
+
+`measure` times an exchange of a sample instead, latency and work included; the bytes of the rest take at least what
+they take by `Link.seconds`, as here. Not in the model: lost packets, stragglers, other traffic.
 """
 
 from __future__ import annotations
@@ -29,13 +49,19 @@ from torch.nn import Parameter
 from torch.optim import SGD
 
 from lightning_lowbw.arguments import code_of
-from lightning_lowbw.comm.collectives import all_reduce_bytes
+from lightning_lowbw.comm.collectives import all_gather_bytes, all_gather_rounds, all_reduce_bytes, all_reduce_rounds
 from lightning_lowbw.comm.link import Link, measure_link
-from lightning_lowbw.comm.peers import Peers
-from lightning_lowbw.compress.top_k import TopK
+from lightning_lowbw.comm.peers import BUCKET_BYTES, Peers
+from lightning_lowbw.compress.quantization import make_format
+from lightning_lowbw.compress.sparse_sum import COUNT_BYTES, gather_capacity, scatter_capacity
+from lightning_lowbw.compress.top_k import TopK, small_numel
 from lightning_lowbw.method import Method
 from lightning_lowbw.presets import QuantizedGradients
+from lightning_lowbw.schedules.every_k import EveryK
 from lightning_lowbw.schedules.every_step import EveryStep
+from lightning_lowbw.sync.exchange import Whole
+from lightning_lowbw.sync.low_rank import LowRank
+from lightning_lowbw.sync.quantized import Quantized
 
 DENSITIES = (0.001, 0.002, 0.004, 0.008, 0.016, 0.032, 0.064, 0.128, 0.256)
 LEAST_TIMES_SENT = 30
@@ -261,10 +287,10 @@ def measure(
     exchange_s: dict[float | str, float] = {}
 
     def dense_s(numel: int) -> float:
-        return all_reduce_bytes(4 * numel // peers.num_local_ranks, peers.num_participants) / link.bandwidth_bytes_per_s
+        return link.seconds(all_reduce_bytes(4 * numel // peers.num_local_ranks, peers.num_participants))
 
     def per_element_s(few: tuple[float, int], many: tuple[float, int], numel: float) -> float:
-        return max(many[0] - few[0], (many[1] - few[1]) / link.bandwidth_bytes_per_s, 0.0) / numel
+        return max(many[0] - few[0], link.seconds(many[1] - few[1]), 0.0) / numel
 
     for name in names:
         if name in PAYLOADS:
@@ -319,3 +345,188 @@ def slowest(measured: Sequence[Measured]) -> Measured:
         {name: max(each.exchange_s[name] for each in measured) for name in measured[0].exchange_s},
         min((each.link for each in measured), key=lambda link: link.bandwidth_bytes_per_s),
     )
+
+
+# The cost model -------------------------------------------------------------------------------------------------------
+
+FLOAT_BYTES = 4
+WORK_BYTES = 32  # of memory per element: into a message, added, divided, out of it
+FAST = Link(latency_s=1e-5, bandwidth_bytes_per_s=25e9)  # PCIe
+Shapes = Sequence[tuple[int, ...]]
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Where a training runs.
+
+    Args:
+        num_nodes: M.
+        ranks_per_node: G.
+        link: of a node, to the others.
+        inside: of a rank, to the others of its node.
+        memory_bytes_per_s: of a rank's device.
+        overlap: the share of a step beside which whole gradients are sent.
+    """
+
+    num_nodes: int
+    ranks_per_node: int
+    link: Link
+    inside: Link = FAST
+    memory_bytes_per_s: float = 1e12
+    overlap: float = 0.0
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What a method adds to a step.
+
+    Attributes:
+        seconds: added to the time of a step, on average.
+        node_bytes: sent by a node to others in a step, on average.
+        memory_bytes: kept by each rank, beyond what DDP keeps.
+    """
+
+    seconds: float
+    node_bytes: float
+    memory_bytes: float
+
+
+def cost_of(method: Method, shapes: Shapes, cluster: Cluster, step_s: float, float_bytes: int = FLOAT_BYTES) -> Cost:
+    """Return the cost of a method's exchange, after its warm-up; the equations are those of the module.
+
+    Args:
+        method: of any topology but "flat": on two levels.
+        shapes: of the tensors that are trained.
+        cluster: where.
+        step_s: seconds of a step without communication.
+        float_bytes: per element of whole gradients: 2 with torch's hook that halves them.
+
+    Example:
+        >>> two_nodes = Cluster(2, 1, Link(latency_s=0.0, bandwidth_bytes_per_s=125e6))
+        >>> cost_of(Method(), [(1000, 1000)], two_nodes, step_s=0.1)
+        Cost(seconds=0.032032, node_bytes=4000000.0, memory_bytes=0.0)
+    """
+    if cluster.num_nodes == 1:  # its ranks are connected as nodes are elsewhere
+        cluster = replace(cluster, num_nodes=cluster.ranks_per_node, ranks_per_node=1, link=cluster.inside)
+    when, what, inside = method.when, method.what, cluster.inside
+    num_local = 1 if method.where.topology == "flat" else cluster.ranks_per_node
+    between = Between(cluster, num_local)
+    numel = sum(map(math.prod, shapes))
+    density = 1.0 - when.stairs[-1] if isinstance(when, EveryStep) and when.stairs else None
+    sent = _traffic(what, shapes, between, density, float_bytes)
+    work_s = 0.0 if isinstance(what, TopK) else WORK_BYTES * numel / cluster.memory_bytes_per_s
+    exchange_s = cluster.link.seconds(sent.node_bytes, sent.rounds) + inside.seconds(sent.inside_bytes)
+    exchange_s += work_s if between.num_ranks > 1 else 0.0
+    in_node = _ring_all_reduce(float_bytes * numel, num_local)
+    beside_s = inside.seconds(in_node.node_bytes, in_node.rounds)
+    every, hidden_s, copies = 1, 0.0, 0.0  # copies of the weights: consensus, velocity, two during a delay
+    if isinstance(when, EveryK):
+        every, hidden_s = when.k_steps, when.delay_steps * step_s
+        copies = 2 * (when.delay_steps > 0) + (when.outer != "none") + (when.outer != "none" or what != Whole())
+    elif isinstance(what, Whole):
+        beside_s, exchange_s = beside_s + exchange_s, 0.0
+    added_s = max(0.0, beside_s - cluster.overlap * step_s) + max(0.0, exchange_s - hidden_s) / every
+    residuals = 0.0 if isinstance(what, Whole) else 1.0 if isinstance(what, LowRank) else 1.0 / num_local
+    return Cost(added_s, sent.node_bytes / every, FLOAT_BYTES * numel * (copies + residuals))
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What an exchange sends: by a node to others, in so many rounds; and by a rank inside its node."""
+
+    node_bytes: float
+    rounds: int = 0
+    inside_bytes: float = 0.0
+
+    def __add__(self, other: Traffic) -> Traffic:
+        rounds, inside_bytes = self.rounds + other.rounds, self.inside_bytes + other.inside_bytes
+        return Traffic(self.node_bytes + other.node_bytes, rounds, inside_bytes)
+
+
+def _ring_all_reduce(nbytes: int, num_ranks: int) -> Traffic:
+    return Traffic(all_reduce_bytes(nbytes, num_ranks), -(-nbytes // BUCKET_BYTES) * all_reduce_rounds(num_ranks))
+
+
+@dataclass(frozen=True)
+class Between:
+    """Those that exchange messages: all ranks, or on two levels the ranks of all nodes that have the same part.
+
+    Args:
+        cluster: where.
+        num_local: the parts that a node sends at the same time, each by one of its ranks; 1 when flat.
+    """
+
+    cluster: Cluster
+    num_local: int
+
+    @property
+    def num_ranks(self) -> int:
+        """The participants."""
+        return self.cluster.num_nodes * self.cluster.ranks_per_node // self.num_local
+
+    def all_reduce(self, nbytes: int) -> Traffic:
+        """Sum so many bytes of each node, in buckets."""
+        return _ring_all_reduce(nbytes, self.num_ranks)
+
+    def all_gather(self, nbytes: int) -> Traffic:
+        """Hand a part's message to all."""
+        num_ranks = self.num_ranks
+        return Traffic(self.num_local * all_gather_bytes(nbytes, num_ranks), all_gather_rounds(num_ranks))
+
+    def all_to_all(self, nbytes: int) -> Traffic:
+        """Send a message to each of the others, those of other nodes over the link."""
+        on_node = self.cluster.ranks_per_node
+        outside = self.num_ranks - (1 if self.num_local > 1 else on_node)
+        return Traffic(on_node * outside * nbytes, int(self.num_ranks > 1))
+
+
+def _traffic(what: object, shapes: Shapes, between: Between, density: float | None, float_bytes: int) -> Traffic:
+    """Return what a payload sends, with the status and what is sent whole in one all-reduce."""
+    all_numels, num_ranks, num_local = [*map(math.prod, shapes)], between.num_ranks, between.num_local
+    if isinstance(what, Quantized):
+        part = -(-sum(all_numels) // num_local)
+        message = make_format(what.value_dtype).nbytes(-(-part // num_ranks))  # to its owner, and back as a mean
+        in_node = Traffic(0, 0, all_gather_bytes(FLOAT_BYTES * part, num_local))
+        return between.all_reduce(1) + between.all_to_all(message) + between.all_gather(message) + in_node
+    if isinstance(what, LowRank):
+        factors = [what.factors(shape) for shape in shapes]
+        lefts = sum(n if f is None else f[0] * f[2] for n, f in zip(all_numels, factors, strict=True))
+        rights = sum(f[1] * f[2] for f in factors if f)
+        return (
+            between.all_reduce(1) + between.all_reduce(FLOAT_BYTES * lefts) + between.all_reduce(FLOAT_BYTES * rights)
+        )
+    if not isinstance(what, TopK):
+        return between.all_reduce(float_bytes * sum(all_numels))
+    small = small_numel(all_numels)
+    taken = [numel for numel in all_numels if what.takes("", numel, small)]
+    whole = between.all_reduce(max(1, FLOAT_BYTES * (sum(all_numels) - sum(taken))))
+    parts = [-(-numel // num_local) for numel in taken]
+    if what.collective(num_ranks, is_two_level=num_local > 1) == "all_gather":
+        message = what.nbytes(parts, density)
+        in_node = Traffic(0, 0, all_gather_bytes(num_ranks * message, num_local))
+        return whole + between.all_gather(message) + in_node
+    # What `compress.sparse_sum` sends: the elements to their owners, then the largest sums to all.
+    num_sent, width = sum(what.num_sent(numel, density) for numel in parts), -(-sum(parts) // num_ranks)
+    scattered, gathered = (
+        COUNT_BYTES + what.codec.nbytes([min(width, capacity(num_sent, num_ranks))], [width])
+        for capacity in (scatter_capacity, gather_capacity)
+    )
+    return whole + between.all_to_all(scattered) + between.all_gather(gathered)
+
+
+def predict(shapes: Shapes, cluster: Cluster, step_s: float, given: Method) -> Measured:
+    """Return what `measure` would find on a cluster, by the cost model alone.
+
+    Args:
+        shapes: of the tensors that are trained.
+        cluster: where.
+        step_s: seconds of a step without communication.
+        given: as of `choose`.
+    """
+    methods: dict[float | str, Method] = {
+        density: replace(given, when=EveryStep(sparsity=(1.0 - density,))) for density in DENSITIES
+    }
+    methods |= {name: make(topology=given.where.topology) for name, make in PAYLOADS.items()}
+    add_s = {key: cost_of(method, shapes, cluster, step_s).seconds for key, method in methods.items()}
+    dense_s = step_s + cost_of(Method(where=given.where), shapes, cluster, step_s).seconds
+    return Measured(step_s, dense_s, add_s, cluster.link)

@@ -31,6 +31,15 @@ class Link:
     latency_s: float
     bandwidth_bytes_per_s: float
 
+    def seconds(self, nbytes: float, num_rounds: float = 0) -> float:
+        """Return what bytes take that are sent in some rounds, each after the last one has arrived.
+
+        Example:
+            >>> Link(latency_s=0.001, bandwidth_bytes_per_s=1e6).seconds(5e5, num_rounds=2)
+            0.502
+        """
+        return nbytes / self.bandwidth_bytes_per_s + num_rounds * self.latency_s
+
 
 def measure_link(group: dist.ProcessGroup | None = None, device: torch.device | str = "cpu") -> Link:
     """Time collectives; return the latency and bandwidth that explain the times, the same on all ranks.

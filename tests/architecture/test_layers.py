@@ -54,6 +54,8 @@ BELOW: dict[str, set[str]] = {
     "method": METHOD_PARTS,
     "presets": {"method", *METHOD_PARTS},
     "plan": {"method", "presets", *METHOD_PARTS},
+    "planner": {"method", "presets", "plan", *METHOD_PARTS},
+    "check": {"kernels", "comm"},
     "strategies": {"kernels", "method", "presets", "plan", *METHOD_PARTS},
     "callbacks": {"method", "presets", "strategies", *METHOD_PARTS},
     "zoo": set(),
@@ -72,6 +74,8 @@ FOREIGN: dict[str, set[str]] = {
     "sync": {"lightning"},
     "method": {"lightning"},
     "plan": {"lightning"},
+    "planner": {"lightning"},
+    "check": {"lightning"},
 }
 
 

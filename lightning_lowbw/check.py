@@ -1,0 +1,184 @@
+"""What the ranks of a cluster have, what its links carry, and what would be slow. Start it as the training is started:
+
+torchrun --nproc-per-node 4 ... --no-python lowbw-check --out check.yaml
+srun lowbw-check --out check.yaml
+lowbw-lab --nodes 2 --inter 1gbit -- lowbw-check --parameters 25e6 --step-s 0.2
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import platform
+import shutil
+import socket
+from collections.abc import Iterator, Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from lightning_lowbw.comm.agreement import gather
+from lightning_lowbw.comm.collectives import group_of
+from lightning_lowbw.comm.link import Link, measure_link
+from lightning_lowbw.comm.topology import Topology, discover
+from lightning_lowbw.kernels.dispatch import prepare
+
+PACKAGES = ("lightning-lowbw", "torch", "lightning", "pytorch-lightning", "triton", "numba")
+SAME = ("device", "python", *PACKAGES, "nccl")  # on all ranks, or the slowest or oldest decides
+# Backward is two thirds of a step, and the first bucket is full after some of it; a CPU that sends does not compute.
+OF_GPU = {"memory_gbyte_per_s": 1000.0, "overlap": 0.5}
+OF_CPU = {"memory_gbyte_per_s": 8.0, "overlap": 0.0}
+SLOW_PAIR, LONG_LATENCY_S = 0.5, 0.005  # of the fastest pair; one way
+
+
+def check_ranks(device: torch.device) -> dict[str, Any]:
+    """Return what was found, in plain values: the cluster as `planner.make_cluster` takes it, pairs, ranks, warnings.
+
+    Takes about half a second for each node.
+
+    Collective: all ranks, blocking.
+
+    Args:
+        device: of this rank.
+    """
+    topology = discover()
+    ranks = gather(describe_rank(device), "descriptions")
+    inside = measure_links([(node, node) for node in topology.nodes if len(node) > 1], device)
+    pairs: dict[tuple[int, ...], Link] = {}
+    for turn in turns(topology.num_nodes):
+        pairs |= measure_links([(pair, tuple(topology.leaders[node] for node in pair)) for pair in turn], device)
+    between = measure_links([((), topology.leaders)] if pairs else [], device)
+    found_inside = min(inside.values(), key=_bandwidth, default=Link(0.0, 1e12))
+    link = between.get((), found_inside)
+    cluster = {
+        "nodes": topology.num_nodes,
+        "ranks_per_node": max(map(len, topology.nodes)),
+        **_as_numbers(link),
+        "inside_gbit_per_s": _as_numbers(found_inside)["gbit_per_s"],
+        **(OF_GPU if device.type == "cuda" else OF_CPU),
+    }
+    shown = [{"nodes": [*pair], **_as_numbers(link)} for pair, link in sorted(pairs.items())]
+    return {"cluster": cluster, "pairs": shown, "ranks": ranks, "slow": [*slow(topology, ranks, pairs, link)]}
+
+
+def describe_rank(device: torch.device) -> dict[str, Any]:
+    """Return where this rank is, and the versions of what it has."""
+    is_cuda = device.type == "cuda"
+    return {
+        "host": socket.gethostname(),
+        "interface": os.environ.get("NCCL_SOCKET_IFNAME" if is_cuda else "GLOO_SOCKET_IFNAME") or address(),
+        "device": torch.cuda.get_device_name(device) if is_cuda else "cpu",
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        "threads": torch.get_num_threads(),
+        "python": platform.python_version(),
+        **{package: installed(package) for package in PACKAGES},
+        "nccl": ".".join(map(str, torch.cuda.nccl.version())) if is_cuda else None,
+        "compiler": next(filter(None, map(shutil.which, (os.environ.get("CC", "cc"), "gcc", "clang"))), None),
+        "kernels": prepare(device) or "compiled",
+    }
+
+
+def installed(package: str) -> str | None:
+    """Return a package's version; None if it is not installed."""
+    with contextlib.suppress(PackageNotFoundError):
+        return version(package)
+    return None
+
+
+def address() -> str:
+    """Return the address of this rank on the way to rank 0."""
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((os.environ["MASTER_ADDR"], 9))  # sends nothing
+        return str(probe.getsockname()[0])
+    return "unknown"
+
+
+def measure_links(
+    groups: Sequence[tuple[tuple[int, ...], tuple[int, ...]]], device: torch.device
+) -> dict[tuple[int, ...], Link]:
+    """Return the link between the ranks of each group, under its key; all of them at the same time.
+
+    Collective: all ranks, blocking.
+
+    Args:
+        groups: keys, and ranks; no rank is in two groups.
+        device: of this rank.
+    """
+    here: dict[tuple[int, ...], Link] = {}
+    made = [(key, ranks, group_of(tuple(sorted(ranks)), "check")) for key, ranks in groups]
+    for key, ranks, group in made:
+        if dist.get_rank() in ranks:
+            here[key] = measure_link(group, device)
+    return {key: link for each in gather(here, "links") for key, link in each.items()}
+
+
+def turns(num: int) -> Iterator[list[tuple[int, int]]]:
+    """Yield all pairs of so many, in turns in which each has at most one pair: a round-robin tournament.
+
+    Example:
+        >>> [*turns(4)]
+        [[(0, 3), (1, 2)], [(0, 2), (1, 3)], [(0, 1), (2, 3)]]
+    """
+    players = [*range(num + num % 2)]
+    for _ in range(len(players) - 1):
+        pairs = zip(players[: len(players) // 2], players[::-1], strict=False)
+        yield [(min(pair), max(pair)) for pair in pairs if max(pair) < num]
+        players = [players[0], players[-1], *players[1:-1]]
+
+
+def slow(
+    topology: Topology, ranks: Sequence[Mapping[str, Any]], pairs: Mapping[tuple[int, ...], Link], link: Link
+) -> Iterator[str]:
+    """Yield a line for each thing that would be slow, or not run."""
+    if topology.world_size == 1:
+        yield "one rank alone has no link: start this as the training is started"
+    if not topology.has_equal_nodes:
+        yield f"nodes of {', '.join(str(len(node)) for node in topology.nodes)} ranks: most methods need equal ones"
+    for name in SAME:
+        if len(values := {str(each[name]) for each in ranks}) > 1:
+            yield f"{name} differs between ranks: {', '.join(sorted(values))}"
+    for reason in sorted({each["kernels"] for each in ranks} - {"compiled"}):
+        yield f"dgc and int8 in plain torch, on {sum(each['kernels'] == reason for each in ranks)} ranks: {reason}"
+    for node in topology.nodes:
+        here, threads = ranks[node[0]], sum(ranks[rank]["threads"] for rank in node)
+        if here["device"] == "cpu" and threads > here["cores"]:
+            yield f"{here['host']}: {threads} threads on {here['cores']} cores; set OMP_NUM_THREADS"
+    if not pairs:
+        return
+    if local := {each["interface"] for each in ranks if each["interface"].startswith(("lo", "127.", "docker"))}:
+        yield f"interface {', '.join(sorted(local))} leads to no other node: set NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME"
+    most = max(map(_bandwidth, pairs.values()))
+    for pair, each in sorted(pairs.items()):
+        if _bandwidth(each) < SLOW_PAIR * most:
+            yield f"nodes {pair[0]} and {pair[1]}: less than half of the bandwidth of the fastest pair"
+    if link.latency_s > LONG_LATENCY_S:
+        yield f"latency {link.latency_s * 1e3:.3g} ms: rings wait for it in each round; exchange every k steps instead"
+
+
+def text(found: Mapping[str, Any]) -> str:
+    """Return what `check_ranks` has found as a page; ranks that have the same share a line."""
+    cluster = found["cluster"]
+    lines = [f"{cluster['nodes']} nodes x {cluster['ranks_per_node']} ranks, all at once: {_shown(cluster)}"]
+    lines[0] += f"; inside a node {cluster['inside_gbit_per_s']:g} Gb/s" if found["pairs"] else ""
+    lines += [f"nodes {each['nodes'][0]} - {each['nodes'][1]}: {_shown(each)}" for each in found["pairs"]]
+    by_description: dict[str, list[str]] = {}
+    for rank, each in enumerate(found["ranks"]):
+        description = ", ".join(f"{name} {value}" for name, value in each.items() if value is not None)
+        by_description.setdefault(description, []).append(str(rank))
+    lines += [f"ranks {', '.join(ranks)}: {description}" for description, ranks in by_description.items()]
+    return "\n".join([*lines, *(f"slow: {each}" for each in found["slow"] or ["nothing found"]), ""])
+
+
+def _bandwidth(link: Link) -> float:
+    return link.bandwidth_bytes_per_s
+
+
+def _as_numbers(link: Link) -> dict[str, float]:
+    gbit_per_s, latency_ms = link.bandwidth_bytes_per_s * 8e-9, link.latency_s * 1e3
+    return {"gbit_per_s": float(f"{gbit_per_s:.4g}"), "latency_ms": float(f"{latency_ms:.3g}")}
+
+
+def _shown(numbers: Mapping[str, float]) -> str:
+    return f"{numbers['gbit_per_s']:g} Gb/s, latency {numbers['latency_ms']:g} ms"

@@ -1,0 +1,163 @@
+"""`lowbw-plan`: what each method would take on a cluster, by the cost model of `plan`, and which one to use."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from lightning_lowbw import plan
+from lightning_lowbw.arguments import is_number
+from lightning_lowbw.comm.link import Link
+from lightning_lowbw.compress.top_k import TopK
+from lightning_lowbw.errors import ConfigurationError
+from lightning_lowbw.method import Method, Where
+from lightning_lowbw.plan import Candidate, Cluster, Cost, Run, Shapes
+from lightning_lowbw.presets import preset
+from lightning_lowbw.schedules.every_step import EveryStep
+
+SIDE = 1024  # of the matrices that stand for a model of which only the number of parameters is known
+FP16_DDP, FP16_HOOK = "ddp, fp16 hook", "DDPStrategy(ddp_comm_hook=default_hooks.fp16_compress_hook)"
+FLAT = ("ddp", FP16_DDP, "float16", "int8", "int4", "powersgd", "dgc", "local_sgd", "diloco", "sparse_loco")
+BUDGET = EveryStep().budget
+LEVELS = "_hierarchical"
+ON_TWO_LEVELS = ("hierarchical", *(each + LEVELS for each in ("int8", "int4", "powersgd", "dgc", "local_sgd")))
+CURVES = ("ddp", FP16_DDP, "int8", "int4", "powersgd", "dgc", "local_sgd", "sparse_loco")
+MAX_NODES = 1024
+# As in conf/plan.yaml.
+CLUSTER = ("nodes", "ranks_per_node", "gbit_per_s", "latency_ms", "inside_gbit_per_s", "memory_gbyte_per_s", "overlap")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A training that is planned.
+
+    Args:
+        shapes: of the tensors that are trained.
+        cluster: where.
+        step_s: seconds of a step without communication.
+        run: its length, its optimizer, and whether weights are trained already.
+    """
+
+    shapes: Shapes
+    cluster: Cluster
+    step_s: float
+    run: Run
+
+    def cost(self, name: str) -> Cost | None:
+        """Return the cost of a name for `Trainer(strategy=...)`, or of the baseline; None if the run is too short."""
+        base, topology = name.removesuffix(LEVELS), "auto" if name.endswith(LEVELS) else None
+        method = Method() if base in ("ddp", FP16_DDP) else preset(base).at(topology)
+        if base == "dgc":
+            given = _given(topology or "flat")
+            measured = plan.predict(self.shapes, self.cluster, self.step_s, given)
+            found = plan.CANDIDATES["dgc"](measured, self.run, given)
+            if isinstance(found, str):
+                return None
+            method = found.method
+        return plan.cost_of(method, self.shapes, self.cluster, self.step_s, 2 if base == FP16_DDP else 4)
+
+    def names(self) -> tuple[str, ...]:
+        """Return the methods of the table."""
+        return FLAT + ON_TWO_LEVELS * (min(self.cluster.num_nodes, self.cluster.ranks_per_node) > 1)
+
+    def seconds(self, name: str) -> float:
+        """Return the predicted seconds of a step, after the warm-up; NaN if the run is too short for the method."""
+        cost = self.cost(name)
+        return math.nan if cost is None else self.step_s + cost.seconds
+
+    def recommended(self) -> tuple[str, str]:
+        """Return the name of the strategy to use, and why.
+
+        It is what `strategy="lowbw"` would choose, flat or on two levels, with the sentence that it would log; but DDP
+        with torch's fp16 hook, which "lowbw" does not try, is taken where that is as fast.
+        """
+        found: list[tuple[str, Candidate, str]] = []
+        for topology, ending in {"flat": "", "auto": LEVELS}.items():
+            given = _given(topology)
+            measured = plan.predict(self.shapes, self.cluster, self.step_s, given)
+            why = plan.why_dense(measured, self.run, BUDGET)
+            chosen, sentence = plan.choose(measured, self.run, given, ("ddp",) if why else (*plan.CANDIDATES,), {})
+            name = f"{chosen.name}{ending}".removeprefix("ddp_")
+            found.append((name, chosen, f"{measured}: {why}" if why else sentence))
+            if why or ON_TWO_LEVELS[0] not in self.names():
+                break
+        most_s = (1.0 + BUDGET) * min(chosen.mean_s for _, chosen, _ in found)
+        name, chosen, sentence = next(each for each in found if each[1].mean_s <= most_s)
+        if name != "ddp" and self.seconds(FP16_DDP) <= (1.0 + BUDGET) * chosen.mean_s:
+            return FP16_DDP, f"it takes {plan.ms(self.seconds(FP16_DDP))} a step. Without it: {sentence}"
+        return name, sentence
+
+    def text(self) -> str:
+        """Return a table, and what to use."""
+        cluster, link = self.cluster, self.cluster.link
+        lines = [
+            f"{sum(map(math.prod, self.shapes)) / 1e6:,.4g}M parameters, {cluster.num_nodes} nodes x "
+            f"{cluster.ranks_per_node} ranks, {link.bandwidth_bytes_per_s * 8e-9:.4g} Gb/s, latency "
+            f"{plan.ms(link.latency_s)}, {plan.ms(self.step_s)} a step without communication\n",
+            f"{'method':26}{'s per step':>12}{'MB per step and node':>22}{'extra MB per rank':>19}{'x DDP fp16':>12}",
+        ]
+        for name in self.names():
+            if cost := self.cost(name):
+                speed_up, sent, kept = self.seconds(FP16_DDP) / self.seconds(name), cost.node_bytes, cost.memory_bytes
+                numbers = f"{self.seconds(name):12.4g}{sent / 1e6:22,.4g}{kept / 1e6:19,.4g}{speed_up:12.2f}"
+                lines.append(f"{name:26}{numbers}")
+        name, why = self.recommended()
+        advice = {"ddp": "stay with ddp", FP16_DDP: f"stay with ddp, as {FP16_HOOK}"}.get(
+            name, f'Trainer(strategy="{name}")   or "lowbw", which measures and chooses'
+        )
+        return "\n".join([*lines, "", f"Recommended: {advice}", f"Why: {why}.", ""])
+
+    def draw(self, path: Path) -> None:
+        """Draw seconds per step against the number of nodes, up to 1,024; the link stays the same.
+
+        Raises:
+            ConfigurationError: matplotlib is not installed.
+        """
+        try:
+            from matplotlib.figure import Figure
+        except ImportError as error:
+            raise ConfigurationError("curves=... needs matplotlib: pip install 'lightning-lowbw[demo]'.") from error
+        nodes = [2**power for power in range(1, MAX_NODES.bit_length())]
+        plans = [replace(self, cluster=replace(self.cluster, num_nodes=number)) for number in nodes]
+        figure = Figure(figsize=(7, 4.5), layout="constrained")
+        axes = figure.add_subplot(xscale="log", yscale="log", xlabel="nodes", ylabel="seconds per step, predicted")
+        for name in CURVES:
+            axes.plot(nodes, [each.seconds(name) for each in plans], label=name)
+        axes.set_xticks(nodes, map(str, nodes))
+        axes.legend()
+        figure.savefig(path, dpi=150)
+
+
+def _given(topology: str) -> Method:
+    """Return what `strategy="lowbw"` begins with."""
+    return Method(when=EveryStep(sparsity="auto", budget=BUDGET), what=TopK(), where=Where(topology=topology))
+
+
+def make_cluster(numbers: Mapping[str, Any]) -> Cluster:
+    """Return a cluster of the numbers of `CLUSTER`, as users give them and `lowbw-check` writes them.
+
+    Raises:
+        ConfigurationError: one is out of range.
+    """
+    for name in CLUSTER:
+        is_free = name in ("latency_ms", "overlap")
+        if not is_number(numbers[name]) or numbers[name] < 0 or not (numbers[name] or is_free):
+            raise ConfigurationError(f"{name}={numbers[name]!r}: give a number {'>=' if is_free else '>'} 0.")
+    inside = replace(plan.FAST, bandwidth_bytes_per_s=numbers["inside_gbit_per_s"] / 8e-9)
+    link = Link(numbers["latency_ms"] * 1e-3, numbers["gbit_per_s"] / 8e-9)
+    nodes, memory_bytes_per_s = (numbers["nodes"], numbers["ranks_per_node"]), numbers["memory_gbyte_per_s"] * 1e9
+    return Cluster(*nodes, link, inside, memory_bytes_per_s, numbers["overlap"])
+
+
+def shapes_of(num_parameters: int) -> list[tuple[int, ...]]:
+    """Return tensors with as many elements: square matrices, and a vector of the rest.
+
+    Example:
+        >>> shapes_of(2_500_000)
+        [(1024, 1024), (1024, 1024), (402848,)]
+    """
+    whole, rest = divmod(num_parameters, SIDE * SIDE)
+    return [(SIDE, SIDE)] * whole + [(rest,)] * (rest > 0)

@@ -1,0 +1,210 @@
+"""`lowbw-plan` and `lowbw-check`: the cost model against what is sent and what others have measured; the commands."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from omegaconf import OmegaConf
+
+from lightning_lowbw import DGC, LocalSGD, Method, PowerSGD, QuantizedGradients, Topology, Where, cli
+from lightning_lowbw.check import check_ranks, slow
+from lightning_lowbw.comm.link import Link
+from lightning_lowbw.errors import ConfigurationError
+from lightning_lowbw.plan import Cluster, Run, cost_of
+from lightning_lowbw.planner import CLUSTER, FP16_DDP, Plan, make_cluster, shapes_of
+from tests.programs import ROOT, forget_launcher, free_port, run_script
+from tests.ranks import run_ranks
+
+PAGE = ROOT / "docs/plan.md"
+# Faster R-CNN on 2 nodes, TCP, as PaddlePaddle Fleet documents it: Gb/s, seconds per step of the dense training and of
+# DGC. The 1.9 s between the first two dense rows are 0.9 ns for each bit: 66M elements. Of these 0.034 s are hidden.
+FLEET = {1.0: (2.45, 0.375), 10.0: (0.55, 0.375), 100.0: (0.3725, 0.375)}
+FLEET_SHAPES = shapes_of(66_000_000)
+FLEET_STEP_S, FLEET_OVERLAP = 0.3725, 0.09
+WIDE: dict[str, Any] = {"value_dtype": "float32"}  # 32 bits of a value and a few of its position; Fleet sends 64
+
+
+def fleet(gbit_per_s: float, num_nodes: int = 2) -> Cluster:
+    return Cluster(num_nodes, 1, Link(0.0, gbit_per_s / 8e-9), memory_bytes_per_s=1e15, overlap=FLEET_OVERLAP)
+
+
+def step_s(method: Method, gbit_per_s: float, num_nodes: int = 2) -> float:
+    return FLEET_STEP_S + cost_of(method, FLEET_SHAPES, fleet(gbit_per_s, num_nodes), FLEET_STEP_S).seconds
+
+
+@pytest.mark.parametrize("gbit_per_s", FLEET)
+def test_the_speed_ups_that_fleet_has_measured(gbit_per_s: float) -> None:
+    dense_s, dgc_s = step_s(Method(), gbit_per_s), step_s(DGC(sparsity=[0.999], **WIDE), gbit_per_s)
+    assert (dense_s, dgc_s) == pytest.approx(FLEET[gbit_per_s], rel=0.01)
+    assert dense_s / dgc_s == pytest.approx(FLEET[gbit_per_s][0] / FLEET[gbit_per_s][1], rel=0.02)
+
+
+def test_no_gain_at_100_gbit_per_s() -> None:
+    def advice(gbit_per_s: float) -> str:
+        return Plan(FLEET_SHAPES, fleet(gbit_per_s), FLEET_STEP_S, Run(0, 100_000)).recommended()[0]
+
+    assert [advice(gbit_per_s) for gbit_per_s in FLEET] == ["dgc", "dgc", "ddp"]
+
+
+def test_all_gathers_gain_up_to_about_128_ranks() -> None:
+    """With the first sparsity of the warm-up that Fleet advises; and what does not grow with the ranks still gains."""
+    gains = {}
+    for num_nodes in (32, 64, 128, 1024):
+        for exchange in ("all_gather", "auto"):
+            method = DGC(sparsity=[0.984375], exchange=exchange, **WIDE)
+            gains[exchange, num_nodes] = step_s(Method(), 1.0, num_nodes) / step_s(method, 1.0, num_nodes)
+    assert [gains["all_gather", num_nodes] > 1.0 for num_nodes in (32, 64, 128, 1024)] == [True, True, False, False]
+    assert gains["auto", 1024] > 6.0
+
+
+def test_a_quarter_of_the_elements_of_32_ranks_is_eight_times_the_gradient() -> None:
+    method = DGC(sparsity=[0.75], exchange="all_gather", **WIDE)
+    sent = cost_of(method, FLEET_SHAPES, fleet(1.0, 32), FLEET_STEP_S).node_bytes
+    assert sent / (4 * 66_000_000) == pytest.approx(8.0, rel=0.1)
+
+
+SHAPES = [(256, 256)] * 4 + [(512, 512), (1000,), (7,)]
+SPARSE = {"sparsity": [0.99], "min_numel": 4096}
+METHODS = {
+    "int8": QuantizedGradients(),
+    "float16": QuantizedGradients("float16"),
+    "powersgd": PowerSGD(rank=2),
+    "dgc": DGC(**SPARSE),
+    "dgc by reduce-scatter": DGC(**SPARSE, exchange="reduce_scatter"),
+}
+CONTROL_BYTES = 400  # of the status
+
+
+def send(method: Method) -> float:
+    peers = method.make_peers()
+    named = [(str(number), torch.nn.Parameter(torch.randn(shape))) for number, shape in enumerate(SHAPES)]
+    worker = method.make_synchronizer(torch.optim.SGD([each for _, each in named], lr=0.1), named, peers)
+    for _, parameter in named:
+        parameter.grad = torch.randn_like(parameter)
+    worker.exchange(applies=True)
+    return peers.num_local_ranks * peers.ledger.of_slow_network(peers.is_two_level)[0]
+
+
+@pytest.mark.parametrize(("name", "ranks_per_node"), [(name, 1) for name in METHODS] + [("int8", 2), ("dgc", 2)])
+def test_the_bytes_are_those_of_the_ledger(name: str, ranks_per_node: int) -> None:
+    method, cluster = METHODS[name].at("flat" if ranks_per_node == 1 else 2), Cluster(2, ranks_per_node, Link(0.0, 1.0))
+    predicted = cost_of(method, SHAPES, cluster, 1.0).node_bytes
+    assert run_ranks(send, 2 * ranks_per_node, method)[0] == pytest.approx(predicted, rel=0.02, abs=CONTROL_BYTES)
+
+
+SLOW = Link(latency_s=1.0, bandwidth_bytes_per_s=1e18)
+ROUNDS: list[
+    tuple[Method, Cluster, float, float]
+] = [  # of 1,000 elements: bytes of a node, and rounds less what is hidden
+    (Method(), Cluster(4, 1, SLOW), 6000, 6),
+    (Method(), Cluster(4, 1, SLOW, overlap=0.5), 6000, 6 - 0.5),
+    (Method(where=Where(topology=2)), Cluster(2, 2, SLOW), 4000, 2),
+    # All-to-all: 2 ranks, each with 500 bytes for 2 ranks elsewhere; a ring crosses once, with 3 x 500; a status.
+    (QuantizedGradients("float16"), Cluster(2, 2, SLOW), 2000 + 1500, 1 + 3 + 6),
+    (LocalSGD(10), Cluster(4, 1, SLOW), 600, 6 / 10),
+    (LocalSGD(10, delay_steps=1), Cluster(4, 1, SLOW), 600, (6 - 1) / 10),
+    (Method(), Cluster(1, 4, Link(0.0, 1.0), inside=SLOW), 6000, 6),
+]
+
+
+@pytest.mark.parametrize(("method", "cluster", "node_bytes", "seconds"), ROUNDS)
+def test_rounds_and_what_hides_them(method: Method, cluster: Cluster, node_bytes: float, seconds: float) -> None:
+    cost = cost_of(method, [(1000,)], cluster, step_s=1.0)
+    assert (cost.node_bytes, cost.seconds) == pytest.approx((node_bytes, seconds), rel=1e-3)
+
+
+NUMBERS = dict(zip(CLUSTER, (2, 1, 10.0, 0.1, 200.0, 1000.0, 0.5), strict=True))
+
+
+def test_the_fp16_hook_is_enough_where_nothing_else_is_faster() -> None:
+    plan = Plan(shapes_of(25_600_000), make_cluster({**NUMBERS, "nodes": 4}), 0.11, Run(0, 100_000))
+    assert plan.recommended()[0] == FP16_DDP
+    assert "stay with ddp, as DDPStrategy(ddp_comm_hook" in plan.text()
+
+
+@pytest.mark.parametrize("change", [{"nodes": 0}, {"gbit_per_s": 0}, {"latency_ms": -1.0}, {"overlap": "half"}])
+def test_numbers_out_of_range(change: dict[str, Any]) -> None:
+    with pytest.raises(ConfigurationError, match=next(iter(change))):
+        make_cluster({**NUMBERS, **change})
+
+
+def test_what_would_be_slow_is_named() -> None:
+    same = {"host": "a", "device": "cpu", "python": "3.11", "nccl": None, "cores": 1, "kernels": "compiled"}
+    same |= dict.fromkeys(("lightning-lowbw", "torch", "lightning", "pytorch-lightning", "triton", "numba"), "1.0")
+    first = {**same, "threads": 1, "interface": "eth0"}
+    second = {**same, "threads": 2, "interface": "127.0.0.1", "torch": "2.0", "kernels": "numba is not installed"}
+    pairs = {(0, 1): Link(0.01, 1e8), (0, 2): Link(0.01, 4e7), (1, 2): Link(0.01, 1e8)}
+    found = [*slow(Topology(((0,), (1,), (2, 3))), [first, second, first, first], pairs, Link(0.01, 4e7))]
+    words = ("nodes of 1, 1, 2 ranks", "torch differs between ranks: 1.0, 2.0", "plain torch, on 1 ranks: numba is not")
+    words += (
+        "2 threads on 1 cores",
+        "2 threads on 1 cores",
+        "interface 127.0.0.1",
+        "nodes 0 and 2: less",
+        "latency 10 ms",
+    )
+    assert len(found) == len(words)
+    assert all(word in line for word, line in zip(words, found, strict=True)), found
+    assert not [*slow(Topology(((0,), (1,))), [first, first], {(0, 1): pairs[0, 1]}, Link(1e-4, 1e8))]
+
+
+def check_on_two_nodes() -> dict[str, Any]:
+    os.environ["GROUP_RANK"] = os.environ["RANK"]
+    return check_ranks(torch.device("cpu"))
+
+
+def test_a_pair_of_nodes_is_measured() -> None:
+    found, other = run_ranks(check_on_two_nodes, 2)
+    assert found == other
+    assert (found["cluster"]["nodes"], found["cluster"]["ranks_per_node"]) == (2, 1)
+    assert [each["nodes"] for each in found["pairs"]] == [[0, 1]]
+    assert all(0 < each < 1e4 for each in (found["pairs"][0]["gbit_per_s"], found["cluster"]["gbit_per_s"]))
+    assert found["ranks"][0]["torch"] == torch.__version__
+
+
+def join_by_slurm(port: int) -> tuple[int, int, str]:
+    rank = os.environ["RANK"]
+    forget_launcher()
+    job = {"SLURM_NTASKS": "2", "SLURM_NTASKS_PER_NODE": "2", "SLURM_JOB_NAME": "job", "SLURM_JOB_ID": "1"}
+    of_rank = {"SLURM_PROCID": rank, "SLURM_LOCALID": rank, "SLURM_NODELIST": "127.0.0.1", "MASTER_PORT": str(port)}
+    os.environ.update({**job, **of_rank})
+    device = cli.join_ranks()
+    return dist.get_rank(), dist.get_world_size(), device.type
+
+
+def test_srun_starts_ranks() -> None:
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    assert run_ranks(join_by_slurm, 2, free_port()) == [(rank, 2, device) for rank in range(2)]
+
+
+PROGRAM = """
+from lightning_lowbw import cli
+
+cli.{}_main()
+"""
+
+
+def test_the_commands_of_the_page(tmp_path: Path) -> None:
+    """The check on two ranks first; then its file is read, by plans of which the first is on the page."""
+    for name in ("check", "plan"):
+        (tmp_path / f"{name}.py").write_text(PROGRAM.format(name))
+    page = PAGE.read_text()
+    (command,) = re.findall("--no-python lowbw-check (.*)", page)
+    shown = run_script(tmp_path, "check.py", *shlex.split(command), num_ranks=2)
+    assert shown.startswith("1 nodes x 2 ranks, all at once: ")
+    assert "Recommended: " in shown
+    assert {*OmegaConf.load(tmp_path / "check.yaml").cluster} == {*CLUSTER}
+    plans = re.findall("^lowbw-plan (.*)", page, re.MULTILINE)
+    shown, of_file, _, usage = (run_script(tmp_path, "plan.py", *shlex.split(each)) for each in plans)
+    assert page.split("<!-- plan:begin -->\n```\n")[1].split("```\n<!-- plan:end -->")[0] == shown
+    assert " 1 nodes x 2 ranks" in of_file
+    assert usage.startswith("# lowbw-plan parameters=")
+    assert (tmp_path / "plan.png").stat().st_size > 10_000
+    assert {path.name for path in tmp_path.iterdir()} == {"check.py", "plan.py", "check.yaml", "plan.png"}
