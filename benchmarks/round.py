@@ -30,7 +30,7 @@ from lightning_lowbw.compress.codec import make_value_format, pack, unpack
 from lightning_lowbw.compress.selection import Selection
 from lightning_lowbw.compress.top_k import Compression
 from lightning_lowbw.kernels import dispatch
-from lightning_lowbw.kernels.reference import Segment
+from lightning_lowbw.kernels.reference import Segment, scatter_mean_
 from lightning_lowbw.kernels.tensors import NUM_SAMPLED, checksum
 
 WORKLOAD = WORKLOADS["transformer-10M"]
@@ -149,7 +149,7 @@ class Round:
 
     def average(self) -> None:
         for numel, parts in zip(self.numels, self.decoded, strict=True):
-            self.compression.average_(torch.empty(numel), parts)
+            scatter_mean_(torch.empty(numel), parts, over_senders=self.compression.mean_over == "senders")
 
     def apply(self) -> None:
         for x, x0, change in zip(self.weights, self.consensus, self.means, strict=True):
@@ -163,13 +163,14 @@ class Round:
     def decode(self) -> list[list[tuple[Tensor, Tensor]]]:
         """Return of each tensor what each rank has sent: positions and values."""
         messages = torch.stack(self.messages).unsqueeze(0)
-        columns = (each[0].split(self.counts, dim=1) for each in self.compression.decode(messages, self.numels, None))
+        positions, values = self.compression.decode(messages, self.numels, None)
+        columns = (each[0].split(self.counts, dim=1) for each in (positions.long(), values))
         return [list(zip(*of_tensor, strict=True)) for of_tensor in zip(*columns, strict=True)]
 
     def combine(self) -> list[Tensor]:
         means = [torch.empty(numel) for numel in self.numels]
         for mean, parts in zip(means, self.decode(), strict=True):
-            self.compression.average_(mean, parts)
+            scatter_mean_(mean, parts, over_senders=self.compression.mean_over == "senders")
         return means
 
     def whole(self) -> None:

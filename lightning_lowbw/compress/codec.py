@@ -35,14 +35,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from itertools import accumulate
-from typing import Literal, NamedTuple, Protocol, get_args
+from typing import Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
 
 from lightning_lowbw.kernels import dispatch, gpu
 from lightning_lowbw.kernels.dispatch import compiled_for
-from lightning_lowbw.kernels.table import Field
+from lightning_lowbw.kernels.gpu import CodedValues
+from lightning_lowbw.kernels.table import LEVELS_SHIFT, Field
 from lightning_lowbw.kernels.tensors import allocate, upload
 
 MAX_NUMEL = 2**31 - 1  # the largest tensor
@@ -54,12 +55,12 @@ ALIGNMENT_BYTES = 4  # messages of all ranks are concatenated and are read as in
 ValueName = Literal["float32", "bfloat16", "float16", "int8", "int4", "int2"]
 VALUE_NAMES: tuple[str, ...] = get_args(ValueName)
 
-BLOCK_SHIFT = 7
-BLOCK = 1 << BLOCK_SHIFT  # values; the extremes of a block are 32 bits, a quarter of a bit per value
+BLOCK = 1 << LEVELS_SHIFT  # values; the extremes of a block are 32 bits, a quarter of a bit per value
 EXTREME_BYTES = 4  # of a block: two bfloat16
 LARGEST = 0x7F7F  # the bits of the largest finite bfloat16
 PIECE = 1 << 16  # values coded at a time; what is computed for them stays in the cache
 HALF = 16  # bits between bfloat16 and float32
+ALL = slice(None)  # tensors of a message
 LLOYD_ITERATIONS = 8  # more change the error in the third digit only, also of heavy tails
 
 
@@ -101,9 +102,16 @@ def layout_of(counts: tuple[int, ...], numels: tuple[int, ...]) -> Layout:
 @lru_cache(maxsize=64)
 def fields_of(counts: tuple[int, ...], numels: tuple[int, ...], device: torch.device) -> Tensor:
     """Return a table of the tensors: int64, shape (tensors, columns of `Field`)."""
-    firsts, starts = accumulate(counts, initial=0), accumulate(numels, initial=0)
-    fields = [Field(*each) for each in zip(counts, firsts, starts, numels)]  # noqa: B905 - both have an end more
+    firsts, starts, blocks = (accumulate(each, initial=0) for each in (counts, numels, _num_blocks(counts)))
+    fields = [Field(*each) for each in zip(counts, firsts, starts, numels, blocks)]  # noqa: B905 - three have an end more
     return upload(fields, torch.int64, device).view(len(fields), len(Field._fields))
+
+
+def window_of(counts: Sequence[int], numels: Sequence[int], width: int, tensors: slice) -> tuple[int, int]:
+    """Return where in the unary part the bits of consecutive tensors begin and end."""
+    first, stop, _ = tensors.indices(len(counts))
+    begin, end = ((sum(numels[:each]) >> width) + sum(counts[:each]) for each in (first, stop))
+    return begin, end
 
 
 def pack(positions: Tensor, counts: Sequence[int], numels: Sequence[int]) -> Tensor:
@@ -136,32 +144,36 @@ def pack(positions: Tensor, counts: Sequence[int], numels: Sequence[int]) -> Ten
     return words[:-2].to(torch.int32)
 
 
-def unpack(words: Tensor, counts: Sequence[int], numels: Sequence[int]) -> Tensor:
-    """Return what `pack` was given, of several messages.
+def unpack(words: Tensor, counts: Sequence[int], numels: Sequence[int], tensors: slice = ALL) -> Tensor:
+    """Return what `pack` was given for some tensors, of several messages.
 
     Args:
         words: int32, shape (messages, `Layout.num_words`).
         counts: as `pack` had them.
         numels: as `pack` had them.
+        tensors: consecutive ones.
 
     Returns:
-        int64, shape (messages, sum(counts)).
+        int32, shape (messages, sum(counts[tensors])).
 
     Raises:
         ValueError: there are more or fewer words, or they hold another number of positions, or one outside its tensor.
     """
-    layout, expected = layout_of(tuple(counts), tuple(numels)), sum(counts)
+    layout, expected = layout_of(tuple(counts), tuple(numels)), sum(counts[tensors])
     if words.shape[1] != layout.num_words:
         raise ValueError(f"A message with {words.shape[1]} words of positions; {layout.num_words} were expected.")
-    fields = fields_of(tuple(counts), tuple(numels), words.device)
+    if not expected:
+        return words.new_empty(len(words), 0)
+    fields = fields_of(tuple(counts), tuple(numels), words.device)[tensors]
+    window = window_of(counts, numels, layout.width, tensors)
     compiled = compiled_for(*words)
-    positions = allocate(len(words) * expected + BYTE, torch.int64, words.device)
+    positions = allocate(len(words) * expected + BYTE, torch.int32, words.device)
     for number, message in enumerate(words):  # in order, because a compiled pass writes behind its own
         mine = positions[number * expected : (number + 1) * expected + BYTE]
         if compiled is not None:
-            found, outside = compiled.unpack(message, fields, layout.width, layout.unary_bits, mine)
+            found, outside = compiled.unpack(message, fields, layout[:2], window, mine)
         else:
-            found, outside = _unpack_one(message, fields, layout, mine[:-BYTE])
+            found, outside = _unpack_one(message, fields, layout[:2], window, mine[:-BYTE])
         if found != expected:
             raise ValueError(f"A message with {found} positions; {expected} were expected.")
         if outside:  # checked here, because compiled passes write without a check
@@ -169,22 +181,24 @@ def unpack(words: Tensor, counts: Sequence[int], numels: Sequence[int]) -> Tenso
     return positions[:-BYTE].view(len(words), expected)
 
 
-def _unpack_one(words: Tensor, fields: Tensor, layout: Layout, positions: Tensor) -> tuple[int, int]:
+def _unpack_one(
+    words: Tensor, fields: Tensor, code: tuple[int, int], window: tuple[int, int], positions: Tensor
+) -> tuple[int, int]:
     """Read positions; return how many there are, and how many of them lie outside their tensors."""
-    width, unary_bits, _ = layout
+    (width, unary_bits), (first_bit, end_bit) = code, window
     bits = torch.tensor([1 << bit for bit in range(8)], dtype=torch.uint8, device=words.device)
-    octets = words.view(torch.uint8)[: -(-unary_bits // 8)]
-    ones = (octets.unsqueeze(1) & bits).view(-1)[:unary_bits].nonzero().squeeze(1)
+    octets = words.view(torch.uint8)[first_bit // 8 : -(-end_bit // 8)]
+    ones = (octets.unsqueeze(1) & bits).view(-1)[first_bit % 8 :][: end_bit - first_bit].nonzero().squeeze(1)
     if (count := ones.numel()) != positions.numel():
         return count, 0
-    element = torch.arange(count, device=words.device)
+    element = torch.arange(count, device=words.device) + fields[0, 1]
     low = element * width + unary_bits
     wide = torch.cat([words, words.new_zeros(2)]).to(torch.int64).bitwise_and_(WORD_MASK)
     both = wide[low // WORD_BITS] | (wide[low // WORD_BITS + 1] << WORD_BITS)
-    torch.sub(ones, element, out=positions).bitwise_left_shift_(width)
-    positions |= (both >> low % WORD_BITS) & ((1 << width) - 1)
-    positions -= _per_element(fields, "start", count)
-    return count, int(((positions < 0) | (positions >= _per_element(fields, "numel", count))).sum())
+    whole = (ones + first_bit - element) << width | (both >> low % WORD_BITS) & ((1 << width) - 1)
+    whole -= _per_element(fields, "start", count)
+    positions.copy_(whole)
+    return count, int(((whole < 0) | (whole >= _per_element(fields, "numel", count))).sum())
 
 
 def _per_element(fields: Tensor, column: str, count: int) -> Tensor:
@@ -195,23 +209,8 @@ def _per_element(fields: Tensor, column: str, count: int) -> Tensor:
 # Values ---------------------------------------------------------------------------------------------------------------
 
 
-class ValueFormat(Protocol):
-    """What is written for values, all tensors of a step at once.
-
-    Zero stays zero and no value changes its sign; what is decoded is finite.
-    """
-
-    def nbytes(self, counts: Sequence[int]) -> int:
-        """Return the size of `counts[i]` values of tensor i, in bytes."""
-        ...
-
-    def encode(self, values: Tensor, counts: Sequence[int]) -> Tensor:
-        """Return float32 values, shape (sum(counts),), as bytes: uint8, shape (nbytes(counts),)."""
-        ...
-
-    def decode(self, data: Tensor, counts: Sequence[int]) -> Tensor:
-        """Return the values that `encode` has written: float32, shape (sum(counts),); of several messages in rows."""
-        ...
+# A value format writes all tensors of a step at once. Zero stays zero and no value changes its sign; what is decoded is
+# finite.
 
 
 @dataclass(frozen=True)
@@ -221,14 +220,17 @@ class FloatFormat:
     dtype: torch.dtype
 
     def nbytes(self, counts: Sequence[int]) -> int:
+        """Return the size of `counts[i]` values of tensor i, in bytes."""
         return sum(counts) * self.dtype.itemsize
 
     def encode(self, values: Tensor, counts: Sequence[int]) -> Tensor:
+        """Return float32 values, shape (sum(counts),), as bytes: uint8, shape (nbytes(counts),)."""
         limit = torch.finfo(self.dtype).max
         return values.clamp(-limit, limit).to(self.dtype).view(torch.uint8)  # a late burst would become inf
 
-    def decode(self, data: Tensor, counts: Sequence[int]) -> Tensor:
-        values = data.view(self.dtype)
+    def decode(self, data: Tensor, counts: Sequence[int], tensors: slice = ALL) -> Tensor:
+        """Return what has been written for some tensors, as float32; of several messages in rows."""
+        values = data.view(self.dtype)[..., _elements(counts, tensors)]
         if self.dtype == torch.float32:
             return values
         return allocate(values.shape, torch.float32, data.device).copy_(values)
@@ -294,27 +296,31 @@ class LevelFormat:
             packed |= codes[:, place] << (place * self.bits)
         return packed
 
-    def _unpack(self, data: Tensor, count: int) -> Tensor:
-        codes = [(data >> shift) & ((1 << self.bits) - 1) for shift in range(0, 8, self.bits)]
-        return torch.stack(codes, -1).flatten(-2)[..., :count]
+    def _unpack(self, data: Tensor, elements: slice) -> Tensor:
+        per_byte = 8 // self.bits
+        octets = data[..., elements.start // per_byte : -(-elements.stop // per_byte)]
+        codes = [(octets >> shift) & ((1 << self.bits) - 1) for shift in range(0, 8, self.bits)]
+        first = elements.start % per_byte
+        return torch.stack(codes, -1).flatten(-2)[..., first : first + elements.stop - elements.start]
 
-    def decode(self, data: Tensor, counts: Sequence[int]) -> Tensor:
-        split = sum(_num_blocks(counts)) * EXTREME_BYTES
+    def decode(self, data: Tensor, counts: Sequence[int], tensors: slice = ALL) -> Tensor:
+        blocks = _num_blocks(counts)
+        split = sum(blocks) * EXTREME_BYTES
         extremes = data[..., :split].view(torch.int16).to(torch.int32).unflatten(-1, (-1, 2))
-        lowest, highest = extremes.unbind(-1)
-        codes = self._unpack(data[..., split:], sum(counts))
+        lowest, highest = extremes[..., _elements(blocks, tensors), :].unbind(-1)
+        codes, counts = self._unpack(data[..., split:], _elements(counts, tensors)), counts[tensors]
         has_zero, lowest = lowest < 0, lowest.abs()
         step = ((highest - lowest) << HALF) // (self.num_levels - 1)
         level, row = codes & (self.num_levels - 1), _rows(counts, data.device)
         bits = step.index_select(-1, row).mul_(level).add_((lowest << HALF).index_select(-1, row))
         magnitudes = bits.mul_((level != 0) | ~has_zero.index_select(-1, row)).view(torch.float32)
-        return magnitudes.mul_(1.0 - (codes >> (self.bits - 1)) * 2.0)
+        return torch.where(codes >= self.num_levels, -magnitudes, magnitudes)
 
 
 @cache
-def make_value_format(name: str) -> ValueFormat:
+def make_value_format(name: str) -> FloatFormat | LevelFormat:
     """Return a value format by its public name, one of `VALUE_NAMES`."""
-    formats: dict[str, ValueFormat] = {f"int{bits}": LevelFormat(bits) for bits in (8, 4, 2)}
+    formats: dict[str, FloatFormat | LevelFormat] = {f"int{bits}": LevelFormat(bits) for bits in (8, 4, 2)}
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         formats[str(dtype).removeprefix("torch.")] = FloatFormat(dtype)
     return formats[name]
@@ -359,6 +365,12 @@ def _two_means(blocks: Tensor, of_tensor: Sequence[int]) -> tuple[Tensor, Tensor
     return lowest.minimum(highest), highest
 
 
+def _elements(counts: Sequence[int], tensors: slice) -> slice:
+    """Return which elements are those of consecutive tensors."""
+    first, stop, _ = tensors.indices(len(counts))
+    return slice(sum(counts[:first]), sum(counts[:stop]))
+
+
 def _num_blocks(counts: Sequence[int]) -> list[int]:
     return [-(-count // BLOCK) for count in counts]
 
@@ -386,7 +398,7 @@ def _blocks(values: Tensor, counts: Sequence[int]) -> Tensor:
 
 def _rows(counts: Sequence[int], device: torch.device) -> Tensor:
     """Return the block of each value: int64, shape (sum(counts),). A block ends with its tensor."""
-    return _slots(counts, device) >> BLOCK_SHIFT
+    return _slots(counts, device) >> LEVELS_SHIFT
 
 
 def _slots(counts: Sequence[int], device: torch.device) -> Tensor:
@@ -453,18 +465,11 @@ class SparseCodec:
         is_wide = residuals is not None and any(residual.dtype != torch.float32 for residual in residuals)
         if dispatch.uses_triton(device) and not is_wide:
             message = torch.zeros(words_bytes + data_bytes + padding_bytes, dtype=torch.uint8, device=device)
-            data = message[words_bytes : words_bytes + data_bytes]
-            is_float = isinstance(value_format, FloatFormat)
-            if isinstance(value_format, FloatFormat):
-                sent = data.view(value_format.dtype)
-            else:
-                data.copy_(value_format.encode(values, counts))
-                sent = value_format.decode(data, counts)
+            if not isinstance(value_format, FloatFormat):
+                message[words_bytes : words_bytes + data_bytes].copy_(value_format.encode(values, counts))
             fields, layout = fields_of(tuple(counts), tuple(numels), device), layout_of(tuple(counts), tuple(numels))
-            words = message.view(torch.int32)
-            gpu.pack(
-                positions, values, fields, layout[:2], max(counts), words, sent, residuals, is_written=not is_float
-            )
+            coded = self._coded(words_bytes, counts)
+            gpu.pack(positions, values, fields, layout[:2], max(counts), message.view(torch.int32), coded, residuals)
             return message
         words, data = pack(positions, counts, numels), value_format.encode(values, counts)
         if residuals is not None and self.value_dtype != "float32":
@@ -474,14 +479,20 @@ class SparseCodec:
         return torch.cat([words.view(torch.uint8), data, data.new_zeros(padding_bytes)])
 
     def decode(
-        self, messages: Tensor, counts: Sequence[int], numels: Sequence[int], damaged: Tensor | None = None
+        self,
+        messages: Tensor,
+        counts: Sequence[int],
+        numels: Sequence[int],
+        damaged: Tensor | None = None,
+        tensors: slice = ALL,
     ) -> tuple[Tensor, Tensor]:
-        """Unpack messages: positions int64 and values float32, both of shape (messages, sum(counts)).
+        """Unpack some tensors of messages: positions int32 and values float32, both of shape (messages, elements).
 
         Args:
             messages: uint8, shape (messages, nbytes), whose rows are contiguous and begin at multiples of four bytes.
             damaged: bool, a scalar on the device: set on a GPU where a CPU would raise an error, to be checked later;
                 the positions are clamped into their tensors then. None: the host waits, and raises.
+            tensors: consecutive ones.
 
         Raises:
             ValueError: they are not `nbytes(counts, numels)` long, or one holds another number of positions, or one
@@ -492,15 +503,17 @@ class SparseCodec:
         layout = layout_of(tuple(counts), tuple(numels))
         if not dispatch.uses_triton(device):
             words = messages[:, : layout.num_words * ALIGNMENT_BYTES]
-            return unpack(words.view(torch.int32), counts, numels), value_format.decode(data, counts)
-        dtype = value_format.dtype if isinstance(value_format, FloatFormat) else None
+            words = unpack(words.view(torch.int32), counts, numels, tensors)
+            return words, value_format.decode(data, counts, tensors)
         found = torch.zeros((), dtype=torch.bool, device=device) if damaged is None else damaged
-        first_value = 0 if dtype is None else layout.num_words * ALIGNMENT_BYTES // dtype.itemsize
-        words, fields = messages.view(torch.int32), fields_of(tuple(counts), tuple(numels), device)
-        positions, values = gpu.unpack(words, fields, layout[:2], sum(counts), dtype, first_value, found)
+        fields = fields_of(tuple(counts), tuple(numels), device)[tensors]
+        window = window_of(counts, numels, layout.width, tensors)
+        coded = self._coded(layout.num_words * ALIGNMENT_BYTES, counts)
+        words = messages.view(torch.int32)
+        positions, values = gpu.unpack(words, fields, layout[:2], window, sum(counts[tensors]), coded, found)
         if damaged is None and found:
             raise ValueError("A damaged message: its positions are too many, too few, or outside their tensors.")
-        return positions, values if dtype is not None else value_format.decode(data, counts)
+        return positions, values
 
     def decode_values(self, message: Tensor, counts: Sequence[int], numels: Sequence[int]) -> list[Tensor]:
         """Unpack only the values of each tensor: to a sender, what it has sent.
@@ -510,6 +523,14 @@ class SparseCodec:
         """
         data = self._data_of(message.unsqueeze(0), counts, numels)[0]
         return list(make_value_format(self.value_dtype).decode(data, counts).split(list(counts)))
+
+    def _coded(self, words_bytes: int, counts: Sequence[int]) -> CodedValues:
+        """Return where in a message the values are, and how, for kernels."""
+        value_format = make_value_format(self.value_dtype)
+        if isinstance(value_format, FloatFormat):
+            return CodedValues(value_format.dtype, 0, words_bytes // value_format.dtype.itemsize, 0)
+        bits, first_code = value_format.bits, words_bytes + sum(_num_blocks(counts)) * EXTREME_BYTES
+        return CodedValues(None, bits, words_bytes // ALIGNMENT_BYTES, first_code)
 
     def _data_of(self, messages: Tensor, counts: Sequence[int], numels: Sequence[int]) -> Tensor:
         """Return the values in messages, coded; raises ValueError where these are not `nbytes` long."""

@@ -304,7 +304,7 @@ class SparseSum:
             `damaged`, if they are not distinct positions in that part, ascending.
         """
         positions, values = self.codec.decode(message.unsqueeze(0), [capacity], [self._numel(capacity)], damaged)
-        mine = positions[0, :count]
+        mine = positions[0, :count].long()
         if count:
             damaged |= (mine.diff() <= 0).any() | (mine[-1] >= self.widths[owner])
         return mine, values[0, :count]

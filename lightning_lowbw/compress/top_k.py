@@ -25,11 +25,9 @@ from typing import Any, Literal, get_args
 from torch import Tensor
 
 from lightning_lowbw.arguments import check_one_of, from_mapping, is_count, is_number, names_arguments
-from lightning_lowbw.compress.codec import VALUE_NAMES, SparseCodec
+from lightning_lowbw.compress.codec import ALL, VALUE_NAMES, SparseCodec
 from lightning_lowbw.compress.selection import num_selected
-from lightning_lowbw.compress.sparse_sum import Sparse
 from lightning_lowbw.errors import ConfigurationError
-from lightning_lowbw.kernels.reference import scatter_mean_
 
 MeanOver = Literal["ranks", "senders"]
 EXCHANGES = ("auto", "all_gather", "reduce_scatter")
@@ -213,9 +211,14 @@ class TopK:
         return self.codec.nbytes([self.num_sent(numel, density) for numel in numels], numels) if numels else 0
 
     def decode(
-        self, messages: Tensor, numels: Sequence[int], density: float | None, damaged: Tensor | None = None
+        self,
+        messages: Tensor,
+        numels: Sequence[int],
+        density: float | None,
+        damaged: Tensor | None = None,
+        tensors: slice = ALL,
     ) -> tuple[Tensor, Tensor]:
-        """Return the elements that participants have sent: positions int64, values float32, shape (groups,
+        """Return the elements that participants have sent: positions int32, values float32, shape (groups,
         participants, elements).
 
         Args:
@@ -224,38 +227,16 @@ class TopK:
             numels: elements of each tensor that is not empty.
             density: at which was selected.
             damaged: see `SparseCodec.decode`.
+            tensors: of which the elements are returned; consecutive ones.
 
         Raises:
             ValueError: a message is damaged; see `SparseCodec.decode`.
         """
         counts = [self.num_sent(numel, density) for numel in numels]
-        shape = *messages.shape[:2], sum(counts)
-        decoded = self.codec.decode(messages.flatten(0, 1), counts, numels, damaged)
+        shape = *messages.shape[:2], sum(counts[tensors])
+        decoded = self.codec.decode(messages.flatten(0, 1), counts, numels, damaged, tensors)
         positions, values = (each.view(shape) for each in decoded)
         return positions, values
-
-    def average_(self, out: Tensor, parts: Sequence[Sparse]) -> None:
-        """Average sparse vectors, one per participant, into a dense one, in the order of the participants.
-
-        In place:
-            `out`, which is overwritten.
-
-        Args:
-            out: flat, float32.
-            parts: (positions int64, distinct; values float32) of each participant. One that has nothing to send of a
-                dead chunk sends zeros, and is not counted as a sender.
-        """
-        if self.mean_over == "ranks":
-            scatter_mean_(out, parts)
-            return
-        out.zero_()
-        for positions, values in parts:  # the number of senders: in the same memory, for no other is as large
-            out.index_add_(0, positions, (values != 0).to(out.dtype))
-        shares = [values / out.index_select(0, positions).clamp_(min=1.0) for positions, values in parts]
-        for positions, _ in parts:
-            out.index_fill_(0, positions, 0.0)
-        for (positions, _), share in zip(parts, shares, strict=True):
-            out.index_add_(0, positions, share)
 
 
 def small_numel(numels: Iterable[int]) -> int:

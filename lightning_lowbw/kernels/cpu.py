@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lightning_lowbw.kernels import reference
 from lightning_lowbw.kernels.reference import (
     Arrival,
     Segment,
@@ -364,13 +365,18 @@ def pack_kernel(positions, fields, width, unary_bits, words):
 
 
 @kernel
-def unpack_kernel(words, fields, width, unary_bits, positions):
-    """Read positions where there is room for BYTE more; return how many there are, and how many outside a tensor."""
+def unpack_kernel(words, fields, width, unary_bits, first_bit, end_bit, positions):
+    """Read positions where there is room for BYTE more; return how many there are, and how many outside a tensor.
+
+    Of positions there are the lowest 32 bits before they are finished: where they are right, no more is needed.
+    """
     count, outside, most, octets = 0, 0, positions.size - BYTE, words.view(np.uint8)
-    for start in range(0, unary_bits, BYTE):
+    for start in range(first_bit // BYTE * BYTE, end_bit, BYTE):
         octet = np.int64(octets[start // BYTE])
-        if unary_bits - start < BYTE:
-            octet &= (1 << (unary_bits - start)) - 1
+        if end_bit - start < BYTE:
+            octet &= (1 << (end_bit - start)) - 1
+        if start < first_bit:
+            octet &= 255 << (first_bit - start)
         if count <= most:  # where there are too many, they are only counted
             for place in range(BYTE):
                 positions[count + place] = start + PLACES[octet, place]
@@ -378,18 +384,20 @@ def unpack_kernel(words, fields, width, unary_bits, positions):
     if count != most:
         return count, outside
     mask = (np.uint64(1) << np.uint64(width)) - np.uint64(1)
-    place, num_held, held = unary_bits >> 5, 0, np.uint64(0)
-    if width and unary_bits & 31:
-        held, num_held, place = np.uint64(words[place]) >> np.uint64(unary_bits & 31), 32 - (unary_bits & 31), place + 1
+    before = fields[0, 1]
+    low = unary_bits + before * width
+    place, num_held, held = low >> 5, 0, np.uint64(0)
+    if width and low & 31:
+        held, num_held, place = np.uint64(words[place]) >> np.uint64(low & 31), 32 - (low & 31), place + 1
     for tensor in range(fields.shape[0]):
         first, start, numel = fields[tensor, 1], fields[tensor, 2], fields[tensor, 3]
         for i in range(first, first + fields[tensor, 0]):
             if num_held < width:  # no word is read twice
                 held |= np.uint64(words[place]) << np.uint64(num_held)
                 place, num_held = place + 1, num_held + 32
-            position = (((positions[i] - i) << width) | np.int64(held & mask)) - start
+            position = np.int32((((positions[i - before] - i) << width) | np.int64(held & mask)) - start)
             held, num_held = held >> np.uint64(width), num_held - width
-            positions[i] = position
+            positions[i - before] = position
             outside += np.uint64(position) >= np.uint64(numel)  # a negative one is a very large one
     return count, outside
 
@@ -569,18 +577,25 @@ def pack_(positions: Tensor, fields: Tensor, width: int, unary_bits: int, words:
     pack_kernel(positions.numpy(), fields.numpy(), width, unary_bits, words.numpy().view(np.uint32))
 
 
-def unpack(words: Tensor, fields: Tensor, width: int, unary_bits: int, positions: Tensor) -> tuple[int, int]:
-    """Read positions; return how many there are, and how many of them lie outside their tensors.
+def unpack(
+    words: Tensor, fields: Tensor, code: tuple[int, int], window: tuple[int, int], positions: Tensor
+) -> tuple[int, int]:
+    """Read positions of some tensors; return how many there are, and how many of them lie outside their tensors.
 
     In place:
-        `positions`, with room for BYTE more than are expected; not to be used where either number is wrong.
+        `positions`, int32, with room for BYTE more than are expected; not to be used where either number is wrong.
     """
-    found, outside = unpack_kernel(words.numpy().view(np.uint32), fields.numpy(), width, unary_bits, positions.numpy())
+    found, outside = unpack_kernel(words.numpy().view(np.uint32), fields.numpy(), *code, *window, positions.numpy())
     return int(found), int(outside)
 
 
-def average_many_(arrivals: Sequence[Arrival], positions: Tensor, values: Tensor) -> None:
+def average_many_(
+    arrivals: Sequence[Arrival], positions: Tensor, values: Tensor, *, over_senders: bool = False
+) -> None:
     """Average the elements of all participants for several tensors; see `reference.average_many_`."""
+    if over_senders:
+        reference.average_many_(arrivals, positions, values, over_senders=True)
+        return
     positions, values = positions.contiguous(), values.contiguous()
     for arrival in arrivals:
         out, weight = (arrival.out, None) if arrival.weight is None else (None, arrival.weight.detach())

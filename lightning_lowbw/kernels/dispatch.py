@@ -8,8 +8,9 @@ variant (`triton_kernels.kernel`). `Uses` lists what these depend on in a traini
 | correct | `Kind`: dtypes of gradient, velocity and weight; Adam; alignment, which is the gradient's in each step |
 | order, plan, count, take | nothing that varies |
 | digits, choose | each of the three digits |
-| pack, unpack | the dtype of values on the wire, or that they are not floats |
-| apply | the next power of two of the number of messages; whether weights are stepped |
+| ones | nothing that varies |
+| pack, unpack | the dtype of values on the wire, or the bits of levels |
+| apply | the next power of two of the number of messages; whether weights are stepped; what is divided by |
 | encode, decode | 8 bits or 4 |
 | chunks | the next power of two of the length of a chunk |
 """
@@ -118,17 +119,19 @@ class Uses:
 
     Args:
         kinds: of the tensors that kernels compress.
-        value_dtypes: of the values in messages; None: they are coded and decoded by torch.
+        value_dtypes: of the values in messages; of levels the bits.
         num_messages: that kernels average.
         steps: whether weights are stepped by the means; otherwise the means are written.
+        over_senders: whether the means are those over the senders of an element.
         scaled_bits: of integers with a scale per block.
         chunks: lengths of chunks of which the largest elements are sent.
     """
 
     kinds: tuple[Kind, ...] = (PLAIN, PLAIN._replace(is_aligned=False))
-    value_dtypes: tuple[torch.dtype | None, ...] = (torch.bfloat16,)
+    value_dtypes: tuple[torch.dtype | int, ...] = (torch.bfloat16,)
     num_messages: tuple[int, ...] = (2,)
     steps: tuple[bool, ...] = (False, True)
+    over_senders: bool = False
     scaled_bits: tuple[int, ...] = (8, 4)
     chunks: tuple[int, ...] = (4096,)
 
@@ -240,18 +243,24 @@ def _try_numba(device: torch.device) -> None:
 
 
 def _averaged(
-    module: ModuleType, like: Tensor, positions: Tensor, num_messages: int, steps: Sequence[bool]
+    module: ModuleType,
+    like: Tensor,
+    positions: Tensor,
+    num_messages: int,
+    steps: Sequence[bool],
+    over_senders: bool = False,
 ) -> list[Tensor]:
     """Return what a module makes of equal messages about two tensors: means, or stepped weights."""
     results, count = [], positions.numel()
-    messages = positions.expand(1, num_messages, -1).contiguous(), torch.full((1, num_messages, count), 0.75)
+    indices = positions.to(torch.int32).expand(2, num_messages, -1).contiguous()
     for is_step in steps:
         outs, weights = ([torch.ones_like(like) for _ in range(2)] for _ in range(2))
         arrivals = [
-            Arrival(out, 0, 0, count - number, weight if is_step else None, 0.5)
+            Arrival(out, number, 0, count - number, weight if is_step else None, 0.5)
             for number, (out, weight) in enumerate(zip(outs, weights, strict=True))
         ]
-        module.average_many_(arrivals, messages[0], messages[1].to(like.device))
+        values = torch.full(indices.shape, 0.75, device=like.device)
+        module.average_many_(arrivals, indices, values, over_senders=over_senders)
         results += weights if is_step else outs
     return results
 
@@ -265,7 +274,12 @@ def _try_triton(device: torch.device, uses: Uses) -> None:
         _try_wire(device, value_dtype)
     like, positions = torch.ones(BLOCK + 1, device=device), torch.tensor([0, 5, BLOCK - 3, BLOCK], device=device)
     for num_messages in uses.num_messages:
-        _compare(*(_averaged(each, like, positions, num_messages, uses.steps) for each in (gpu, reference)))
+        _compare(
+            *(
+                _averaged(each, like, positions, num_messages, uses.steps, uses.over_senders)
+                for each in (gpu, reference)
+            )
+        )
     values = _tiny_segment(device, PLAIN).residual
     for chunk in uses.chunks:
         _compare(*([each.largest(values, 1, chunk, 1)] for each in (gpu, reference)))
@@ -299,29 +313,31 @@ def _try_compression(device: torch.device, kinds: Sequence[Kind], is_adam: bool)
             _compare([segment.residual.index_put((at,), sent)], [twin.residual], tolerance=tolerance)
 
 
-def _try_wire(device: torch.device, value_dtype: torch.dtype | None) -> None:
+def _try_wire(device: torch.device, value_dtype: torch.dtype | int) -> None:
     """Raise if what has been selected does not come out of a message, or is rounded otherwise."""
     numels, width, k = [BLOCK, BLOCK + 1], 10, 2
     positions = torch.tensor([5, BLOCK - 3, 0, BLOCK], device=device)
     values = torch.tensor([1.0, -1.0 - 2.0**-9, 3.0, 2.0**-3], device=device)
-    code = width, 2 * k + (sum(numels) >> width)  # `compress.codec`
-    rows = [Field(k, 0, 0, numels[0]), Field(k, k, numels[0], numels[1])]
+    window = 0, 2 * k + (sum(numels) >> width)  # `compress.codec`
+    code = width, window[1]
+    rows = [Field(k, 0, 0, numels[0], 0), Field(k, k, numels[0], numels[1], 1)]
     fields = upload(rows, torch.int64, device).view(2, -1)
     residuals = [torch.ones(numel, device=device) for numel in numels]
     twins = [residual.clone() for residual in residuals]
     message = torch.zeros(8, dtype=torch.int32, device=device)  # two words of positions, then the values
-    sent = message[2:].view(value_dtype or torch.float32)[: positions.numel()]
-    rounded = values.to(value_dtype or torch.bfloat16).float()
-    if value_dtype is None:
-        sent.copy_(rounded)
-    gpu.pack(positions, values, fields, code, k, message, sent, residuals, is_written=value_dtype is None)
+    if isinstance(value_dtype, torch.dtype):
+        coded = gpu.CodedValues(value_dtype, 0, 8 // value_dtype.itemsize, 0)
+        rounded = values.to(value_dtype).float()
+    else:  # each of the two blocks from 1 to 2, or nearly: with a sign the lowest, the highest, the lowest, the highest
+        coded, lowest, top = gpu.CodedValues(None, value_dtype, 2, 16), 0x3F80, (1 << (value_dtype - 1)) - 1
+        codes = top + 1 | top << value_dtype | top << 3 * value_dtype
+        message[2:5] = torch.tensor([0x4000 << 16 | lowest] * 2 + [codes], dtype=torch.int32)
+        bits = torch.tensor([lowest << 16, (lowest << 16) + (0x80 << 16) // top * top] * 2, dtype=torch.int32)
+        rounded = bits.view(torch.float32).to(device) * torch.tensor([-1.0, 1.0, 1.0, 1.0], device=device)
+    gpu.pack(positions, values, fields, code, k, message, coded, residuals)
     damaged = torch.zeros((), dtype=torch.bool, device=device)
-    first_value = 0 if value_dtype is None else 8 // value_dtype.itemsize
-    read_positions, read = gpu.unpack(
-        message.unsqueeze(0), fields, code, positions.numel(), value_dtype, first_value, damaged
-    )
+    read_positions, read = gpu.unpack(message.unsqueeze(0), fields, code, window, len(positions), coded, damaged)
     for twin, at, error in zip(twins, positions.split(k), (values - rounded).split(k), strict=True):
         twin.index_add_(0, at, error)
-    read = rounded if value_dtype is None else read[0]
     expected = [positions, rounded, *twins, torch.zeros_like(damaged)]
-    _compare([read_positions[0], read, *residuals, damaged], expected)
+    _compare([read_positions[0].long(), read[0], *residuals, damaged], expected)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 from functools import cache, lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,15 +24,37 @@ from lightning_lowbw.kernels.tensors import constant, upload
 SELECT_BLOCK = BLOCK  # elements that a program of the selection processes at a time; `table` has room for no more
 PROGRAMS_PER_PROCESSOR = 8  # of the selection, whose number of blocks the host does not know
 LONGEST_CHUNK = 1 << 14  # elements that a program searches at once
-TENSORS = 256  # that a program of the selection looks at a time, to find its own
+TENSORS = 256  # that a program looks at a time, to find its own
 PACK_BLOCK = 1024  # elements that a program packs
-WORDS_BLOCK = 64  # words that a program unpacks at a time, 32 bits of each side by side
+WORDS_BLOCK = 64  # words that a program unpacks, 32 bits of each side by side
 APPLY_BLOCK = 256  # elements that a program applies at a time, of those of one participant in a tile
 SENT_PER_TILE, LEAST_TILE_SHIFT = 128, 10  # of one participant; so the number of tiles follows that of elements sent
 SCALED_BLOCKS = 8  # that a program of the integers with scales processes
 ORDER_BLOCK = 64  # candidates that a program copies at a time; in a block there are a handful
 # Where torch rounds twice, in u.mul_(m).add_(g), a multiply and an add are not to become one instruction.
 OPTIONS: dict[str, Any] = {"enable_fp_fusion": False}
+
+
+class CodedValues(NamedTuple):
+    """Where in a message the values of all tensors are.
+
+    Attributes:
+        dtype: of floats; None: they are levels.
+        bits: of a level and its sign; 0: they are floats.
+        first: the place of the first float, in its own size; of levels the word where the blocks' extremes begin.
+        first_code: byte where the codes of levels begin.
+    """
+
+    dtype: torch.dtype | None
+    bits: int
+    first: int
+    first_code: int
+
+    def constants(self) -> dict[str, Any]:
+        """Return what kernels are compiled for."""
+        import triton.language as tl
+
+        return {"V": getattr(tl, str(self.dtype or torch.float32).removeprefix("torch.")), "BITS": self.bits}
 
 
 def compress_many_(segments: Sequence[Segment], *, masking: bool, workspace: Workspace) -> tuple[Tensor, Tensor]:
@@ -150,15 +172,13 @@ def pack(
     code: tuple[int, int],
     longest: int,
     message: Tensor,
-    sent: Tensor,
+    coded: CodedValues,
     residuals: Sequence[Tensor] | None,
-    *,
-    is_written: bool = False,
 ) -> None:
     """Write positions and values into a message: one launch. Twin of `compress.codec.pack`.
 
     In place:
-        the front of `message`; `sent`, unless it is written; the residuals, to which rounding errors are added.
+        the front of `message`, and values that are floats; the residuals, to which rounding errors are added.
 
     Args:
         positions: int64, shape (elements,); see `compress.codec.pack`.
@@ -166,21 +186,18 @@ def pack(
         fields: table of `Field`: int64, shape (tensors, columns).
         code: low bits of an element, and bits of the unary part.
         longest: elements of the tensor that has most.
-        message: int32, zeros.
-        sent: the part of the message for the values, in the float dtype they are rounded to.
+        message: int32, zeros; levels have been written.
+        coded: where values are, and how.
         residuals: of each tensor: float32, contiguous; None: what is rounded away is lost.
-        is_written: whether `sent` is what a receiver decodes of values that are in the message already: float32.
     """
-    import triton.language as tl
-
     from lightning_lowbw.kernels.triton_kernels import pack_kernel
 
     addresses = [0] * len(fields) if residuals is None else [residual.data_ptr() for residual in residuals]
     with torch.cuda.device_of(positions):
         pack_kernel[(-(-longest // PACK_BLOCK), len(fields))](
-            fields, positions, values, constant(tuple(addresses), torch.int64, positions.device), message, sent, *code,
-            torch.finfo(sent.dtype).max, V=getattr(tl, str(sent.dtype).removeprefix("torch.")),
-            IS_SENT=is_written, BLOCK=PACK_BLOCK, **OPTIONS,
+            fields, positions, values, constant(tuple(addresses), torch.int64, positions.device), message,
+            coded.first, coded.first_code, *code, torch.finfo(coded.dtype or torch.float32).max,
+            **coded.constants(), BLOCK=PACK_BLOCK, **OPTIONS,
         )  # fmt: skip
 
 
@@ -188,12 +205,12 @@ def unpack(
     messages: Tensor,
     fields: Tensor,
     code: tuple[int, int],
+    window: tuple[int, int],
     num_elements: int,
-    value_dtype: torch.dtype | None,
-    first_value: int,
+    coded: CodedValues,
     damaged: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Read positions, and values of a float format, of several messages: one launch. Twin of `compress.codec.unpack`.
+    """Read positions and values of some tensors in several messages. Twin of `compress.codec.unpack`.
 
     If its twin raises an error, positions are still clamped into their tensors, because the next kernel writes there.
 
@@ -202,37 +219,43 @@ def unpack(
 
     Args:
         messages: int32, shape (messages, words), whose rows are contiguous.
-        fields: as of `pack`, and so the code.
-        num_elements: in each message.
-        value_dtype: of the values; None: they are not read.
-        first_value: where they begin in a message, in elements of that dtype.
+        fields: as of `pack`, and so the code; of the tensors that are read.
+        window: where in the unary part their bits begin and end.
+        num_elements: of these tensors, in each message.
+        coded: where the values of all tensors are, and how.
         damaged: bool, a scalar on the device.
 
     Returns:
-        int64 and float32, both of shape (messages, num_elements).
+        int32 and float32, both of shape (messages, num_elements).
     """
-    import triton.language as tl
-
-    from lightning_lowbw.kernels.triton_kernels import unpack_kernel
+    from lightning_lowbw.kernels.triton_kernels import ones_kernel, unpack_kernel
 
     shape = len(messages), num_elements
-    positions = torch.empty(shape, dtype=torch.int64, device=messages.device)
+    positions = torch.empty(shape, dtype=torch.int32, device=messages.device)
     values = torch.empty(shape, dtype=torch.float32, device=messages.device)
+    if not num_elements:
+        return positions, values
+    num_blocks = -(-(-(-window[1] // 32) - window[0] // 32) // WORDS_BLOCK)
+    grid, stride = (num_blocks, len(messages)), messages.stride(0)
+    num_ones = torch.empty(num_blocks * len(messages), dtype=torch.int32, device=messages.device)
     with torch.cuda.device_of(messages):
-        unpack_kernel[(len(fields), len(messages))](
-            fields, messages, positions, values, damaged.view(torch.uint8), messages.stride(0), num_elements,
-            first_value, *code, V=getattr(tl, str(value_dtype or torch.float32).removeprefix("torch.")),
-            HAS_VALUES=value_dtype is not None, BLOCK=WORDS_BLOCK,
+        ones_kernel[grid](messages, num_ones, stride, *window, BLOCK=WORDS_BLOCK)
+        unpack_kernel[grid](
+            fields, messages, num_ones, num_ones.cumsum(0), positions, values, damaged.view(torch.uint8), stride,
+            num_elements, coded.first, coded.first_code, *code, *window, len(fields), **coded.constants(),
+            BLOCK=WORDS_BLOCK, TENSORS=TENSORS,
         )  # fmt: skip
     return positions, values
 
 
-def average_many_(arrivals: Sequence[Arrival], positions: Tensor, values: Tensor) -> None:
+def average_many_(
+    arrivals: Sequence[Arrival], positions: Tensor, values: Tensor, *, over_senders: bool = False
+) -> None:
     """Average the elements that all participants have sent for several tensors, or step weights by the mean: one
     launch.
 
-    See `reference.average_many_`; the same bits. torch's `index_add_` on CUDA is deterministic as well here, because
-    its atomic adds never collide; but it needs launches per participant and tensor.
+    See `reference.average_many_`; the same bits. Over senders the values are used up. torch's `index_add_` on CUDA is
+    deterministic as well here, because its atomic adds never collide; but it needs launches per participant and tensor.
     """
     import triton
 
@@ -264,8 +287,9 @@ def average_many_(arrivals: Sequence[Arrival], positions: Tensor, values: Tensor
             torch._foreach_zero_([arrival.out for arrival in arrivals])
         table = upload(rows, torch.int64, device)
         apply_kernel[(len(owners),)](
-            table, owners, positions, values, num_messages, num_elements, turns, 1.0 / num_messages,
-            MESSAGES=triton.next_power_of_2(num_messages), STEPS=steps, BLOCK=APPLY_BLOCK, **OPTIONS,
+            table, owners, positions, values, num_messages, num_elements, turns,
+            1.0 if over_senders else 1.0 / num_messages, MESSAGES=triton.next_power_of_2(num_messages), STEPS=steps,
+            SENDERS=over_senders, BLOCK=APPLY_BLOCK, **OPTIONS,
         )  # fmt: skip
 
 

@@ -447,11 +447,12 @@ def compress_many_(segments: Sequence[Segment], *, masking: bool) -> tuple[Tenso
     return torch.cat(positions), torch.cat(values)
 
 
-def scatter_mean_(out: Tensor, parts: Sequence[tuple[Tensor, Tensor]]) -> None:
+def scatter_mean_(out: Tensor, parts: Sequence[tuple[Tensor, Tensor]], *, over_senders: bool = False) -> None:
     """Average sparse vectors, one per rank, into a dense one: ``out = 1/N sum_k sparse_k`` (eq. 7).
 
     The sum runs in rank order, so that all replicas get the same bits; equal indices of two ranks add up; N counts
-    all ranks, also those that sent nothing here.
+    all ranks, also those that sent nothing here. Or, with `over_senders`, those that have sent this element: a zero is
+    what a rank sends that has nothing to send of a dead chunk.
 
     In place:
         `out`, which is overwritten.
@@ -461,14 +462,25 @@ def scatter_mean_(out: Tensor, parts: Sequence[tuple[Tensor, Tensor]]) -> None:
         parts: (indices int64, values) of each rank, in rank order; indices are distinct within a rank.
     """
     out.zero_()
-    add_mean_(out, parts)
+    _add_mean_(out, parts, over_senders)
 
 
-def add_mean_(out: Tensor, parts: Sequence[tuple[Tensor, Tensor]]) -> None:
-    """Add what `scatter_mean_` writes."""
+def _add_mean_(out: Tensor, parts: Sequence[tuple[Tensor, Tensor]], over_senders: bool) -> None:
+    # As DDP does, each addend is divided first: the same bits for one sender, and no overflow in the sum.
+    if not over_senders:
+        add_(out, parts, 1.0 / len(parts))
+        return
+    add_(out, [(indices, (values != 0).to(out.dtype)) for indices, values in parts], 1.0)
+    shares = [(indices, values / out.index_select(0, indices).clamp_(min=1.0)) for indices, values in parts]
+    for indices, _ in parts:
+        out.index_fill_(0, indices, 0.0)
+    add_(out, shares, 1.0)
+
+
+def add_(out: Tensor, parts: Sequence[tuple[Tensor, Tensor]], share: float) -> None:
+    """Add sparse vectors times a share to a dense one, one after the other."""
     for indices, values in parts:
-        # As DDP does, each addend is divided first: the same bits for one sender, and no overflow in the sum.
-        out.index_add_(0, indices, values.to(out.dtype) * (1.0 / len(parts)))
+        out.index_add_(0, indices, values.to(out.dtype) * share)
 
 
 @dataclass(frozen=True)
@@ -493,7 +505,9 @@ class Arrival:
     rate: float = 0.0
 
 
-def average_many_(arrivals: Sequence[Arrival], positions: Tensor, values: Tensor) -> None:
+def average_many_(
+    arrivals: Sequence[Arrival], positions: Tensor, values: Tensor, *, over_senders: bool = False
+) -> None:
     """Average the elements that all participants have sent for several tensors; see `scatter_mean_`. Or step weights by
     the mean.
 
@@ -503,18 +517,20 @@ def average_many_(arrivals: Sequence[Arrival], positions: Tensor, values: Tensor
 
     Args:
         arrivals: with weights or without, all alike.
-        positions: in `out`: int64, ascending for each tensor, shape (groups, participants, elements).
+        positions: in `out`: int32, ascending for each tensor, shape (groups, participants, elements).
         values: float32, of the same shape; summed in the order of the participants.
+        over_senders: see `scatter_mean_`.
     """
     for arrival in arrivals:
         mine = slice(arrival.first, arrival.first + arrival.count)
-        parts = list(zip(positions[arrival.group, :, mine], values[arrival.group, :, mine], strict=True))
+        indices = positions[arrival.group, :, mine].long()
+        parts = list(zip(indices, values[arrival.group, :, mine], strict=True))
         if arrival.weight is None:
-            scatter_mean_(arrival.out, parts)
+            scatter_mean_(arrival.out, parts, over_senders=over_senders)
             continue
-        touched = positions[arrival.group, :, mine].flatten()
+        touched = indices.flatten()
         arrival.out[touched] = 0.0
-        add_mean_(arrival.out, parts)
+        _add_mean_(arrival.out, parts, over_senders)
         arrival.weight[touched] = arrival.weight[touched].add_(arrival.out[touched], alpha=-arrival.rate)
 
 

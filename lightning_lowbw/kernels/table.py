@@ -25,6 +25,7 @@ FREE_ROOM = 256  # candidates, 4 KiB: so much every tensor may have
 LEAST_ROOM = 1.5  # in units of the candidates aimed at; if there is less, the whole tensor is searched
 DIGITS = ((20, 11), (10, 10), (0, 10))  # of a magnitude, from the highest: the first bit, and how many
 BINS = 1 << 11  # of the widest digit
+LEVELS_SHIFT = 7  # values of a block of levels, see `compress.codec`
 ALIGNMENT_BYTES, ALIGNMENT_NUMEL = 16, 8  # of the widest load; elements in it, of the narrowest dtype
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -71,6 +72,7 @@ class Field(NamedTuple):
     first: int  # of those that are sent, of all tensors
     start: int  # of its elements, of all tensors
     numel: int
+    first_block: int  # of its values, where they are levels; of all tensors
 
 
 class Arrived(NamedTuple):

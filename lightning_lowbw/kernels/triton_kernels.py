@@ -13,7 +13,7 @@ import inspect
 import triton
 import triton.language as tl
 
-from lightning_lowbw.kernels import reference
+from lightning_lowbw.kernels import reference, table
 from lightning_lowbw.kernels.table import Arrived, Factors, Field, Row
 
 
@@ -26,11 +26,12 @@ def columns(of):
 (RESIDUAL, MOMENTUM_BUFFER, GRADIENT, WEIGHT, SQUARE, LARGEST, FAULT, MOMENTUM_ITEMSIZE, IS_NESTEROV, NUMEL, K, AIM,
  CAPACITY, FIRST_BLOCK, FIRST_CANDIDATE, FIRST_OUTPUT, NUM_COLUMNS) = columns(Row)
 (MOMENTUM, WEIGHT_DECAY, AHEAD, SIGN, UNDAMPED, BETA2, OF_SQUARE, SLOPE, LEAST, NUM_FACTORS) = columns(Factors)
-(FIELD_NUM_SENT, FIELD_FIRST, FIELD_START, FIELD_NUMEL, FIELD_COLUMNS) = columns(Field)
+FIELD_NUM_SENT, FIELD_FIRST, FIELD_START, FIELD_NUMEL, FIELD_FIRST_BLOCK, FIELD_COLUMNS = columns(Field)
 (ARRIVED_OUT, ARRIVED_WEIGHT, ARRIVED_GROUP, ARRIVED_FIRST, ARRIVED_NUM_SENT, ARRIVED_SHIFT, ARRIVED_FIRST_TILE,
  ARRIVED_RATE, ARRIVED_COLUMNS) = columns(Arrived)
 # fmt: on
 
+LEVELS_SHIFT = tl.constexpr(table.LEVELS_SHIFT)
 LARGEST_FINITE = tl.constexpr((2 - 2.0**-23) * 2.0**127)  # of float32
 
 
@@ -410,15 +411,34 @@ def chunks_kernel(values, positions, numel: tl.int64, chunk: tl.int64, k, k_last
 # Messages: positions and values packed, unpacked, and averaged --------------------------------------------------------
 
 
+@triton.jit
+def level_of(words, extremes, first_code, element, inside, BITS: tl.constexpr):
+    """Return values that are a sign and a level, as `compress.codec.LevelFormat.decode` does.
+
+    `extremes`: words with those of the elements' blocks; `first_code`: byte of the message where the codes begin.
+    """
+    both = tl.load(words + extremes, mask=inside, other=0)
+    lowest, highest = (both << 16) >> 16, both >> 16
+    has_zero, lowest = lowest < 0, tl.abs(lowest)
+    octets = words.to(tl.pointer_type(tl.uint8)) + first_code
+    octet = tl.load(octets + ((element * BITS) >> 3), mask=inside, other=0).to(tl.int32)
+    code = octet >> ((element * BITS) & 7).to(tl.int32)
+    level = code & ((1 << (BITS - 1)) - 1)
+    step = ((highest - lowest) << 16) // ((1 << (BITS - 1)) - 1)
+    bits = tl.where(has_zero & (level == 0), 0, step * level + (lowest << 16))
+    magnitude = bits.to(tl.float32, bitcast=True)
+    return tl.where((code >> (BITS - 1)) & 1 != 0, -magnitude, magnitude)
+
+
 @kernel
 def pack_kernel(
-    fields, positions, values, residuals, words, sent_values, width: tl.int64, unary_bits: tl.int64, limit,
-    V: tl.constexpr, IS_SENT: tl.constexpr, BLOCK: tl.constexpr,
+    fields, positions, values, residuals, words, first_value: tl.int64, first_code: tl.int64, width: tl.int64,
+    unary_bits: tl.int64, limit, V: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Write the positions of selected elements in Elias-Fano code, as `compress.codec.pack` does, and their values.
 
-    The values are rounded to V, and written where `sent_values` begins; or, with IS_SENT, that is what has been made
-    of them. What is rounded away is added to the residuals, whose addresses are `residuals`: 0 for none.
+    The values are rounded to V, and written from the `first_value`-th V of the message on; levels of BITS bits have
+    been written before. What is rounded away is added to the residuals, whose addresses are `residuals`: 0 for none.
 
     Grid: (blocks of the longest, tensors): a grid may be long in its first axis only. Elements share words, which are
     zeros before: bits are or-ed in.
@@ -441,85 +461,120 @@ def pack_kernel(
     tl.atomic_or(words + (low >> 5), first, mask=inside & (first != 0), sem="relaxed")
     tl.atomic_or(words + (low >> 5) + 1, second, mask=inside & (second != 0), sem="relaxed")
     exact = tl.load(values + places, mask=inside, other=0.0)
-    if IS_SENT:
-        value = tl.load(sent_values + places, mask=inside, other=0.0)
+    if BITS != 0:
+        of_block = tl.load(row + FIELD_FIRST_BLOCK) + (elements >> LEVELS_SHIFT)
+        value = level_of(words, first_value + of_block, first_code, places, inside, BITS)
     else:
         value = rounded(tl.minimum(tl.maximum(exact, -limit), limit), V)
-        tl.store(sent_values + places, value.to(V), mask=inside)
+        tl.store(words.to(tl.pointer_type(V)) + first_value + places, value.to(V), mask=inside)
     address = tl.load(residuals + tensor)
     unsent = address.to(tl.pointer_type(tl.float32)) + position
     has_residual = inside & (address != 0)
     tl.store(unsent, tl.load(unsent, mask=has_residual, other=0.0) + (exact - value), mask=has_residual)
 
 
+@triton.jit
+def ones_of(words, first_bit, end_bit, BLOCK: tl.constexpr):
+    """Return the places of a block's bits, int64, and which are ones between two places, int32: shape (BLOCK, 32)."""
+    lanes = (first_bit >> 5) + tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    word = tl.load(words + lanes, mask=lanes * 32 < end_bit, other=0)
+    bits = tl.arange(0, 32)[None, :]
+    places = lanes[:, None] * 32 + bits
+    return places, ((word[:, None] >> bits) & 1) * ((places >= first_bit) & (places < end_bit)).to(tl.int32)
+
+
+@kernel
+def ones_kernel(
+    messages, num_ones, message_words: tl.int64, first_bit: tl.int64, end_bit: tl.int64, BLOCK: tl.constexpr
+):
+    """Count the ones in each block of words, for `unpack_kernel`, which then knows what comes before a block.
+
+    Grid: as there.
+    """
+    message = tl.program_id(1).to(tl.int64)
+    _, is_one = ones_of(messages + message * message_words, first_bit, end_bit, BLOCK)
+    tl.store(num_ones + message * tl.num_programs(0) + tl.program_id(0), tl.sum(tl.sum(is_one, 1), 0))
+
+
 @kernel
 def unpack_kernel(
-    fields, messages, positions, values, damaged,
-    message_words: tl.int64, num_elements: tl.int64, first_value: tl.int64, width: tl.int64, unary_bits: tl.int64,
-    V: tl.constexpr, HAS_VALUES: tl.constexpr, BLOCK: tl.constexpr,
+    fields, messages, num_ones, ends, positions, values, damaged, message_words: tl.int64, num_elements: tl.int64,
+    first_value: tl.int64, first_code: tl.int64, width: tl.int64, unary_bits: tl.int64, first_bit: tl.int64,
+    end_bit: tl.int64, num_tensors, V: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr, TENSORS: tl.constexpr,
 ):  # fmt: skip
-    """Read the positions of a tensor in a message, as `compress.codec.unpack` does; with HAS_VALUES the values too.
+    """Read the positions of some tensors in several messages, as `compress.codec.unpack` does, and the values.
 
-    Grid: (tensors, messages). A message has `message_words` words, and `num_elements` elements, of which the values
-    begin at the `first_value`-th V of it. A position outside of its tensor becomes the nearest one inside, one that is
+    Grid: (blocks of words, messages). Of these tensors are the bits from `first_bit` to `end_bit` of the unary part,
+    with as many ones as `num_elements`; `ends` is the running sum of `num_ones`, which `ones_kernel` has counted. A
+    message has `message_words` words. A position outside of its tensor becomes the nearest one inside, one that is
     missing 0, because what comes next writes there; `damaged`, one byte, becomes 1 then.
     """
-    row = fields + tl.program_id(0) * FIELD_COLUMNS
-    number = tl.program_id(1).to(tl.int64)
-    words = messages + number * message_words
-    first = tl.load(row + FIELD_FIRST)
-    count = tl.load(row + FIELD_NUM_SENT)
-    begin = tl.load(row + FIELD_START)
-    numel = tl.load(row + FIELD_NUMEL)
-    # Of the tensor are the ones of as many elements, and the zeros of its risers.
-    unary = (begin >> width) + first
-    unary_end = ((begin + numel) >> width) + first + count
-    positions += number * num_elements + first
-    bits = tl.arange(0, 32)
-    found = tl.full([], 0, tl.int32)
+    block, message = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    num_blocks = tl.num_programs(0)
+    words = messages + message * message_words
+    places, is_one = ones_of(words, first_bit, end_bit, BLOCK)
+    own = message * num_blocks
+    before_message = tl.load(ends + own) - tl.load(num_ones + own)
+    end = tl.load(ends + own + block) - before_message
+    begin = end - tl.load(num_ones + own + block)
+    per_word = tl.sum(is_one, 1)
+    in_block = (tl.cumsum(per_word, 0) - per_word)[:, None] + tl.cumsum(is_one, 1) - is_one
+    is_read = (is_one != 0) & (begin + in_block < num_elements)
+    first = tl.load(fields + FIELD_FIRST)
+    element = first + begin + in_block  # among those of all tensors
+    low = unary_bits + element * width
+    lower = tl.load(words + (low >> 5), mask=is_read, other=0).to(tl.uint32, bitcast=True).to(tl.int64)
+    has_upper = is_read & ((low & 31) + width > 32)
+    upper = tl.load(words + (low >> 5) + 1, mask=has_upper, other=0).to(tl.uint32, bitcast=True).to(tl.int64)
+    low_bits = (((upper << 32) | lower) >> (low & 31)) & ((tl.full([1, 1], 1, tl.int64) << width) - 1)
+    whole = ((places - element) << width) | low_bits
+    target = message * num_elements + begin + in_block
+    if BITS == 0:
+        value = tl.load(words.to(tl.pointer_type(V)) + first_value + element, mask=is_read, other=0.0)
+        tl.store(values + target, value.to(tl.float32), mask=is_read)
+    # The tensors that have elements here; mostly one.
+    num_before = tl.zeros([TENSORS], tl.int32)
+    num_begun = tl.zeros([TENSORS], tl.int32)
+    for start in range(0, num_tensors, TENSORS):
+        tensors = start + tl.arange(0, TENSORS)
+        exists = tensors < num_tensors
+        rows = fields + tensors * FIELD_COLUMNS
+        of_first = tl.load(rows + FIELD_FIRST, mask=exists, other=9223372036854775807)
+        num_sent = tl.load(rows + FIELD_NUM_SENT, mask=exists, other=0)
+        num_before += (of_first + num_sent <= first + begin).to(tl.int32)
+        num_begun += (of_first < first + end).to(tl.int32)
     num_outside = tl.full([], 0, tl.int32)
-    for start in range(unary >> 5, (unary_end + 31) >> 5, BLOCK):
-        lanes = start + tl.arange(0, BLOCK)
-        word = tl.load(words + lanes, mask=lanes * 32 < unary_end, other=0)
-        places = lanes[:, None] * 32 + bits[None, :]
-        is_one = ((word[:, None] >> bits[None, :]) & 1) * ((places >= unary) & (places < unary_end)).to(tl.int32)
-        per_word = tl.sum(is_one, 1)
-        before = found + tl.cumsum(per_word, 0) - per_word
-        element = before[:, None] + tl.cumsum(is_one, 1) - is_one
-        is_read = (is_one != 0) & (element < count)
-        number_of = first + element.to(tl.int64)  # among the elements of all tensors
-        low = unary_bits + number_of * width
-        lower = tl.load(words + (low >> 5), mask=is_read, other=0).to(tl.uint32, bitcast=True).to(tl.int64)
-        has_upper = is_read & ((low & 31) + width > 32)
-        upper = tl.load(words + (low >> 5) + 1, mask=has_upper, other=0).to(tl.uint32, bitcast=True).to(tl.int64)
-        low_bits = (((upper << 32) | lower) >> (low & 31)) & ((tl.full([1, 1], 1, tl.int64) << width) - 1)
-        position = (((places - number_of) << width) | low_bits) - begin
-        # Each unary bit is the tensor's own: the low bits alone can lead a little beside it.
-        is_outside = is_read & ((position < 0) | (position >= numel))
-        num_outside += tl.sum(tl.sum(is_outside.to(tl.int32), 1), 0)
-        tl.store(positions + element, tl.minimum(tl.maximum(position, 0), numel - 1), mask=is_read)
-        found += tl.sum(per_word, 0)
-    for start in range(found.to(tl.int64), count, BLOCK):
-        lanes = start + tl.arange(0, BLOCK)
-        tl.store(positions + lanes, tl.zeros([BLOCK], tl.int64), mask=lanes < count)
-    tl.store(damaged, 1, mask=(num_outside > 0) | (found != count))
-    if HAS_VALUES:
-        source = words.to(tl.pointer_type(V)) + first_value
-        for start in range(0, count, BLOCK):
-            lanes = start + tl.arange(0, BLOCK)
-            value = tl.load(source + first + lanes, mask=lanes < count, other=0.0).to(tl.float32)
-            tl.store(values + number * num_elements + first + lanes, value, mask=lanes < count)
+    for tensor in range(tl.sum(num_before, 0), tl.sum(num_begun, 0)):
+        row = fields + tensor * FIELD_COLUMNS
+        of_first = tl.load(row + FIELD_FIRST)
+        is_own = is_read & (element >= of_first) & (element < of_first + tl.load(row + FIELD_NUM_SENT))
+        position = whole - tl.load(row + FIELD_START)
+        last = tl.load(row + FIELD_NUMEL) - 1
+        num_outside += tl.sum(tl.sum((is_own & ((position < 0) | (position > last))).to(tl.int32), 1), 0)
+        tl.store(positions + target, tl.minimum(tl.maximum(position, 0), last).to(tl.int32), mask=is_own)
+        if BITS != 0:
+            of_block = tl.load(row + FIELD_FIRST_BLOCK) + ((element - of_first) >> LEVELS_SHIFT)
+            value = level_of(words, first_value + of_block, first_code, element, is_own, BITS)
+            tl.store(values + target, value, mask=is_own)
+    if block == num_blocks - 1:
+        for missing in range(end, num_elements, BLOCK):
+            lanes = missing + tl.arange(0, BLOCK)
+            tl.store(positions + message * num_elements + lanes, tl.zeros([BLOCK], tl.int32), mask=lanes < num_elements)
+            tl.store(values + message * num_elements + lanes, tl.zeros([BLOCK], tl.float32), mask=lanes < num_elements)
+        tl.store(damaged, 1, mask=end != num_elements)
+    tl.store(damaged, 1, mask=num_outside > 0)
 
 
 @kernel
 def apply_kernel(
     table, owners, positions, values, num_messages, num_elements: tl.int64, turns, scale,
-    MESSAGES: tl.constexpr, STEPS: tl.constexpr, BLOCK: tl.constexpr,
+    MESSAGES: tl.constexpr, STEPS: tl.constexpr, SENDERS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Average what all participants have sent for a tile of a tensor, in their order: `reference.average_many_`.
 
     No two programs write to one tile, and in a tile one participant comes after the other: all replicas get the same
-    bits. With STEPS the weights are stepped by the means, and these have gone from `out`.
+    bits. With STEPS the weights are stepped by the means, and these have gone from `out`. With SENDERS the values are
+    divided by the number of participants that sent the element, which is counted in `out`; else by `scale`.
 
     Grid: (tiles,). `positions`, `values`: shape (groups, messages, elements).
     """
@@ -527,6 +582,8 @@ def apply_kernel(
     tensor = tl.load(owners + tile)
     row = table + tensor * ARRIVED_COLUMNS
     out = tl.load(row + ARRIVED_OUT).to(tl.pointer_type(tl.float32))
+    weight = tl.load(row + ARRIVED_WEIGHT).to(tl.pointer_type(tl.float32))
+    rate = tl.load(row + ARRIVED_RATE).to(tl.int32).to(tl.float32, bitcast=True)
     count = tl.load(row + ARRIVED_NUM_SENT)
     shift = tl.load(row + ARRIVED_SHIFT)
     start = (tile - tl.load(row + ARRIVED_FIRST_TILE)) << shift
@@ -552,36 +609,30 @@ def apply_kernel(
         ends_size = tl.where(is_before, ends_size - half - 1, half)
     begins += firsts
     ends += firsts
-    for message in range(num_messages):
-        stop = tl.sum(tl.where(messages == message, ends, 0), 0)
-        for element in range(tl.sum(tl.where(messages == message, begins, 0), 0), stop, BLOCK):
-            lanes = element + tl.arange(0, BLOCK)
-            position = tl.load(positions + lanes, mask=lanes < stop, other=0)
-            tl.store(out + position, tl.zeros([BLOCK], tl.float32), mask=lanes < stop)
-    for message in range(num_messages):
-        tl.debug_barrier()  # the one before has been written
-        stop = tl.sum(tl.where(messages == message, ends, 0), 0)
-        for element in range(tl.sum(tl.where(messages == message, begins, 0), 0), stop, BLOCK):
-            lanes = element + tl.arange(0, BLOCK)
-            inside = lanes < stop
-            position = tl.load(positions + lanes, mask=inside, other=0)
-            addend = tl.load(values + lanes, mask=inside, other=0.0) * scale
-            tl.store(out + position, tl.load(out + position, mask=inside, other=0.0) + addend, mask=inside)
-    if STEPS:
-        weight = tl.load(row + ARRIVED_WEIGHT).to(tl.pointer_type(tl.float32))
-        rate = tl.load(row + ARRIVED_RATE).to(tl.int32).to(tl.float32, bitcast=True)
-        for message in range(num_messages):
-            tl.debug_barrier()
-            stop = tl.sum(tl.where(messages == message, ends, 0), 0)
-            for element in range(tl.sum(tl.where(messages == message, begins, 0), 0), stop, BLOCK):
-                lanes = element + tl.arange(0, BLOCK)
-                inside = lanes < stop
-                position = tl.load(positions + lanes, mask=inside, other=0)
-                mean = tl.load(out + position, mask=inside, other=0.0)
-                before = tl.load(weight + position, mask=inside, other=0.0)
-                # A position that comes again finds a zero, and changes nothing.
-                tl.store(weight + position, tl.fma(mean, -rate, before), mask=inside)
-                tl.store(out + position, tl.zeros([BLOCK], tl.float32), mask=inside)
+    for phase in tl.static_range(0, 6):  # clear; of senders count, divide, clear; add; step
+        if phase == 0 or phase == 4 or (SENDERS and phase < 4) or (STEPS and phase == 5):
+            for message in range(num_messages):
+                tl.debug_barrier()  # the one before has been written
+                stop = tl.sum(tl.where(messages == message, ends, 0), 0)
+                for element in range(tl.sum(tl.where(messages == message, begins, 0), 0), stop, BLOCK):
+                    lanes = element + tl.arange(0, BLOCK)
+                    inside = lanes < stop
+                    position = tl.load(positions + lanes, mask=inside, other=0)
+                    mean = tl.load(out + position, mask=inside, other=0.0)
+                    value = tl.load(values + lanes, mask=inside, other=0.0)
+                    if phase == 1:
+                        mean += (value != 0).to(tl.float32)
+                    elif phase == 2:
+                        tl.store(values + lanes, tl.math.div_rn(value, tl.maximum(mean, 1.0)), mask=inside)
+                    elif phase == 4:
+                        mean += value * scale
+                    else:
+                        if phase == 5:
+                            before = tl.load(weight + position, mask=inside, other=0.0)
+                            # A position that comes again finds a zero, and changes nothing.
+                            tl.store(weight + position, tl.fma(mean, -rate, before), mask=inside)
+                        mean = tl.zeros([BLOCK], tl.float32)
+                    tl.store(out + position, mean, mask=inside)
 
 
 # Integers with a scale per block, see `compress.quantization` ---------------------------------------------------------

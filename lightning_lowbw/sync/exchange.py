@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate, groupby
+from itertools import accumulate, groupby, product
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
@@ -30,7 +30,7 @@ from lightning_lowbw.compress.sparse_sum import Sparse, SparseSum, even_boundari
 from lightning_lowbw.compress.top_k import TopK
 from lightning_lowbw.errors import ConfigurationError
 from lightning_lowbw.kernels.dispatch import averages_for
-from lightning_lowbw.kernels.reference import Arrival, Segment, flat
+from lightning_lowbw.kernels.reference import Arrival, Segment, add_, flat
 from lightning_lowbw.kernels.tensors import allocate
 
 Signal = Mapping[str, Tensor]
@@ -311,6 +311,7 @@ class TopKExchange:
             residuals = [self.residuals[name] for name in selected]
             sizes_here = [residual.numel() for residual in residuals]
             message = self.payload.codec.encode(list(selected.values()), sizes_here, residuals)
+            selected.clear()  # memory for the messages of all
         layout = Layout.of(self.payload, numels, self.density, self._peers)
         if missing := max(layout.sizes) - message.numel():
             message = pad(message, (0, missing))
@@ -424,8 +425,9 @@ class ReduceScatterExchange(TopKExchange):
             residual.index_add_(0, positions, values.to(residual.dtype))
         positions, values = (torch.cat(column).view(1, 1, -1) for column in zip(*means, strict=True))
         counts = [each.numel() for each, _ in means]
-        spans = _spans(dict.fromkeys(selected, slice(None)), counts, 0)
-        mean = SparseMean(self.payload, numels, lambda: [Decoded(positions, values, spans)], positions.device)
+        spans = _spans([(name, slice(None)) for name in selected], counts, 0)
+        decoded = Decoded(positions.to(torch.int32), values, spans, first=0, num_participants=1)
+        mean = SparseMean(self.payload, numels, lambda: [decoded], positions.device)
         return Deferred(lambda: mean)
 
     def state_dict(self) -> dict[str, Any]:
@@ -465,19 +467,35 @@ class Layout:
         return cls(payload, numels, density, parts, sizes)
 
     def decode(self, gathered: Tensor, damaged: Tensor) -> Iterator[Decoded]:
-        """Yield the elements in the messages of all; of local ranks with parts of equal sizes together, while few."""
+        """Yield the elements in the messages of all, within DECODED_BYTES.
+
+        Of several local ranks with parts of equal sizes together, where all tensors of one fit; else of some tensors;
+        of a tensor that is too large, those of some participants, in their order.
+        """
+        num_participants = gathered.shape[1]
+        most = DECODED_BYTES // ELEMENT_BYTES
         sizes = [[part.stop - part.start for part in of_rank.values()] for of_rank in self.parts]
         for numels, ranks in groupby(range(len(sizes)), key=lambda each: sizes[each]):
             if not numels:
                 continue
             alike, counts = list(ranks), [self.payload.num_sent(numel, self.density) for numel in numels]
-            at_once = max(1, DECODED_BYTES // (ELEMENT_BYTES * gathered.shape[1] * sum(counts)))
-            for first in range(0, len(alike), at_once):
-                mine = alike[first : first + at_once]
-                messages = gathered[mine[0] : mine[-1] + 1, :, : self.sizes[mine[0]]]
-                positions, values = self.payload.decode(messages, numels, self.density, damaged)
-                spans = [span for row, each in enumerate(mine) for span in _spans(self.parts[each], counts, row)]
-                yield Decoded(positions, values, spans)
+            for tensors in _groups(counts, most // num_participants):
+                num_sent = sum(counts[tensors])
+                ranks_at_once = max(1, most // (num_participants * num_sent))
+                # The senders of an element are counted among the participants that are there.
+                at_once = num_participants if self.payload.mean_over == "senders" else max(1, most // num_sent)
+                for rank, first in product(range(0, len(alike), ranks_at_once), range(0, num_participants, at_once)):
+                    mine = alike[rank : rank + ranks_at_once]
+                    messages = gathered[mine[0] : mine[-1] + 1, first : first + at_once, : self.sizes[mine[0]]]
+                    parts = ([*self.parts[each].items()][tensors] for each in mine)
+                    spans = [span for row, each in enumerate(parts) for span in _spans(each, counts[tensors], row)]
+                    # Not kept here: the next ones need the memory.
+                    yield Decoded(
+                        *self.payload.decode(messages, numels, self.density, damaged, tensors),
+                        spans,
+                        first,
+                        num_participants,
+                    )
 
 
 class PendingTopK:
@@ -508,8 +526,8 @@ class PendingTopK:
         return mean, sum(others, first)  # in one order: the same bits everywhere
 
 
-ELEMENT_BYTES = 12  # a position in int64, a value in float32
-DECODED_BYTES = 1 << 27  # 128 MiB of decoded elements at once; of one local rank as many as there are
+ELEMENT_BYTES = 8  # a position in int32, a value in float32
+DECODED_BYTES = 1 << 28  # 256 MiB of decoded elements at once, or those of one tensor in one message
 
 
 class Span(NamedTuple):
@@ -524,17 +542,21 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class Decoded:
-    """The elements that all participants have sent for parts of equal sizes.
+    """The elements that participants have sent for parts of equal sizes.
 
     Attributes:
-        positions: in the part: int64, shape (local ranks, participants, elements).
+        positions: in the part: int32, shape (local ranks, participants, elements).
         values: float32, of the same shape.
-        spans: of the tensors.
+        spans: of the tensors; one, where not all participants are here.
+        first: participant that is here.
+        num_participants: of which some or all are here.
     """
 
     positions: Tensor
     values: Tensor
     spans: list[Span]
+    first: int
+    num_participants: int
 
     def arrivals(self, steps: Mapping[str, Step]) -> list[Arrival]:
         """Return what a kernel takes."""
@@ -546,16 +568,14 @@ class Decoded:
                 arrivals.append(Arrival(out[part], row, first, count, own, rate))
         return arrivals
 
-    def of(self, name: str) -> list[list[Sparse]]:
-        """Return the sparse vectors of a tensor, one per participant, for each part of it that is here."""
-        found = []
-        for other, part, row, first, count in self.spans:
-            if other == name:
-                mine = slice(first, first + count)
-                positions, values = self.positions[row, :, mine], self.values[row, :, mine]
-                shifted = positions + part.start if part.start else positions
-                found.append(list(zip(shifted, values, strict=True)))
-        return found
+    def add_(self, arrival: Arrival) -> None:
+        """Do what `average_many_` does where not all participants are here: the first clear, the last step."""
+        positions, values = self.positions[0], self.values[0]
+        if self.first == 0:
+            arrival.out.zero_()
+        add_(arrival.out, list(zip(positions, values, strict=True)), 1.0 / self.num_participants)
+        if arrival.weight is not None and self.first + len(positions) == self.num_participants:
+            arrival.weight.add_(arrival.out, alpha=-arrival.rate)  # where nothing was sent, zero
 
 
 class SparseMean:
@@ -588,35 +608,31 @@ class SparseMean:
         Args:
             steps: of each tensor a workspace of its size, its weight, and the rate: float32, flat, contiguous.
         """
-        if not steps:
-            return
-        if self._payload.mean_over == "ranks":
-            for each in self._decode():
-                if arrivals := each.arrivals(steps):
-                    averages_for(each.values.device).average_many_(arrivals, each.positions, each.values)
-            return
-        decoded = list(self._decode())
-        for name, (out, weight, rate) in steps.items():
-            parts = _joined([part for each in decoded for part in each.of(name)])
-            self._payload.average_(out, parts)
-            if weight is not None:
-                touched = torch.cat([positions for positions, _ in parts])
-                weight[touched] = weight[touched].add_(out[touched], alpha=-rate)
+        over_senders = self._payload.mean_over == "senders"
+        for each in self._decode() if steps else ():
+            if not (arrivals := each.arrivals(steps)):
+                continue
+            if each.positions.shape[1] < each.num_participants:
+                each.add_(*arrivals)
+            else:
+                averages = averages_for(each.values.device)
+                averages.average_many_(arrivals, each.positions, each.values, over_senders=over_senders)
+            del each  # memory for the next
 
 
-def _spans(parts: Mapping[str, slice], counts: Sequence[int], row: int) -> list[Span]:
+def _groups(counts: Sequence[int], most: int) -> Iterator[slice]:
+    """Cut tensors into groups with at most so many elements, or of one tensor."""
+    first = together = 0
+    for number, count in enumerate(counts):
+        if together and together + count > most:
+            yield slice(first, number)
+            first, together = number, 0
+        together += count
+    yield slice(first, len(counts))
+
+
+def _spans(parts: Iterable[tuple[str, slice]], counts: Sequence[int], row: int) -> list[Span]:
     ends = accumulate(counts)
     return [
-        Span(name, part, row, end - count, count)
-        for (name, part), end, count in zip(parts.items(), ends, counts, strict=True)
-    ]
-
-
-def _joined(pieces: list[list[Sparse]]) -> list[Sparse]:
-    """Concatenate the parts of the local ranks, for each participant."""
-    if len(pieces) == 1:
-        return pieces[0]
-    return [
-        (torch.cat([positions for positions, _ in of_one]), torch.cat([values for _, values in of_one]))
-        for of_one in zip(*pieces, strict=True)
+        Span(name, part, row, end - count, count) for (name, part), end, count in zip(parts, ends, counts, strict=True)
     ]

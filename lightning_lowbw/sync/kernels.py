@@ -83,15 +83,16 @@ def uses_of(workers: Sequence[Synchronizer], *, measures: bool = False) -> Uses:
     if measures:
         kinds[_kind_of(torch.float32)] = None
     value_format = make_value_format(what.value_dtype)
-    num_messages = [num_participants] if what.mean_over == "ranks" else []
+    num_messages, over_senders = [num_participants], what.mean_over == "senders"
     collective = what.collective(num_participants, is_two_level=peers.is_two_level)
-    if num_messages and collective == "reduce_scatter" and not method.averages_weights:
+    if collective == "reduce_scatter" and not method.averages_weights:
         num_messages.append(1)  # the sums of a reduce-scatter
     return Uses(
         kinds=tuple(kind._replace(is_aligned=is_aligned) for kind in kinds for is_aligned in (True, False)),
-        value_dtypes=(value_format.dtype if isinstance(value_format, FloatFormat) else None,),
+        value_dtypes=(value_format.dtype if isinstance(value_format, FloatFormat) else value_format.bits,),
         num_messages=tuple(num_messages),
         steps=(False,) if method.averages_weights else (False, True),
+        over_senders=over_senders,
         scaled_bits=tuple(bits),
         chunks=() if what.chunk is None or what.chunk > LONGEST_CHUNK else (what.chunk,),
     )

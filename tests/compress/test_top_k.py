@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import accumulate
 from typing import Any
 
 import pytest
@@ -13,7 +14,8 @@ from lightning_lowbw.compress.codec import VALUE_NAMES
 from lightning_lowbw.compress.selection import Selection
 from lightning_lowbw.compress.top_k import Compression, TopK, as_compression, small_numel
 from lightning_lowbw.errors import ConfigurationError
-from lightning_lowbw.kernels.reference import Segment
+from lightning_lowbw.kernels import reference
+from lightning_lowbw.kernels.reference import Arrival, Segment
 
 NUMELS = [1, 7, 64, 65, 127, 128, 1000]
 CHUNKED = {"density": 1 / 16, "chunk": 64, "min_numel": 1}
@@ -59,10 +61,11 @@ def send_(payload: TopK, residuals: list[Tensor], changes: list[Tensor]) -> Tens
 def receive(payload: TopK, messages: list[Tensor], numels: list[int]) -> list[Tensor]:
     """Return the mean of each tensor, from the messages of all participants."""
     means = [torch.empty(numel) for numel in numels]
-    decoded = (each[0] for each in payload.decode(torch.stack(messages).unsqueeze(0), numels, None))
-    columns = zip(*(each.split([payload.num_sent(n) for n in numels], dim=1) for each in decoded), strict=True)
-    for mean, (positions, values) in zip(means, columns, strict=True):
-        payload.average_(mean, list(zip(positions, values, strict=True)))
+    counts = [payload.num_sent(numel) for numel in numels]
+    firsts = accumulate(counts, initial=0)
+    arrivals = [Arrival(mean, 0, first, count) for mean, first, count in zip(means, firsts, counts, strict=False)]
+    decoded = payload.decode(torch.stack(messages).unsqueeze(0), numels, None)
+    reference.average_many_(arrivals, *decoded, over_senders=payload.mean_over == "senders")
     return means
 
 

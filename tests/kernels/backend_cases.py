@@ -216,23 +216,26 @@ def test_messages_are_those_of_plain_torch(
     twins = copy.deepcopy(residuals)
     message = codec.encode(parts, numels, residuals)
     rows = torch.stack([message, message]).repeat(1, 2)[:, : message.numel()]  # as among those of other sizes
-    found = codec.decode(rows, counts, numels)
+    some = slice(len(counts) // 2, len(counts))
+    found = [*codec.decode(rows, counts, numels), *codec.decode(rows, counts, numels, tensors=some)]
     monkeypatch.setattr(dispatch, "uses_triton", lambda device: False)
     monkeypatch.setattr(dispatch, "_faults", {"cpu": "not now"})
     assert message.equal(codec.encode(parts, numels, twins))
     assert all(a.equal(b) for a, b in zip(residuals or [], twins or [], strict=True))
-    assert all(equal_bits(a, b) for a, b in zip(found, codec.decode(rows, counts, numels), strict=True))
-    assert all(row.equal(torch.cat([positions for positions, _ in parts])) for row in found[0])
+    expected = [*codec.decode(rows, counts, numels), *codec.decode(rows, counts, numels, tensors=some)]
+    assert all(equal_bits(a, b) for a, b in zip(found, expected, strict=True))
+    assert all(row.long().equal(torch.cat([positions for positions, _ in parts])) for row in found[0])
 
 
 @pytest.mark.parametrize("num_messages", [1, 3])
 @pytest.mark.parametrize("steps", [False, True])
-def test_average(steps: bool, num_messages: int) -> None:
+@pytest.mark.parametrize("over_senders", [False, True])
+def test_average(over_senders: bool, steps: bool, num_messages: int) -> None:
     """Positions that several have sent and others, the first and last among them; summed in one order."""
     numels, counts = [1, 50, 9000, 70, 30_000], [1, 20, gpu.APPLY_BLOCK + 3, 70, 2]
     first, rows = [0, 1, 21, 0, 70], [0, 0, 0, 1, 1]
     shape = 2, num_messages, sum(counts)
-    positions = torch.zeros(shape, dtype=torch.int64)
+    positions = torch.zeros(shape, dtype=torch.int32)
     values = torch.randn(shape) * 1000.0 ** torch.arange(num_messages).view(-1, 1)
     values[..., ::5] = 0.0
     for numel, count, start, row in zip(numels, counts, first, rows, strict=True):
@@ -245,7 +248,7 @@ def test_average(steps: bool, num_messages: int) -> None:
         weights = [torch.linspace(1, 2, numel, device=DEVICE) if steps else None for numel in numels]
         columns = zip(outs, rows, first, counts, weights, strict=True)
         arrivals = [Arrival(*each, 2.0**-number) for number, each in enumerate(columns)]
-        module.average_many_(arrivals, positions[:, order], values[:, order])
+        module.average_many_(arrivals, positions[:, order], values[:, order], over_senders=over_senders)
         return outs if not steps else weights  # type: ignore[return-value]
 
     in_order, backwards = range(num_messages), range(num_messages)[::-1]
@@ -264,7 +267,7 @@ def test_backends_are_tried_before_they_are_needed(monkeypatch: pytest.MonkeyPat
     """What they compute is compared; where it is something else, or they do not run, that is said."""
     assert dispatch.prepare(DEVICE) is None
     module = dispatch.averages_for(DEVICE)
-    monkeypatch.setattr(module, "average_many_", lambda arrivals, *messages: arrivals[0].out.fill_(9.0))
+    monkeypatch.setattr(module, "average_many_", lambda arrivals, *_, **options: arrivals[0].out.fill_(9.0))
     assert "something else than plain torch" in str(dispatch.prepare(DEVICE))
 
     def broken(*arguments: object, **options: object) -> Any:

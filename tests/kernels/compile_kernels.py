@@ -15,20 +15,20 @@ POINTERS = {
     for type_name, names in {
         "i64": "table block_ends ends fields residuals sent_positions",
         "i32": "owners counts counting block_counts block_bases positions ordered_positions kth left bins num_greater "
-        "num_ties ends_greater ends_ties",
+        "num_ties ends_greater ends_ties num_ones words messages",
         "fp32": "factors thresholds values ordered_values sent_values",
         "i16": "scales",
-        "u8": "packed",
+        "u8": "packed damaged",
     }.items()
     for name in names.split()
 }
 SCALARS = {
     **dict.fromkeys(["first", "k", "k_last", "masking", "num_tensors", "num_messages", "turns"], "i32"),
-    **dict.fromkeys(["num_elements", "message_words", "first_value", "width", "unary_bits"], "i64"),
+    **dict.fromkeys(["num_elements", "message_words", "first_value", "first_code", "width", "unary_bits"], "i64"),
+    **dict.fromkeys(["first_bit", "end_bit"], "i64"),
     **dict.fromkeys(["limit", "scale", "largest", "tiny"], "fp32"),
     **dict.fromkeys(["numel", "num_scales", "row_bytes", "chunk"], "i64"),
 }
-IN_MESSAGES = {"positions": "*i64", "words": "*i32", "messages": "*i32", "damaged": "*u8"}  # not as in the selection
 OF_SCALES = {"limit": "i32"}  # its bits
 
 
@@ -39,8 +39,8 @@ def assembly(kernel: Any, capability: int, constants: dict[str, Any], **options:
     from triton.compiler import ASTSource
 
     types = {**POINTERS, **SCALARS, **dict.fromkeys(constants, "constexpr")}
-    if "counts" not in kernel.arg_names:  # of the selection
-        types |= {**IN_MESSAGES, "sent_values": f"*{constants.get('V')}"}
+    if "words" in kernel.arg_names or "chunk" in kernel.arg_names:  # what has been selected
+        types["positions"] = "*i64"
     if "scales" in kernel.arg_names:
         types |= OF_SCALES
     assert all(param.is_constexpr or param.do_not_specialize for param in kernel.params)
@@ -75,10 +75,20 @@ def main() -> None:
             ("choose, last,", triton_kernels.choose_kernel, {**digits[-1], "IS_FIRST": False}, {}),
             ("count,", triton_kernels.count_kernel, blocks, {}),
             ("take,", triton_kernels.take_kernel, blocks, {}),
-            ("pack,", triton_kernels.pack_kernel, {"V": dtype, "IS_SENT": False, "BLOCK": gpu.PACK_BLOCK}, {}),
-            ("unpack,", triton_kernels.unpack_kernel, {"V": dtype, "HAS_VALUES": True, "BLOCK": gpu.WORDS_BLOCK}, {}),
+            ("ones,", triton_kernels.ones_kernel, {"BLOCK": gpu.WORDS_BLOCK}, {}),
+            *(
+                (f"{name}, {bits} bits,", kernel, {"V": dtype, "BITS": bits, **sizes}, {}) for bits in (0, 8, 2)
+                for name, kernel, sizes in (
+                    ("pack", triton_kernels.pack_kernel, {"BLOCK": gpu.PACK_BLOCK}),
+                    ("unpack", triton_kernels.unpack_kernel, {"BLOCK": gpu.WORDS_BLOCK, "TENSORS": gpu.TENSORS}),
+                )
+            ),
             ("chunks,", triton_kernels.chunks_kernel, {"BLOCK": 4096}, {"num_warps": 8}),
-            ("apply,", triton_kernels.apply_kernel, {"MESSAGES": 64, "STEPS": True, "BLOCK": gpu.APPLY_BLOCK}, {}),
+            *(
+                (f"apply, {over_senders},", triton_kernels.apply_kernel,
+                 {"MESSAGES": 64, "STEPS": True, "SENDERS": over_senders, "BLOCK": gpu.APPLY_BLOCK}, {})
+                for over_senders in (False, True)
+            ),
             *(
                 (f"{name}, {bits} bits,", kernel, {"BITS": bits, "BLOCKS": gpu.SCALED_BLOCKS}, {}) for bits in (8, 4)
                 for name, kernel in (("encode", triton_kernels.encode_kernel), ("decode", triton_kernels.decode_kernel))

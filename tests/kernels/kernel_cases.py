@@ -20,6 +20,7 @@ from lightning_lowbw.kernels import dispatch, gpu
 from lightning_lowbw.kernels.dispatch import Uses
 from lightning_lowbw.kernels.gpu import SELECT_BLOCK
 from lightning_lowbw.kernels.table import BLOCK, Kind, Workspace
+from tests.kernels.bits import equal_bits
 from tests.kernels.segments import (
     BFLOAT16,
     FLOAT16,
@@ -38,7 +39,7 @@ KERNELS = tuple(
     f"{n}_kernel"
     for n in (
         *("correct", "order", "plan", "digits", "choose", "count", "take"),
-        *("pack", "unpack", "apply", "encode", "decode", "chunks"),
+        *("pack", "ones", "unpack", "apply", "encode", "decode", "chunks"),
     )
 )
 
@@ -232,6 +233,29 @@ def test_the_number_of_launches_does_not_depend_on_the_number_of_tensors(monkeyp
 # Messages -------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("value_dtype", ["bfloat16", "int8", "int2"])
+def test_a_message_of_many_blocks_of_words(value_dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tensors that begin and end in any of them, several in one, all and none of them sent; whole and in part."""
+    monkeypatch.setattr(gpu, "WORDS_BLOCK", 2)
+    monkeypatch.setattr(gpu, "TENSORS", 2)
+    sizes = [(3, 3000), (0, 50), (130, 260), (1, 2), (64, 64), (2, 90), (1, 9), (7, 900), (200, 200), (0, 1), (5, 999)]
+    codec, parts, numels, counts = (
+        SparseCodec(value_dtype),
+        draw_parts(sizes),
+        [n for _, n in sizes],
+        [k for k, _ in sizes],
+    )
+    message = torch.stack([codec.encode(parts, numels), codec.encode(draw_parts(sizes), numels)])
+    for tensors in (slice(None), slice(1, 4), slice(4, 5), slice(8, None), slice(1, 2)):
+        monkeypatch.setattr(dispatch, "uses_triton", lambda device: True)
+        flag = torch.zeros((), dtype=torch.bool, device=DEVICE)
+        found = codec.decode(message, counts, numels, flag, tensors)
+        monkeypatch.setattr(dispatch, "uses_triton", lambda device: False)
+        expected = codec.decode(message, counts, numels, tensors=tensors)
+        assert all(equal_bits(a, b) for a, b in zip(found, expected, strict=True))
+        assert not flag
+
+
 def test_damaged_messages_stay_inside_their_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where a CPU raises, the flag is set, and only there; what comes out can be used as an index."""
     sizes = [(1000, 3), (7, 0), (40, 33), (300, 70)]
@@ -292,9 +316,9 @@ def test_all_kernels_are_tried_before_they_are_needed(monkeypatch: pytest.Monkey
     assert set(count.launched) == set(KERNELS)
 
 
-@pytest.mark.parametrize("value_dtype", [*WIRE_DTYPES, None])
+@pytest.mark.parametrize("value_dtype", [*WIRE_DTYPES, 8, 4, 2])
 @pytest.mark.parametrize("is_adam", [False, True])
-def test_a_trial_of_any_kind(is_adam: bool, value_dtype: torch.dtype | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_trial_of_any_kind(is_adam: bool, value_dtype: torch.dtype | int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The specification agrees with the kernels: otherwise all ranks would go without."""
     monkeypatch.setattr(dispatch, "uses_triton", lambda device: True)
     dtypes = [(FLOAT32,) * 3, (BFLOAT16,) * 3, (FLOAT16,) * 3]
@@ -304,7 +328,8 @@ def test_a_trial_of_any_kind(is_adam: bool, value_dtype: torch.dtype | None, mon
             Kind(*each, is_adam=is_adam, is_aligned=is_aligned) for each in dtypes for is_aligned in (True, False)
         ),
         value_dtypes=(value_dtype,),
-        num_messages=(1, 3) if value_dtype is None else (),
+        num_messages=(1, 3) if value_dtype == 2 else (),
+        over_senders=value_dtype == 2,
     )
     assert dispatch.prepare(torch.device(DEVICE), uses) is None
 
