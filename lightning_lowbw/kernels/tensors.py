@@ -19,7 +19,7 @@ from torch import Tensor
 Order = tuple[int, ...]
 LARGE_BYTES = 1 << 22  # from here on numpy asks for huge pages
 CPU = torch.device("cpu")
-CHUNK, CHUNK_OF_CPU = 1 << 22, 1 << 16  # elements that a checksum takes at a time: few launches, or within the cache
+CHUNK, CHUNK_OF_CPU = 1 << 23, 1 << 16  # elements that a checksum takes at a time: few launches, or within the cache
 NUM_SAMPLED = 1 << 16  # elements of a tensor from which its distance is estimated
 
 
@@ -191,7 +191,7 @@ def checksum(tensors: Iterable[Tensor]) -> Tensor | int:
             hashes.setdefault(device, []).append(mixed[:num].sum(dtype=torch.int32))
     total: Tensor | int = 0
     for device, each in hashes.items():
-        total = total + (torch.stack(each).long() * _weights(len(each), torch.int64, device)).sum()
+        total = total + (torch.stack(each).long() * _few_weights(len(each), torch.int64, device)).sum()
     return total ^ (total >> 32)
 
 
@@ -216,3 +216,6 @@ def _weights(num: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         numbers = numbers.mul_(factor)
         numbers = numbers ^ (numbers >> 15)
     return numbers | 1
+
+
+_few_weights = lru_cache(maxsize=16)(_weights)  # of chunks, which are as many at each average

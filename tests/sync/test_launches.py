@@ -358,7 +358,7 @@ def run_now(
 def forgotten() -> Iterator[None]:
     """Nothing fake stays in the caches."""
     yield
-    for cached in (tensors.constant, positions.fields_of, gpu._tile_owners):
+    for cached in (tensors.constant, tensors._few_weights, positions.fields_of, gpu._tile_owners):
         cached.cache_clear()
 
 
@@ -430,13 +430,14 @@ AVERAGES = {
     "local SGD, outer Nesterov": LocalSGD(K_STEPS, 0, outer="nesterov"),
     "local SGD, hidden by a step": LocalSGD(K_STEPS, 0, delay_steps=1),
     "top-k": LocalSGD(K_STEPS, 0, compression=TopK(density=0.01)),
+    "int8": LocalSGD(K_STEPS, 0, compression="int8"),
     "SparseLoCo": LocalSGD(K_STEPS, 0, compression=Compression()),
 }
 MOST_AT_A_QUARTER = 160  # five for each 256 MiB of elements, or each tensor that has more
 MOST_QUANTIZED = {"ResNet-50": 60, "transformer": 500}  # some 20 for each 16M values
-# None depends on the number of tensors, except those that select chunks; the checksum takes some for 4M elements.
+# None depends on the number of tensors, except those that select chunks; the checksum takes some for 8M elements.
 MOST_OF_AN_AVERAGE = 135
-MOST_OF_SPARSE_LOCO = 620
+MOST_OF_SPARSE_LOCO = 600
 
 
 def count_cell(monkeypatch: pytest.MonkeyPatch, cell: tuple[str, str, str, str]) -> Counter[str]:
