@@ -12,10 +12,9 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
-from typing import Any, Literal
+from functools import lru_cache, partial
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -404,11 +403,10 @@ def wide_dtype(tensor: Tensor) -> torch.dtype:
     return torch.promote_types(as_real(tensor).dtype, torch.float32)
 
 
-@dataclass(frozen=True)
-class _Bucket:
+class _Bucket(NamedTuple):
+    dtype: torch.dtype  # of its tensors, summed
     members: list[int]  # indices into the tensors
-    message: Tensor
-    work: Any  # has a wait()
+    sizes: list[int]
 
 
 class MeanWork:
@@ -430,21 +428,21 @@ class MeanWork:
 
     def __init__(self, tensors: Sequence[Tensor], control: Tensor, peers: Ranks, *, exact: bool = True) -> None:
         self._peers = peers
-        self._shapes = [as_real(tensor).shape for tensor in tensors]
+        reals = [as_real(tensor.detach() if tensor.requires_grad else tensor) for tensor in tensors]
+        self._shapes = [real.shape for real in reals]
         self._num_extra = control.numel()
-        self._buckets: list[_Bucket] = []
-        alone: list[list[int]] = [] if exact or not tensors else [[]]  # half types would round the control message
-        for members in alone + fill_buckets(tensors):
-            parts = [as_real(tensors[index].detach()).reshape(-1) for index in members]
-            dtype = wide_dtype(tensors[members[0]]) if members else torch.float32
+        self._buckets: list[tuple[_Bucket, Tensor, Any]] = []  # with its message, and the work
+        alone = [] if exact or not tensors else [_NOTHING]  # half types would round the control message
+        for bucket in [*alone, *fill_buckets(tuple((real.dtype, real.numel()) for real in reals))]:
+            parts = [reals[index] for index in bucket.members]
             extra = 0 if self._buckets else control.numel()
-            message = torch.empty(sum(part.numel() for part in parts) + extra, dtype=dtype, device=control.device)
-            room, rest = message.split([message.numel() - extra, extra])
-            _fill(room, parts, 1.0 / peers.num_ranks)
+            numel = sum(bucket.sizes)
+            message = torch.empty(numel + extra, dtype=bucket.dtype, device=control.device)
+            _fill(message[:numel], bucket.sizes, parts, 1.0 / peers.num_ranks)
             if extra:
-                rest.copy_(control)
-            work = peers.begin_all_reduce_(message, exact=exact or not members)
-            self._buckets.append(_Bucket(members, message, work))
+                message[numel:].copy_(control)
+            work = peers.begin_all_reduce_(message, exact=exact or not parts)
+            self._buckets.append((bucket, message, work))
 
     def wait(self) -> tuple[list[Tensor], Tensor]:
         """Wait for it (on CUDA the stream does).
@@ -453,27 +451,34 @@ class MeanWork:
             The means, in the shapes of the tensors (of their real views), `wide_dtype`, new memory; and the
             sum of the control messages, float32.
         """
-        device = self._buckets[0].message.device
-        with self._peers.ledger.waiting(device):
-            for bucket in self._buckets:
-                bucket.work.wait()
+        _, first, _ = self._buckets[0]
+        with self._peers.ledger.waiting(first.device):
+            for _, _, work in self._buckets:
+                work.wait()
         means: list[Tensor] = [torch.empty(0)] * len(self._shapes)
-        for bucket in self._buckets:
-            offset = 0
-            for index in bucket.members:
-                numel = self._shapes[index].numel()
-                means[index] = bucket.message[offset : offset + numel].view(self._shapes[index])
-                offset += numel
-        return means, self._buckets[0].message[-self._num_extra :].to(torch.float32)
+        for bucket, message, _ in self._buckets:
+            for index, mean in zip(bucket.members, _split(message, bucket.sizes), strict=True):
+                shape = self._shapes[index]
+                means[index] = mean if len(shape) == 1 else mean.view(shape)
+        return means, first[-self._num_extra :].to(torch.float32)
 
 
-def _fill(room: Tensor, parts: Sequence[Tensor], weight: float) -> None:
+def _split(message: Tensor, sizes: list[int]) -> Sequence[Tensor]:
+    """Return views of its front, one after the other; of hundreds without what autograd notes of views."""
+    return message[: sum(sizes)].unsafe_split_with_sizes(sizes) if sizes else ()
+
+
+def _fill(room: Tensor, sizes: list[int], tensors: Sequence[Tensor], weight: float) -> None:
     """Concatenate tensors, times the weight; in the wide type, because they may be narrow."""
-    views = room.split([part.numel() for part in parts])
-    if room.is_cuda and parts:  # few launches, whatever their number; `torch.cat` has one each where a dtype differs
-        copy_all_(views, parts)
+    parts = [tensor if tensor.dim() == 1 else tensor.reshape(-1) for tensor in tensors]
+    if room.is_cuda and parts:  # few launches, whatever their number
+        if all(part.dtype == room.dtype for part in parts):
+            torch.cat(parts, out=room)
+        else:  # of which `torch.cat` takes one by one
+            copy_all_(room.split(sizes), parts)
         room.mul_(weight)
         return
+    views = room.split(sizes)
     for view, part in zip(views, parts, strict=True):
         if part.dtype == view.dtype:
             torch.mul(part, weight, out=view)
@@ -532,16 +537,25 @@ def average_gradients_(
     return sums[: len(flags)]
 
 
-def fill_buckets(tensors: Sequence[Tensor]) -> list[list[int]]:
-    """Return indices by bucket: one dtype each, in order of appearance; at least one bucket (the control message's)."""
-    full: list[list[int]] = []
-    filling: dict[torch.dtype, tuple[list[int], int]] = {}
-    for index, tensor in enumerate(tensors):
-        dtype = wide_dtype(tensor)
-        members, nbytes = filling.get(dtype, ([], 0))
-        if not members:
-            full.append(members)
-        members.append(index)
-        nbytes += as_real(tensor).numel() * dtype.itemsize
-        filling[dtype] = ([], 0) if nbytes >= BUCKET_BYTES else (members, nbytes)
-    return full or [[]]
+@lru_cache(maxsize=64)
+def fill_buckets(tensors: tuple[tuple[torch.dtype, int], ...]) -> list[_Bucket]:
+    """Return buckets of tensors, given their dtypes and sizes; at least one (the control message's), once for those of
+    every step.
+
+    In each is one dtype, in the order of appearance.
+    """
+    full: list[_Bucket] = []
+    filling: dict[torch.dtype, _Bucket] = {}
+    for index, (own, numel) in enumerate(tensors):
+        dtype = torch.promote_types(own, torch.float32)
+        if dtype not in filling:
+            filling[dtype] = _Bucket(dtype, [], [])
+            full.append(filling[dtype])
+        filling[dtype].members.append(index)
+        filling[dtype].sizes.append(numel)
+        if sum(filling[dtype].sizes) * dtype.itemsize >= BUCKET_BYTES:
+            del filling[dtype]
+    return full or [_NOTHING]
+
+
+_NOTHING = _Bucket(torch.float32, [], [])

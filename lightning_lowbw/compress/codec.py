@@ -558,9 +558,9 @@ def joined(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def _is_one_piece(tensors: Sequence[Tensor]) -> bool:
-    storage, end = tensors[0].untyped_storage()._cdata, tensors[0].storage_offset()
+    first, last, end = tensors[0], tensors[-1], tensors[0].data_ptr()
     for tensor in tensors:
-        if tensor.untyped_storage()._cdata != storage or tensor.storage_offset() != end or not tensor.is_contiguous():
+        if tensor.data_ptr() != end or not tensor.is_contiguous():
             return False
-        end += tensor.numel()
-    return True
+        end += tensor.nbytes
+    return first.untyped_storage()._cdata == last.untyped_storage()._cdata  # so are all between them

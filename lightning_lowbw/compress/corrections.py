@@ -63,8 +63,8 @@ class ErrorFeedback:
     def check(self) -> None:
         """Raise ConfigurationError if a param group has an option that cannot be corrected."""
 
-    def constants(self, parameter: Parameter, group: Group) -> Constants:
-        """Return the constants of a parameter of a group, as the user has them."""
+    def constants(self, group: Group) -> Constants:
+        """Return the constants of the tensors of a group, as the user has them."""
         return Constants()
 
     def velocity(self, parameter: Parameter) -> Tensor:
@@ -93,18 +93,9 @@ class ErrorFeedback:
     def write_second_moment(self, parameter: Parameter, own: slice, moment: SecondMoment) -> None:
         """Write back what `second_moment` has returned, where it was a copy."""
 
-    def can_step(self, parameter: Parameter, group: Group) -> bool:
-        """Whether the optimizer would only subtract ``lr mean``."""
-        gradient = parameter.grad
-        assert gradient is not None
-        return (
-            self.is_complete
-            and not group.get("differentiable")
-            and all(
-                each.dtype == torch.float32 and in_order(each, parameter).is_contiguous()
-                for each in (parameter, gradient)
-            )
-        )
+    def can_step(self, group: Group) -> bool:
+        """Whether the optimizer would only subtract ``lr mean`` from the tensors of a group."""
+        return self.is_complete and not group.get("differentiable")
 
     def decay_weights(self, parameters: Sequence[Parameter], group: Group) -> None:
         """Apply the weight decay of this step to sparse tensors, if it is not part of the means."""
@@ -143,7 +134,7 @@ class MomentumCorrection(ErrorFeedback):
                     "the learning rate instead."
                 )
 
-    def constants(self, parameter: Parameter, group: Group) -> Constants:
+    def constants(self, group: Group) -> Constants:
         values = self._as_given(group)
         decay = float(values["weight_decay"])
         return Constants(
@@ -172,12 +163,12 @@ class MomentumCorrection(ErrorFeedback):
 
     def correct_dense(self, parameters: Sequence[Parameter], group: Group) -> None:
         """Apply momentum to averaged gradients. Its buffers stay the same on all ranks, so they need no residual."""
-        constants = self.constants(parameters[0], group)
+        constants = self.constants(group)
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         if constants.sign < 0:  # as torch's SGD does, before the decay
             torch._foreach_neg_(gradients)
         if constants.weight_decay != 0:
-            torch._foreach_add_(gradients, [each.detach() for each in parameters], alpha=constants.weight_decay)
+            torch._foreach_add_(gradients, list(parameters), alpha=constants.weight_decay)
         if constants.momentum != 0:
             velocities = [self.velocity(parameter) for parameter in parameters]
             torch._foreach_mul_(velocities, constants.momentum)
@@ -245,7 +236,7 @@ class AdamCorrection(ErrorFeedback):
                     "steps. Leave differentiable out."
                 )
 
-    def constants(self, parameter: Parameter, group: Group) -> Constants:
+    def constants(self, group: Group) -> Constants:
         beta1 = min(float(group["betas"][0]), self.LARGEST_BETA1)
         decay = 0.0 if self._is_decoupled(group) else float(group["weight_decay"])
         return Constants(
@@ -267,7 +258,7 @@ class AdamCorrection(ErrorFeedback):
     def other_parts(self, parameter: Parameter, group: Group, own: slice) -> tuple[OtherPart, ...]:
         assert parameter.grad is not None
         moment, gradient = self._moment(parameter, group), flat_in_order(parameter.grad, parameter)
-        constants = self.constants(parameter, group)
+        constants = self.constants(group)
         weight = flat_in_order(parameter.detach(), parameter) if constants.weight_decay != 0 else None
         parts = [slice(0, own.start), slice(own.stop, parameter.numel())]
         others = tuple(
@@ -292,7 +283,7 @@ class AdamCorrection(ErrorFeedback):
     def _moment(self, parameter: Parameter, group: Group) -> SecondMoment:
         """Return the second moment of a whole parameter; copies of what is laid out otherwise."""
         state, beta2 = self.optimizer.state[parameter], float(group["betas"][1])
-        step, beta1 = self._coming[parameter], self.constants(parameter, group).momentum
+        step, beta1 = self._coming[parameter], self.constants(group).momentum
         flat = {key: flat_in_order(state[key], parameter) for key in self.local_keys(parameter)}
         return SecondMoment(
             square=flat["exp_avg_sq"],

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lightning_lowbw.kernels import dispatch, gpu
 from lightning_lowbw.kernels.dispatch import chunks_for, kernels_for
-from lightning_lowbw.kernels.reference import Segment
+from lightning_lowbw.kernels.reference import Segment, flat
 from lightning_lowbw.kernels.table import Workspace, takes
 
 ALIGNMENT = 64  # elements between the starts of tensors in a buffer: 256 bytes, enough for every vector load
@@ -76,7 +76,7 @@ class Selection:
             The residuals and momentum buffers of all segments.
 
         Args:
-            segments: by the name of the parameter, all on one device.
+            segments: by the name of the parameter, all on one device; their tensors are contiguous, of any shape.
             masking: whether the velocity of what is taken is cleared.
 
         Returns:
@@ -86,8 +86,9 @@ class Selection:
             n: each for n, each in segments.items() if dispatch.uses_triton(each.residual.device) and takes(each)
         }
         parts = self._compress_together_(together, masking) if together else {}
-        for name, segment in segments.items():
+        for name, given in segments.items():
             if name not in parts:
+                segment = given.map(lambda tensor: flat(tensor.detach()))
                 for other in segment.other_parts:
                     other.update_()
                 positions = self._accumulate_(name, segment)
@@ -101,7 +102,8 @@ class Selection:
         self._names, table = tuple(segments), list(segments.values())
         positions, values = gpu.compress_many_(table, masking=masking, workspace=self._workspace)
         counts = [segment.num_sent for segment in table]
-        return dict(zip(segments, zip(positions.split(counts), values.split(counts), strict=True), strict=True))
+        parts = zip(*(each.unsafe_split_with_sizes(counts) for each in (positions, values)), strict=True)
+        return dict(zip(segments, parts, strict=True))
 
     def _accumulate_(self, name: str, segment: Segment) -> Tensor:
         """Accumulate a gradient; return the positions of the largest elements."""

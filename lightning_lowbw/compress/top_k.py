@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import lru_cache
 from typing import Any, Literal, get_args
 
 from torch import Tensor
@@ -194,12 +195,16 @@ class TopK:
         k_last = min(rest, max(num_selected(rest, density), least))
         return ChunkLayout(num_full, num_selected(self.chunk, density), k_last)
 
-    def selected(self, numel: int, density: float | None = None) -> dict[str, Any]:
-        """Return the fields of a segment (`kernels.reference.Segment`) that say how many elements are selected."""
-        layout = self.layout(numel, density)
+    def selected(self, numels: Sequence[int], density: float | None = None) -> list[dict[str, Any]]:
+        """Return the fields of each segment (`kernels.reference.Segment`) that say how many elements are selected."""
+        layouts = _layouts(self, tuple(numels), density)
         if self.chunk is None:
-            return {"k": layout.k_last}
-        return {"k": layout.k, "chunk": self.chunk, "k_last": layout.k_last}
+            return [{"k": layout.k_last} for layout in layouts]
+        return [{"k": layout.k, "chunk": self.chunk, "k_last": layout.k_last} for layout in layouts]
+
+    def nums_sent(self, numels: Sequence[int], density: float | None = None) -> list[int]:
+        """Return how many elements are sent of each tensor."""
+        return [layout.num_sent for layout in _layouts(self, tuple(numels), density)]
 
     def num_sent(self, numel: int, density: float | None = None) -> int:
         """Return how many of a tensor's elements are sent."""
@@ -208,7 +213,7 @@ class TopK:
     def nbytes(self, numels: Sequence[int], density: float | None = None) -> int:
         """Return the size of a participant's message about tensors with these numbers of elements, in bytes."""
         numels = [numel for numel in numels if numel]
-        return self.codec.nbytes([self.num_sent(numel, density) for numel in numels], numels) if numels else 0
+        return self.codec.nbytes(self.nums_sent(numels, density), numels) if numels else 0
 
     def decode(
         self,
@@ -232,11 +237,17 @@ class TopK:
         Raises:
             ValueError: a message is damaged; see `SparseCodec.decode`.
         """
-        counts = [self.num_sent(numel, density) for numel in numels]
+        counts = self.nums_sent(numels, density)
         shape = *messages.shape[:2], sum(counts[tensors])
         decoded = self.codec.decode(messages.flatten(0, 1), counts, numels, damaged, tensors)
         positions, values = (each.view(shape) for each in decoded)
         return positions, values
+
+
+@lru_cache(maxsize=64)
+def _layouts(payload: TopK, numels: tuple[int, ...], density: float | None) -> tuple[ChunkLayout, ...]:
+    """Return the layout of each tensor; once for those of every step."""
+    return tuple(payload.layout(numel, density) for numel in numels)
 
 
 def small_numel(numels: Iterable[int]) -> int:

@@ -600,7 +600,7 @@ def average_many_(
     for arrival in arrivals:
         out, weight = (arrival.out, None) if arrival.weight is None else (None, arrival.weight.detach())
         average_kernel(
-            *(NOTHING if each is None else each.numpy() for each in (out, weight)), np.float32(-arrival.rate),
+            *(NOTHING if each is None else each.view(-1).numpy() for each in (out, weight)), np.float32(-arrival.rate),
             positions[arrival.group].numpy(), values[arrival.group].numpy(), arrival.first, arrival.count,
         )  # fmt: skip
 

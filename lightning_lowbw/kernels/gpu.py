@@ -265,21 +265,21 @@ def average_many_(
     _, num_messages, num_elements = positions.shape
     # By the order of magnitude, for after a reduce-scatter the numbers are others in each step.
     shapes = tuple((arrival.out.numel(), 1 << arrival.count.bit_length()) for arrival in arrivals)
-    rows = []
-    for arrival, (shift, first_tile) in zip(arrivals, _tiles(shapes)[0], strict=True):
-        weight = 0 if arrival.weight is None else arrival.weight.data_ptr()
-        rows.append(
-            Arrived(
-                out=arrival.out.data_ptr(),
-                weight=weight,
-                group=arrival.group,
-                first=arrival.first,
-                num_sent=arrival.count,
-                shift=shift,
-                first_tile=first_tile,
-                rate=int.from_bytes(struct.pack("<f", arrival.rate), "little", signed=True),
-            )
+    rates = {arrival.rate for arrival in arrivals}
+    bits = {rate: int.from_bytes(struct.pack("<f", rate), "little", signed=True) for rate in rates}
+    rows = [
+        Arrived(
+            out=arrival.out.data_ptr(),
+            weight=0 if arrival.weight is None else arrival.weight.data_ptr(),
+            group=arrival.group,
+            first=arrival.first,
+            num_sent=arrival.count,
+            shift=shift,
+            first_tile=first_tile,
+            rate=bits[arrival.rate],
         )
+        for arrival, (shift, first_tile) in zip(arrivals, _tiles(shapes)[0], strict=True)
+    ]
     owners = _tile_owners(shapes, device)
     turns = max(arrival.count for arrival in arrivals).bit_length()
     with torch.cuda.device_of(positions):

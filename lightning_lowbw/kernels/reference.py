@@ -154,10 +154,10 @@ class Segment(Constants):
     """
 
     residual: Tensor
-    momentum_buffer: Tensor | None
     gradient: Tensor
-    weight: Tensor | None
     k: int
+    momentum_buffer: Tensor | None = None
+    weight: Tensor | None = None
     chunk: int | None = None
     k_last: int = 0
     second_moment: SecondMoment | None = None
@@ -259,15 +259,17 @@ def is_finite(tensor: Tensor) -> Tensor:
     return least.isfinite() & largest.isfinite()
 
 
-def are_not_finite(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Return of each tensor whether an element is not finite: bool, scalars on their device.
+def are_not_finite(tensors: Sequence[Tensor]) -> Tensor:
+    """Return of each tensor whether an element is not finite: bool, on their device, shape (tensors,).
 
     On CUDA all together, a few launches; see `is_finite`.
     """
-    if not tensors or not all(tensor.is_cuda and tensor.numel() for tensor in tensors):
-        return [~is_finite(tensor) for tensor in tensors]
+    if not all(tensor.is_cuda and tensor.numel() for tensor in tensors):
+        return torch.stack([~is_finite(tensor) for tensor in tensors])
+    if not tensors:
+        return torch.zeros(0, dtype=torch.bool, device="cpu")
     largest = torch.stack(torch._foreach_norm([as_real(tensor) for tensor in tensors], math.inf))
-    return (largest * 0 != 0).unbind()  # NaN of a NaN, and of an infinity
+    return largest * 0 != 0  # NaN of a NaN, and of an infinity
 
 
 def decayed(gradient: Tensor, weight: Tensor | None, *, weight_decay: float, sign: float) -> Tensor:
@@ -488,12 +490,11 @@ class Arrival:
     """A tensor, or a part of one, for which messages have been received.
 
     Args:
-        out: where the mean goes: float32, flat, contiguous.
+        out: where the mean goes: float32, contiguous, of any shape.
         group: row of the messages that are about it.
         first: its first element in each of these.
         count: its elements there.
-        weight: the weight to step by the mean, with the same number of elements: float32, flat, contiguous; None: no
-            step.
+        weight: the weight to step by the mean, of the same shape: float32, contiguous; None: no step.
         rate: of the step.
     """
 
@@ -525,13 +526,14 @@ def average_many_(
         mine = slice(arrival.first, arrival.first + arrival.count)
         indices = positions[arrival.group, :, mine].long()
         parts = list(zip(indices, values[arrival.group, :, mine], strict=True))
+        out = flat(arrival.out)
         if arrival.weight is None:
-            scatter_mean_(arrival.out, parts, over_senders=over_senders)
+            scatter_mean_(out, parts, over_senders=over_senders)
             continue
-        touched = indices.flatten()
-        arrival.out[touched] = 0.0
-        _add_mean_(arrival.out, parts, over_senders)
-        arrival.weight[touched] = arrival.weight[touched].add_(arrival.out[touched], alpha=-arrival.rate)
+        touched, weight = indices.flatten(), flat(arrival.weight.detach())
+        out[touched] = 0.0
+        _add_mean_(out, parts, over_senders)
+        weight[touched] = weight[touched].add_(out[touched], alpha=-arrival.rate)
 
 
 # Integers with a scale per block, see `compress.quantization` ---------------------------------------------------------

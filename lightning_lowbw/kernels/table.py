@@ -6,8 +6,8 @@ when an address, a length or a factor has changed. On a CPU the segments themsel
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -116,24 +116,27 @@ class Workspace:
         self.thresholds = torch.empty(0, dtype=torch.float32)
         self.rows: list[Row] = []  # of the segments, then of other parts
         self.kinds: list[Kind] = []
+        self._made_of: list[tuple[Any, ...]] = []  # the rows
         self._written: list[Factors] = []
 
     def update(self, segments: Sequence[Segment]) -> None:
         """Take over the tensors of this step."""
         device = segments[0].residual.device
         others = [other for segment in segments for other in segment.other_parts]
-        kinds = [*(_kind(segment) for segment in segments), *(_kind_of_other(other) for other in others)]
         everything: list[Segment | OtherPart] = [*segments, *others]
-        rows = _rows(everything, kinds)
+        made_of = [(*_addresses(each), each.gradient.numel(), each.k, each.nesterov) for each in everything]
+        kinds = [_kind(each, own[:6]) for each, own in zip(everything, made_of, strict=True)]
         self.num_tensors = len(segments)
-        if [_key_of(row) for row in rows] != [_key_of(row) for row in self.rows] or kinds != self.kinds:
-            self._allocate(rows, kinds, device)
-        if rows != self.rows:
+        if made_of != self._made_of or kinds != self.kinds:
+            rows = _rows(everything, kinds)
+            if [_key_of(row) for row in rows] != [_key_of(row) for row in self.rows] or kinds != self.kinds:
+                self._allocate(rows, kinds, device)
             self.table = upload(rows, torch.int64, device)
+            self.rows, self.kinds, self._made_of = rows, kinds, made_of
         factors = [_factors(segment) for segment in everything]
         if factors != self._written:
             self.factors = upload(factors, torch.float32, device)
-        self.rows, self.kinds, self._written = rows, kinds, factors
+        self._written = factors
 
     def _allocate(self, rows: Sequence[Row], kinds: Sequence[Kind], device: torch.device) -> None:
         numbers = {_key_of(row): number for number, row in enumerate(self.rows)}
@@ -191,29 +194,30 @@ def takes(segment: Segment) -> bool:
     )
 
 
-def _kind(segment: Segment) -> Kind:
-    """Return what the kernel that corrects a tensor is compiled for."""
-    moment, buffer = segment.second_moment, segment.momentum_buffer
-    return Kind(
-        segment.gradient.dtype,
-        torch.float32 if buffer is None else buffer.dtype,
-        segment.gradient.dtype if segment.weight is None else segment.weight.dtype,  # so decay makes no other kind
-        moment is not None,
-        segment.residual.numel() % ALIGNMENT_NUMEL == 0
-        and all(tensor.data_ptr() % ALIGNMENT_BYTES == 0 for tensor in segment.tensors),
+def _addresses(each: Segment | OtherPart) -> tuple[int, ...]:
+    """Return the addresses in a `Row`, in its order."""
+    moment = each.second_moment
+    return (
+        _address(each.residual),
+        _address(each.momentum_buffer),
+        each.gradient.data_ptr(),
+        _address(None if each.weight_decay == 0 else each.weight),
+        _address(None if moment is None else moment.square),
+        _address(None if moment is None else moment.largest),
+        _address(each.fault),
     )
 
 
-def _kind_of_other(other: OtherPart) -> Kind:
-    """Return what the kernel is compiled for that keeps a second moment up to date."""
-    tensors = [other.gradient, *other.second_moment.tensors, *([] if other.weight is None else [other.weight])]
+def _kind(each: Segment | OtherPart, addresses: Iterable[int]) -> Kind:
+    """Return what the kernel is compiled for that corrects a tensor, or keeps a second moment up to date."""
+    moment, buffer, weight = each.second_moment, each.momentum_buffer, each.weight
+    squares = torch.float32 if moment is None else moment.square.dtype
     return Kind(
-        other.gradient.dtype,
-        other.second_moment.square.dtype,
-        other.gradient.dtype if other.weight is None else other.weight.dtype,
-        True,
-        other.gradient.numel() % ALIGNMENT_NUMEL == 0
-        and all(tensor.data_ptr() % ALIGNMENT_BYTES == 0 for tensor in tensors),
+        each.gradient.dtype,
+        squares if buffer is None else buffer.dtype,
+        each.gradient.dtype if weight is None else weight.dtype,  # so decay makes no other kind
+        moment is not None,
+        each.gradient.numel() % ALIGNMENT_NUMEL == 0 and not any(address % ALIGNMENT_BYTES for address in addresses),
     )
 
 
@@ -244,30 +248,13 @@ def _rows(segments: Sequence[Segment | OtherPart], kinds: Sequence[Kind]) -> lis
     rows: list[Row] = []
     first_candidate = first_output = 0
     for segment, first_block in zip(segments, first_blocks, strict=True):
-        numel, buffer, moment = segment.gradient.numel(), segment.momentum_buffer, segment.second_moment
+        numel, buffer = segment.gradient.numel(), segment.momentum_buffer
         aim = SURPLUS * segment.k + MARGIN
         capacity = min(ROOM * aim, numel, max(FREE_ROOM, int(numel * MOST_ROOM)))
         capacity = capacity if segment.k and capacity >= LEAST_ROOM * aim else 0
-        rows.append(
-            Row(
-                residual=_address(segment.residual),
-                momentum_buffer=_address(buffer),
-                gradient=segment.gradient.data_ptr(),
-                weight=_address(None if segment.weight_decay == 0 else segment.weight),
-                square=_address(None if moment is None else moment.square),
-                largest=_address(None if moment is None else moment.largest),
-                fault=_address(segment.fault),
-                momentum_itemsize=0 if buffer is None else buffer.itemsize,
-                is_nesterov=int(segment.nesterov and buffer is not None),
-                numel=numel,
-                k=segment.k,
-                aim=aim,
-                capacity=capacity,
-                first_block=first_block,
-                first_candidate=first_candidate,
-                first_output=first_output,
-            )
-        )
+        sizes = numel, segment.k, aim, capacity, first_block, first_candidate, first_output
+        flags = 0 if buffer is None else buffer.itemsize, int(segment.nesterov and buffer is not None)
+        rows.append(Row._make((*_addresses(segment), *flags, *sizes)))
         first_candidate += capacity
         first_output += segment.k
     return rows

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import accumulate, groupby, product
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -23,7 +24,7 @@ from torch.nn.functional import pad
 
 from lightning_lowbw.arguments import names_arguments
 from lightning_lowbw.comm.collectives import Collectives, all_gather_bytes
-from lightning_lowbw.comm.peers import MeanWork, Peers
+from lightning_lowbw.comm.peers import MeanWork, Peers, part_of
 from lightning_lowbw.compress.codec import MAX_NUMEL, SparseCodec
 from lightning_lowbw.compress.selection import Residuals, Selection
 from lightning_lowbw.compress.sparse_sum import Sparse, SparseSum, even_boundaries, sum_in_order
@@ -270,15 +271,11 @@ class TopKExchange:
         device = next(iter(parts.values())).device
         wide = [name for name, part in parts.items() if part.dtype == torch.float64]
         self.residuals.ensure({name: part.numel() for name, part in parts.items()}, device, wide)
+        here = {name: part for name, part in parts.items() if part.numel()}
+        selected = self.payload.selected([part.numel() for part in here.values()], self.density)
         return {
-            name: Segment(
-                residual=self.residuals[name],
-                gradient=part,
-                **{"momentum_buffer": None, "weight": None, **fields.get(name, {})},
-                **self.payload.selected(part.numel(), self.density),
-            )
-            for name, part in parts.items()
-            if part.numel()
+            name: Segment(residual=self.residuals[name], gradient=part, **fields.get(name, {}), **each)
+            for (name, part), each in zip(here.items(), selected, strict=True)
         }
 
     def begin(self, signal: Signal, status: Tensor | None = None) -> Pending:
@@ -418,14 +415,14 @@ class ReduceScatterExchange(TopKExchange):
         """Sum at the owners; elements that do not fit, and rounding errors, are added to the residuals."""
         assert status is None
         self._reducer.codec = self.payload.codec
-        counts = [self.payload.num_sent(numels[name], self.density) for name in selected]
+        counts = self.payload.nums_sent([numels[name] for name in selected], self.density)
         means, unsent = self._reducer.average(list(selected.values()), [numels[name] for name in selected], counts)
         for name, (positions, values) in zip(selected, unsent, strict=True):
             residual = self.residuals[name]
             residual.index_add_(0, positions, values.to(residual.dtype))
         positions, values = (torch.cat(column).view(1, 1, -1) for column in zip(*means, strict=True))
         counts = [each.numel() for each, _ in means]
-        spans = _spans([(name, slice(None)) for name in selected], counts, 0)
+        spans = _spans({name: slice(0, numels[name]) for name in selected}.items(), counts, 0)
         decoded = Decoded(positions.to(torch.int32), values, spans, first=0, num_participants=1)
         mean = SparseMean(self.payload, numels, lambda: [decoded], positions.device)
         return Deferred(lambda: mean)
@@ -439,6 +436,20 @@ class ReduceScatterExchange(TopKExchange):
             self._reducer.load_state_dict(state["reducer"])
 
 
+class Piece(NamedTuple):
+    """What is decoded together, within DECODED_BYTES.
+
+    Several local ranks with parts of equal sizes, where all tensors of one fit; else some tensors of one; of a tensor
+    that is too large some participants.
+    """
+
+    ranks: slice  # of the node
+    participants: slice
+    tensors: slice
+    numels: list[int]  # of all parts of one of these ranks
+    spans: list[Span]
+
+
 @dataclass(frozen=True)
 class Layout:
     """What the messages of an all-gather contain.
@@ -447,55 +458,69 @@ class Layout:
         payload: with which they were sent.
         numels: elements of each whole tensor, by name.
         density: the fraction that is sent.
-        parts: for each rank of a node, its part of each tensor of which it has one.
+        num_participants: that have sent.
         sizes: bytes of the elements in the message of each rank of a node.
+        pieces: of all messages, participants in their order.
     """
 
     payload: TopK
     numels: Mapping[str, int]
     density: float
-    parts: list[dict[str, slice]]
+    num_participants: int
     sizes: list[int]
+    pieces: list[Piece]
 
     @classmethod
     def of(cls, payload: TopK, numels: Mapping[str, int], density: float, peers: Peers) -> Layout:
-        parts = [
-            {name: part for name, numel in numels.items() if (part := peers.part(numel, each)).stop > part.start}
-            for each in range(peers.num_local_ranks)
-        ]
-        sizes = [payload.nbytes([p.stop - p.start for p in of_rank.values()], density) for of_rank in parts]
-        return cls(payload, numels, density, parts, sizes)
+        of_ranks = peers.num_local_ranks, peers.num_participants
+        return _layout(payload, tuple(numels.items()), density, *of_ranks, DECODED_BYTES // ELEMENT_BYTES)
 
     def decode(self, gathered: Tensor, damaged: Tensor) -> Iterator[Decoded]:
-        """Yield the elements in the messages of all, within DECODED_BYTES.
+        """Yield the elements in the messages of all, piece by piece."""
+        for piece in self.pieces:
+            messages = gathered[piece.ranks, piece.participants, : self.sizes[piece.ranks.start]]
+            # Not kept here: the next ones need the memory.
+            yield Decoded(
+                *self.payload.decode(messages, piece.numels, self.density, damaged, piece.tensors),
+                piece.spans,
+                piece.participants.start,
+                self.num_participants,
+            )
 
-        Of several local ranks with parts of equal sizes together, where all tensors of one fit; else of some tensors;
-        of a tensor that is too large, those of some participants, in their order.
-        """
-        num_participants = gathered.shape[1]
-        most = DECODED_BYTES // ELEMENT_BYTES
-        sizes = [[part.stop - part.start for part in of_rank.values()] for of_rank in self.parts]
-        for numels, ranks in groupby(range(len(sizes)), key=lambda each: sizes[each]):
-            if not numels:
-                continue
-            alike, counts = list(ranks), [self.payload.num_sent(numel, self.density) for numel in numels]
-            for tensors in _groups(counts, most // num_participants):
-                num_sent = sum(counts[tensors])
-                ranks_at_once = max(1, most // (num_participants * num_sent))
-                # The senders of an element are counted among the participants that are there.
-                at_once = num_participants if self.payload.mean_over == "senders" else max(1, most // num_sent)
-                for rank, first in product(range(0, len(alike), ranks_at_once), range(0, num_participants, at_once)):
-                    mine = alike[rank : rank + ranks_at_once]
-                    messages = gathered[mine[0] : mine[-1] + 1, first : first + at_once, : self.sizes[mine[0]]]
-                    parts = ([*self.parts[each].items()][tensors] for each in mine)
-                    spans = [span for row, each in enumerate(parts) for span in _spans(each, counts[tensors], row)]
-                    # Not kept here: the next ones need the memory.
-                    yield Decoded(
-                        *self.payload.decode(messages, numels, self.density, damaged, tensors),
-                        spans,
-                        first,
-                        num_participants,
-                    )
+
+@lru_cache(maxsize=16)
+def _layout(
+    payload: TopK,
+    numels: tuple[tuple[str, int], ...],
+    density: float,
+    num_local_ranks: int,
+    num_participants: int,
+    most: int,
+) -> Layout:
+    """Return the layout of messages, so many elements at a time; once for those of every step."""
+    parts = [
+        {name: part for name, numel in numels if (part := part_of(numel, each, num_local_ranks)).stop > part.start}
+        for each in range(num_local_ranks)
+    ]
+    lengths = [[part.stop - part.start for part in of_rank.values()] for of_rank in parts]
+    pieces = []
+    for of_one, ranks in groupby(range(num_local_ranks), key=lambda each: lengths[each]):
+        if not of_one:
+            continue
+        alike, counts = list(ranks), payload.nums_sent(of_one, density)
+        for tensors in _groups(counts, most // num_participants):
+            num_sent = sum(counts[tensors])
+            ranks_at_once = max(1, most // (num_participants * num_sent))
+            # The senders of an element are counted among the participants that are there.
+            at_once = num_participants if payload.mean_over == "senders" else max(1, most // num_sent)
+            for rank, first in product(range(0, len(alike), ranks_at_once), range(0, num_participants, at_once)):
+                mine = alike[rank : rank + ranks_at_once]
+                of_ranks = ([*parts[each].items()][tensors] for each in mine)
+                spans = [span for row, each in enumerate(of_ranks) for span in _spans(each, counts[tensors], row)]
+                participants = slice(first, min(first + at_once, num_participants))
+                pieces.append(Piece(slice(mine[0], mine[-1] + 1), participants, tensors, of_one, spans))
+    sizes = [payload.nbytes(of_rank, density) for of_rank in lengths]
+    return Layout(payload, dict(numels), density, num_participants, sizes, pieces)
 
 
 class PendingTopK:
@@ -564,16 +589,18 @@ class Decoded:
         for name, part, row, first, count in self.spans:
             if name in steps:
                 out, weight, rate = steps[name]
-                own = None if weight is None else weight[part]
-                arrivals.append(Arrival(out[part], row, first, count, own, rate))
+                if part.stop - part.start < out.numel():
+                    out, weight = flat(out)[part], None if weight is None else flat(weight)[part]
+                arrivals.append(Arrival(out, row, first, count, weight, rate))
         return arrivals
 
     def add_(self, arrival: Arrival) -> None:
         """Do what `average_many_` does where not all participants are here: the first clear, the last step."""
         positions, values = self.positions[0], self.values[0]
+        out = flat(arrival.out)
         if self.first == 0:
-            arrival.out.zero_()
-        add_(arrival.out, list(zip(positions, values, strict=True)), 1.0 / self.num_participants)
+            out.zero_()
+        add_(out, list(zip(positions, values, strict=True)), 1.0 / self.num_participants)
         if arrival.weight is not None and self.first + len(positions) == self.num_participants:
             arrival.weight.add_(arrival.out, alpha=-arrival.rate)  # where nothing was sent, zero
 
@@ -606,7 +633,7 @@ class SparseMean:
             The weights, and the workspace: the mean where there is no weight, else undefined afterwards.
 
         Args:
-            steps: of each tensor a workspace of its size, its weight, and the rate: float32, flat, contiguous.
+            steps: of each tensor a workspace of its size, its weight, and the rate: float32, contiguous, of any shape.
         """
         over_senders = self._payload.mean_over == "senders"
         for each in self._decode() if steps else ():

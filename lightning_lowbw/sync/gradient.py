@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from itertools import compress
 from typing import Any
 
 import torch
@@ -73,9 +74,10 @@ class GradientSync(Synchronizer):
         self.fault: Tensor | None = None
         self._refused = ""  # the name of a parameter whose gradient is a sparse tensor
         self._is_torn = False  # whether residuals have changed in this step, and what was sent of them is not averaged
-        # Whether a gradient of this step, or its sum with the residual, has an inf or NaN: bool, scalars on the device.
-        self._nonfinite: dict[Parameter, Tensor] = {}
-        self._late: dict[Parameter, Tensor] = {}  # the same, found after the status of the last step
+        # Whether gradients of this step, or sums with their residuals, have an inf or NaN: bool, one of each row.
+        self._nonfinite: list[tuple[list[Row], Tensor]] = []
+        self._late: list[tuple[list[Row], Tensor]] = []  # the same, found after the status of the last step
+        self._flags = torch.empty(0, dtype=torch.bool)  # those of the last pass that has accumulated
         self.correction = correction_for(optimizer, peers.num_participants, corrects=isinstance(what, TopK))
         if not method.when.is_auto:  # with "auto" nothing is corrected yet, and perhaps never
             self.correction.check()
@@ -191,10 +193,11 @@ class GradientSync(Synchronizer):
     def check_gradients(self) -> None:
         if not self._rows:
             return
-        unchecked = {row.parameter: row.gradient for row in self._rows if not row.is_missing}
-        unchecked = {p: gradient for p, gradient in unchecked.items() if p not in self._nonfinite}
-        self._nonfinite |= zip(unchecked, are_not_finite(list(unchecked.values())), strict=True)
-        self.fault = any_of([*self.late_flags(), *self._nonfinite.values()], self.device)
+        checked = {row.name for rows, _ in self._nonfinite for row in rows}
+        unchecked = [row for row in self._rows if row.name not in checked and not row.is_missing]
+        if unchecked:
+            self._nonfinite.append((unchecked, are_not_finite([row.gradient for row in unchecked])))
+        self.fault = any_of([*self.late_flags(), *(flags for _, flags in self._nonfinite)], self.device)
         for row in self._rows:
             if row.has_sparse_layout:
                 self._refused, row.parameter.grad = row.name, None  # clipping would fail on this rank alone
@@ -330,12 +333,12 @@ class GradientSync(Synchronizer):
         assert isinstance(self.compressed, TopKExchange)
         sparse, correction = [row for row in rows if row.is_compressed], self.correction
         correction.exclude([row.parameter for row in sparse])
-        for group, parameters in by_group(row for row in rows if not row.is_compressed):
-            correction.correct_dense(parameters, group)
-        known = dict(self._nonfinite)
+        for group, others in by_group(row for row in rows if not row.is_compressed):
+            correction.correct_dense([row.parameter for row in others], group)
+        num_known = len(self._nonfinite)
         self._accumulate_(sparse)  # of those that nobody has accumulated yet
         # The status of this step has gone: what the pass has found now is told with the next one.
-        self._late = {p: flag for p, flag in self._nonfinite.items() if flag is not known.get(p)}
+        self._late = self._nonfinite[num_known:]
         sparse = [row for row in sparse if row.parameter.numel()]  # an empty shard: the peers have nothing of it either
         if not sparse:
             return
@@ -344,10 +347,15 @@ class GradientSync(Synchronizer):
         assert isinstance(mean, SparseMean)
         self._is_torn = False
         # w = w - lr mean, where something was sent; else a gradient for the optimizer.
-        for group, parameters in by_group(sparse):
-            correction.decay_weights(parameters, group)
-        steps = [row for row in sparse if applies and correction.can_step(row.parameter, row.group)]
-        mean.step_({row.name: (*flat_pair(row), correction.rate_of(row.group)) for row in steps})
+        steps = []
+        for group, mine in by_group(sparse):
+            correction.decay_weights([row.parameter for row in mine], group)
+            steps += mine if applies and correction.can_step(group) else []
+        steps = [row for row in steps if row.is_steppable]
+        rates = {id(row.group): correction.rate_of(row.group) for row in steps}
+        mean.step_(
+            {row.name: (row.in_order(row.gradient), row.in_order(row.parameter), rates[id(row.group)]) for row in steps}
+        )
         for row in steps:
             row.parameter.grad = None
         self._write_gradients_(mean, [row for row in sparse if row.parameter.grad is not None])
@@ -367,16 +375,20 @@ class GradientSync(Synchronizer):
         if not rows:
             return
         self._is_torn = True
-        flags = torch.zeros(len(rows), dtype=torch.bool, device=rows[0].parameter.device).unbind()
+        # Of all compressed tensors, also of those that this rank accumulates later: so masking is equal on all ranks.
+        groups = {id(row.group): row.group for row in self._rows if row.is_compressed}
+        constants = {key: self.correction.constants(group) for key, group in groups.items()}
+        device = rows[0].parameter.device
+        if self._late or self._flags.numel() != len(rows) or self._flags.device != device:  # late ones are still read
+            self._flags = torch.empty(len(rows), dtype=torch.bool, device=device)
+        flags = self._flags.zero_()  # in one place, or the table of the kernels would be another in each step
         parts, fields = {}, {}
-        for row, flag in zip(rows, flags, strict=True):
-            flat = flat_in_order(row.gradient, row.parameter)
-            parts[row.name] = flat[self.peers.part(flat.numel())]
-            fields[row.name] = {**self.velocities.fields(row), "fault": flag}
+        for row, flag in zip(rows, flags.unbind(), strict=True):
+            own = self.peers.part(row.parameter.numel())
+            parts[row.name] = row.part(row.gradient, own)
+            fields[row.name] = {"fault": flag, **self.velocities.fields(row, own, constants[id(row.group)])}
         exchange.density = self.density
-        # By the momenta of all compressed tensors, also of those that this rank accumulates later: equal on all ranks.
-        groups = by_group(row for row in self._rows if row.is_compressed)
-        momenta = [self.correction.constants(parameters[0], group).momentum for group, parameters in groups]
+        momenta = [each.momentum for each in constants.values()]
         masking = what.masks(self.density, momenta, by_default=self.correction.masks)
         here = set(exchange.accumulate_(parts, fields, masking=masking))
         for row in rows:
@@ -384,7 +396,7 @@ class GradientSync(Synchronizer):
                 for other in fields[row.name]["other_parts"]:
                     other.update_()
         self.velocities.write_back([row for row in rows if row.name in here], fields)
-        self._nonfinite |= zip((row.parameter for row in rows), flags, strict=True)
+        self._nonfinite.append((rows, flags))
 
     def _write_gradients_(self, mean: SparseMean, rows: Sequence[Row]) -> None:
         """Write means into gradients, for an optimizer that does more than to subtract them."""
@@ -400,7 +412,7 @@ class GradientSync(Synchronizer):
         for row in rows:
             if outs[row.name].data_ptr() != row.gradient.data_ptr():
                 copy_in_order_(row.gradient, row.parameter, outs[row.name])
-        climbing = [row.gradient for row in rows if self.correction.constants(row.parameter, row.group).sign < 0]
+        climbing = [row.gradient for row in rows if self.correction.constants(row.group).sign < 0]
         if climbing:  # torch's sign, for an optimizer with maximize=True
             torch._foreach_neg_(climbing)
 
@@ -425,7 +437,8 @@ class GradientSync(Synchronizer):
                 name = self.params.name_of(parameter)
                 if name not in self.residuals:
                     continue
-                row, residual = Row(name, parameter, group, True), self.compressed.residuals.pop(name)
+                residual = self.compressed.residuals.pop(name)
+                row = Row.of(name, parameter, group, is_compressed=True)
                 if self.correction.is_complete:
                     target, rate = row.in_order(parameter.detach()), -self.correction.rate_of(group)
                 else:
@@ -446,11 +459,12 @@ class GradientSync(Synchronizer):
             self.compressed.payload = what
 
     def _check_rows(self) -> None:
+        kept = frozenset(self.residuals)
+        self.params.note_orders(self._rows, self.step, kept)
+        if not isinstance(self.method.what, TopK) or self.peers.num_participants == 1:
+            return
         for row in self._rows:
-            is_kept = row.name in self.residuals
-            self.params.note_order(row, self.step, is_kept=is_kept)
-            is_lost = is_kept and isinstance(self.method.what, TopK) and not row.is_compressed
-            if is_lost and self.peers.num_participants > 1:
+            if row.name in kept and not row.is_compressed:
                 raise ConfigurationError(
                     f"Step {self.step} would send {row.name!r} dense, but gradients that earlier sparse steps did not "
                     "send are kept for it. Go on with the schedule, min_numel and exclude that it was trained with, or "
@@ -479,8 +493,9 @@ class GradientSync(Synchronizer):
         late = self.describe_late_fault()
         if late is not None:
             return late
+        nonfinite = {row.name for rows, flags in self._nonfinite for row in compress(rows, flags.tolist())}
         for row in self._rows:
-            if row.parameter not in self._nonfinite or not self._nonfinite[row.parameter]:
+            if row.name not in nonfinite:
                 continue
             is_from_start = row.is_compressed and self.when.rampup_begin_step == 0 and len(self.when.stairs) <= 1
             warm_up = "give it a warm-up (there is none: see rampup_begin_step, rampup_step), " if is_from_start else ""
@@ -496,13 +511,12 @@ class GradientSync(Synchronizer):
         return None
 
     def late_flags(self) -> list[Tensor]:
-        return [*self._late.values(), *super().late_flags()]
+        return [*(flags for _, flags in self._late), *super().late_flags()]
 
     def describe_late_fault(self) -> Fault | None:
-        for parameter, flag in self._late.items():
-            if flag:
-                what = f"the gradient of {self.params.name_of(parameter)!r} on {self.here}, added to the residual,"
-                return self.overflow(1, what)
+        row = next((row for rows, flags in self._late for row in compress(rows, flags.tolist())), None)
+        if row is not None:
+            return self.overflow(1, f"the gradient of {row.name!r} on {self.here}, added to the residual,")
         return super().describe_late_fault()
 
     def forget_late_faults(self) -> None:
@@ -635,8 +649,3 @@ class GradientSync(Synchronizer):
                 f"Adam and AdamW), or {WITHOUT_RESIDUALS}."
             )
         check_shapes(state["shapes"], {name: as_real(parameter) for name, parameter in parameters.items()})
-
-
-def flat_pair(row: Row) -> tuple[Tensor, Tensor]:
-    """Return gradient and parameter, flat; to be changed in place, where both are laid out alike."""
-    return flat_in_order(row.gradient, row.parameter), flat_in_order(row.parameter.detach(), row.parameter)

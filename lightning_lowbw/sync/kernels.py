@@ -111,7 +111,7 @@ def _kinds_of(worker: Synchronizer, what: TopK) -> Iterable[Kind]:
             # Which tensors are small is known at the first step: of those that are trained then.
             is_taken = what.takes(worker.name_of(parameter), worker.params.numel_of(parameter), LEAST_NUMEL)
             if parameter.dtype in DTYPES and is_taken:
-                has_velocity = is_adam or worker.correction.constants(parameter, group).momentum != 0
+                has_velocity = is_adam or worker.correction.constants(group).momentum != 0
                 yield _kind_of(parameter.dtype, has_velocity=has_velocity, is_adam=is_adam)
 
 

@@ -694,10 +694,11 @@ class LocalSync(Synchronizer):
         nonfinite = self.nonfinite_weights(parameters)
         fault = any_of([*self.late_flags(), *nonfinite.values()], self.device).float().reshape(1)
         signal = {**{self.name_of(p): p for p in parameters}, **changes}
-        buckets, exchange, means = fill_buckets(list(signal.values())), WholeExchange(self.peers), {}
+        buckets = fill_buckets(tuple((each.dtype, each.numel()) for each in map(as_real, signal.values())))
+        exchange, means = WholeExchange(self.peers), {}
         names, unequal = list(signal), {self.name_of(p): p for p in parameters}
         for number, bucket in enumerate(buckets):  # one after the other: the device has the means of one
-            mean, num_faulty = exchange.begin({names[i]: signal[names[i]] for i in bucket}, fault).wait()
+            mean, num_faulty = exchange.begin({names[i]: signal[names[i]] for i in bucket.members}, fault).wait()
             if not number and float(num_faulty):  # before anything changes
                 own = self.describe_late_fault() or self.describe_weights(nonfinite, self.step)
                 raise_fault(first_fault(own, self.fault_group))

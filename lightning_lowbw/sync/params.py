@@ -18,6 +18,7 @@ from lightning_lowbw.comm.peers import Peers
 from lightning_lowbw.compress.corrections import ErrorFeedback
 from lightning_lowbw.compress.top_k import TopK, small_numel
 from lightning_lowbw.errors import WITHOUT_RESIDUALS, ConfigurationError
+from lightning_lowbw.kernels.reference import Constants
 from lightning_lowbw.kernels.tensors import Order, as_real, copy_in_order_, flat_in_order, in_order, order_of
 
 
@@ -30,12 +31,21 @@ class Row:
         parameter: of the optimizer.
         group: its param group.
         is_compressed: whether the largest elements are sent; else it is sent whole.
+        order: of its elements in memory.
+        is_plain: whether it is real and contiguous, so that `in_order` has nothing to do.
     """
 
     name: str
     parameter: Parameter
     group: dict[str, Any]
     is_compressed: bool
+    order: Order
+    is_plain: bool
+
+    @classmethod
+    def of(cls, name: str, parameter: Parameter, group: dict[str, Any], *, is_compressed: bool) -> Row:
+        is_plain = not parameter.is_complex() and parameter.is_contiguous()
+        return cls(name, parameter, group, is_compressed, order_of(as_real(parameter)), is_plain)
 
     @property
     def gradient(self) -> Tensor:
@@ -45,7 +55,17 @@ class Row:
 
     def in_order(self, tensor: Tensor) -> Tensor:
         """Return a real view of a tensor of the parameter's shape; contiguous where laid out as the parameter is."""
-        return in_order(as_real(tensor), as_real(self.parameter))
+        return tensor if self.is_plain else in_order(as_real(tensor), as_real(self.parameter))
+
+    def part(self, tensor: Tensor, own: slice) -> Tensor:
+        """Return a part of a tensor in the parameter's order: contiguous, a copy where it is laid out unlike it.
+
+        The whole in its own shape: views of hundreds of tensors take as long as all else that a step does on the host.
+        """
+        ordered = self.in_order(tensor)
+        if own.stop - own.start == tensor.numel() and ordered.is_contiguous():
+            return ordered
+        return ordered.reshape(-1)[own]
 
     @property
     def has_sparse_layout(self) -> bool:
@@ -56,14 +76,22 @@ class Row:
     @property
     def is_missing(self) -> bool:
         """Whether there is no gradient that could be summed."""
-        return self.parameter.grad is None or self.has_sparse_layout
+        gradient = self.parameter.grad
+        return gradient is None or gradient.layout != torch.strided
+
+    @property
+    def is_steppable(self) -> bool:
+        """Whether kernels can step the parameter, in float32, with the memory of its gradient as workspace."""
+        parameter, gradient = self.parameter, self.gradient
+        are_float32 = parameter.dtype == gradient.dtype == torch.float32
+        return are_float32 and all(self.in_order(each).is_contiguous() for each in (parameter, gradient))
 
 
-def by_group(rows: Iterable[Row]) -> Iterator[tuple[dict[str, Any], list[Parameter]]]:
-    """Yield each param group with its parameters; those of a group are contiguous."""
+def by_group(rows: Iterable[Row]) -> Iterator[tuple[dict[str, Any], list[Row]]]:
+    """Yield each param group with its rows; those of a group are contiguous."""
     for _, of_group in groupby(rows, key=lambda row: id(row.group)):
         mine = list(of_group)
-        yield mine[0].group, [row.parameter for row in mine]
+        yield mine[0].group, mine
 
 
 class Params:
@@ -83,6 +111,9 @@ class Params:
         self._names = names_of(named_parameters)
         self.whole_numels: Mapping[Parameter, int] = {}
         self.orders: dict[str, Order] = {}
+        self._rows: list[Row] = []  # of the last step, what they were made of, and who has the ids in that
+        self._key: tuple[Any, ...] = ()
+        self._members: list[tuple[Parameter, dict[str, Any]]] = []
 
     def __iter__(self) -> Iterator[Parameter]:
         """Yield all parameters, also frozen ones; once each, in order."""
@@ -138,34 +169,38 @@ class Params:
             what: chooses those that are compressed; None in a step that compresses none.
             skipped: parameters that are left out.
         """
-        rows = []
-        for group in self.optimizer.param_groups:
-            for parameter in group["params"]:
-                if parameter in skipped:
-                    continue
-                if not parameter.requires_grad:
-                    parameter.grad = None  # frozen since the backward: torch would step it, each rank on its own
-                    continue
-                is_compressed = what is not None and parameter.is_floating_point()
-                is_compressed = is_compressed and self.is_compressed(what, parameter)  # type: ignore[arg-type]
-                rows.append(Row(self.name_of(parameter), parameter, group, is_compressed))
-        return rows
+        members = [(parameter, group) for group in self.optimizer.param_groups for parameter in group["params"]]
+        for parameter, _ in members:
+            if not parameter.requires_grad:
+                parameter.grad = None  # frozen since the backward: torch would step it, each rank on its own
+        # All that rows are made of, in one pass: of 300 tensors it takes a tenth of a millisecond, and rows take two.
+        layouts = [(id(p), id(group), p.requires_grad, p.dtype, p.shape, p.stride()) for p, group in members]
+        key = what, skipped, vars(self).get("small_numel"), id(self.whole_numels), layouts
+        if key != self._key:
+            rows = []
+            for parameter, group in members:
+                if parameter.requires_grad and parameter not in skipped:
+                    is_compressed = what is not None and parameter.is_floating_point()
+                    is_compressed = is_compressed and self.is_compressed(what, parameter)  # type: ignore[arg-type]
+                    rows.append(Row.of(self.name_of(parameter), parameter, group, is_compressed=is_compressed))
+            self._key, self._members, self._rows = key, members, rows
+        return self._rows
 
-    def note_order(self, row: Row, step: int, *, is_kept: bool) -> None:
-        """Note the order of a parameter's elements in memory, in which its residual will be.
+    def note_orders(self, rows: Sequence[Row], step: int, kept: Collection[str]) -> None:
+        """Note the order of each parameter's elements in memory, in which its residual will be.
 
         Raises:
-            ConfigurationError: something is kept of it already, in another order.
+            ConfigurationError: something is kept of one already, in another order.
         """
-        order = order_of(as_real(row.parameter))
-        if is_kept and self.orders.get(row.name) != order:
-            raise ConfigurationError(
-                f"Step {step}: the memory format of {row.name!r} has changed (the order of its dimensions was "
-                f"{self.orders.get(row.name)}, and is {order}), and gradients that have not been sent are kept in that "
-                "order. Change the memory format before training: model.to(memory_format=...) in __init__ or "
-                f"configure_model. Or {WITHOUT_RESIDUALS}."
-            )
-        self.orders[row.name] = order
+        for row in rows:
+            if row.name in kept and self.orders.get(row.name) != row.order:
+                raise ConfigurationError(
+                    f"Step {step}: the memory format of {row.name!r} has changed (the order of its dimensions was "
+                    f"{self.orders.get(row.name)}, and is {row.order}), and gradients that have not been sent are kept "
+                    "in that order. Change the memory format before training: model.to(memory_format=...) in __init__ "
+                    f"or configure_model. Or {WITHOUT_RESIDUALS}."
+                )
+        self.orders.update((row.name, row.order) for row in rows)
 
 
 def check_shapes(saved: Mapping[str, Sequence[int]], tensors: Mapping[str, Tensor]) -> None:
@@ -195,25 +230,30 @@ class Velocities:
     def __init__(self, correction: ErrorFeedback, peers: Peers) -> None:
         self._correction, self._peers = correction, peers
         self._parts: dict[Parameter, Tensor] = {}  # on two levels, instead of the optimizer's
+        self._copies: list[tuple[Row, Tensor]] = []  # in the step in progress, see `write_back`
 
     @property
     def key(self) -> str | None:
         """The name of u in the optimizer's state; None under error feedback."""
         return self._correction.velocity_key
 
-    def fields(self, row: Row) -> dict[str, Any]:
+    def fields(self, row: Row, own: slice, constants: Constants) -> dict[str, Any]:
         """Return what a segment (`kernels.reference.Segment`) holds beside gradient and residual.
 
         Velocity and second moment are copies where they are laid out unlike the parameter: see `write_back`.
+
+        Args:
+            row: a parameter that is compressed.
+            own: this rank's part of it.
+            constants: of its group.
         """
-        parameter, correction, own = row.parameter, self._correction, self._peers.part(row.parameter.numel())
+        parameter, correction = row.parameter, self._correction
         second_moment = correction.second_moment(parameter, row.group, own)
-        constants = correction.constants(parameter, row.group)
         # Adam without momentum has a velocity, too, because the velocity is divided.
         has_velocity = constants.momentum != 0 or second_moment is not None
         return {
-            "momentum_buffer": self._part(parameter) if has_velocity else None,
-            "weight": flat_in_order(parameter.detach(), parameter)[own] if constants.weight_decay != 0 else None,
+            "momentum_buffer": self._own(row, own) if has_velocity else None,
+            "weight": row.part(parameter, own) if constants.weight_decay != 0 else None,
             "second_moment": second_moment,
             "other_parts": correction.other_parts(parameter, row.group, own),
             **vars(constants),
@@ -226,14 +266,22 @@ class Velocities:
             rows: any.
             fields: by name; those of rows of which this rank has a part.
         """
+        for row, copy in self._copies:
+            copy_in_order_(self._correction.velocity(row.parameter), row.parameter, copy)
+        self._copies.clear()
         for row in rows:
-            velocity, moment = fields[row.name]["momentum_buffer"], fields[row.name]["second_moment"]
-            if velocity is not None and not self._peers.is_two_level:
-                whole = self._correction.velocity(row.parameter)
-                if not in_order(whole, row.parameter).is_contiguous():
-                    copy_in_order_(whole, row.parameter, velocity)
-            if moment is not None:
+            if (moment := fields[row.name]["second_moment"]) is not None:
                 self._correction.write_second_moment(row.parameter, self._peers.part(row.parameter.numel()), moment)
+
+    def _own(self, row: Row, own: slice) -> Tensor:
+        """Return u of this rank's part, to be written back if it is a copy."""
+        if self._peers.is_two_level:
+            return self._part(row.parameter)
+        whole = self._correction.velocity(row.parameter)
+        velocity = row.part(whole, own)
+        if velocity.data_ptr() != whole.data_ptr():
+            self._copies.append((row, velocity))
+        return velocity
 
     def _part(self, parameter: Parameter) -> Tensor:
         """Return u of this rank's part: flat."""

@@ -161,9 +161,9 @@ class Fault:
 
 
 def any_of(flags: Iterable[Tensor | None], device: torch.device) -> Tensor:
-    """Return whether any of some flags is set: bool, a scalar on the device. None counts as False."""
-    nothing = constant((False,), torch.bool, device).squeeze()  # so that there is one
-    return torch.stack([nothing, *(flag.to(device) for flag in flags if flag is not None)]).any()
+    """Return whether any of some flags, of any shapes, is set: bool, a scalar on the device. None counts as False."""
+    nothing = constant((False,), torch.bool, device)  # so that there is one
+    return torch.cat([nothing, *(flag.to(device).view(-1) for flag in flags if flag is not None)]).any()
 
 
 def first_fault(own: Fault | None, group: dist.ProcessGroup | None) -> Fault:

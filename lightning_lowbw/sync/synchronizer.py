@@ -235,7 +235,7 @@ class Synchronizer:
 
     def describe_late_fault(self) -> Fault | None:
         """Return what `late_flags` stand for, None if none is set; waits for the device."""
-        if not any(self.late_flags()):
+        if not any_of(self.late_flags(), self.device):
             return None
         if not isinstance(self.compressed, TopKExchange):
             signal = "changes of the weights" if self.method.averages_weights else "gradients"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from math import prod
+from typing import Any
 
 import pytest
 import torch
@@ -60,3 +61,34 @@ def test_rows_lie_behind_one_another() -> None:
         assert row.capacity == 0 or row.capacity >= 1.5 * row.aim > row.k
         candidates, outputs = candidates + row.capacity, outputs + row.k
     assert workspace.positions.numel() == workspace.ordered_values.numel() == candidates
+
+
+def test_the_table_follows_whatever_changes() -> None:
+    """It is that of a new workspace, though only what has changed is written."""
+    kept = Workspace()
+    half = {"gradient": torch.ones(64, dtype=torch.bfloat16), "weight": torch.ones(64, dtype=torch.bfloat16)}
+    changes: list[dict[str, Any]] = [
+        {},
+        {"gradient": torch.ones(64)},
+        {"gradient": torch.ones(65)[1:]},
+        half,
+        {"momentum_buffer": torch.ones(64)},
+        {"momentum": 0.5},
+        {"ahead": 0.25},
+        {"weight_decay": 0.0},
+        {"nesterov": True},
+        {"k": 5},
+        {"fault": torch.zeros((), dtype=torch.bool)},
+        {"residual": torch.ones(64)},
+    ]
+    given = {name: torch.ones(64) for name in ("residual", "momentum_buffer", "gradient", "weight")}
+    for change in changes:
+        segment = Segment(**{**given, "k": 3, "momentum": 0.9, "weight_decay": 0.1, **change})
+        other = Segment(residual=given["residual"], gradient=given["gradient"], k=1)
+        for segments in ([segment], [segment, other], [other, segment]):
+            kept.update(segments)
+            fresh = Workspace()
+            fresh.update(segments)
+            assert (kept.rows, kept.kinds, kept.launches) == (fresh.rows, fresh.kinds, fresh.launches), change
+            assert kept.table.equal(fresh.table), change
+            assert kept.factors.equal(fresh.factors), change

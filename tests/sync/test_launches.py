@@ -51,7 +51,7 @@ FREE = (
     "view", "_unsafe_view", "reshape", "slice", "select", "split", "split_with_sizes", "unbind", "detach", "expand",
     "unsqueeze", "squeeze", "t", "transpose", "permute", "alias", "as_strided", "empty", "empty_like", "empty_strided",
     "new_empty", "lift_fresh", "unfold", "view_as_real", "flatten", "unflatten", "new_empty_strided", "diagonal",
-    "narrow", "is_pinned", "resize_",
+    "narrow", "is_pinned", "resize_", "unsafe_split_with_sizes",
 )  # fmt: skip
 
 

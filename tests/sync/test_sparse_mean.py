@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,10 +16,6 @@ from lightning_lowbw.sync import exchange
 from lightning_lowbw.sync.exchange import ELEMENT_BYTES, Layout, SparseMean
 
 NUMELS = {"a": 90, "b": 18, "c": 400, "d": 4, "e": 64}
-WHOLE = [{name: slice(0, numel) for name, numel in NUMELS.items()}]
-HALVES = [
-    {name: slice(first * numel // 2, (first + 1) * numel // 2) for name, numel in NUMELS.items()} for first in (0, 1)
-]
 NUM_PARTICIPANTS = 3
 
 
@@ -40,24 +37,25 @@ def means_of(layout: Layout, gathered: Tensor) -> list[Tensor]:
     return [*mean.dense().values(), *(weight for _, weight, _ in steps.values())]
 
 
-@pytest.mark.parametrize("parts", [WHOLE, HALVES], ids=["flat", "two levels"])
+@pytest.mark.parametrize("num_local_ranks", [1, 2])
 @pytest.mark.parametrize("is_compiled", [True, False])
 @pytest.mark.parametrize(
     "options", [{}, {"value_dtype": "int4"}, {"mean_over": "senders", "value_dtype": "int2"}], ids=str
 )
 def test_groups_of_any_size_have_the_same_mean(
-    options: dict[str, Any], is_compiled: bool, parts: list[dict[str, slice]], monkeypatch: pytest.MonkeyPatch
+    options: dict[str, Any], is_compiled: bool, num_local_ranks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not is_compiled:
         monkeypatch.setattr(dispatch, "_faults", {"cpu": "not now"})
     payload = TopK(density=0.3, **options)
-    numels = [[part.stop - part.start for part in of_rank.values()] for of_rank in parts]
-    messages = [[draw_message(payload, each) for _ in range(NUM_PARTICIPANTS)] for each in numels]
+    numels = [numel // num_local_ranks for numel in NUMELS.values()]  # of the part of each local rank
+    messages = [[draw_message(payload, numels) for _ in range(NUM_PARTICIPANTS)] for _ in range(num_local_ranks)]
     gathered = torch.stack([torch.stack(of_rank) for of_rank in messages])
-    layout = Layout(payload, NUMELS, 0.3, parts, [gathered.shape[2]] * len(parts))
-    expected = means_of(layout, gathered)
+    peers: Any = SimpleNamespace(num_local_ranks=num_local_ranks, num_participants=NUM_PARTICIPANTS)
+    expected = means_of(Layout.of(payload, NUMELS, 0.3, peers), gathered)
     for num_elements in (1, 30, 100, 300):
         monkeypatch.setattr(exchange, "DECODED_BYTES", ELEMENT_BYTES * num_elements)
+        layout = Layout.of(payload, NUMELS, 0.3, peers)
         found = list(layout.decode(gathered, torch.zeros((), dtype=torch.bool)))
         assert len(found) > 1
         assert all(each.values.numel() <= num_elements or len(each.spans) == 1 for each in found)
