@@ -155,12 +155,15 @@ class SparseSum:
             if owner == rank:
                 unsent[begin:end] = 0
                 continue
-            sent = begin + self._largest(positions[begin:end], values[begin:end], self.scatter_capacity)
-            local = positions[sent] - self.boundaries[owner]
-            packed, rounded = self._pack(local, values[sent], self.scatter_capacity)
-            unsent[sent] -= rounded
-            _write_row(message[owner], [end - begin], packed)
+            here, mine = positions[begin:end], values[begin:end]
+            sent = self._largest(here, mine, self.scatter_capacity)
+            local = here[sent] - self.boundaries[owner]
+            packed, rounded = self._pack(local, mine[sent], self.scatter_capacity)
+            unsent[begin:end][sent] -= rounded
+            message[owner, COUNT_BYTES:] = packed
         begin, end = cuts[rank], cuts[rank + 1]
+        counts = [0 if owner == rank else after - before for owner, (before, after) in enumerate(pairwise(cuts))]
+        message[:, :COUNT_BYTES] = _counts(counts, message.device).view(-1, COUNT_BYTES)
         return Outgoing(message, (positions[begin:end], values[begin:end]), _nonzero(positions, unsent))
 
     def combine(self, rank: int, own: Sparse, received: Tensor) -> Owned:
@@ -183,24 +186,16 @@ class SparseSum:
         counts[rank] = own[0].numel()
         if not all(0 <= count <= self.num_selected for count in counts):
             raise ValueError(f"A damaged message: {counts} elements; a rank has selected {self.num_selected} at most.")
-        start = self.boundaries[rank]
-        parts, damaged = [], torch.zeros((), dtype=torch.bool, device=received.device)
-        for sender, count in enumerate(counts):
-            if sender == rank:
-                parts.append(own)
-                continue
-            payload = received[sender, COUNT_BYTES:].contiguous()
-            num_sent = min(count, self.scatter_capacity)
-            local, values = self._unpack(payload, rank, self.scatter_capacity, num_sent, damaged)
-            parts.append((local + start, values))
-        _check(damaged)
-        positions, sums = sum_in_order(parts)
+        others = torch.cat([received[:rank], received[rank + 1 :]])[:, COUNT_BYTES:]  # its own row is empty
+        sent = [min(count, self.scatter_capacity) for sender, count in enumerate(counts) if sender != rank]
+        parts = self._unpack(others, [rank] * len(sent), self.scatter_capacity, sent)
+        positions, sums = sum_in_order([*parts[:rank], own, *parts[rank:]])
         handed = self._largest(positions, sums, self.gather_capacity)
-        packed, rounded = self._pack(positions[handed] - start, sums[handed], self.gather_capacity)
+        local = positions[handed] - self.boundaries[rank]
+        packed, rounded = self._pack(local, sums[handed], self.gather_capacity)
         unsent = sums.clone()
         unsent[handed] -= rounded
-        message = packed.new_zeros(2 * COUNT_BYTES + self._nbytes(self.gather_capacity))
-        _write_row(message, [sum(counts), handed.numel()], packed)
+        message = torch.cat([_counts([sum(counts), local.numel()], packed.device), packed])
         return Owned(message, _nonzero(positions, unsent))
 
     def finish(self, gathered: Tensor) -> Reduced:
@@ -219,36 +214,32 @@ class SparseSum:
                 f"A damaged message: elements selected and handed out of each part are {header}; they may be "
                 f"{most} and {self.gather_capacity}."
             )
-        parts, damaged = [], torch.zeros((), dtype=torch.bool, device=gathered.device)
-        for owner, (_, count) in enumerate(header):
-            payload = gathered[owner, 2 * COUNT_BYTES :].contiguous()
-            local, values = self._unpack(payload, owner, self.gather_capacity, count, damaged)
-            parts.append((local + self.boundaries[owner], values))
-        _check(damaged)
+        masses, counts = ([*column] for column in zip(*header, strict=True))
+        owners = range(self.num_ranks)
+        parts = self._unpack(gathered[:, 2 * COUNT_BYTES :], owners, self.gather_capacity, counts)
         positions, sums = (torch.cat(column) for column in zip(*parts, strict=True))
-        boundaries = self._rebalance([mass for mass, _ in header], [count for _, count in header], positions)
+        boundaries = self._rebalance(masses, counts, positions)
         return Reduced((positions, sums * (1.0 / self.num_ranks)), boundaries)
 
     def join(self, parts: Sequence[Sparse]) -> Sparse:
         """Concatenate the sparse vectors of the tensors."""
-        starts = accumulate(self.numels[:-1], initial=0)
-        shifted = [positions + start for (positions, _), start in zip(parts, starts, strict=True)]
-        return torch.cat(shifted), torch.cat([values for _, values in parts])
+        local, values = (torch.cat(column) for column in zip(*parts, strict=True))
+        starts, counts = accumulate(self.numels[:-1], initial=0), [positions.numel() for positions, _ in parts]
+        start, count = upload([[*starts], counts], torch.int64, local.device)
+        return local + start.repeat_interleave(count, output_size=local.numel()), values
 
     def split(self, whole: Sparse) -> list[Sparse]:
         """Undo `join`, for any subset of the elements in ascending order."""
         positions, values = whole
-        starts = [*accumulate(self.numels, initial=0)]
-        cuts = torch.searchsorted(positions, upload(starts, torch.int64, positions.device)).tolist()
-        return [
-            (positions[begin:end] - start, values[begin:end])
-            for start, (begin, end) in zip(starts[:-1], pairwise(cuts), strict=True)
-        ]
+        starts = upload(accumulate(self.numels, initial=0), torch.int64, positions.device)
+        cuts = torch.searchsorted(positions, starts).tolist()
+        local = positions - starts[torch.searchsorted(starts, positions, right=True) - 1]
+        return [(local[begin:end], values[begin:end]) for begin, end in pairwise(cuts)]
 
-    def _largest(self, positions: Tensor, values: Tensor, capacity: int) -> Tensor:
+    def _largest(self, positions: Tensor, values: Tensor, capacity: int) -> Tensor | slice:
         """Return which elements fit, ascending: of each tensor the same fraction, the largest of it."""
         if positions.numel() <= capacity:
-            return torch.arange(positions.numel(), device=positions.device)
+            return slice(None)
         # Selecting is several times faster than sorting.
         edges = upload(accumulate(self.numels, initial=0), torch.int64, positions.device)
         counts = torch.searchsorted(positions, edges).diff()
@@ -259,7 +250,8 @@ class SparseSum:
         num_sent = torch.bincount(tensor[_smallest(quantile, capacity)], minlength=len(self.numels))
         magnitudes, pieces = values.abs(), []
         for begin, count, sent in zip(first.tolist(), counts.tolist(), num_sent.tolist(), strict=True):
-            pieces.append(begin + _smallest(-magnitudes[begin : begin + count], sent))
+            if sent:
+                pieces.append(begin + _smallest(-magnitudes[begin : begin + count], sent))
         return torch.cat(pieces)
 
     def _rebalance(self, masses: list[int], counts: list[int], positions: Tensor) -> tuple[int, ...]:
@@ -278,7 +270,8 @@ class SparseSum:
             marks.append(starts[part] + (target - before) * counts[part] // max(1, masses[part]))
         if positions.numel() == 0:
             return self.boundaries
-        inner = positions[torch.tensor(marks, dtype=torch.int64).clamp_(max=positions.numel() - 1)].tolist()
+        places = [min(mark, positions.numel() - 1) for mark in marks]
+        inner = positions[upload(places, torch.int64, positions.device)].tolist()
         return (0, *inner, self.boundaries[-1])
 
     def _numel(self, capacity: int) -> int:
@@ -297,17 +290,29 @@ class SparseSum:
         (sent,) = self.codec.decode_values(message, [capacity], [self._numel(capacity)])
         return message, sent[: positions.numel()]
 
-    def _unpack(self, message: Tensor, owner: int, capacity: int, count: int, damaged: Tensor) -> Sparse:
-        """Return the first `count` elements, about an owner's part, of a message that has room for `capacity`.
+    def _unpack(self, messages: Tensor, owners: Sequence[int], capacity: int, counts: Sequence[int]) -> list[Sparse]:
+        """Return the elements of several messages that have room for `capacity`, all read together; waits for a GPU.
 
-        In place:
-            `damaged`, if they are not distinct positions in that part, ascending.
+        Args:
+            messages: one row each.
+            owners: about whose part each is.
+            capacity: elements that each has room for.
+            counts: elements of each, at most `capacity`: the first ones.
+
+        Raises:
+            ValueError: they are not distinct positions in the owner's part, ascending.
         """
-        positions, values = self.codec.decode(message.unsqueeze(0), [capacity], [self._numel(capacity)], damaged)
-        mine = positions[0, :count].long()
-        if count:
-            damaged |= (mine.diff() <= 0).any() | (mine[-1] >= self.widths[owner])
-        return mine, values[0, :count]
+        damaged = torch.zeros((), dtype=torch.bool, device=messages.device)
+        positions, values = self.codec.decode(messages, [capacity], [self._numel(capacity)], damaged)
+        table = [counts, [self.widths[owner] for owner in owners], [self.boundaries[owner] for owner in owners]]
+        count, width, start = upload(table, torch.int64, messages.device).unsqueeze(2)
+        is_there = torch.arange(capacity, device=messages.device) < count
+        is_wrong = is_there & (positions >= width)
+        is_wrong[:, 1:] |= is_there[:, 1:] & (positions[:, 1:] <= positions[:, :-1])
+        if damaged | is_wrong.any():  # checked here, because compiled passes write without a check
+            raise ValueError("A damaged message: positions that are outside of their owner's part, or not ascending.")
+        rows = zip(positions + start, values, counts, strict=True)
+        return [(own[:number], sent[:number]) for own, sent, number in rows]
 
 
 def even_boundaries(numels: Sequence[int], counts: Sequence[int], num_ranks: int) -> tuple[int, ...]:
@@ -348,15 +353,9 @@ def _smallest(values: Tensor, count: int) -> Tensor:
     return is_chosen.nonzero().squeeze(1)
 
 
-def _check(damaged: Tensor) -> None:
-    if damaged:  # checked here, because compiled passes write without a check
-        raise ValueError("A damaged message: positions that are outside of their owner's part, or not ascending.")
-
-
-def _write_row(row: Tensor, counts: list[int], packed: Tensor) -> None:
-    header = torch.tensor(counts, dtype=torch.int32).view(torch.uint8)
-    row[: header.numel()] = header.to(row.device)
-    row[header.numel() :] = packed
+def _counts(numbers: Sequence[int], device: torch.device) -> Tensor:
+    """Return numbers of elements as they are written: int32 as uint8, on the device without a wait."""
+    return upload(numbers, torch.int32, device).view(torch.uint8)
 
 
 def _nonzero(positions: Tensor, values: Tensor) -> Sparse:
