@@ -2,29 +2,38 @@
 
     python benchmarks/gpu.py --out folder        # needs a CUDA device; on a CPU (`--device cpu`) it shows that it runs
 
-The parts run one after the other, the cheapest proof first, each in a process and a time limit of its own. After each
-one line is printed, and folder/gpu.json is written anew: what later parts do, hang or crash does not take it away. The
-tests of a part leave folder/NAME.xml (JUnit, with bytes per parameter and waits as properties). The exit status is 1 if
-a part has failed.
+Needs torch, lightning, triton, numpy and pytest. The parts run one after the other, each in processes and a time limit
+of its own. After each one line is printed, and folder/gpu.json is written anew: what later parts do, hang or crash does
+not take it away. The tests of a part leave folder/NAME.xml (JUnit), programs a NAME.json, all of them a NAME.log. The
+exit status is 1 if a part has failed; one that is not possible here says why.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import platform
+import re
+import shutil
 import signal
 import subprocess
 import sys
 import time
+from collections import Counter
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-PACKAGES = ("torch", "lightning", "triton", "numpy", "lightning-lowbw")
+PACKAGES = ("torch", "lightning", "triton", "numpy", "pytest", "lightning-lowbw")
+TOTAL_S = 480  # of all parts; the last has what is left
+PATIENCE = 4  # times longer are the limits on a CPU, which has other work
+GRACE_S = 4.0  # in which pytest writes what it has found until the limit
+NO_TESTS = 5  # pytest's exit status: a shard may be empty
 
 
 @dataclass(frozen=True)
@@ -34,80 +43,221 @@ class Part:
     Attributes:
         limit_s: after which it is ended.
         tests: paths, and options, of pytest.
-        program: in place of tests.
+        program: in place of tests; arguments of Python.
+        shards: processes that share the tests.
+        needs_nccl: whether ranks share the device through NCCL, which `probe` tries.
+        sanitizer: the tool of compute-sanitizer that the program runs under; "" without.
     """
 
     name: str
     limit_s: int
     tests: tuple[str, ...] = ()
     program: tuple[str, ...] = ()
+    shards: int = 1
+    needs_nccl: bool = False
+    sanitizer: str = ""
 
-    def command(self, out: Path, device: str) -> list[str]:
-        """Return what is run."""
+    def commands(self, out: Path, device: str) -> list[list[str]]:
+        """Return what is run, at the same time."""
         if self.program:
-            return [sys.executable, *self.program, "--out", str(out / self.name), "--device", device]
-        options = ["-q", "-p", "no:cacheprovider", "-W", "default", "--continue-on-collection-errors"]
-        return [sys.executable, "-m", "pytest", *options, "-m", "gpu", *self.tests, f"--junitxml={out / self.name}.xml"]
+            tool = ["compute-sanitizer", "--tool", self.sanitizer, "--error-exitcode", "9"] if self.sanitizer else []
+            return [[*tool, sys.executable, *self.program, "--out", str(out / self.name), "--device", device]]
+        options = ["-v", "-p", "no:cacheprovider", "-W", "default", "--continue-on-collection-errors", "-m", "gpu"]
+        options += self.tests
+        return [
+            [sys.executable, "-m", "pytest", *options, f"--shard={each}/{self.shards}", f"--junitxml={out / name}.xml"]
+            for each, name in enumerate(self.names())
+        ]
+
+    def names(self) -> list[str]:
+        """Return the names of the files that its processes write, without suffixes."""
+        return [self.name] if self.shards == 1 else [f"{self.name}{each}" for each in range(self.shards)]
+
+    def is_impossible(self, device: str, has_nccl: bool) -> str:
+        """Return why it cannot be run here; "" where it can."""
+        if self.needs_nccl and not has_nccl:
+            return "the probe has found no NCCL between ranks that share a device"
+        if self.sanitizer and device == "cpu":
+            return "compute-sanitizer looks at a GPU"
+        if self.sanitizer and shutil.which("compute-sanitizer") is None:
+            return "compute-sanitizer is not installed"
+        return "pytest is not installed" if self.tests and importlib.util.find_spec("pytest") is None else ""
 
 
-NCCL = "tests/gpu/test_gpu.py"
-STEPS = "tests/gpu/test_steps.py"
+KERNELS = (
+    *("tests/gpu/test_kernels.py", "tests/kernels/test_reference.py", "tests/kernels/test_tensors.py"),
+    *("tests/compress/test_values.py", "tests/comm/test_collectives.py"),
+)
+TRAININGS = "tests/gpu/test_gpu.py"
+LIGHTNING = "tests/gpu/test_lightning.py"
+STEPS = "benchmarks/steps_gpu.py"
+SELF = "benchmarks/gpu.py"
 PARTS = (
-    Part("streams", 40, (STEPS, "-k", "side_stream or future")),
-    Part("kernels", 120, ("tests/gpu/test_kernels.py", "tests/kernels", "tests/compress", "tests/comm")),
-    Part("nccl", 60, (NCCL, "-k", "nccl")),
-    Part("steps", 60, (STEPS, "-k", "waits_and_memory")),
+    Part("probe", 25, program=(SELF, "--do", "probe")),
+    Part("kernels", 120, KERNELS, shards=6),
+    Part("streams", 40, ("tests/gpu/test_streams.py",)),
+    Part("nccl", 60, (TRAININGS, "-k", "nccl"), needs_nccl=True),
+    Part("waits", 30, program=(STEPS, "waits")),
+    Part("memory", 30, program=(STEPS, "memory")),
     Part("speed", 90, program=("benchmarks/ops_gpu.py", "--repetitions", "10")),
-    Part("gloo", 50, (NCCL, "-k", "not nccl")),
-    Part("lightning", 60, ("tests/gpu/test_lightning.py",)),
+    Part("profile", 25, program=(STEPS, "profile")),
+    Part("memcheck", 30, program=(SELF, "--do", "kernels"), sanitizer="memcheck"),
+    Part("racecheck", 30, program=(SELF, "--do", "kernels"), sanitizer="racecheck"),
+    Part("lightning-nccl", 60, (LIGHTNING, "-k", "nccl"), shards=2, needs_nccl=True),
+    Part("lightning-gloo", 90, (LIGHTNING, TRAININGS, "-k", "not nccl"), shards=4),
 )
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What has become of a part: the exit status, None where the limit was reached, and the end of what it printed."""
+    """What has become of a part.
+
+    Attributes:
+        statuses: of its processes; None where the limit was reached. Empty if it is not possible here.
+        said: of the tests how many have passed, failed and so on, of a program the last line.
+        tails: the end of what each process has printed.
+    """
 
     name: str
-    status: int | None
+    statuses: list[int | None]
     seconds: float
-    command: list[str]
-    tail: list[str] = field(default_factory=list)
+    said: str
+    commands: list[list[str]] = field(default_factory=list)
+    tails: list[list[str]] = field(default_factory=list)
+
+    @property
+    def has_failed(self) -> bool:
+        return any(status != 0 for status in self.statuses)
 
     def __str__(self) -> str:
-        said = "passed" if self.status == 0 else "ended at its limit" if self.status is None else f"exit {self.status}"
-        return f"{self.name}: {said} in {self.seconds:.0f} s; {self.tail[-1] if self.tail else 'it printed nothing'}"
+        if not self.statuses:
+            return f"{self.name}: not possible here: {self.said}"
+        ends = {None: "ended at its limit", 0: "passed"}
+        worst = next((status for status in self.statuses if status != 0), 0)
+        return f"{self.name}: {ends.get(worst, f'exit {worst}')} in {self.seconds:.0f} s; {self.said}"
 
 
-def run(part: Part, out: Path, device: str) -> Outcome:
+def run(part: Part, out: Path, device: str, limit_s: float) -> Outcome:
     """Run a part, with all processes that it starts."""
-    command, started = part.command(out, device), time.monotonic()
-    with (out / f"{part.name}.log").open("w") as log:
-        process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
-        try:
-            status: int | None = process.wait(part.limit_s)
-        except subprocess.TimeoutExpired:
-            status = None
+    commands, started, logs = part.commands(out, device), time.monotonic(), [out / f"{n}.log" for n in part.names()]
+    # NVML counts devices without CUDA: a server that ranks are forked from must not have begun to use it.
+    environment = os.environ | {"PYTORCH_NVML_BASED_CUDA_CHECK": "1", "PYTHONUNBUFFERED": "1"}
+    environment |= {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"} if part.sanitizer else {}  # else it sees no borders
+    processes = []
+    for command, path in zip(commands, logs, strict=True):
+        with path.open("w") as log:
+            output = {"stdout": log, "stderr": subprocess.STDOUT, "start_new_session": True}
+            processes.append(subprocess.Popen(command, cwd=ROOT, env=environment, **output))  # type: ignore[call-overload]
+    statuses = [_end(process, started + limit_s) for process in processes]
+    if any(status == 0 for status in statuses):
+        statuses = [0 if status == NO_TESTS and part.tests else status for status in statuses]
+    lines = [[line for line in log.read_text(errors="replace").splitlines() if line.strip()] for log in logs]
+    ends = [each[-1] if each else "it printed nothing" for each in lines]
+    said = ends[0] if part.program else _counts(ends)
+    seconds = round(time.monotonic() - started, 1)
+    return Outcome(part.name, statuses, seconds, said, commands, [each[-20:] for each in lines])
+
+
+def _end(process: subprocess.Popen[bytes], deadline: float) -> int | None:
+    """Return the exit status of a process, None if it did not end in time; nothing that it has started is left."""
+    try:
+        return process.wait(max(0.0, deadline - time.monotonic()))
+    except subprocess.TimeoutExpired:
+        process.send_signal(signal.SIGINT)
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(GRACE_S)
+        return None
+    finally:
+        with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-    lines = [line for line in (out / f"{part.name}.log").read_text(errors="replace").splitlines() if line.strip()]
-    return Outcome(part.name, status, round(time.monotonic() - started, 1), command, lines[-20:])
+        process.wait()
+
+
+def _counts(ends: list[str]) -> str:
+    """Return the sums of what the last lines of pytest count."""
+    counts = Counter[str]()
+    for number, what in re.findall(r"(\d+) (passed|failed|skipped|error)", "\n".join(ends)):
+        counts[what] += int(number)
+    return ", ".join(f"{number} {what}" for what, number in counts.items()) or ends[0]
 
 
 def environment() -> dict[str, Any]:
-    """Return versions, and the device."""
-    import torch
-
+    """Return versions, and the device; asked in another process, because a device may be for one process at a time."""
     found: dict[str, Any] = {"python": platform.python_version(), "kernel": platform.release(), "cpus": os.cpu_count()}
     for package in PACKAGES:
         try:
             found[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
-            found[package] = None
-    if torch.cuda.is_available():
-        properties = torch.cuda.get_device_properties(0)
-        found |= {"gpu": properties.name, "memory": properties.total_memory, "devices": torch.cuda.device_count()}
-        found |= {"cuda": torch.version.cuda, "nccl": ".".join(map(str, torch.cuda.nccl.version()))}
-    return found
+            found[package] = "not installed"
+    query = ["nvidia-smi", "--query-gpu=driver_version,compute_mode,mig.mode.current", "--format=csv,noheader"]
+    try:
+        found["driver, compute mode, MIG"] = subprocess.run(query, capture_output=True, text=True).stdout.strip()
+    except OSError as error:
+        found["driver, compute mode, MIG"] = str(error)
+    device = subprocess.run([sys.executable, SELF, "--do", "device"], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    return found | json.loads(device.stdout.splitlines()[-1])
+
+
+# What runs in processes of its own -----------------------------------------------------------------------------------
+
+
+def describe_device() -> dict[str, Any]:
+    """Return what torch knows about the first device; nothing if there is none."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return {}
+    properties = torch.cuda.get_device_properties(0)
+    return {
+        "gpu": properties.name,
+        "memory": properties.total_memory,
+        "devices": torch.cuda.device_count(),
+        "cuda": torch.version.cuda,
+        "nccl": ".".join(map(str, torch.cuda.nccl.version())),
+    }
+
+
+def probe(device: str, out: Path) -> None:
+    """Sum over two ranks that share a device."""
+    store = out.with_suffix(".store")
+    store.unlink(missing_ok=True)
+    shared = [sys.executable, SELF, "--device", device, "--out", str(store), "--do"]
+    ranks = [subprocess.Popen([*shared, f"rank {rank}"]) for rank in (0, 1)]
+    statuses = [rank.wait() for rank in ranks]
+    if any(statuses):
+        raise SystemExit(f"The ranks have ended with {statuses}.")
+    print(f"two ranks share a device through {'NCCL' if device == 'cuda' else 'gloo: there is no NCCL on a CPU'}")
+
+
+def be_rank(rank: int, device: str, store: str) -> None:
+    """Sum over two ranks, as one of them."""
+    sys.path.insert(0, str(ROOT))
+    import torch
+    import torch.distributed as dist
+
+    from tests.gpu.problem import init_process_group
+
+    if device == "cuda":
+        init_process_group("nccl", store, rank, 2, is_bound=False)
+    else:
+        dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    ones = torch.ones(1, device=device)
+    dist.all_reduce(ones)
+    if float(ones) != 2.0:
+        raise SystemExit(f"The sum of two ones is {float(ones)}.")
+    dist.destroy_process_group()
+
+
+def run_kernels() -> None:
+    """Run each kernel on a tiny problem: what every training does before it starts."""
+    sys.path.insert(0, str(ROOT))
+    import torch
+
+    from lightning_lowbw.kernels import dispatch
+
+    if reason := dispatch.prepare(torch.device("cuda", 0)):
+        raise SystemExit(reason)
+    print("All kernels ran, and compute what plain torch does.")
 
 
 def main() -> None:
@@ -117,21 +267,43 @@ def main() -> None:
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     names = [part.name for part in PARTS]
     parser.add_argument("--parts", nargs="+", default=names, choices=names)
+    parser.add_argument("--do", default="", help="what runs in a process of its own")
     options = parser.parse_args()
-    results: dict[str, Any] = {"environment": environment(), "parts": []}
-    if options.device == "cuda" and "gpu" not in results["environment"]:
+    kind, _, rank = options.do.partition(" ")
+    if kind == "device":
+        print(json.dumps(describe_device()))
+    elif kind == "kernels":
+        run_kernels()
+    elif kind == "probe":
+        probe(options.device, options.out)
+    elif kind == "rank":
+        be_rank(int(rank), options.device, str(options.out))
+    else:
+        run_parts(options.out, options.device, options.parts)
+
+
+def run_parts(out: Path, device: str, names: list[str]) -> None:
+    """Run the parts of these names."""
+    found = environment()
+    print(", ".join(f"{name} {value}" for name, value in found.items()), flush=True)
+    if device == "cuda" and "gpu" not in found:
         raise SystemExit("There is no CUDA device: all parts would be left out. With --device cpu they are.")
-    options.out.mkdir(parents=True, exist_ok=True)
-    failed = []
-    for part in PARTS:
-        if part.name in options.parts:
-            outcome = run(part, options.out, options.device)
-            print(outcome, flush=True)
-            results["parts"].append(asdict(outcome))
-            (options.out / "gpu.json").write_text(json.dumps(results, indent=1) + "\n")
-            failed += [] if outcome.status == 0 else [part.name]
-    if failed:
-        raise SystemExit(f"Failed: {', '.join(failed)}; see {options.out}.")
+    out.mkdir(parents=True, exist_ok=True)
+    out, patience, outcomes, has_nccl = out.resolve(), 1 if device == "cuda" else PATIENCE, list[Outcome](), True
+    deadline = time.monotonic() + TOTAL_S * patience
+    for part in [part for part in PARTS if part.name in names]:
+        left_s = deadline - time.monotonic()
+        if reason := part.is_impossible(device, has_nccl) or ("no time is left" if left_s < GRACE_S else ""):
+            outcome = Outcome(part.name, [], 0.0, reason)
+        else:
+            outcome = run(part, out, device, min(part.limit_s * patience, left_s))
+        print(outcome, flush=True)
+        has_nccl = has_nccl and not (part.name == "probe" and outcome.has_failed)
+        outcomes.append(outcome)
+        results = {"environment": found, "parts": [asdict(each) for each in outcomes]}
+        (out / "gpu.json").write_text(json.dumps(results, indent=1) + "\n")
+    if failed := [outcome.name for outcome in outcomes if outcome.has_failed]:
+        raise SystemExit(f"Failed: {', '.join(failed)}; see {out}.")
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ those of a real step. Beside it stand the optimizer's own step, the copy of as m
 `torch.topk`, and PowerSGD's matmuls. All take turns, between CUDA events; medians. What does not fit into memory has no
 row. The exit status is 1 if a sparse step waits for the device more than once.
 
-Writes benchmarks/results/ops_gpu.json, a table, and a plot, anew after each size. Needs a CUDA device and Triton; on a
+Writes benchmarks/results/ops_gpu.json and a table anew after each row, and a plot. Needs a CUDA device and Triton; on a
 CPU (`--device cpu`) it shows only that it runs.
 """
 
@@ -23,8 +23,9 @@ import shlex
 import statistics
 import sys
 import time
+import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from math import prod
 from pathlib import Path
@@ -38,15 +39,17 @@ from torch.nn import Parameter
 from torch.optim import SGD, AdamW, Optimizer
 
 import lightning_lowbw
-from lightning_lowbw.comm.collectives import TensorWork
+from lightning_lowbw.comm.collectives import Collectives, TensorWork
 from lightning_lowbw.comm.peers import Peers
 from lightning_lowbw.kernels import dispatch
 from lightning_lowbw.presets import DGC
 from lightning_lowbw.sync import gradient as whole_gradients
 from lightning_lowbw.sync.gradient import GradientSync
+from lightning_lowbw.sync.status import Status
 
 RESULTS = Path(__file__).parent / "results"
 WIDTHS = {"25M": (512, 6), "100M": (1024, 6), "1B": (2048, 19)}  # of a decoder: width, and number of its layers
+WIDTHS["tiny"] = (16, 1)  # for a CPU
 NUM_TOKENS = 16_384
 # Read and written per parameter: gradient, velocity, residual; Adam's second moment. Float32.
 BYTES = {"SGD": 20, "AdamW": 28}
@@ -80,28 +83,49 @@ class Row:
         return statistics.median(self.ms)
 
 
-class Echo(Peers):
-    """Ranks that all send what this one does; nothing leaves the device.
-
-    Args:
-        num_ranks: how many.
-    """
+class EchoCollectives(Collectives):
+    """Ranks that all send what this one does; nothing leaves the device. A sum is left as it is: the first rank's."""
 
     num_ranks, rank = 0, 0  # type: ignore[assignment]
 
-    def __init__(self, num_ranks: int) -> None:
-        super().__init__()
-        self.num_ranks = num_ranks  # type: ignore[misc]
-
-    @property
-    def num_participants(self) -> int:
-        return self.num_ranks
-
     def begin_all_reduce_(self, tensor: Tensor, *, exact: bool = True) -> TensorWork:
-        return TensorWork(tensor.mul_(self.num_ranks))
+        return TensorWork(tensor)
 
-    def begin_gather(self, message: Tensor) -> Any:
-        return TensorWork(message.expand(1, self.num_ranks, -1).contiguous())
+    def all_reduce_(self, tensor: Tensor, op: Any = None) -> None:
+        pass
+
+    def broadcast_(self, tensor: Tensor) -> None:
+        pass
+
+    def begin_all_gather(self, message: Tensor, out: Tensor | None = None) -> TensorWork:
+        out = message.new_empty((self.num_ranks, message.numel())) if out is None else out
+        out.view(self.num_ranks, -1).copy_(message)
+        return TensorWork(out)
+
+    def all_gather(self, message: Tensor, out: Tensor | None = None) -> Tensor:
+        return self.begin_all_gather(message, out).wait()
+
+    def all_to_all(self, message: Tensor) -> Tensor:
+        return message.view(self.num_ranks, -1)[:1].repeat(self.num_ranks, 1).view(-1)
+
+
+def echo(num_ranks: int) -> Peers:
+    """Return peers that are echoes of this rank."""
+    peers = Peers()
+    peers._all = peers._between = collectives = EchoCollectives(None, peers.ledger)
+    collectives.num_ranks = num_ranks  # type: ignore[misc]
+    return peers
+
+
+def prepare(device: torch.device) -> None:
+    """Try the kernels, and let echoes pass for ranks."""
+    if device.type == "cuda" and not (torch.cuda.is_available() and dispatch.uses_triton(torch.device("cuda", 0))):
+        raise SystemExit("This measures a GPU: it needs a CUDA device that Triton supports, and Triton.")
+    if device.type == "cuda" and (reason := dispatch.prepare(torch.device("cuda", 0))):
+        raise SystemExit(reason)
+    torch.manual_seed(0)
+    whole_gradients.CHECK_EVERY_STEPS = sys.maxsize  # a checksum of the weights is not a part of most steps
+    Status.differences = lambda self: ("", "")  # type: ignore[method-assign]  # an echo has no mark of its own
 
 
 def decoder_shapes(width: int, num_layers: int) -> list[tuple[int, ...]]:
@@ -144,9 +168,7 @@ class Contest:
         gradients_of = [self.draw(*shape) for shape in self.shapes]
         optimizer = make_optimizer(kind, parameters)
         method = DGC(exchange="all_gather")
-        worker = GradientSync(method, optimizer, [(str(i), each) for i, each in enumerate(parameters)], Echo(num_ranks))
-
-        worker.step = 1  # at the first step the weights are compared, which `Echo` cannot answer
+        worker = GradientSync(method, optimizer, [(str(i), each) for i, each in enumerate(parameters)], echo(num_ranks))
 
         def refresh() -> None:
             for parameter, gradient in zip(parameters, gradients_of, strict=True):
@@ -225,25 +247,33 @@ def time_ms(step: Step, device: torch.device) -> float:
 
 
 def waits_of(step: Step, device: torch.device) -> list[str]:
-    """Take a step, and return where it has waited for the device."""
+    """Take a step, and return where it has waited for the device: each time the innermost of our functions."""
     if device.type == "cpu":
         step()
         return []
-    torch.cuda.set_sync_debug_mode("warn")
-    try:
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
+    waits: list[str] = []
+
+    def note(message: Any, *_: Any, **__: Any) -> None:
+        if "synchroniz" in str(message):
+            ours = [frame for frame in traceback.extract_stack() if "/lightning_lowbw/" in frame.filename]
+            waits.append(" < ".join(f"{Path(each.filename).name}:{each.lineno} {each.name}" for each in ours[:-5:-1]))
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.cuda.set_sync_debug_mode("warn")  # warns, too: that it does not see all waits
+        warnings.simplefilter("always")
+        warnings.showwarning = note
+        try:
             step()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    messages = [f"{each.message} ({Path(each.filename).name}:{each.lineno})" for each in caught]
-    return [message for message in messages if "synchroniz" in message]
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    return waits
 
 
-def measure(size: str, shapes: list[tuple[int, ...]], device: torch.device, repetitions: int) -> list[Row]:
-    """Return the rows of one size. In two rounds, so that a drift of the clock shows as a spread."""
-    contest, rows = Contest(shapes, device), {}
-    numel = sum(map(prod, shapes))
+def measure(size: str, device: torch.device, repetitions: int) -> Iterator[list[Row]]:
+    """Yield the rows of one size, after each that is new. In two rounds, so that a drift of the clock is a spread."""
+    shapes, rows = decoder_shapes(*WIDTHS[size]), dict[str, Row]()
+    contest, numel = Contest(shapes, device), sum(map(prod, shapes))
     for _ in range(2):
         for name, (limit, make) in contest.contestants().items():
             row = rows.setdefault(name, Row(size, numel, len(shapes), name, limit))
@@ -251,10 +281,15 @@ def measure(size: str, shapes: list[tuple[int, ...]], device: torch.device, repe
                 take(make(), row, device, repetitions)
             except torch.OutOfMemoryError as error:
                 print(f"{size}, {name}: {error}", file=sys.stderr)
-            gc.collect()
-            if device.type == "cuda":
-                torch.cuda.empty_cache()
-    return [row for row in rows.values() if row.ms]
+            release(device)
+            yield [row for row in rows.values() if row.ms]
+
+
+def release(device: torch.device) -> None:
+    """Give back what the last contestant had."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
 
 
 def take(step: Step, row: Row, device: torch.device, repetitions: int) -> None:
@@ -332,29 +367,32 @@ def main() -> None:
     """Measure and write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
-    parser.add_argument("--sizes", nargs="+", default=list(WIDTHS), choices=list(WIDTHS))
+    parser.add_argument("--sizes", nargs="+", choices=list(WIDTHS), help="all; on a CPU: tiny")
     parser.add_argument("--repetitions", type=int, default=20)
     parser.add_argument("--out", type=Path, default=RESULTS / "ops_gpu", help="of the results, without a suffix")
     options = parser.parse_args()
     device = torch.device(options.device)
-    if device.type == "cuda" and not (torch.cuda.is_available() and dispatch.uses_triton(torch.device("cuda", 0))):
-        raise SystemExit("This measures a GPU: it needs a CUDA device that Triton supports, and Triton.")
-    if device.type == "cuda" and (reason := dispatch.prepare(torch.device("cuda", 0))):
-        raise SystemExit(reason)
-    whole_gradients.CHECK_EVERY_STEPS = sys.maxsize  # a checksum of the weights is not a part of most steps
-    torch.manual_seed(0)
-    rows: list[Row] = []
+    prepare(device)
+    before: list[Row] = []
     environment = describe_environment(device)
-    for size in options.sizes:
-        rows += measure(size, decoder_shapes(*WIDTHS[size]), device, options.repetitions)
-        results = {"environment": environment, "command": shlex.join(sys.argv), "rows": [asdict(row) for row in rows]}
-        options.out.with_suffix(".json").write_text(json.dumps(results, indent=1) + "\n")
-        options.out.with_suffix(".md").write_text(to_markdown(environment, rows))
+    for size in options.sizes or sizes_for(device):
+        rows = before
+        for of_size in measure(size, device, options.repetitions):
+            rows = before + of_size
+            results = {"environment": environment, "command": shlex.join(sys.argv), "rows": [*map(asdict, rows)]}
+            options.out.with_suffix(".json").write_text(json.dumps(results, indent=1) + "\n")
+            options.out.with_suffix(".md").write_text(to_markdown(environment, rows))
         draw(rows, options.out.with_suffix(".png"))
-    print(to_markdown(environment, rows))
-    late = [f"{row.size}, {row.name}: {len(row.waits)} waits, {row.waits}" for row in rows if len(row.waits) > 1]
+        before = rows
+    print(to_markdown(environment, before))
+    late = [f"{row.size}, {row.name}: {len(row.waits)} waits, {row.waits}" for row in before if len(row.waits) > 1]
     if late:
         raise SystemExit("\n".join(["A step may wait for the device once:", *late]))
+
+
+def sizes_for(device: torch.device) -> list[str]:
+    """Return the sizes that are measured where none is asked for."""
+    return [size for size in WIDTHS if (size == "tiny") == (device.type == "cpu")]
 
 
 if __name__ == "__main__":

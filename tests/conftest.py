@@ -39,6 +39,7 @@ if hasattr(os, "SCHED_BATCH"):
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--shard", default="0/1", help="3/8: the fourth of eight parts of the tests")
     parser.addoption("--rewrite-golden", action="store_true", help="record the golden trajectories anew")
     parser.addoption("--rewrite-reliability", action="store_true", help="write docs/reliability.md anew")
 
@@ -57,9 +58,12 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         pytest.skip("needs a CUDA device")
 
 
+@pytest.hookimpl(trylast=True)  # of what `-m` and `-k` have left
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Begin with the files that take long, so that no worker of pytest-xdist is left alone with one at the end."""
     items.sort(key=lambda item: not str(item.path).endswith(LONG))
+    number, num_shards = map(int, config.getoption("--shard").split("/"))
+    items[:] = items[number::num_shards]
 
 
 def pytest_collection_finish() -> None:

@@ -1,4 +1,4 @@
-"""Several ranks on one device, through gloo, in a Trainer: each a node of its own. On a CPU, too, so that it runs."""
+"""Ranks in a Trainer, each a node of its own: on GPUs, or one that they share, through NCCL and gloo; and on a CPU."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_lowbw import DGC, DGCStrategy, LocalSGDStrategy, QuantizedGradients, Strategy
 from lightning_lowbw.comm.agreement import digest
-from tests.gpu.nearness import check_near
+from tests.gpu.problem import check_near, init_process_group
 from tests.ranks import run_ranks
 
 STEPS = 8
@@ -50,20 +50,20 @@ class Module(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9, weight_decay=1e-4)
 
 
-def fit(store: str, device: str, name: str, optimizer: str, precision: Any, clip: float | None) -> tuple[Any, ...]:
+def fit(store: str, backend: str, name: str, optimizer: str, precision: Any, clip: float | None) -> tuple[Any, ...]:
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     os.environ.update(LOCAL_RANK="0", LOCAL_WORLD_SIZE="1", GROUP_RANK=str(rank))
-    if device == "cuda":  # as Lightning does, which binds the process group to the device
+    is_cuda = backend != "cpu"
+    if is_cuda:  # as Lightning does, which binds the process group to the device
         dist.destroy_process_group()
-        options: dict[str, Any] = {"rank": rank, "world_size": num_ranks, "device_id": torch.device("cuda", 0)}
-        dist.init_process_group("gloo", init_method=f"file://{store}", **options)
+        init_process_group(backend, store, rank, num_ranks, is_bound=True)
     torch.manual_seed(0)
     model = Module(optimizer)
-    strategy = STRATEGIES[name](process_group_backend="gloo")
+    strategy = STRATEGIES[name](process_group_backend=backend if is_cuda else "gloo")
     trainer = pl.Trainer(
         strategy=strategy,
-        accelerator="gpu" if device == "cuda" else "cpu",
-        devices=1,
+        accelerator="gpu" if is_cuda else "cpu",
+        devices=[rank % torch.cuda.device_count()] if is_cuda else 1,
         num_nodes=num_ranks,
         precision=precision,
         gradient_clip_val=clip,
@@ -87,23 +87,25 @@ def check(results: list[tuple[Any, ...]]) -> list[torch.Tensor]:
     return results[0][3]
 
 
-ON_GPU = [pytest.param(optimizer, "cuda", marks=pytest.mark.gpu) for optimizer in ("SGD", "AdamW")]
+ON_GPU = [pytest.param(*each, marks=pytest.mark.gpu) for each in (("SGD", "nccl"), ("AdamW", "gloo"))]
 
 
-@pytest.mark.parametrize(("optimizer", "device"), [("SGD", "cpu"), *ON_GPU])
+@pytest.mark.parametrize(("optimizer", "backend"), [("SGD", "cpu"), *ON_GPU])
 @pytest.mark.parametrize("name", STRATEGIES)
-def test_strategies_exchange(name: str, optimizer: str, device: str, tmp_path: Path) -> None:
+def test_strategies_exchange(name: str, optimizer: str, backend: str, tmp_path: Path) -> None:
     num_ranks, clip = 4 if "levels" in name else 2, None if optimizer == "AdamW" else 1.0
     arguments = (name, optimizer, "32-true", clip)
-    weights = check(run_ranks(fit, num_ranks, str(tmp_path / "store"), device, *arguments))
-    if device == "cuda":
+    weights = check(run_ranks(fit, num_ranks, str(tmp_path / "store"), backend, *arguments))
+    if backend != "cpu":
         on_cpu = check(run_ranks(fit, num_ranks, "", "cpu", *arguments))
-        check_near(weights, on_cpu, rtol=1e-3, atol=1e-3, selects=name.startswith("dgc"))
+        check_near(weights, on_cpu, rtol=1e-3, atol=1e-3, selects=not name.startswith("local"))
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("precision", ["16-mixed", "bf16-mixed", "bf16-true"])
-@pytest.mark.parametrize("name", ["dgc", "int8", "local_sgd"])
-def test_precisions_exchange(name: str, precision: str, tmp_path: Path) -> None:
-    results = run_ranks(fit, 2, str(tmp_path / "store"), "cuda", name, "SGD", precision, 1.0)
+@pytest.mark.parametrize(
+    ("name", "backend"), [*((name, "nccl") for name in ("dgc", "int8", "local_sgd")), ("dgc", "gloo")]
+)
+def test_precisions_exchange(name: str, backend: str, precision: str, tmp_path: Path) -> None:
+    results = run_ranks(fit, 2, str(tmp_path / "store"), backend, name, "SGD", precision, 1.0)
     assert all(weights.isfinite().all() for weights in check(results))

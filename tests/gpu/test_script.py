@@ -5,32 +5,67 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 
-from benchmarks.gpu import PARTS, ROOT, Part, run
+import pytest
+
+from benchmarks import gpu, steps_gpu
+from benchmarks.gpu import PARTS, ROOT, Outcome, Part
+from lightning_lowbw.sync import gradient
+from lightning_lowbw.sync.status import Status
 
 
 def test_each_part_is_written_down(tmp_path: Path) -> None:
-    command = [sys.executable, "benchmarks/gpu.py", "--device", "cpu", "--parts", "streams", "--out", str(tmp_path)]
-    said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    assert said.startswith("streams: passed in ")
+    """A program, tests, and what a CPU has not; `benchmarks/gpu.py --device cpu` runs all parts, in some minutes."""
+    names = ["probe", "streams", "memcheck"]
+    command = [sys.executable, "benchmarks/gpu.py", "--device", "cpu", "--parts", *names, "--out", str(tmp_path)]
+    said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
+    ends = "passed in", "passed in", "not possible here"
+    for line, name, end in zip(said[1:], names, ends, strict=True):
+        assert line.startswith(f"{name}: {end}")
     written = json.loads((tmp_path / "gpu.json").read_text())
-    assert [each["name"] for each in written["parts"]] == ["streams"]
+    assert [each["name"] for each in written["parts"]] == names
     assert written["environment"]["torch"]
     assert 'skipped="' in (tmp_path / "streams.xml").read_text()
 
 
-def test_a_part_that_hangs_is_ended_with_what_it_has_started(tmp_path: Path) -> None:
-    child = f"import time, pathlib; time.sleep(4); pathlib.Path({str(tmp_path / 'alive')!r}).touch()"
+def test_a_part_that_hangs_is_ended_with_what_it_has_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also one that does not let itself be interrupted."""
+    monkeypatch.setattr(gpu, "GRACE_S", 0.2)
+    child = f"import time, pathlib; time.sleep(2.5); pathlib.Path({str(tmp_path / 'alive')!r}).touch()"
     program = tmp_path / "hangs.py"
-    lines = "import subprocess, sys", "print('begun', flush=True)", f"subprocess.run([sys.executable, '-c', {child!r}])"
-    program.write_text("\n".join(lines))
-    outcome = run(Part("hangs", 2, program=(str(program),)), tmp_path, "cpu")
-    assert outcome.status is None
+    program.write_text(
+        "import signal, subprocess, sys\nsignal.signal(signal.SIGINT, signal.SIG_IGN)\nprint('begun')\n"
+        f"subprocess.run([sys.executable, '-c', {child!r}])"
+    )
+    outcome = gpu.run(Part("hangs", 1, program=(str(program),)), tmp_path, "cpu", 1.5)
+    assert outcome.statuses == [None]
     assert str(outcome).startswith("hangs: ended at its limit in 2 s; begun")
+    time.sleep(1.5)
     assert not (tmp_path / "alive").exists()
 
 
-def test_all_parts_fit_into_the_time_of_a_machine_that_is_lent() -> None:
-    assert sum(part.limit_s for part in PARTS) <= 480
+@pytest.mark.parametrize("kind", steps_gpu.KINDS)
+def test_steps_of_all_methods(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for owner, name in ((Status, "differences"), (gradient, "CHECK_EVERY_STEPS")):  # replaced by the program
+        monkeypatch.setattr(owner, name, getattr(owner, name))
+    monkeypatch.setattr(sys, "argv", ["steps_gpu.py", kind, "--device", "cpu", "--out", str(tmp_path / kind)])
+    steps_gpu.main()
+    rows = json.loads((tmp_path / f"{kind}.json").read_text())["rows"]
+    assert rows
+    assert not any(row["failed"] for row in rows)
+
+
+def test_what_is_not_possible_does_not_fail() -> None:
+    part = Part("x", 1, ("tests",), needs_nccl=True)
+    assert not part.is_impossible("cuda", True)
+    outcome = Outcome("x", [], 0.0, part.is_impossible("cuda", False))
+    assert str(outcome).startswith("x: not possible here: the probe has found no NCCL")
+    assert not outcome.has_failed
+
+
+def test_all_parts_but_the_last_fit_into_their_time() -> None:
+    """Those that are at their limit leave the last ones what the others do not need."""
+    assert sum(part.limit_s for part in PARTS if "lightning" not in part.name) <= gpu.TOTAL_S
     assert len({part.name for part in PARTS}) == len(PARTS)

@@ -1,0 +1,248 @@
+"""What a step of each method waits for, holds in memory and launches on a GPU, with echoes for ranks (`ops_gpu`).
+
+    python benchmarks/steps_gpu.py waits      # where the host waits; more often than docs/launches.md says fails
+    python benchmarks/steps_gpu.py memory     # bytes per parameter at most, at 100M and 1B, beside their formulas
+    python benchmarks/steps_gpu.py profile    # three steps of dgc on ResNet-50: launches, idle time, time per kernel
+
+The results are written anew after each row. A CPU (`--device cpu`) takes the steps of a tiny model: it has no waits,
+and its allocator does not count. `make gpu` runs all three. `exchange="reduce_scatter"`, whose messages differ by the
+rank they are for, has no echo.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
+from math import prod
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+from torch.nn import Parameter
+from torch.optim import SGD
+
+from benchmarks.ops_gpu import (
+    RESULTS,
+    WIDTHS,
+    Step,
+    decoder_shapes,
+    describe_environment,
+    echo,
+    prepare,
+    release,
+    sizes_for,
+    waits_of,
+)
+from lightning_lowbw import DGC, LocalSGD, Method, PowerSGD, QuantizedGradients
+from lightning_lowbw.presets import preset
+from lightning_lowbw.sync.gradient import GradientSync
+from lightning_lowbw.sync.local import LocalSync
+from lightning_lowbw.sync.quantized import RANGE_OF_GPU
+from tests.shapes import resnet50_shapes
+
+NUM_RANKS, K_STEPS = 8, 2
+PER_ELEMENT = 12 + 2.5  # bytes of a decoded element, and of one in a message: bfloat16, and about 4 bits of position
+SLACK = 1.1, 0.25  # of a formula: times, and bytes per parameter
+STATE = 16  # bytes per parameter that are there before: weight, gradient, momentum, residual
+PROFILED_STEPS = 3
+
+
+def of_messages(numel: int, *, density: float, more: float = 0.0) -> float:
+    """Return what the messages of all ranks take, decoded at once; `more` than that: means or changes in float32."""
+    return more + NUM_RANKS * density * PER_ELEMENT
+
+
+def of_few_bits(numel: int, *, num_bytes: float) -> float:
+    """Return the message, what has been received, and float32 values of one range."""
+    return 2 * num_bytes + 3 * 4 * min(1.0, RANGE_OF_GPU / numel)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A method, and what a step of it may cost.
+
+    Attributes:
+        nbytes: per parameter, beyond what is there before the step, for a number of parameters; None: not measured.
+        waits: at most.
+    """
+
+    method: Method
+    nbytes: Callable[[int], float] | None = None
+    waits: int = 1
+    dtype: torch.dtype = torch.float32
+
+
+SPARSE = partial(DGC, exchange="all_gather")
+CASES = {
+    "dgc": Case(SPARSE(sparsity=[0.999]), partial(of_messages, density=0.001)),
+    "dgc at 25 %": Case(SPARSE(sparsity=[0.75]), partial(of_messages, density=0.25)),
+    "dgc, bf16-true": Case(SPARSE(sparsity=[0.999]), partial(of_messages, density=0.001, more=4), dtype=torch.bfloat16),
+    "int8": Case(QuantizedGradients("int8"), partial(of_few_bits, num_bytes=1 + 2 / 128)),
+    "int4": Case(QuantizedGradients("int4"), partial(of_few_bits, num_bytes=0.5 + 2 / 128)),
+    "bfloat16": Case(QuantizedGradients("bfloat16"), partial(of_few_bits, num_bytes=2)),
+    "powersgd": Case(PowerSGD(2)),
+    "local SGD, synchronous": Case(LocalSGD(K_STEPS, begin_step=1 << 20)),
+    "local SGD": Case(LocalSGD(K_STEPS, 0)),
+    "local SGD, hidden": Case(LocalSGD(K_STEPS, 0, delay_steps=1)),
+    "diloco": Case(LocalSGD(K_STEPS, 0, outer="nesterov")),
+    "sparse_loco": Case(preset("sparse_loco").replace(k_steps=K_STEPS), partial(of_messages, density=1 / 64, more=8)),
+}
+
+
+def make_step(case: Case, shapes: list[tuple[int, ...]], device: torch.device) -> Step:
+    """Return a step of plain SGD with momentum; its `refresh` draws gradients."""
+    parameters = [Parameter(torch.randn(shape, device=device).mul_(0.01).to(case.dtype)) for shape in shapes]
+    optimizer, named = SGD(parameters, lr=1e-3, momentum=0.9), [(str(i), each) for i, each in enumerate(parameters)]
+    peers, method = echo(NUM_RANKS), case.method
+    worker: Any = (
+        LocalSync(method, optimizer, named, peers, {})
+        if method.averages_weights
+        else GradientSync(method, optimizer, named, peers)
+    )
+
+    def refresh() -> None:
+        for parameter in parameters:
+            parameter.grad = torch.randn_like(parameter) if parameter.grad is None else parameter.grad.normal_()
+
+    def step() -> None:
+        with worker.stepping():
+            worker.list_gradients()
+            worker.exchange(applies=True)
+            optimizer.step()
+
+    step.refresh = refresh  # type: ignore[attr-defined]
+    return step
+
+
+def warmed_up(case: Case, shapes: list[tuple[int, ...]], device: torch.device) -> Step:
+    """Return a step after some others: those that compile, and allocate what is kept."""
+    step = make_step(case, shapes, device)
+    for _ in range(2 * K_STEPS):
+        step.refresh()  # type: ignore[attr-defined]
+        step()
+    return step
+
+
+def wait_rows(device: torch.device, sizes: list[str]) -> list[Callable[[], dict[str, Any]]]:
+    """Return what measures the waits of each method: of as many steps as lie between two averages."""
+
+    def measure(name: str, case: Case) -> dict[str, Any]:
+        step, waits = warmed_up(case, resnet50_shapes() if device.type == "cuda" else shapes_of("tiny"), device), []
+        for _ in range(K_STEPS if case.method.averages_weights and "synchronous" not in name else 1):
+            step.refresh()  # type: ignore[attr-defined]
+            waits += waits_of(step, device)
+        return {"name": name, "waits": waits, "allowed": case.waits, "failed": len(waits) > case.waits}
+
+    return [partial(measure, name, case) for name, case in CASES.items()]
+
+
+def shapes_of(size: str) -> list[tuple[int, ...]]:
+    return decoder_shapes(*WIDTHS[size])
+
+
+def memory_rows(device: torch.device, sizes: list[str]) -> list[Callable[[], dict[str, Any]]]:
+    """Return what measures the memory of each method with a formula, in units of bytes per parameter."""
+
+    def measure(size: str, name: str, case: Case) -> dict[str, Any]:
+        shapes = shapes_of(size)
+        numel = sum(map(prod, shapes))
+        assert case.nbytes is not None
+        formula = case.nbytes(numel)
+        row: dict[str, Any] = {"name": f"{name}, {size}", "parameters": numel, "formula": round(formula, 2)}
+        if device.type == "cpu":
+            warmed_up(case, shapes, device)()
+            return row | {"bytes": None, "failed": False}
+        if torch.cuda.mem_get_info()[0] < numel * (STATE + SLACK[0] * formula + SLACK[1]) * SLACK[0]:
+            return row | {"bytes": None, "no room": True, "failed": False}
+        step, most = warmed_up(case, shapes, device), 0
+        for _ in range(K_STEPS):
+            step.refresh()  # type: ignore[attr-defined]
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+            step()
+            most = max(most, torch.cuda.max_memory_allocated() - before)
+        return row | {
+            "bytes": round(most / numel, 2),
+            "failed": most / numel > SLACK[0] * formula + SLACK[1],
+        }
+
+    cases = [(name, case) for name, case in CASES.items() if case.nbytes]
+    return [partial(measure, size, name, case) for size in sizes for name, case in cases]
+
+
+def profile_rows(device: torch.device, sizes: list[str]) -> list[Callable[[], dict[str, Any]]]:
+    """Return what profiles steps of dgc on ResNet-50."""
+
+    def measure() -> dict[str, Any]:
+        from torch.autograd import DeviceType
+        from torch.profiler import ProfilerActivity, profile
+
+        step = warmed_up(CASES["dgc"], resnet50_shapes() if device.type == "cuda" else shapes_of("tiny"), device)
+        activities = [ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * (device.type == "cuda")]
+        step.refresh()  # type: ignore[attr-defined]
+        with profile(activities=activities) as profiler:
+            for _ in range(PROFILED_STEPS):
+                step.refresh()  # type: ignore[attr-defined]
+                with torch.profiler.record_function("the step"):
+                    step()
+            if device.type == "cuda":
+                torch.cuda.synchronize()
+        events = list(profiler.events() or ())
+        of_device = DeviceType.CUDA if device.type == "cuda" else DeviceType.CPU
+        on_device = [each for each in events if each.device_type == of_device and each.name != "the step"]
+        on_device.sort(key=lambda each: each.time_range.start)
+        time_us = Counter[str]()
+        for each in on_device:
+            time_us[each.name] += each.time_range.elapsed_us()
+        # After the one copy to the host the device has nothing to do until the host has read it.
+        pairs = pairwise(on_device)
+        idle_us = [b.time_range.start - a.time_range.end for a, b in pairs if "DtoH" in a.name]
+        launches = sum(each.name.startswith(("cudaLaunch", "cuLaunch")) for each in events)
+        return {
+            "name": "dgc, ResNet-50",
+            "steps": PROFILED_STEPS,
+            "launches per step, with those that draw gradients": round(launches / PROFILED_STEPS, 1),
+            "idle us after the control message": [round(each, 1) for each in idle_us],
+            "us per step by kernel": {name: round(us / PROFILED_STEPS, 2) for name, us in time_us.most_common()},
+            "failed": device.type == "cuda" and not launches,
+        }
+
+    return [measure]
+
+
+KINDS = {"waits": wait_rows, "memory": memory_rows, "profile": profile_rows}
+
+
+def main() -> None:
+    """Measure and write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("kind", choices=KINDS)
+    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
+    parser.add_argument("--out", type=Path, default=RESULTS / "steps_gpu", help="of the results, without a suffix")
+    options = parser.parse_args()
+    device = torch.device(options.device)
+    prepare(device)
+    results: dict[str, Any] = {"environment": describe_environment(device), "rows": []}
+    for measure in KINDS[options.kind](device, [size for size in sizes_for(device) if size != "25M"]):
+        results["rows"].append(measure())
+        print(json.dumps(results["rows"][-1]), flush=True)
+        options.out.with_suffix(".json").write_text(json.dumps(results, indent=1) + "\n")
+        release(device)
+    failed = [row["name"] for row in results["rows"] if row["failed"]]
+    of_cpu = ", on a CPU, which shows only that it runs" if device.type == "cpu" else ""
+    print(f"{len(results['rows'])} rows{of_cpu}; beyond what is documented: {', '.join(failed) or 'none'}")
+    if failed:
+        raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    main()
