@@ -33,6 +33,7 @@ PACKAGES = ("torch", "lightning", "triton", "numpy", "pytest", "lightning-lowbw"
 TOTAL_S = 480  # of all parts; the last has what is left
 PATIENCE = 4  # times longer are the limits on a CPU, which has other work
 GRACE_S = 4.0  # in which pytest writes what it has found until the limit
+SANITIZER = shutil.which("compute-sanitizer", path=f"{os.environ.get('PATH', '')}:/usr/local/cuda/bin")
 NO_TESTS = 5  # pytest's exit status: a shard may be empty
 
 
@@ -60,7 +61,7 @@ class Part:
     def commands(self, out: Path, device: str) -> list[list[str]]:
         """Return what is run, at the same time."""
         if self.program:
-            tool = ["compute-sanitizer", "--tool", self.sanitizer, "--error-exitcode", "9"] if self.sanitizer else []
+            tool = [SANITIZER or "", "--tool", self.sanitizer, "--error-exitcode", "9"] if self.sanitizer else []
             return [[*tool, sys.executable, *self.program, "--out", str(out / self.name), "--device", device]]
         options = ["-v", "-p", "no:cacheprovider", "-W", "default", "--continue-on-collection-errors", "-m", "gpu"]
         options += self.tests
@@ -79,7 +80,7 @@ class Part:
             return "the probe has found no NCCL between ranks that share a device"
         if self.sanitizer and device == "cpu":
             return "compute-sanitizer looks at a GPU"
-        if self.sanitizer and shutil.which("compute-sanitizer") is None:
+        if self.sanitizer and SANITIZER is None:
             return "compute-sanitizer is not installed"
         return "pytest is not installed" if self.tests and importlib.util.find_spec("pytest") is None else ""
 
@@ -140,8 +141,7 @@ class Outcome:
 def run(part: Part, out: Path, device: str, limit_s: float) -> Outcome:
     """Run a part, with all processes that it starts."""
     commands, started, logs = part.commands(out, device), time.monotonic(), [out / f"{n}.log" for n in part.names()]
-    # NVML counts devices without CUDA: a server that ranks are forked from must not have begun to use it.
-    environment = os.environ | {"PYTORCH_NVML_BASED_CUDA_CHECK": "1", "PYTHONUNBUFFERED": "1"}
+    environment = os.environ | {"PYTHONUNBUFFERED": "1"}
     environment |= {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"} if part.sanitizer else {}  # else it sees no borders
     processes = []
     for command, path in zip(commands, logs, strict=True):
@@ -189,13 +189,14 @@ def environment() -> dict[str, Any]:
             found[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
             found[package] = "not installed"
+    found["C compiler, which Triton needs"] = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
     query = ["nvidia-smi", "--query-gpu=driver_version,compute_mode,mig.mode.current", "--format=csv,noheader"]
     try:
         found["driver, compute mode, MIG"] = subprocess.run(query, capture_output=True, text=True).stdout.strip()
     except OSError as error:
         found["driver, compute mode, MIG"] = str(error)
     device = subprocess.run([sys.executable, SELF, "--do", "device"], cwd=ROOT, stdout=subprocess.PIPE, text=True)
-    return found | json.loads(device.stdout.splitlines()[-1])
+    return found | json.loads((device.stdout.splitlines() or ["{}"])[-1])
 
 
 # What runs in processes of its own -----------------------------------------------------------------------------------

@@ -197,22 +197,30 @@ def profile_rows(device: torch.device, sizes: list[str]) -> list[Callable[[], di
             if device.type == "cuda":
                 torch.cuda.synchronize()
         events = list(profiler.events() or ())
-        of_device = DeviceType.CUDA if device.type == "cuda" else DeviceType.CPU
-        on_device = [each for each in events if each.device_type == of_device and each.name != "the step"]
+        on_host = [each for each in events if each.device_type == DeviceType.CPU]
+        annotations = {each.name for each in on_host}  # some of which are shown on the device, too
+        on_device = [each for each in events if each.device_type == DeviceType.CUDA and each.name not in annotations]
         on_device.sort(key=lambda each: each.time_range.start)
+        steps = [each.time_range for each in on_host if each.name == "the step"]
         time_us = Counter[str]()
         for each in on_device:
             time_us[each.name] += each.time_range.elapsed_us()
         # After the one copy to the host the device has nothing to do until the host has read it.
         pairs = pairwise(on_device)
         idle_us = [b.time_range.start - a.time_range.end for a, b in pairs if "DtoH" in a.name]
-        launches = sum(each.name.startswith(("cudaLaunch", "cuLaunch")) for each in events)
+        launches = sum(
+            each.name.startswith(("cudaLaunch", "cuLaunch", "cudaMemcpy", "cudaMemset"))
+            and any(step.start <= each.time_range.start <= step.end for step in steps)
+            for each in on_host
+        )
         return {
             "name": "dgc, ResNet-50",
             "steps": PROFILED_STEPS,
-            "launches per step, with those that draw gradients": round(launches / PROFILED_STEPS, 1),
+            "launches and copies per step": round(launches / PROFILED_STEPS, 1),
             "idle us after the control message": [round(each, 1) for each in idle_us],
-            "us per step by kernel": {name: round(us / PROFILED_STEPS, 2) for name, us in time_us.most_common()},
+            "us per step by kernel, with those that draw gradients": {
+                name: round(us / PROFILED_STEPS, 2) for name, us in time_us.most_common()
+            },
             "failed": device.type == "cuda" and not launches,
         }
 

@@ -12,6 +12,8 @@ import importlib
 import importlib.metadata
 import os
 
+# The server must not use CUDA before it forks: torch asks NVML then whether there is a device.
+os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
 # Each Trainer looks for callbacks of other packages, through all that is installed: a seventh of a short fit.
 importlib.metadata.entry_points = functools.cache(importlib.metadata.entry_points)
 
