@@ -27,7 +27,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--inter", default="1gbit", help="rate of the links: 1gbit, 200mbit, unlimited; or one per node, with commas"
     )
-    parser.add_argument("--delay", type=float, default=0.0, metavar="MS", help="added to each packet sent (netem)")
+    parser.add_argument("--rtt", type=float, default=0.0, metavar="MS", help="round-trip time between two nodes")
     parser.add_argument(
         "--change",
         action="append",
@@ -53,7 +53,7 @@ def main(arguments: list[str] | None = None) -> int:
         changes = [_change(text) for text in options.change]
         if options.report is not None:
             _check_report(options.report)
-        with Network(rates, delay_ms=options.delay) as network:
+        with Network(rates, rtt_ms=options.rtt) as network:
             report = launch(
                 network,
                 command,

@@ -25,7 +25,7 @@ from pathlib import Path
 CLONE_NEWUSER, CLONE_NEWNET = 0x10000000, 0x40000000  # linux/sched.h
 POLL_S = 0.01
 PATIENCE_S = 10.0  # for processes that are ended; one in a system call that cannot be interrupted may take for ever
-PACKAGES = {"ip": "iproute2", "tc": "iproute2", "nsenter": "util-linux"}
+PACKAGES = {"ip": "iproute2", "tc": "iproute2", "bridge": "iproute2", "nsenter": "util-linux"}
 # Settings that keep ordinary users from making namespaces: the value that does, and the one that does not.
 SETTINGS = {
     "user.max_user_namespaces": ("0", "15000"),

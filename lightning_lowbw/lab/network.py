@@ -2,7 +2,8 @@
 
 Nothing of the host's own network is touched: the switch has a namespace of its own, and the addresses (10.213.0.0/24)
 exist only in there. The namespaces have no names: they belong to a process (`namespaces`), which removes everything
-when the lab ends. Root is not needed where the kernel has user namespaces.
+when the lab ends. Root is not needed where the kernel has user namespaces. With a round-trip time the switch sends what
+comes from a node through a process that holds it back (`relay`).
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
-from lightning_lowbw.lab import namespaces
+from lightning_lowbw.lab import namespaces, relay
 from lightning_lowbw.lab.namespaces import LabError
 
 INTERFACE = "eth0"  # of each node, inside its namespace
@@ -33,12 +34,14 @@ SENT_BYTES_COLUMN = 8  # behind the name: eight columns of what was received
 UNITS = {"bit": 1, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 
 # The bucket: what may pass at once after a pause. A large one would let a whole sparse message through for free; one
-# smaller than the 64 kB that the kernel hands over in one piece, or at 10 Gb/s than 0.4 ms of data, does not reach the
-# rate.
-MIN_BURST_BYTES = 64 * 1024
+# smaller than what the kernel hands over in one piece, 64 kB and 45 headers, has it cut into packets, with which a busy
+# machine reaches 50 to 75 % of 1 Gb/s; and at 10 Gb/s one smaller than 0.4 ms of data does not reach the rate.
+MIN_BURST_BYTES = 72 * 1024
 BURST_S = 0.4e-3
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 QUEUE_S = 0.1  # packets that wait longer are dropped, so that TCP slows down
+OWN_RTT_MS = 0.1  # at most, of the links without a relay, on an idle machine
+RELAY_QUEUE = 10_000  # frames that wait to be read by the relay; the kernel's 500 overflow at 10 Gb/s
 
 
 @dataclass(frozen=True)
@@ -91,21 +94,22 @@ class Network:
 
     Args:
         rates: of each node's link, in bit/s, both directions; None is unlimited.
-        delay_ms: added to every packet that a node sends; needs the kernel's netem.
+        rtt_ms: round-trip time between two nodes. The links alone take up to `OWN_RTT_MS`; above, a relay is started.
 
     Raises:
-        LabError: on entry, where namespaces or tc cannot be had (not Linux, forbidden, no iproute2, no netem).
+        LabError: on entry, where namespaces or tc cannot be had (not Linux, forbidden, no iproute2, no /dev/net/tun).
     """
 
-    def __init__(self, rates: Sequence[float | None], *, delay_ms: float = 0.0) -> None:
+    def __init__(self, rates: Sequence[float | None], *, rtt_ms: float = 0.0) -> None:
         if not 1 <= len(rates) <= MAX_NODES:
             raise LabError(f"{len(rates)} nodes: give 1 to {MAX_NODES}.")
-        if not 0 <= delay_ms < math.inf:
-            raise LabError(f"delay of {delay_ms} ms: give a number >= 0.")
+        if not 0 <= rtt_ms < math.inf:
+            raise LabError(f"round-trip time of {rtt_ms} ms: give a number >= 0.")
         self.rates = list(rates)
-        self.delay_ms = delay_ms
+        self.rtt_ms = rtt_ms
         self._owner: subprocess.Popen[str] | None = None
         self._namespaces: list[str] = []  # of the nodes and of the switch
+        self._relay: subprocess.Popen[str] | None = None
 
     @property
     def num_nodes(self) -> int:
@@ -144,15 +148,13 @@ class Network:
         """Change the rate of a node's link, both directions; takes effect at once."""
         self.rates[node] = rate
         for inside, interface in ((self.enter(node), INTERFACE), (self._enter(self._switch), f"node{node}")):
-            delays = self.delay_ms > 0 and interface == INTERFACE
-            parent = ["parent", "1:1"] if delays else ["root"]
             if rate is None:
                 # There may be none to delete.
-                subprocess.run([*inside, "tc", "qdisc", "del", "dev", interface, *parent], capture_output=True)
+                subprocess.run([*inside, "tc", "qdisc", "del", "dev", interface, "root"], capture_output=True)
                 continue
             burst = max(MIN_BURST_BYTES, int(rate / 8 * BURST_S))
             bucket = ["tbf", "rate", f"{int(rate)}bit", "burst", f"{burst}b", "latency", f"{QUEUE_S * 1e3:.0f}ms"]
-            _run(*inside, "tc", "qdisc", "replace", "dev", interface, *parent, *bucket)
+            _run(*inside, "tc", "qdisc", "replace", "dev", interface, "root", *bucket)
 
     def traffic(self, node: int) -> Traffic:
         """Return what has crossed a node's interface so far."""
@@ -192,33 +194,57 @@ class Network:
         switch = self._enter(self._switch)
         _run(*switch, "ip", "link", "add", "bridge", "type", "bridge")
         _run(*switch, "ip", "link", "set", "bridge", "up")
+        if self.rtt_ms > OWN_RTT_MS:
+            self._start_relay(switch)
         for node, rate in enumerate(self.rates):
             inside, port = self.enter(node), f"node{node}"
             peer = ["peer", "name", INTERFACE, "netns", self._namespaces[node]]
             _run(*switch, "ip", "link", "add", port, "type", "veth", *peer)
             _run(*switch, "ip", "link", "set", port, "master", "bridge", "up")
+            if self._relay is not None:
+                self._redirect(switch, port, inside)
             _run(*inside, "ip", "address", "add", f"{self.address(node)}/24", "dev", INTERFACE)
             _run(*inside, "ip", "link", "set", INTERFACE, "up")
             _run(*inside, "ip", "link", "set", "lo", "up")
-            if self.delay_ms > 0:
-                self._add_delay(inside)
             self.set_rate(node, rate)
 
-    def _add_delay(self, inside: Sequence[str]) -> None:
-        try:
-            netem = ["netem", "delay", f"{self.delay_ms}ms", "limit", "100000"]
-            _run(*inside, "tc", "qdisc", "add", "dev", INTERFACE, "root", "handle", "1:", *netem)
-        except LabError as error:
+    def _start_relay(self, switch: Sequence[str]) -> None:
+        delay_s = max(0.0, self.rtt_ms / 2e3 - relay.OWN_S)
+        self._relay = subprocess.Popen(
+            [*switch, sys.executable, "-I", "-S", relay.__file__, str(delay_s)],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        assert self._relay.stdout is not None
+        if not self._relay.stdout.readline():
+            reason = os.strerror(self._relay.wait())
             raise LabError(
-                f"A delay needs the kernel's network emulator, which this one does not offer ({error}). Load it with "
-                "'modprobe sch_netem', or leave the delay out."
-            ) from error
+                f"A round-trip time needs /dev/net/tun ({reason}). Load it with 'sudo modprobe tun', open it to users "
+                "with 'sudo chmod 666 /dev/net/tun', or leave the round-trip time out."
+            )
+        queue = ["txqueuelen", str(RELAY_QUEUE)]
+        _run(*switch, "ip", "link", "set", relay.DEVICE, *queue, "master", "bridge", "up")
+        # A frame that comes back from the relay says nothing about where its sender is.
+        _run(*switch, "ip", "link", "set", relay.DEVICE, "type", "bridge_slave", "learning", "off")
+
+    def _redirect(self, switch: Sequence[str], port: str, inside: Sequence[str]) -> None:
+        """Send what comes from a node into the relay, and what comes back from it for the node to the node alone."""
+        address = json.loads(_run(*inside, "ip", "-j", "link", "show", INTERFACE))[0]["address"]
+        _run(*switch, "bridge", "fdb", "replace", address, "dev", port, "master", "static")
+        _run(*switch, "tc", "qdisc", "add", "dev", port, "ingress")
+        all_frames = ["parent", "ffff:", "u32", "match", "u32", "0", "0"]
+        redirect = ["action", "mirred", "egress", "redirect", "dev", relay.DEVICE]
+        _run(*switch, "tc", "filter", "add", "dev", port, *all_frames, *redirect)
 
     def _tear_down(self) -> None:
         if self._owner is None:
             return
         with uninterrupted():
             self._owner.communicate("end\n")
+            if self._relay is not None:  # which the owner has ended
+                self._relay.communicate()
 
 
 @contextlib.contextmanager

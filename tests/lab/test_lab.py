@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -13,12 +15,14 @@ from pathlib import Path
 
 import pytest
 
-from lightning_lowbw.lab import LabError, Network, launch, parse_rate
+from lightning_lowbw.lab import LabError, Network, launch, parse_rate, relay
 from lightning_lowbw.lab.cli import main
 from tests.lab.namespaces import needs_lab
 from tests.programs import WITHOUT_LIGHTNING
 
 ROOT = Path(__file__).resolve().parents[2]
+HAS_TUN = os.access("/dev/net/tun", os.R_OK | os.W_OK)
+needs_tun = pytest.mark.skipif(not HAS_TUN, reason="/dev/net/tun is not there, or closed to this user")
 
 SENDER = """
 import os, socket, struct, sys, time
@@ -28,7 +32,7 @@ if os.environ["RANK"] == "1":
     connection, _ = server.accept()
     while connection.recv(1 << 20):
         pass
-else:
+elif os.environ["RANK"] == "0":
     for attempt in range(200):
         try:
             connection = socket.create_connection((os.environ["LAB_ADDRESS"], 5001))
@@ -40,8 +44,9 @@ else:
     connection.shutdown(socket.SHUT_WR)
     connection.recv(1)
     seconds = time.monotonic() - started
-    sent_again = struct.unpack_from("Q", connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 216), 208)[0]
-    print(8 * size / seconds, sent_again, flush=True)
+    info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 216)
+    sent_again, least_rtt_us = struct.unpack_from("Q", info, 208)[0], struct.unpack_from("I", info, 148)[0]
+    print(8 * size / seconds, sent_again, least_rtt_us, flush=True)
 """
 
 
@@ -52,20 +57,20 @@ def is_running(pid: int) -> bool:
     return False
 
 
-def owners(pid: int) -> list[int]:
-    """Return the processes that own the namespaces of a process's labs: other labs are none of our business."""
+def children(pid: int) -> list[int]:
+    """Return a lab's own processes, which own its namespaces and relay; other labs are none of our business."""
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             parent = int((folder / "stat").read_text().rsplit(")", 1)[1].split()[1])
-            if parent == pid and "lab/namespaces.py" in (folder / "cmdline").read_text():
+            if parent == pid and re.search(r"lab/(namespaces|relay)\.py", (folder / "cmdline").read_text()):
                 found.append(int(folder.name))
     return found
 
 
 def measure(network: Network, megabytes: float, *changes: tuple[float, float]) -> tuple[float, list[int]]:
-    """Send from node 0 to node 1; return the rate in bit/s, and the bytes that node 0 sent and node 1 received, and
-    those that TCP sent again (tcpi_bytes_retrans of Linux)."""
+    """Send from node 0 to node 1; return the rate in bit/s, and the bytes that node 0 sent and node 1 received, those
+    that TCP sent again (tcpi_bytes_retrans of Linux), and its shortest round trip in us (tcpi_min_rtt)."""
     with tempfile.TemporaryFile() as output:
         report = launch(
             network,
@@ -78,8 +83,8 @@ def measure(network: Network, megabytes: float, *changes: tuple[float, float]) -
         output.seek(0)
         text = output.read().decode()
     assert report.status == 0, text
-    rate, sent_again = text.split()
-    return float(rate), [report.traffic[0].sent_bytes, report.traffic[1].received_bytes, int(sent_again)]
+    rate, *by_tcp = text.split()
+    return float(rate), [report.traffic[0].sent_bytes, report.traffic[1].received_bytes, *map(int, by_tcp)]
 
 
 def test_rates() -> None:
@@ -98,7 +103,7 @@ def test_rates() -> None:
         (["--change", "nan:1gbit"], "--change nan:1gbit: give a time from 0 to"),
         (["--change", "1:quick"], "give SECONDS:RATE"),
         (["--nodes", "3", "--inter", "1gbit,1gbit"], "2 rates for 3 nodes; give one"),
-        (["--delay", "nan"], "delay of nan ms: give a number >= 0"),
+        (["--rtt", "nan"], "round-trip time of nan ms: give a number >= 0"),
         (["--report", "."], "--report .: this is a folder; give the name of a file"),
         (["--report", "no/such/folder/report.json"], "there is no such folder; make it first"),
     ],
@@ -130,7 +135,7 @@ class TestTheLab:
     @pytest.mark.parametrize(("rates", "megabytes"), [((1e9, 1e9), 60), ((1e8, 1e8), 12), ((1e9, 5e7), 5)])
     def test_the_link_of_the_slower_node_is_as_slow_as_asked(self, rates: tuple[float, ...], megabytes: float) -> None:
         with Network(rates) as network:
-            measured, (sent, received, sent_again) = measure(network, megabytes)
+            measured, (sent, received, sent_again, _) = measure(network, megabytes)
         assert 0.5 * min(rates) < measured < 1.05 * min(rates)  # a busy machine may be slower, never faster
         # The kernel's counters have the data, what TCP has sent again, and headers of at most 66 in 1514 bytes.
         assert 1e6 * megabytes <= sent < 1.06 * (1e6 * megabytes + sent_again)
@@ -176,7 +181,7 @@ class TestTheLab:
         )
         assert main(["--inter", "unlimited", "--", sys.executable, "-c", script]) == 3
         assert "rank 1, its last lines" not in capfd.readouterr().err or failing == 1
-        assert owners(os.getpid()) == []
+        assert children(os.getpid()) == []
 
     def test_a_timeout_ends_all_and_shows_them(self, capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
         path = tmp_path / "report.json"
@@ -186,16 +191,30 @@ class TestTheLab:
         assert "within 1 s" in shown.err
         assert "waiting as 1" in shown.err
         assert '"timed_out": true' in path.read_text()
-        assert owners(os.getpid()) == []
+        assert children(os.getpid()) == []
 
     def test_a_change_that_fails_ends_the_run(self) -> None:
         with Network([1e6]) as network, pytest.raises(LabError, match="could not be changed"):
             launch(network, ["sleep", "60"], changes=[(0.1, 0.1)])
 
-    def test_netem_is_there_or_refused(self, capfd: pytest.CaptureFixture[str]) -> None:
-        status = main(["--delay", "5", "--", "true"])
-        assert status == 0 or (status == 2 and "network emulator" in capfd.readouterr().err)
-        assert owners(os.getpid()) == []
+    @needs_tun
+    @pytest.mark.parametrize(("rate", "rtt_ms", "megabytes"), [(1e8, 50.0, 4), (1e9, 0.5, 40)])
+    def test_a_round_trip_time(self, rate: float, rtt_ms: float, megabytes: float) -> None:
+        with Network([rate] * 3, rtt_ms=rtt_ms) as network:
+            measured, (sent, received, _, least_rtt_us) = measure(network, megabytes)
+            third = network.traffic(2)
+        assert rtt_ms - 0.15 < least_rtt_us / 1e3 < rtt_ms + 2.0  # the relay and the processor take part of it
+        assert 0.3 * rate < measured < 1.05 * rate
+        assert received == pytest.approx(sent, rel=0.02)
+        assert third.received_bytes < 0.01 * sent
+
+    def test_a_round_trip_time_without_tun(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        refusing = tmp_path / "relay.py"
+        refusing.write_text(f"raise SystemExit({errno.EACCES})")
+        monkeypatch.setattr(relay, "__file__", str(refusing))
+        with pytest.raises(LabError, match=r"needs /dev/net/tun \(Permission denied\)"), Network([1e9], rtt_ms=5.0):
+            pass
+        assert children(os.getpid()) == []
 
     @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
     def test_nothing_is_left_behind(self, number: signal.Signals, tmp_path: Path) -> None:
@@ -210,8 +229,9 @@ class TestTheLab:
         handled = "" if number == signal.SIGKILL else f"import signal; signal.signal({int(number)}, {handler})"
         run = "from lightning_lowbw.lab.cli import main; sys.exit(main(sys.argv[1:]))"
         program = f"import sys\n{handled}\n{WITHOUT_LIGHTNING}\n{run}"
+        flags = ["--rtt", "5"] if HAS_TUN else []
         lab = subprocess.Popen(
-            [sys.executable, "-c", program, "--", sys.executable, "-c", script, str(marker)],
+            [sys.executable, "-c", program, *flags, "--", sys.executable, "-c", script, str(marker)],
             env={**os.environ, "PYTHONPATH": str(ROOT)},
             stderr=subprocess.PIPE,
             text=True,
@@ -221,13 +241,14 @@ class TestTheLab:
         while not all(file.exists() and file.read_text() for file in files) and time.monotonic() < deadline:
             time.sleep(0.05)
         pids = [int(pid) for file in files for pid in file.read_text().split()]
-        (owner,) = owners(lab.pid)
+        helpers = children(lab.pid)
+        assert len(helpers) == 1 + HAS_TUN
         lab.send_signal(number)
         _, message = lab.communicate(timeout=30)
         deadline = time.monotonic() + 10
-        while any(map(is_running, [*pids, owner])) and time.monotonic() < deadline:
+        while any(map(is_running, [*pids, *helpers])) and time.monotonic() < deadline:
             time.sleep(0.01)  # if it was killed, the owner of the namespaces cleans up after it
-        assert not any(map(is_running, [*pids, owner]))
+        assert not any(map(is_running, [*pids, *helpers]))
         if number != signal.SIGKILL:
             assert lab.returncode == 130
             assert "interrupted" in message
