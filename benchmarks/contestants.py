@@ -25,7 +25,7 @@ WARMUP_STEPS = 2  # PowerSGD's and local SGD's least; DDP rebuilds its buckets i
 
 # All replicas start from one seed, so DDP's broadcast of the model is left out: at 100 Mb/s it takes longer than the
 # steps that are measured. Buffers are left out for all alike; DGC does not broadcast them while it is sparse.
-COMMON: dict[str, Any] = {"init_sync": False, "broadcast_buffers": False}
+COMMON: dict[str, Any] = {"init_sync": False, "broadcast_buffers": False, "gradient_as_bucket_view": True}
 
 
 class HookStrategy(DDPStrategy):
@@ -138,4 +138,7 @@ TWO_LEVEL_LOCAL_SGD = Contestant(
 )
 # For nodes of several ranks.
 TWO_LEVEL = [ALONE, NO_COMMUNICATION, DDP, LEADER, SHARDED, DGC, TWO_LEVEL_DGC, LOCAL_SGD, TWO_LEVEL_LOCAL_SGD]
+# Where computation is emulated, so that few cores carry many ranks; flat, and for nodes of several ranks.
+EMULATED = [NO_COMMUNICATION, DDP, FP16, POWER_SGD[0], NARROW[0], DGC]
+EMULATED_TWO_LEVEL = [NO_COMMUNICATION, DDP, FP16, SHARDED, TWO_LEVEL_DGC]
 BY_NAME = {contestant.name: contestant for contestant in (*ALL, *TWO_LEVEL)}

@@ -23,11 +23,17 @@ from lightning_lowbw.lab import Network, launch
 from lightning_lowbw.schedules.every_step import EveryStep
 
 RESULTS = Path(__file__).with_name("results")
-LAB = "network namespaces, token bucket filter in both directions, no added delay"
+LAB = "network namespaces, token bucket filter in both directions"
 
 
 def run_in_lab(
-    rates: Sequence[float | None], command: Sequence[str], *, job: Any = None, what: str = "", **options: Any
+    rates: Sequence[float | None],
+    command: Sequence[str],
+    *,
+    job: Any = None,
+    what: str = "",
+    rtt_ms: float = 0.0,
+    **options: Any,
 ) -> Any:
     """Start a Python script on every node of the lab; return what rank 0 has written.
 
@@ -36,12 +42,13 @@ def run_in_lab(
         command: the script and its arguments. The path of the JSON file that rank 0 is to write is appended.
         job: for the ranks; the path of a JSON file with it comes before that of the result.
         what: is measured, for the message of a failure.
+        rtt_ms: round-trip time between two nodes.
         **options: of `lightning_lowbw.lab.launch`.
 
     Raises:
         SystemExit: a rank failed.
     """
-    with tempfile.TemporaryDirectory() as folder, Network(rates) as network:
+    with tempfile.TemporaryDirectory() as folder, Network(rates, rtt_ms=rtt_ms) as network:
         written = Path(folder) / "written.json"
         paths = [str(written)]
         if job is not None:

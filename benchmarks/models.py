@@ -1,11 +1,16 @@
 """The models that are timed: sizes of real ones, random data, so that nothing but the step is measured.
 
-And two that are trained on the zoo's data for what they reach: a small ResNet, and GPT-2 as `transformers` builds it.
+One only waits as long as a GPU would compute. And two that are trained on the zoo's data for what they reach: a small
+ResNet, and GPT-2 as `transformers` builds it.
 """
 
 from __future__ import annotations
 
+import math
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
@@ -63,6 +68,73 @@ def small_resnet() -> nn.Module:
     layers: list[nn.Module] = [nn.Conv2d(1, 32, 3, 1, 1, bias=False), nn.BatchNorm2d(32), nn.ReLU()]
     layers += [Residual(32, 32, 1), Residual(32, 64, 2), Residual(64, 128, 2)]
     return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(128, 10))
+
+
+Shapes = Sequence[tuple[int, ...]]
+
+
+def resnet50_layers() -> list[Shapes]:
+    """The parameters of ResNet-50 for 1000 classes by layer: 25.6 million (He et al., arXiv 1512.03385, table 1)."""
+
+    def normed(num_out: int, num_in: int, size: int) -> list[Shapes]:
+        return [[(num_out, num_in, size, size)], [(num_out,), (num_out,)]]
+
+    layers, num_in = normed(64, 3, 7), 64
+    for width, num_blocks in ((64, 3), (128, 4), (256, 6), (512, 3)):
+        for block in range(num_blocks):
+            layers += normed(width, num_in, 1) + normed(width, width, 3) + normed(4 * width, width, 1)
+            layers += normed(4 * width, num_in, 1) if block == 0 else []
+            num_in = 4 * width
+    return [*layers, [(1000, num_in), (1000,)]]
+
+
+class Emulated(nn.Module):
+    """A model that waits instead of computing, a third of the time forward, the rest evenly in the backward of layers.
+
+    Gradients are noise of the right shapes, another one in each step. The device's clock goes on while the host works,
+    as with a GPU: what DDP does between two layers takes no time unless it takes longer than the layer.
+    """
+
+    def __init__(self, layers: Sequence[Shapes], compute_s: float) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.ParameterList(torch.randn(shape) / math.sqrt(math.prod(shape[1:])) for shape in shapes)
+            for shapes in layers
+        )
+        largest = max(parameter.numel() for parameter in self.parameters())
+        self.noise = torch.randn(largest + (1 << 20)) / math.sqrt(largest)
+        self.compute_s, self.due_s = compute_s, 0.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.due_s = time.perf_counter()
+        self.wait(self.compute_s / 3)
+        for layer in self.layers:
+            x = EmulatedLayer.apply(x, self, *layer)
+        return x
+
+    def wait(self, seconds: float) -> None:
+        """Wait until the device has computed for so long since what it did last."""
+        self.due_s += seconds
+        time.sleep(max(0.0, self.due_s - time.perf_counter()))
+
+    def gradient(self, shape: torch.Size) -> Tensor:
+        """Return noise, from another place each time."""
+        begin = int(torch.randint(1 << 20, ()))
+        return self.noise[begin : begin + shape.numel()].view(shape)
+
+
+class EmulatedLayer(torch.autograd.Function):
+    """A layer of `Emulated`: hands on its input, and knows its gradients after a while."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, model: Emulated, *parameters: Tensor) -> Tensor:
+        ctx.model, ctx.shapes = model, [parameter.shape for parameter in parameters]
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        ctx.model.wait(ctx.model.compute_s * 2 / 3 / len(ctx.model.layers))
+        return (*gradients, None, *(ctx.model.gradient(shape) for shape in ctx.shapes))
 
 
 class GPT2(nn.Module):
@@ -135,7 +207,7 @@ class Workload:
     """
 
     name: str
-    make: object
+    make: Callable[[], nn.Module]
     batch: int
     input_shape: tuple[int, ...]
     num_classes: int
@@ -150,7 +222,7 @@ class Timed(pl.LightningModule):
         super().__init__()
         torch.manual_seed(0)  # the same replica everywhere
         self.workload = workload
-        self.network = workload.make()  # type: ignore[operator]
+        self.network = workload.make()
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
         inputs, targets = batch
@@ -159,8 +231,8 @@ class Timed(pl.LightningModule):
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         if self.workload.optimizer == "adamw":
-            return torch.optim.AdamW(self.parameters(), lr=1e-4)
-        return torch.optim.SGD(self.parameters(), lr=1e-3, momentum=0.9, weight_decay=1e-4)
+            return torch.optim.AdamW(self.parameters(), lr=1e-4, fused=True)
+        return torch.optim.SGD(self.parameters(), lr=1e-3, momentum=0.9, weight_decay=1e-4, fused=True)
 
 
 NUM_BATCHES = 16  # of one alone the gradient hardly changes, and all of Adam's steps are of one size
@@ -195,5 +267,7 @@ WORKLOADS = {
         Workload("resnet18-11M", resnet18, 8, (3, 32, 32), 10),
         Workload("transformer-10M", transformer_10m, 4, (64,), 256, is_text=True),
         Workload("transformer-10M-adamw", transformer_10m, 4, (64,), 256, is_text=True, optimizer="adamw"),
+        # A batch of 64 takes an A100 about this long in 32-bit floats; one rank per GPU.
+        Workload("resnet50-emulated", lambda: Emulated(resnet50_layers(), compute_s=0.15), 1, (1000,), 1000),
     )
 }

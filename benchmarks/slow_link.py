@@ -48,6 +48,8 @@ class Cell:
         step_s: mean seconds per step of each repetition.
         interface_bytes: sent by node 0 per step, by the kernel, headers included.
         formula_bytes: what the volume formulas say for it, where there are any.
+        rtt_ms: the round-trip time that the lab was asked for.
+        predicted_add_s: seconds that `lightning_lowbw.plan` expects an exchange to add to a step; None if not asked.
     """
 
     workload: str
@@ -58,6 +60,8 @@ class Cell:
     interface_bytes: list[float] = field(default_factory=list)
     formula_bytes: float | None = None
     ranks_per_node: int = 1
+    rtt_ms: float = 0.0
+    predicted_add_s: float | None = None
 
     @property
     def median_s(self) -> float:
@@ -79,6 +83,8 @@ def run_cells(
     repetitions: int,
     batch: int | None = None,
     ranks_per_node: int = 1,
+    rtt_ms: float = 0.0,
+    predicts: bool = False,
 ) -> list[Cell]:
     """Measure all contestants on one link; they take turns within one group of processes."""
     parameters = Timed(WORKLOADS[workload]).parameters()
@@ -90,6 +96,7 @@ def run_cells(
         "batch": batch,
         "threads": max(1, (os.cpu_count() or 1) // num_ranks),
         "repetitions": repetitions,
+        "predicts": predicts,
         "contestants": [
             {"name": each.name, "num_steps": num_steps(each, dense_bytes, bits_per_s, 0.4)} for each in contestants
         ],
@@ -100,6 +107,7 @@ def run_cells(
         job=job,
         what=f"{workload}, {num_nodes} nodes, {rate}",
         ranks_per_node=ranks_per_node,
+        rtt_ms=rtt_ms,
         timeout_s=3600.0,
     )
     cells = []
@@ -122,6 +130,8 @@ def run_cells(
                 [record["interface_bytes"] for record in mine],
                 by_formula,
                 ranks_per_node,
+                rtt_ms,
+                mine[0]["predicted_add_s"],
             )
         )
     return cells
