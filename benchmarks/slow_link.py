@@ -49,7 +49,6 @@ class Cell:
         interface_bytes: sent by node 0 per step, by the kernel, headers included.
         formula_bytes: what the volume formulas say for it, where there are any.
         rtt_ms: the round-trip time that the lab was asked for.
-        predicted_add_s: seconds that `lightning_lowbw.plan` expects an exchange to add to a step; None if not asked.
     """
 
     workload: str
@@ -61,7 +60,6 @@ class Cell:
     formula_bytes: float | None = None
     ranks_per_node: int = 1
     rtt_ms: float = 0.0
-    predicted_add_s: float | None = None
 
     @property
     def median_s(self) -> float:
@@ -84,7 +82,6 @@ def run_cells(
     batch: int | None = None,
     ranks_per_node: int = 1,
     rtt_ms: float = 0.0,
-    predicts: bool = False,
 ) -> list[Cell]:
     """Measure all contestants on one link; they take turns within one group of processes."""
     parameters = Timed(WORKLOADS[workload]).parameters()
@@ -96,7 +93,6 @@ def run_cells(
         "batch": batch,
         "threads": max(1, (os.cpu_count() or 1) // num_ranks),
         "repetitions": repetitions,
-        "predicts": predicts,
         "contestants": [
             {"name": each.name, "num_steps": num_steps(each, dense_bytes, bits_per_s, 0.4)} for each in contestants
         ],
@@ -131,7 +127,6 @@ def run_cells(
                 by_formula,
                 ranks_per_node,
                 rtt_ms,
-                mine[0]["predicted_add_s"],
             )
         )
     return cells

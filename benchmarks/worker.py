@@ -27,15 +27,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.contestants import BY_NAME, Contestant
 from benchmarks.models import WORKLOADS, Timed, Workload, loader
-from lightning_lowbw import DGC, plan
-from lightning_lowbw.comm.agreement import gather
-from lightning_lowbw.comm.link import Link
-from lightning_lowbw.comm.peers import Peers
-from lightning_lowbw.compress.top_k import TopK
 from lightning_lowbw.kernels import dispatch
 from lightning_lowbw.lab.network import INTERFACE, read_sent_bytes
 from lightning_lowbw.strategies.base import SETTLE_S
-from lightning_lowbw.strategies.checks import numels_of
 from lightning_lowbw.strategies.strategy import Strategy
 
 
@@ -98,21 +92,6 @@ def measure(contestant: Contestant, workload: Workload, num_steps: int) -> dict[
     return {"step_s": window.step_s, "interface_bytes": window.sent_bytes, "ledger_bytes": ledger_bytes}
 
 
-def predict(workload: Workload) -> dict[str, float]:
-    """Return the seconds that the planner expects an exchange to add to a step, by the contestant's name.
-
-    Collective: all ranks. It measures as `strategy="lowbw"` does after its first steps.
-    """
-    model, method = Timed(workload), DGC(sparsity=[0.999])
-    assert isinstance(method.what, TopK)
-    named, peers = list(model.named_parameters()), Peers()
-    numels = numels_of([method.make_synchronizer(model.configure_optimizers(), named, peers)])
-    nothing = plan.Measured(0.0, 0.0, {}, Link(0.0, math.inf))
-    here = plan.measure(method.what, ("int8", "dgc"), numels, peers, torch.device("cpu"), nothing)
-    slowest = plan.slowest(gather(here, "times of exchanges"))
-    return {"int8": slowest.exchange_s["int8"], "dgc": slowest.exchange_s[plan.DENSITIES[0]]}
-
-
 def main() -> None:
     """Read the job, measure, write the records."""
     job = json.loads(Path(sys.argv[1]).read_text())
@@ -124,13 +103,11 @@ def main() -> None:
     workload = WORKLOADS[job["workload"]]
     if job["batch"] is not None:
         workload = dataclasses.replace(workload, batch=job["batch"])
-    predicted = predict(workload) if job["predicts"] else {}
     records = []
     for repetition in range(job["repetitions"]):
         for entry in job["contestants"]:
             contestant = BY_NAME[entry["name"]]
             record = measure(contestant, workload, entry["num_steps"])
-            record["predicted_add_s"] = predicted.get(contestant.name)
             records.append({"method": contestant.name, "repetition": repetition, **entry, **record})
             if os.environ["RANK"] == "0":
                 Path(sys.argv[2]).write_text(json.dumps(records))
