@@ -16,9 +16,8 @@ from lightning_lowbw.method import Method
 from lightning_lowbw.presets import DGC_SPARSITY, LocalSGD
 from lightning_lowbw.schedules.every_k import EveryK
 from lightning_lowbw.schedules.every_step import AUTO, EveryStep, as_stairs
-from lightning_lowbw.strategies import ShardedStrategy, Strategy, steps_per_epoch_of
-
-OF_PACKAGE = (Strategy, ShardedStrategy)  # their twins for the other Lightning are known as subclasses
+from lightning_lowbw.strategies import steps_per_epoch_of
+from lightning_lowbw.strategies.base import BaseStrategy
 
 
 @names_arguments
@@ -178,9 +177,9 @@ def _check_epochs(**epochs: float | None) -> None:
             raise ConfigurationError(f"{name}={value!r}: give a number of epochs, >= 0.")
 
 
-def _strategy_of(trainer: pl.Trainer, takes: Callable[[Method], bool], needs: str) -> Strategy | ShardedStrategy:
+def _strategy_of(trainer: pl.Trainer, takes: Callable[[Method], bool], needs: str) -> BaseStrategy:
     strategy = trainer.strategy
-    if isinstance(strategy, OF_PACKAGE) and takes(strategy.method):
+    if isinstance(strategy, BaseStrategy) and takes(strategy.method):
         return strategy
-    shown = repr(strategy) if isinstance(strategy, OF_PACKAGE) else type(strategy).__name__
+    shown = repr(strategy) if isinstance(strategy, BaseStrategy) else type(strategy).__name__
     raise ConfigurationError(f"{needs}; the strategy is {shown}. Use another strategy, or leave out the callback.")

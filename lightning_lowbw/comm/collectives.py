@@ -77,6 +77,11 @@ class TrafficLedger:
         """Return the bytes sent there, and those of a dense exchange."""
         return (self.inter_bytes, self.dense_inter_bytes) if has_levels else (self.sent_bytes, self.dense_bytes)
 
+    def since(self, earlier: TrafficLedger) -> TrafficLedger:
+        """Return the traffic after an earlier copy of this ledger."""
+        names = [each.name for each in fields(self) if each.compare]
+        return TrafficLedger(**{name: getattr(self, name) - getattr(earlier, name) for name in names})
+
     @contextmanager
     def waiting(self, device: torch.device) -> Iterator[None]:
         """Add the time of a blocking collective on tensors of `device`. Does not synchronise the host with a GPU."""

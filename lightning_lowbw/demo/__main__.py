@@ -31,8 +31,8 @@ import torch.distributed as dist
 from lightning.pytorch import Callback, Trainer, seed_everything
 from lightning.pytorch import __version__ as lightning_version
 
-from lightning_lowbw.callbacks.traffic_monitor import TrafficMonitor
 from lightning_lowbw.lab import LabError, Network, launch, parse_rate, read_sent_bytes
+from lightning_lowbw.strategies.traffic_monitor import TrafficMonitor
 from lightning_lowbw.zoo import DigitsClassifier, DigitsData
 
 # One rank ------------------------------------------------------------------------------------------------------------

@@ -41,6 +41,7 @@ class AutoChoice:
     Attributes:
         chosen: what has been chosen in place of "auto"; None before that.
         is_timing: whether steps are timed now; then the host waits for a CUDA device after backward.
+        dense_s: seconds of a dense step, measured before the choice; None until then, and in a fit that resumes one.
     """
 
     def __init__(self, names: Sequence[str]) -> None:
@@ -51,6 +52,7 @@ class AutoChoice:
         """Forget the last fit."""
         self.chosen: Candidate | None = None
         self.is_timing = False
+        self.dense_s: float | None = None
         self._optimizer: Optimizer | None = None  # whose steps are timed
         self._last: tuple[float, float] | None = None  # the clock, and the seconds waited so far
         self._times: list[tuple[float, float]] = []  # seconds of a step, and those without what was waited
@@ -142,6 +144,7 @@ class AutoChoice:
         assert isinstance(given.what, TopK)
         timed, ends = zip(*gather((medians(self._times), self._end), "times of steps"), strict=True)
         measured = slowest(timed)
+        self.dense_s = measured.dense_s
         run = Run(worker.step, min(ends), given.when.pretrained, isinstance(worker.optimizer, (Adam, AdamW)))
         why = why_dense(measured, run, given.when.budget)
         if why is None:
@@ -155,11 +158,17 @@ class AutoChoice:
         rank_zero_info(f"{type(trainer.strategy).__name__}: {sentence}.")
         return found
 
+    @property
+    def mean_s(self) -> float | None:
+        """Seconds of a step after the choice and the warm-up; None where too few have been timed."""
+        return self._seconds / self._num_steps if self._num_steps >= LEAST_STEPS else None
+
     def end_training(self, strategy: str) -> None:
         """Log it if steps have taken much longer or shorter than predicted."""
-        if self.chosen is None or self._num_steps < LEAST_STEPS:
+        seconds = self.mean_s
+        if self.chosen is None or seconds is None:
             return
-        seconds, predicted_s = self._seconds / self._num_steps, self.chosen.last_s
+        predicted_s = self.chosen.last_s
         if max(seconds / predicted_s, predicted_s / seconds) > WRONG:
             rank_zero_info(
                 f"{strategy}: a step took {ms(seconds)}, and {ms(predicted_s)} was predicted when {self.chosen.name} "

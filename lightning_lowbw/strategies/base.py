@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_lowbw.comm.agreement import agree, gather
+from lightning_lowbw.comm.collectives import TrafficLedger
 from lightning_lowbw.errors import ConfigurationError
 from lightning_lowbw.method import Method
 from lightning_lowbw.namespaces import PACKAGES, package_of, twins
@@ -79,10 +80,12 @@ class BaseStrategy(ParallelStrategy):
 
     Attributes:
         method: the configuration; see `reconfigure`.
+        ledger: the traffic of this rank since the start of the fit.
         signals: SIGTERM and SLURM's, deferred from before the sanity check on.
     """
 
     method: Method
+    ledger: TrafficLedger
     _workers: dict[int, Synchronizer]  # by id of the optimizer
     _options: dict[str, Any]  # of the constructor; "resume" is one
     _is_torn_down = False  # the Trainer has handled what ended it

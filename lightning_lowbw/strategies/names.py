@@ -71,6 +71,8 @@ class DGCStrategy(Strategy):
         >>> trainer = Trainer(strategy=strategy, accelerator="cpu", devices=2, logger=False, barebones=True)
     """
 
+    _reports = True
+
     @shows(STRATEGY_KEYWORDS)
     def __init__(
         self,
@@ -285,7 +287,7 @@ class AutoStrategy(Strategy):
         >>> trainer = Trainer(strategy=strategy, accelerator="cpu", devices=2, logger=False, barebones=True)
     """
 
-    _candidates = tuple(CANDIDATES)
+    _candidates, _reports = tuple(CANDIDATES), True
 
     @shows(STRATEGY_KEYWORDS)
     def __init__(

@@ -45,6 +45,7 @@ from lightning_lowbw.strategies.gradient_hook import GradientHook, Reduction
 from lightning_lowbw.strategies.keywords import DDP_KEYWORDS, Needs, asked_of_buffers, given_keywords, shows
 from lightning_lowbw.strategies.shared_buffers import SharedBuffers, choose_buffers
 from lightning_lowbw.strategies.step_hooks import clips_before_exchange
+from lightning_lowbw.strategies.traffic_monitor import bring_monitor
 from lightning_lowbw.strategies.uneven import Uneven
 from lightning_lowbw.sync.checks import plain_values
 from lightning_lowbw.sync.gradient import GradientSync
@@ -81,6 +82,7 @@ class Strategy(CheckpointedStrategy, DDPStrategy):
     """
 
     _candidates: Sequence[str] = OF_AUTO  # of what is chosen in place of "auto"
+    _reports = False  # whether it brings a TrafficMonitor
 
     @shows(DDP_KEYWORDS)
     def __init__(
@@ -157,6 +159,8 @@ class Strategy(CheckpointedStrategy, DDPStrategy):
             self._guard.watch(self.optimizers)
             self._begin_checkpoints()
             self._clipping.install(self.precision_plugin, self.worker_of, self._check_clipping)
+            if self._reports:
+                bring_monitor(trainer)
             if self.world_size == 1:
                 rank_zero_warn(
                     f"{type(self).__name__} with one rank: there is no other rank to communicate with, so this trains "

@@ -60,7 +60,7 @@ BELOW: dict[str, set[str]] = {
     "callbacks": {"method", "presets", "strategies", *METHOD_PARTS},
     "zoo": set(),
     "lab": {"errors", "comm"},
-    "demo": {"callbacks", "lab", "strategies", "zoo"},
+    "demo": {"lab", "strategies", "zoo"},
 }
 # What each folder may not import, of others' packages.
 FOREIGN: dict[str, set[str]] = {
