@@ -27,6 +27,7 @@ from lightning_lowbw.strategies import (
     Strategy,
     register,
 )
+from lightning_lowbw.strategies.names import NAMES, OF_SHARDS
 from lightning_lowbw.strategies.traffic_monitor import TrafficMonitor
 from lightning_lowbw.sync.exchange import Whole
 from lightning_lowbw.sync.low_rank import LowRank
@@ -66,7 +67,18 @@ __all__ = [
     "Where",
     "Whole",
     "merge_states",
+    "names",
 ]
+
+
+def names() -> list[str]:
+    """Return the names for `Trainer(strategy=...)`, without endings.
+
+    Those without `_fsdp` take `_hierarchical`, for two levels ("hierarchical" has them), and then the endings of
+    Lightning's "ddp", such as `_spawn`.
+    """
+    return sorted([*NAMES, *(f"{base}_fsdp" for base in OF_SHARDS)])
+
 
 register()
 namespaces.connect(callbacks=(AveragingSchedule, SparsityWarmup, TrafficMonitor))

@@ -213,6 +213,7 @@ def test_what_is_exported() -> None:
         "Where",
         "Whole",
         "merge_states",
+        "names",
     ]
     for name in lightning_lowbw.__all__:
         assert getattr(lightning_lowbw, name).__name__ == name
@@ -278,6 +279,8 @@ SEARCHES = {"": None, "_find_unused_parameters_true": True, "_find_unused_parame
 def test_strategies_are_known_by_name() -> None:
     ours = [name for name, entry in StrategyRegistry.items() if entry["strategy"].__module__.startswith(PACKAGE)]
     assert sorted(ours) == sorted([*map("".join, itertools.product(NAMES, START_METHODS, SEARCHES)), *OF_SHARDS])
+    endings = ("_hierarchical", "_spawn", "_fork", "_notebook", "_true", "_false")
+    assert lightning_lowbw.names() == sorted(name for name in ours if not name.endswith(endings))
     assert not [name for name in NAMES if "ddp" in name or name != name.lower()]  # Lightning has ways with "ddp"
     for name, start, search in itertools.product(NAMES, START_METHODS, SEARCHES):
         strategy = StrategyRegistry.get(name + start + search)
