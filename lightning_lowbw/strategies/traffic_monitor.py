@@ -77,7 +77,7 @@ class TrafficMonitor(Callback):
     """
 
     def __init__(self, *, prog_bar: bool = True, report: str | None = None) -> None:
-        if report is not None and Path(report).suffix not in PICTURES:
+        if report is not None and Path(str(report)).suffix not in PICTURES:
             raise ConfigurationError(f"report={report!r}: give a file that ends in {', '.join(PICTURES)}.")
         if report is not None and find_spec("matplotlib") is None:
             raise ConfigurationError(
