@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 from pathlib import Path
 
 import pytest
@@ -47,3 +48,14 @@ def test_examples_run(name: str, tmp_path: Path) -> None:
             pytest.skip(f"needs {package}")
     run_example(name, tmp_path)
     assert not list(tmp_path.iterdir()), "an example leaves nothing behind"
+
+
+def test_the_notebook_runs(tmp_path: Path) -> None:
+    cells = json.loads((EXAMPLES / "quick_start.ipynb").read_text())["cells"]
+    lines = [line for cell in cells if cell["cell_type"] == "code" for line in [*cell["source"], "\n"]]
+    code = "".join(line for line in lines if not line.startswith("%"))  # pip
+    (tmp_path / "notebook.py").write_text(code.replace("max_epochs=10", "max_epochs=3"))
+    shown = run_script(tmp_path, str(tmp_path / "notebook.py")).splitlines()
+    ddp, dgc = (next(line for line in shown if line.startswith(name)) for name in ("ddp:", "dgc:"))
+    sent_kb = [int(line.split()[4].replace(",", "")) for line in (ddp, dgc)]
+    assert sent_kb[0] > 4 * sent_kb[1]
