@@ -49,9 +49,12 @@ def upload(numbers: Iterable[Any], dtype: torch.dtype, device: torch.device) -> 
 
 
 def download(numbers: Tensor) -> Callable[[], list[float]]:
-    """Begin to copy numbers to the host; what is returned waits for that, and not for what is launched afterwards."""
+    """Begin to copy numbers to the host; what is returned waits for that, and not for what is launched afterwards.
+
+    It keeps the numbers alone, not the memory that they are a view of: until they are read, that may take a step.
+    """
     if numbers.device.type != "cuda":
-        return numbers.tolist
+        return numbers.clone().tolist
     copied, arrived = numbers.to("cpu", non_blocking=True), torch.cuda.Event()  # into pinned memory
     arrived.record(torch.cuda.current_stream(numbers.device))
 

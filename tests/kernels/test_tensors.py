@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_lowbw.kernels.tensors import NUM_SAMPLED, copy_all_, differences, relative_distance
+from lightning_lowbw.kernels.tensors import NUM_SAMPLED, copy_all_, differences, download, relative_distance
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.float16)
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -73,3 +73,10 @@ def test_the_distance_is_that_of_all_elements_or_of_a_sample(device: str, numel:
     apart = sum(scale * (mine - mean).square().sum() for mine, mean, scale in pairs)
     norm = sum(scale * mean.square().sum() for _, mean, scale in pairs)
     torch.testing.assert_close(relative_distance(own, means).double(), (apart / norm).sqrt(), rtol=1e-5, atol=0.0)
+
+
+def test_numbers_that_wait_to_be_read_keep_no_bucket() -> None:
+    bucket = torch.arange(1000.0)
+    read: Any = download(bucket[-2:])
+    assert read.__self__.untyped_storage().nbytes() == 2 * 4
+    assert read() == [998.0, 999.0]
