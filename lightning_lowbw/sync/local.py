@@ -686,8 +686,12 @@ class LocalSync(Synchronizer):
         with torch.inference_mode(False), torch.no_grad():  # tensors made here outlive an evaluation
             if self.is_consensus:
                 self.check_late_faults()
-            else:
+                return
+            try:
                 self._show_mean()
+            except BaseException:  # a rank is lost, and the means of some buckets are in the model already
+                self.hide_consensus()
+                raise
 
     def _show_mean(self) -> None:
         parameters, changes = self._unequal(), self._buffer_changes()

@@ -36,6 +36,8 @@ from lightning_lowbw.compress.codec import VALUE_NAMES
 from lightning_lowbw.compress.quantization import QUANTIZED_NAMES
 from lightning_lowbw.compress.top_k import Compression
 from lightning_lowbw.sync import exchange as exchanges
+from lightning_lowbw.sync.exchange import DenseMean, PendingWhole
+from lightning_lowbw.sync.local import LocalSync
 from tests.local_oracle import mean_of
 from tests.ranks import run_ranks
 from tests.sync.problem import FLAT, NODES, Nodes, Parameters, backward, each, make_parameters, message_of
@@ -478,6 +480,38 @@ def test_ranks_out_of_step_or_with_other_weights_are_found_out() -> None:
             assert "batch: rank 0 has 300, rank 1 has 300, rank 2 has 300, rank 3 has 301" in str(message)
     for message in run_ranks(train_with_weights_that_differ, 2):
         assert "the weights differ between the ranks" in str(message)
+
+
+def lose_a_rank_while_the_consensus_is_shown() -> tuple[str | None, bool, bool]:
+    # Of two types, and so in two buckets.
+    parameters = {"weight": Parameter(torch.ones(4)), "bias": Parameter(torch.ones(3, dtype=torch.float64))}
+    optimizer, buffers = SGD(parameters.values(), lr=0.1), {"seen": torch.ones(2)}
+    worker = LocalSGD(4, 0).attach(optimizer, parameters.items(), named_buffers=buffers)
+    assert isinstance(worker, LocalSync)
+    for tensor in [*parameters.values(), *buffers.values()]:
+        tensor.grad = torch.full_like(tensor, dist.get_rank() + 1.0)
+    optimizer.step()
+    buffers["seen"] += dist.get_rank()
+    own, begun, wait = digest([*parameters.values(), *buffers.values()]), [], PendingWhole.wait
+
+    def fail_in_the_second(pending: PendingWhole) -> tuple[DenseMean, Tensor]:
+        begun.append(pending.names)
+        if len(begun) == 2:
+            raise RuntimeError("gloo: a peer has gone")
+        return wait(pending)
+
+    PendingWhole.wait = fail_in_the_second  # type: ignore[method-assign]
+    said = message_of(worker.show_consensus, RuntimeError)
+    is_own = digest([*parameters.values(), *buffers.values()]) == own
+    PendingWhole.wait = wait  # type: ignore[method-assign]
+    with worker.consensus():
+        is_mean = all(each.allclose(torch.full_like(each, 0.85)) for each in parameters.values())
+    return said, is_own, is_mean and digest([*parameters.values(), *buffers.values()]) == own
+
+
+def test_a_consensus_that_arrives_in_part_leaves_each_rank_its_own_weights() -> None:
+    """A checkpoint that the exception's handler saves would have some tensors of one model, and some of another."""
+    assert run_ranks(lose_a_rank_while_the_consensus_is_shown, 2) == [("gloo: a peer has gone", True, True)] * 2
 
 
 # What is refused in a step --------------------------------------------------------------------------------------------
