@@ -34,6 +34,7 @@ from omegaconf import DictConfig, OmegaConf
 
 import lightning_lowbw  # noqa: F401  registers the strategy names, so that strategy="dgc" works in any configuration
 from lightning_lowbw import check
+from lightning_lowbw.arguments import check_one_of
 from lightning_lowbw.plan import Run
 from lightning_lowbw.planner import CLUSTER, Plan, make_cluster, shapes_of
 
@@ -162,7 +163,8 @@ def show_plan(config: DictConfig) -> None:
     shapes = shapes_of(int(config.parameters))
     if config.model._target_ is not None:
         shapes = [tuple(each.shape) for each in instantiate(config.model).parameters() if each.requires_grad]
-    run = Run(0, config.steps, config.pretrained, is_adam=config.optimizer in ("adam", "adamw"))
+    check_one_of("optimizer", config.optimizer, ("sgd", "adam", "adamw"))
+    run = Run(0, config.steps, config.pretrained, is_adam=config.optimizer != "sgd")
     planned = Plan(shapes, make_cluster(numbers), config.step_s, run)
     sys.stdout.write(planned.text())
     if config.curves is not None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_lowbw import plan
-from lightning_lowbw.arguments import is_number
+from lightning_lowbw.arguments import is_count, is_number
 from lightning_lowbw.comm.link import Link
 from lightning_lowbw.compress.top_k import TopK
 from lightning_lowbw.errors import ConfigurationError
@@ -28,6 +28,7 @@ CURVES = ("ddp", FP16_DDP, "int8", "int4", "powersgd", "dgc", "local_sgd", "spar
 MAX_NODES = 1024
 # As in conf/plan.yaml.
 CLUSTER = ("nodes", "ranks_per_node", "gbit_per_s", "latency_ms", "inside_gbit_per_s", "memory_gbyte_per_s", "overlap")
+COUNTS = CLUSTER[:2]
 
 
 @dataclass(frozen=True)
@@ -143,9 +144,13 @@ def make_cluster(numbers: Mapping[str, Any]) -> Cluster:
         ConfigurationError: one is out of range.
     """
     for name in CLUSTER:
-        is_free = name in ("latency_ms", "overlap")
-        if not is_number(numbers[name]) or numbers[name] < 0 or not (numbers[name] or is_free):
-            raise ConfigurationError(f"{name}={numbers[name]!r}: give a number {'>=' if is_free else '>'} 0.")
+        value, is_free = numbers[name], name in ("latency_ms", "overlap")
+        if name in COUNTS and not is_count(value):
+            raise ConfigurationError(f"{name}={value!r}: give an integer >= 1.")
+        if not is_number(value) or value < 0 or not (value or is_free):
+            raise ConfigurationError(f"{name}={value!r}: give a number {'>=' if is_free else '>'} 0.")
+    if numbers["overlap"] > 1:
+        raise ConfigurationError(f"overlap={numbers['overlap']!r}: give a share of a step, from 0 to 1.")
     inside = replace(plan.FAST, bandwidth_bytes_per_s=numbers["inside_gbit_per_s"] / 8e-9)
     link = Link(numbers["latency_ms"] * 1e-3, numbers["gbit_per_s"] / 8e-9)
     nodes, memory_bytes_per_s = (numbers["nodes"], numbers["ranks_per_node"]), numbers["memory_gbyte_per_s"] * 1e9

@@ -129,10 +129,25 @@ def test_the_fp16_hook_is_enough_where_nothing_else_is_faster() -> None:
     assert "stay with ddp, as DDPStrategy(ddp_comm_hook" in plan.text()
 
 
-@pytest.mark.parametrize("change", [{"nodes": 0}, {"gbit_per_s": 0}, {"latency_ms": -1.0}, {"overlap": "half"}])
+OUT_OF_RANGE: list[dict[str, Any]] = [
+    {"nodes": 0},
+    {"nodes": 2.5},
+    {"gbit_per_s": 0},
+    {"latency_ms": -1.0},
+    {"overlap": "half"},
+    {"overlap": 50},  # percent
+]
+
+
+@pytest.mark.parametrize("change", OUT_OF_RANGE)
 def test_numbers_out_of_range(change: dict[str, Any]) -> None:
     with pytest.raises(ConfigurationError, match=next(iter(change))):
         make_cluster({**NUMBERS, **change})
+
+
+def test_an_optimizer_that_is_not_known_is_no_sgd() -> None:
+    with pytest.raises(ConfigurationError, match="optimizer='admw': choose one of sgd, adam, adamw"):
+        cli.show_plan(OmegaConf.merge(OmegaConf.load(ROOT / "conf/plan.yaml"), {"optimizer": "admw"}))
 
 
 def test_what_would_be_slow_is_named() -> None:
