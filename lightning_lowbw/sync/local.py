@@ -264,7 +264,7 @@ class LocalSync(Synchronizer):
             if self.reduces_in_node and mine:
                 average_gradients_(mine, [], self.peers.node, self.device)
             return
-        self._read_status()
+        before = self._read_status()
         own_batch = [0.0] * self.peers.num_ranks
         # Negative if this rank's data have ended.
         own_batch[self.peers.rank] = float(self.batch % EXACT) * (-1.0 if self.has_ended else 1.0)
@@ -274,18 +274,27 @@ class LocalSync(Synchronizer):
         # The epoch ends with this step if the data of all ranks have: a rank whose own have not need not wait.
         self.all_have_ended = self.has_ended and max(self._unread[1]()[-self.peers.num_ranks :]) < 0
         if self.phase.is_local(self.when, self.step + 1):  # a local step has no status
-            self._read_status()
+            self._read_status(before)
 
-    def _read_status(self) -> None:
-        """Read what the ranks have said in the last synchronous step."""
+    def _read_status(self, before: int = 0) -> int:
+        """Read what the ranks have said in the last synchronous step.
+
+        Args:
+            before: requests that have been read in this step already; who made them does not repeat them.
+
+        Returns:
+            Their requests.
+        """
         if self._unread is None:
-            return
+            return 0
         num_stop, num_save, _, *batches = self._unread[1]()
         self._note_decay()
         self._unread = None
         if len(set(map(abs, batches))) > 1:
             raise_at_other_batches(self.batch, self.step, self.peers.group)
-        self.agree_on(requests_of(num_stop, num_save))
+        requests = requests_of(num_stop, num_save)
+        self.agree_on(before | requests)
+        return requests
 
     def _note_decay(self) -> None:
         """Begin the local steps after the coming one, if the learning rate had fallen in the last synchronous one."""

@@ -256,13 +256,14 @@ def test_the_first_decay_of_the_learning_rate_begins_the_local_phase_on_all_rank
     assert first == second == [False] * 6 + [True] * 2  # told in the step after it
 
 
-def ask_in_synchronous_steps() -> tuple[list[tuple[bool, bool]], str | None]:
+def ask_in_synchronous_steps(stops: int, saves: int) -> tuple[list[tuple[bool, bool]], str | None]:
     parameters = make_parameters({"a": (3,)})
     worker = LocalSGD(8, 4).attach(torch.optim.SGD(parameters.values(), lr=0.1), parameters.items())
     agreed = []
     for step in range(4):
         if dist.get_rank() == 1:
-            worker.stop_requested, worker.save_requested = step == 1, step == 3
+            worker.stop_requested = step == stops
+            worker.save_requested = worker.save_requested or step == saves  # until all have heard of it
         backward(parameters, step)
         worker.optimizer.step()
         agreed.append((worker.stop_agreed, worker.save_agreed))
@@ -273,9 +274,10 @@ def ask_in_synchronous_steps() -> tuple[list[tuple[bool, bool]], str | None]:
 
 
 def test_a_synchronous_step_tells_in_the_next_one_what_the_ranks_have_said_and_the_last_one_at_once() -> None:
-    for agreed, message in run_ranks(ask_in_synchronous_steps, 2):
-        assert agreed == [(False, False), (False, False), (True, False), (False, True)]
-        assert "left out optimizer.step()" in str(message)
+    for last, one_before in run_ranks(each, 2, ask_in_synchronous_steps, [(1, 3), (0, 2)]):
+        assert last[0] == [(False, False), (False, False), (True, False), (False, True)]
+        assert one_before[0] == [(False, False), (True, False), (False, False), (False, True)]
+        assert "left out optimizer.step()" in str(last[1])
 
 
 def meet_a_sparse_gradient() -> Tensor:
