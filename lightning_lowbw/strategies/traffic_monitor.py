@@ -32,8 +32,8 @@ PICTURES = (".png", ".pdf", ".svg")
 class TrafficMonitor(Callback):
     """Log this rank's traffic of each training step, and report that of rank 0 at the end, without a collective.
 
-    It waits for a GPU only where the norm of the residual is read. `lowbw` and `dgc` bring one to rank 0, unless there
-    is one already, or `Trainer(enable_progress_bar=False)` asks for quiet.
+    It waits for a GPU only where the norm of the residual is read. `lowbw` and `dgc` bring one to rank 0 that reports
+    and logs nothing, unless there is one already, or `Trainer(enable_progress_bar=False)` asks for quiet.
 
     The report is a table and a sentence, of the steps of this fit. What is not known is left out: the time of DDP if
     "auto" has not measured dense steps in this fit; waits of stock DDP, and of dense steps on CUDA. Seconds per step
@@ -84,7 +84,7 @@ class TrafficMonitor(Callback):
                 f"report={report!r} is drawn with matplotlib, which is not installed: pip install "
                 "'lightning-lowbw[demo]', or leave out report; the table and the sentence do not need it."
             )
-        self.prog_bar, self.report = prog_bar, report
+        self.prog_bar, self.report, self._logs = prog_bar, report, True
         self._begin(TrafficLedger())
 
     def _begin(self, ledger: TrafficLedger) -> None:
@@ -120,6 +120,8 @@ class TrafficMonitor(Callback):
         if self.report is not None:
             self._bytes.append(now.sent_bytes - last.sent_bytes)
             self._seconds.append(seconds)
+        if not self._logs:
+            return
         shown = {"traffic/bytes_sent": float(now.sent_bytes - last.sent_bytes)}
         # In the last step; validation may have sent something, too.
         replicas = strategy.replicas if isinstance(strategy, BaseStrategy) else []
@@ -163,10 +165,13 @@ class TrafficMonitor(Callback):
 def bring_monitor(trainer: pl.Trainer) -> None:
     """Give the Trainer a monitor, on rank 0, unless it has one or is to be quiet.
 
-    The last of the callbacks: a progress bar has ended its line when the report is printed.
+    It logs nothing: a metric that only rank 0 has would hang code that reduces all of them over ranks. It is the last of
+    the callbacks: a progress bar has ended its line when the report is printed.
     """
     if trainer.is_global_zero and trainer.progress_bar_callback and not callbacks_of(trainer, TrafficMonitor):
-        trainer.callbacks.append(TrafficMonitor(prog_bar=False))  # type: ignore[attr-defined]  # set by a connector
+        monitor = TrafficMonitor()
+        monitor._logs = False
+        trainer.callbacks.append(monitor)  # type: ignore[attr-defined]  # set by a connector
 
 
 def _read(trainer: pl.Trainer) -> TrafficLedger:

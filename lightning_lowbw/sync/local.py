@@ -775,10 +775,11 @@ class LocalSync(Synchronizer):
         Collective: all ranks, blocking; see `show_consensus`, also for what it raises.
 
         Raises:
-            DisagreementError: on all ranks; a rank has taken another number of steps, or nothing has been averaged and
-                it has other weights.
+            DisagreementError: on all ranks; a rank has taken another number of steps, was at another batch in the last
+                one, or nothing has been averaged and it has other weights.
         """
         agree("end of the training", {"worker.step": self.step}, self.peers.group)
+        self._read_status()
         was_consensus = self.is_consensus
         self.show_consensus()
         self.own, self._shown = None, {}

@@ -173,6 +173,9 @@ def reports() -> None:
             assert ("times as fast as DDP on this link." in sentences[0]) == (name == "lowbw")
     lines, _ = report_of("dgc")  # without a progress bar
     assert not lines
+    logged = Logged()
+    report_of("dgc", enable_progress_bar=True, callbacks=[logged])
+    assert not any(logged.rows), "metrics of rank 0 alone, which nobody has asked for"
 
 
 def test_a_fit_ends_with_one_report_by_rank_0_of_what_is_in_the_ledger() -> None:

@@ -256,7 +256,7 @@ def test_the_first_decay_of_the_learning_rate_begins_the_local_phase_on_all_rank
     assert first == second == [False] * 6 + [True] * 2  # told in the step after it
 
 
-def ask_in_synchronous_steps(stops: int, saves: int) -> tuple[list[tuple[bool, bool]], str | None]:
+def ask_in_synchronous_steps(stops: int, saves: int) -> tuple[list[tuple[bool, bool]], list[str | None]]:
     parameters = make_parameters({"a": (3,)})
     worker = LocalSGD(8, 4).attach(torch.optim.SGD(parameters.values(), lr=0.1), parameters.items())
     agreed = []
@@ -267,17 +267,20 @@ def ask_in_synchronous_steps(stops: int, saves: int) -> tuple[list[tuple[bool, b
         backward(parameters, step)
         worker.optimizer.step()
         agreed.append((worker.stop_agreed, worker.save_agreed))
-    worker = LocalSGD(8, 4).attach(torch.optim.SGD(parameters.values(), lr=0.1), parameters.items())
-    worker.batch = dist.get_rank()  # one has left out a step
-    worker.optimizer.step()
-    return agreed, message_of(worker.optimizer.step, DisagreementError)
+    told = []
+    for ends in (False, True):
+        worker = LocalSGD(8, 4).attach(torch.optim.SGD(parameters.values(), lr=0.1), parameters.items())
+        worker.batch = dist.get_rank()  # one has left out a step
+        worker.optimizer.step()
+        told.append(message_of(worker.finish if ends else worker.optimizer.step, DisagreementError))
+    return agreed, told
 
 
 def test_a_synchronous_step_tells_in_the_next_one_what_the_ranks_have_said_and_the_last_one_at_once() -> None:
     for last, one_before in run_ranks(each, 2, ask_in_synchronous_steps, [(1, 3), (0, 2)]):
         assert last[0] == [(False, False), (False, False), (True, False), (False, True)]
         assert one_before[0] == [(False, False), (True, False), (False, False), (False, True)]
-        assert "left out optimizer.step()" in str(last[1])
+        assert all("left out optimizer.step()" in str(each) for each in last[1])
 
 
 def meet_a_sparse_gradient() -> Tensor:
