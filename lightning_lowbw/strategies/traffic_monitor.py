@@ -165,8 +165,8 @@ class TrafficMonitor(Callback):
 def bring_monitor(trainer: pl.Trainer) -> None:
     """Give the Trainer a monitor, on rank 0, unless it has one or is to be quiet.
 
-    It logs nothing: a metric that only rank 0 has would hang code that reduces all of them over ranks. It is the last of
-    the callbacks: a progress bar has ended its line when the report is printed.
+    It logs nothing: a metric that only rank 0 has would hang code that reduces all of them over ranks. It is the last
+    of the callbacks: a progress bar has ended its line when the report is printed.
     """
     if trainer.is_global_zero and trainer.progress_bar_callback and not callbacks_of(trainer, TrafficMonitor):
         monitor = TrafficMonitor()
