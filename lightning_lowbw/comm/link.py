@@ -17,6 +17,8 @@ TARGET_S = 0.012  # of a transfer; half of it will do. The shorter, the more, an
 ENOUGH_BYTES = 1 << 20  # What is less is over before a shaped link slows down, unless it takes
 LONG_S = 0.12
 GROWTH = 8.0  # of the size, at most, from one transfer to the next
+# Beside what a transfer takes without a byte: between sites TCP needs some round trips to reach the rate of the link.
+TARGET_TRIPS, LONG_TRIPS, BUDGET_TRIPS = 8.0, 16.0, 48.0
 
 
 @dataclass(frozen=True)
@@ -46,8 +48,8 @@ def measure_link(group: dist.ProcessGroup | None = None, device: torch.device | 
 
     The latency is that of the fastest tiny all-reduce, divided by the rounds of a ring; the bandwidth that of the
     fastest of many short all-gathers, which do no arithmetic: other work on the machine only ever adds time. Of these
-    the first half is left out, because a link may let some bytes pass at once after a pause. Under a second on 50 Mb/s:
-    rank 0 times each transfer, and broadcasts the size of the next one.
+    the first half is left out, because a link may let some bytes pass at once after a pause. Under a second on 50 Mb/s,
+    and some 50 round trips more: rank 0 times each transfer, and broadcasts the size of the next one.
 
     The time of the processor is included: on a fast link and a busy machine the bandwidth is below that of the wire.
 
@@ -75,18 +77,21 @@ def measure_link(group: dist.ProcessGroup | None = None, device: torch.device | 
 
     tell(0.0)  # makes the connections
     latency_s = min(tell(0.0)[1] for _ in range(NUM_LATENCIES)) / all_reduce_rounds(num_ranks)
+    trip_s = all_gather_rounds(num_ranks) * latency_s
+    target_s, long_s = max(TARGET_S, TARGET_TRIPS * trip_s), max(LONG_S, LONG_TRIPS * trip_s)
+    budget_s = BUDGET_S + BUDGET_TRIPS * trip_s
     started, nbytes, bandwidths = time.perf_counter(), MIN_BYTES, list[float]()
     while nbytes:
         took, received = _timed_all_gather(collectives, nbytes, device), all_gather_bytes(nbytes, num_ranks)
-        is_over = time.perf_counter() - started > BUDGET_S
-        is_enough = took >= TARGET_S / 2 and (received >= ENOUGH_BYTES // 2 or took >= LONG_S / 2)
+        is_over = time.perf_counter() - started > budget_s
+        is_enough = took >= target_s / 2 and (received >= ENOUGH_BYTES // 2 or took >= long_s / 2)
         if is_enough or nbytes == MAX_BYTES or is_over:
             # Where the clock is coarse or the latency all there is, at least half of the time was for the bytes.
-            seconds = max(took - all_gather_rounds(num_ranks) * latency_s, took / 2)
+            seconds = max(took - trip_s, took / 2)
             bandwidths.append(received / seconds)
             following = 0 if is_over or len(bandwidths) == MAX_TRANSFERS else nbytes
         else:
-            wanted = max(TARGET_S / took, min(ENOUGH_BYTES / received, LONG_S / took))
+            wanted = max(target_s / took, min(ENOUGH_BYTES / received, long_s / took))
             following = min(MAX_BYTES, int(nbytes * min(GROWTH, wanted)) // 4 * 4)
         nbytes = int(tell(following)[0][0])
     fastest = max(bandwidths[len(bandwidths) // 2 :], default=0.0)
