@@ -123,7 +123,7 @@ class Uses:
         num_messages: that kernels average.
         steps: whether weights are stepped by the means; otherwise the means are written.
         over_senders: whether the means are those over the senders of an element.
-        scaled_bits: of integers with a scale per block.
+        scaled_bits: of integers with a scale per block; what numba compiles for them is tried as well.
         chunks: lengths of chunks of which the largest elements are sent.
     """
 
@@ -147,7 +147,8 @@ def prepare(device: torch.device, uses: Uses | None = None) -> str | None:
 
     Args:
         device: of the parameters.
-        uses: what the Triton kernels are compiled for; None: what `Uses` says by default.
+        uses: what the Triton kernels are compiled for, and of numba's those for integers with a scale; None: what
+            `Uses` says by default.
 
     Returns:
         None if the kernels work, if a device has none, or they are disabled; else one sentence with the reason.
@@ -162,7 +163,7 @@ def prepare(device: torch.device, uses: Uses | None = None) -> str | None:
     else:
         return _what_is_missing(device)
     try:
-        _try_numba(device) if name == "numba" else _try_triton(device, uses or Uses())
+        (_try_numba if name == "numba" else _try_triton)(device, uses or Uses())
     except Exception as error:  # noqa: BLE001 - a compiler may fail in any way; the caller is told
         cause = next(iter(str(error).strip().splitlines()), "")[:LONGEST_CAUSE]
         reason = f"The kernels of {name} do not work on {device}: {type(error).__name__}: {cause}".rstrip(": .") + "."
@@ -228,7 +229,7 @@ def _compare(found: Sequence[Tensor], expected: Sequence[Tensor], *, tolerance: 
             raise ArithmeticError("they compute something else than plain torch")
 
 
-def _try_numba(device: torch.device) -> None:
+def _try_numba(device: torch.device, uses: Uses) -> None:
     """Raise if what numba compiles differs from its specification."""
     cpu = importlib.import_module("lightning_lowbw.kernels.cpu")
     results = []
@@ -240,6 +241,8 @@ def _try_numba(device: torch.device) -> None:
         accumulated, taken = v.clone(), module.take_(v, segment.momentum_buffer, found, masking=True)
         results.append([found, accumulated, *searches, taken, v, *_averaged(module, v, found, 2, (False, True))])
     _compare(*results)
+    for bits in uses.scaled_bits:
+        _compare(*(_scaled(each, device, bits) for each in (cpu, reference)))
 
 
 def _averaged(

@@ -267,8 +267,14 @@ def test_backends_are_tried_before_they_are_needed(monkeypatch: pytest.MonkeyPat
     """What they compute is compared; where it is something else, or they do not run, that is said."""
     assert dispatch.prepare(DEVICE) is None
     module = dispatch.averages_for(DEVICE)
-    monkeypatch.setattr(module, "average_many_", lambda arrivals, *_, **options: arrivals[0].out.fill_(9.0))
-    assert "something else than plain torch" in str(dispatch.prepare(DEVICE))
+    decode = module.decode_blocks
+    for name, wrong in {
+        "average_many_": lambda arrivals, *_, **options: arrivals[0].out.fill_(9.0),
+        "decode_blocks": lambda *arguments: decode(*arguments).zero_(),
+    }.items():
+        with monkeypatch.context() as patch:
+            patch.setattr(module, name, wrong)
+            assert "something else than plain torch" in str(dispatch.prepare(DEVICE))
 
     def broken(*arguments: object, **options: object) -> Any:
         raise OSError("libllvm: cannot open shared object file\nsecond line")
