@@ -46,6 +46,7 @@ from lightning_lowbw.presets import DGC
 from lightning_lowbw.sync import gradient as whole_gradients
 from lightning_lowbw.sync.gradient import GradientSync
 from lightning_lowbw.sync.status import Status
+from lightning_lowbw.sync.synchronizer import Synchronizer
 
 RESULTS = Path(__file__).parent / "results"
 WIDTHS = {"25M": (512, 6), "100M": (1024, 6), "1B": (2048, 19)}  # of a decoder: width, and number of its layers
@@ -138,6 +139,19 @@ def decoder_shapes(width: int, num_layers: int) -> list[tuple[int, ...]]:
     return shapes
 
 
+def step_of(worker: Synchronizer, optimizer: Optimizer, refresh: Callable[[], None]) -> Step:
+    """Return a step that exchanges and applies; its `refresh` draws gradients."""
+
+    def step() -> None:
+        with worker.stepping():
+            worker.list_gradients()
+            worker.exchange(applies=True)
+            optimizer.step()
+
+    step.refresh = refresh  # type: ignore[attr-defined]
+    return step
+
+
 def make_optimizer(kind: str, parameters: list[Parameter], **options: Any) -> Optimizer:
     """Return an optimizer as a user would have it."""
     if kind == "SGD":
@@ -174,14 +188,7 @@ class Contest:
             for parameter, gradient in zip(parameters, gradients_of, strict=True):
                 parameter.grad = gradient.normal_()
 
-        def step() -> None:
-            with worker.stepping():
-                worker.list_gradients()
-                worker.exchange(applies=True)
-                optimizer.step()
-
-        step.refresh = refresh  # type: ignore[attr-defined]
-        return step
+        return step_of(worker, optimizer, refresh)
 
     def own_step(self, kind: str, **options: Any) -> Step:
         """Return the optimizer's own step."""

@@ -39,6 +39,7 @@ from benchmarks.ops_gpu import (
     prepare,
     release,
     sizes_for,
+    step_of,
     waits_of,
 )
 from lightning_lowbw import DGC, LocalSGD, Method, PowerSGD, QuantizedGradients
@@ -112,14 +113,7 @@ def make_step(case: Case, shapes: list[tuple[int, ...]], device: torch.device) -
         for parameter in parameters:
             parameter.grad = torch.randn_like(parameter) if parameter.grad is None else parameter.grad.normal_()
 
-    def step() -> None:
-        with worker.stepping():
-            worker.list_gradients()
-            worker.exchange(applies=True)
-            optimizer.step()
-
-    step.refresh = refresh  # type: ignore[attr-defined]
-    return step
+    return step_of(worker, optimizer, refresh)
 
 
 def warmed_up(case: Case, shapes: list[tuple[int, ...]], device: torch.device) -> Step:

@@ -159,7 +159,7 @@ class Params:
                 numels[not is_taken].append(parameter.numel())
         return numels
 
-    def trained(self, what: TopK | None, skipped: Collection[Parameter]) -> list[Row]:
+    def trained(self, what: TopK | None, skipped: frozenset[Parameter]) -> list[Row]:
         """Return the rows of a step; the same on all ranks, whatever gradients they happen to have.
 
         In place:
