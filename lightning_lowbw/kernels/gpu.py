@@ -132,11 +132,9 @@ def _take(workspace: Workspace, positions: Tensor, values: Tensor, masking: bool
     grid = (min(w.owners.numel(), PROGRAMS_PER_PROCESSOR * _num_processors(w.table.device)),)
     plan_kernel[(1,)](w.table, w.counting, w.counts, w.ends, w.kth, w.left, num_tensors, **blocks)
     for turn, (shift, bits) in enumerate(DIGITS):
-        digit = {"SHIFT": shift, "BITS": bits, "WIDTH": BINS}
+        digit = {"SHIFT": shift, "BITS": bits, "IS_FIRST": turn == 0, "WIDTH": BINS}
         digits_kernel[grid](*source, w.bins, num_tensors, **digit, **blocks)
-        choose_kernel[(num_tensors,)](
-            w.table, w.counts, w.thresholds, w.kth, w.left, w.bins, IS_FIRST=turn == 0, **digit
-        )
+        choose_kernel[(num_tensors,)](w.table, w.counts, w.thresholds, w.kth, w.left, w.bins, **digit)
     count_kernel[grid](*source, *w.found, num_tensors, **blocks)
     # One flat scan: only differences inside of a row are read. Along rows it would run on a block for each row.
     ends = w.found.view(-1).cumsum(0, dtype=torch.int32).view_as(w.found)

@@ -207,35 +207,41 @@ def plan_kernel(table, counting, counts, ends, kth, left, num_tensors, BLOCK: tl
 
 @triton.jit
 def owner_of(work, ends, num_tensors, TENSORS: tl.constexpr):
-    """Return the tensor of a block of the selection, and the first block of this tensor."""
+    """Return the tensor of a block of the selection, the first block of this tensor, and the end of its blocks."""
     num_before = tl.zeros([TENSORS], tl.int32)
-    first = tl.zeros([TENSORS], tl.int64)
+    firsts = tl.zeros([TENSORS], tl.int64)
+    after = tl.full([TENSORS], 9223372036854775807, tl.int64)
     for start in range(0, num_tensors, TENSORS):
         tensors = start + tl.arange(0, TENSORS)
         end = tl.load(ends + tensors, mask=tensors < num_tensors, other=9223372036854775807)
         num_before += (end <= work).to(tl.int32)
-        first = tl.maximum(first, tl.where(end <= work, end, 0))
-    return tl.sum(num_before, 0), tl.max(first, 0)
+        firsts = tl.maximum(firsts, tl.where(end <= work, end, 0))
+        after = tl.minimum(after, tl.where(end <= work, 9223372036854775807, end))
+    return tl.sum(num_before, 0), tl.max(firsts, 0), tl.min(after, 0)
 
 
 @triton.jit
-def looked_at(
-    work, table, counts, positions, values, ends, num_tensors, BLOCK: tl.constexpr, TENSORS: tl.constexpr
-):  # fmt: skip
-    """Return the tensor of a block of the selection, and the first block of this tensor; positions and values of the
-    block, of the tensor's candidates or of all of it; and which are there."""
-    tensor, first = owner_of(work, ends, num_tensors, TENSORS)
-    row = table + tensor * NUM_COLUMNS
-    count = tl.load(counts + tensor)
+def own_share(ends, num_tensors):
+    """Return the first block of the selection that is this program's, and the end of its blocks, which are adjacent."""
+    total = tl.load(ends + num_tensors - 1)
+    share = (total + tl.num_programs(0) - 1) // tl.num_programs(0)
+    start = tl.program_id(0) * share
+    return start, tl.minimum(start + share, total)
+
+
+@triton.jit
+def looked_at(block, row, count, positions, values, BLOCK: tl.constexpr):
+    """Return positions and values of a block, counted in its tensor, of the tensor's candidates or of all of it; and
+    which are there."""
     is_short = has_candidates(row, count)
-    offsets = (work - first) * BLOCK + tl.arange(0, BLOCK)
+    offsets = block * BLOCK + tl.arange(0, BLOCK)
     inside = offsets < tl.where(is_short, count, tl.load(row + NUMEL))
     candidates = tl.load(row + FIRST_CANDIDATE) + offsets
     residual = tl.load(row + RESIDUAL).to(tl.pointer_type(tl.float32)) + offsets
     short = tl.load(values + candidates, mask=inside & is_short, other=0.0)
     whole = tl.load(residual, mask=inside & (is_short == 0), other=0.0)
     position = tl.load(positions + candidates, mask=inside & is_short, other=0)
-    return tensor, first, tl.where(is_short, position, offsets), tl.where(is_short, short, whole), inside
+    return tl.where(is_short, position, offsets), tl.where(is_short, short, whole), inside
 
 
 @triton.jit
@@ -247,25 +253,45 @@ def magnitude_bits(values):
 @kernel
 def digits_kernel(
     table, counts, positions, values, ends, kth, bins, num_tensors,
-    SHIFT: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr, TENSORS: tl.constexpr, WIDTH: tl.constexpr,
+    SHIFT: tl.constexpr, BITS: tl.constexpr, IS_FIRST: tl.constexpr, BLOCK: tl.constexpr, TENSORS: tl.constexpr,
+    WIDTH: tl.constexpr,
 ):  # fmt: skip
     """Count the digits of magnitudes, BITS bits from bit SHIFT on, of those whose higher bits are those of `kth`.
 
-    Grid: (any number,); the programs take the blocks in turn. `bins`: shape (tensors, WIDTH), zeros before.
+    All elements have a first digit, and these are much the same: a program adds up those of its blocks before it writes
+    them. Few have the digits that are known, and they differ in the next: each is added by itself, without a histogram
+    of 2^BITS bins in every block; those of a block at once where all are equal, as zeros are.
+
+    Grid: (any number,). `bins`: shape (tensors, WIDTH), zeros before.
     """
     digits = tl.arange(0, 1 << BITS)
-    total = tl.load(ends + num_tensors - 1)
-    for work in range(tl.program_id(0), total, tl.num_programs(0)):
-        tensor, _, _, value, inside = looked_at(
-            work, table, counts, positions, values, ends, num_tensors, BLOCK, TENSORS
-        )  # fmt: skip
+    start, stop = own_share(ends, num_tensors)
+    tensor, first, end = tl.full([], 0, tl.int32), tl.full([], 0, tl.int64), tl.full([], 0, tl.int64)
+    found = tl.zeros([1 << BITS], tl.int32)
+    for work in range(start, stop):
+        if work >= end:
+            if IS_FIRST:
+                tl.atomic_add(bins + tensor * WIDTH + digits, found, mask=found > 0, sem="relaxed")
+                found = tl.zeros([1 << BITS], tl.int32)
+            tensor, first, end = owner_of(work, ends, num_tensors, TENSORS)
+        row = table + tensor * NUM_COLUMNS
+        count = tl.load(counts + tensor)
+        _, value, inside = looked_at(work - first, row, count, positions, values, BLOCK)
         bits = magnitude_bits(value)
-        known = tl.load(kth + tensor)
-        # In two steps: all of 32 bits cannot be shifted out at once.
-        inside = inside & (((bits ^ known) >> (SHIFT + BITS - 1) >> 1) == 0)
-        digit = tl.where(inside, (bits >> SHIFT) & ((1 << BITS) - 1), 0)
-        found = tl.histogram(digit, 1 << BITS)
-        found -= tl.where(digits == 0, BLOCK - tl.sum(inside.to(tl.int32), 0), 0)
+        if IS_FIRST:
+            found += tl.histogram(tl.where(inside, bits >> SHIFT, 0), 1 << BITS)
+            found -= tl.where(digits == 0, BLOCK - tl.sum(inside.to(tl.int32), 0), 0)
+        else:
+            inside = inside & ((bits ^ tl.load(kth + tensor)) >> (SHIFT + BITS) == 0)
+            digit = (bits >> SHIFT) & ((1 << BITS) - 1)
+            least = tl.min(tl.where(inside, digit, 1 << BITS), 0)
+            most = tl.max(tl.where(inside, digit, -1), 0)
+            if least == most:
+                tl.atomic_add(bins + tensor * WIDTH + least, tl.sum(inside.to(tl.int32), 0), sem="relaxed")
+            elif least < most:
+                ones = tl.full([BLOCK], 1, tl.int32)
+                tl.atomic_add(bins + tensor * WIDTH + digit, ones, mask=inside, sem="relaxed")
+    if IS_FIRST:
         tl.atomic_add(bins + tensor * WIDTH + digits, found, mask=found > 0, sem="relaxed")
 
 
@@ -330,11 +356,13 @@ def count_kernel(
 
     Grid: as `digits_kernel`.
     """
-    total = tl.load(ends + num_tensors - 1)
-    for work in range(tl.program_id(0), total, tl.num_programs(0)):
-        tensor, _, _, value, inside = looked_at(
-            work, table, counts, positions, values, ends, num_tensors, BLOCK, TENSORS
-        )  # fmt: skip
+    start, stop = own_share(ends, num_tensors)
+    tensor, first, end = tl.full([], 0, tl.int32), tl.full([], 0, tl.int64), tl.full([], 0, tl.int64)
+    for work in range(start, stop):
+        if work >= end:
+            tensor, first, end = owner_of(work, ends, num_tensors, TENSORS)
+        row = table + tensor * NUM_COLUMNS
+        _, value, inside = looked_at(work - first, row, tl.load(counts + tensor), positions, values, BLOCK)
         bits, least = magnitude_bits(value), tl.load(kth + tensor)
         tl.store(num_greater + work, tl.sum((inside & (bits > least)).to(tl.int32), 0))
         tl.store(num_ties + work, tl.sum((inside & (bits == least)).to(tl.int32), 0))
@@ -350,20 +378,22 @@ def take_kernel(
     Grid: as `digits_kernel`. `ends_greater`, `ends_ties`: running sums of what `count_kernel` has counted.
     `masking`: 0 or 1; where velocities are not cleared at high densities it changes during a warm-up.
     """
-    total = tl.load(ends + num_tensors - 1)
-    for work in range(tl.program_id(0), total, tl.num_programs(0)):
-        tensor, first, position, exact, inside = looked_at(
-            work, table, counts, positions, values, ends, num_tensors, BLOCK, TENSORS
-        )  # fmt: skip
+    start, stop = own_share(ends, num_tensors)
+    tensor, first, end = tl.full([], 0, tl.int32), tl.full([], 0, tl.int64), tl.full([], 0, tl.int64)
+    for work in range(start, stop):
+        if work >= end:
+            tensor, first, end = owner_of(work, ends, num_tensors, TENSORS)
         row = table + tensor * NUM_COLUMNS
+        position, exact, inside = looked_at(work - first, row, tl.load(counts + tensor), positions, values, BLOCK)
         bits, least = magnitude_bits(exact), tl.load(kth + tensor)
         is_greater = (inside & (bits > least)).to(tl.int32)
         is_tie = (inside & (bits == least)).to(tl.int32)
+        both = tl.cumsum(is_greater | (is_tie << 16), 0)  # BLOCK is less than 2^16
         before = tl.load(num_greater + first) - tl.load(ends_greater + first)
         greater = before + tl.load(ends_greater + work) - tl.load(num_greater + work)
-        greater += tl.cumsum(is_greater, 0) - is_greater  # how many come before each
+        greater += (both & 0xFFFF) - is_greater  # how many come before each
         before = tl.load(num_ties + first) - tl.load(ends_ties + first)
-        ties = before + tl.load(ends_ties + work) - tl.load(num_ties + work) + tl.cumsum(is_tie, 0) - is_tie
+        ties = before + tl.load(ends_ties + work) - tl.load(num_ties + work) + (both >> 16) - is_tie
         num_ties_taken = tl.load(left + tensor)
         is_taken = (is_greater != 0) | ((is_tie != 0) & (ties < num_ties_taken))
         slots = tl.load(row + FIRST_OUTPUT) + greater + tl.minimum(ties, num_ties_taken)

@@ -60,7 +60,10 @@ def main() -> None:
         dtype = getattr(tl, dtype_name)
         kinds = {"G": dtype, "U": dtype, "W": dtype, "BLOCK": table.BLOCK}
         blocks = {"BLOCK": gpu.SELECT_BLOCK, "TENSORS": gpu.TENSORS}
-        digits = [{"SHIFT": shift, "BITS": bits, "WIDTH": gpu.BINS} for shift, bits in gpu.DIGITS]
+        digits = [
+            {"SHIFT": shift, "BITS": bits, "IS_FIRST": turn == 0, "WIDTH": gpu.BINS}
+            for turn, (shift, bits) in enumerate(gpu.DIGITS)
+        ]
         wide_options = {"num_warps": 8}
         for name, kernel, constants, options in (
             *(
@@ -70,9 +73,10 @@ def main() -> None:
             ),
             ("order,", triton_kernels.order_kernel, {"BLOCK": gpu.ORDER_BLOCK}, {"num_warps": 1}),
             ("plan,", triton_kernels.plan_kernel, blocks, {}),
-            ("digits,", triton_kernels.digits_kernel, {**digits[0], **blocks}, {}),
-            ("choose, first,", triton_kernels.choose_kernel, {**digits[0], "IS_FIRST": True}, {}),
-            ("choose, last,", triton_kernels.choose_kernel, {**digits[-1], "IS_FIRST": False}, {}),
+            ("digits, first,", triton_kernels.digits_kernel, {**digits[0], **blocks}, {}),
+            ("digits, last,", triton_kernels.digits_kernel, {**digits[-1], **blocks}, {}),
+            ("choose, first,", triton_kernels.choose_kernel, digits[0], {}),
+            ("choose, last,", triton_kernels.choose_kernel, digits[-1], {}),
             ("count,", triton_kernels.count_kernel, blocks, {}),
             ("take,", triton_kernels.take_kernel, blocks, {}),
             ("ones,", triton_kernels.ones_kernel, {"BLOCK": gpu.WORDS_BLOCK}, {}),
