@@ -3,17 +3,20 @@
     python benchmarks/steps_gpu.py waits      # where the host waits; more often than docs/launches.md says fails
     python benchmarks/steps_gpu.py memory     # bytes per parameter at most, at 100M and 1B, beside their formulas
     python benchmarks/steps_gpu.py profile    # three steps of dgc on ResNet-50: launches, idle time, time per kernel
+    python benchmarks/steps_gpu.py training   # milliseconds per batch of real trainings, beside those without peers
 
 The results are written anew after each row. A CPU (`--device cpu`) takes the steps of a tiny model: it has no waits,
-and its allocator does not count. `make gpu` runs all three. `exchange="reduce_scatter"`, whose messages differ by the
+and its allocator does not count. `make gpu` runs all four. `exchange="reduce_scatter"`, whose messages differ by the
 rank they are for, has no echo.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import sys
+import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,11 +24,13 @@ from functools import partial
 from itertools import pairwise
 from math import prod
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
+from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.optim import SGD
 
@@ -101,19 +106,22 @@ CASES = {
 def make_step(case: Case, shapes: list[tuple[int, ...]], device: torch.device) -> Step:
     """Return a step of plain SGD with momentum; its `refresh` draws gradients."""
     parameters = [Parameter(torch.randn(shape, device=device).mul_(0.01).to(case.dtype)) for shape in shapes]
-    optimizer, named = SGD(parameters, lr=1e-3, momentum=0.9), [(str(i), each) for i, each in enumerate(parameters)]
-    peers, method = echo(NUM_RANKS), case.method
-    worker: Any = (
-        LocalSync(method, optimizer, named, peers, {})
-        if method.averages_weights
-        else GradientSync(method, optimizer, named, peers)
-    )
+    optimizer = SGD(parameters, lr=1e-3, momentum=0.9)
 
     def refresh() -> None:
         for parameter in parameters:
             parameter.grad = torch.randn_like(parameter) if parameter.grad is None else parameter.grad.normal_()
 
-    return step_of(worker, optimizer, refresh)
+    return step_of(make_worker(case.method, optimizer), optimizer, refresh)
+
+
+def make_worker(method: Method, optimizer: SGD) -> Any:
+    """Return what exchanges for an optimizer."""
+    (group,), peers = optimizer.param_groups, echo(NUM_RANKS)
+    named = [(str(number), parameter) for number, parameter in enumerate(group["params"])]
+    if method.averages_weights:
+        return LocalSync(method, optimizer, named, peers, {})
+    return GradientSync(method, optimizer, named, peers)
 
 
 def warmed_up(case: Case, shapes: list[tuple[int, ...]], device: torch.device) -> Step:
@@ -221,7 +229,99 @@ def profile_rows(device: torch.device, sizes: list[str]) -> list[Callable[[], di
     return [measure]
 
 
-KINDS = {"waits": wait_rows, "memory": memory_rows, "profile": profile_rows}
+class Decoder(nn.Module):
+    """A transformer on tokens, which it is to repeat: its time is what counts."""
+
+    def __init__(self, width: int, num_layers: int, num_tokens: int) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(num_tokens, width)
+        layer = nn.TransformerEncoderLayer(width, 16, 4 * width, dropout=0.0, batch_first=True, norm_first=True)
+        self.layers = nn.TransformerEncoder(layer, num_layers, enable_nested_tensor=False)
+        self.head = nn.Linear(width, num_tokens)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        scores: Tensor = self.head(self.layers(self.embedding(tokens)))
+        return scores.flatten(0, 1)
+
+
+TRAININGS = ("dgc", "dgc at 25 %", "int8", "powersgd", "local SGD")
+
+
+def training_rows(device: torch.device, sizes: list[str]) -> list[Callable[[], dict[str, Any]]]:
+    """Return what measures a batch of a training in bfloat16 autocast: forward, backward, exchange with echoes, step.
+
+    The host runs ahead of the device, as in any training, until it reads the control message.
+    """
+    shape, num_tokens, width, num_layers = (
+        ((16, 512), 16_384, 1024, 12) if device.type == "cuda" else ((2, 8), 64, 32, 1)
+    )
+    tokens = torch.randint(num_tokens, shape, device=device)
+    models: dict[str, tuple[Callable[[], nn.Module], Tensor, Tensor]] = {
+        f"decoder, {shape[0]} x {shape[1]} tokens": (
+            partial(Decoder, width, num_layers, num_tokens),
+            tokens,
+            tokens.flatten(),
+        )
+    }
+    if device.type == "cuda" and importlib.util.find_spec("torchvision"):
+        from torchvision.models import resnet50
+
+        images = torch.randn(64, 3, 224, 224, device=device).to(memory_format=torch.channels_last)
+        models["ResNet-50, 64 images"] = resnet50, images, torch.randint(1000, (64,), device=device)
+
+    def measure(name: str) -> dict[str, Any]:
+        make, batch, targets = models[name]
+        torch.manual_seed(0)
+        model = make().to(device, memory_format=torch.channels_last)  # of parameters with four dimensions
+        ms: dict[str, list[float]] = {}
+        for _ in range(2):
+            for method in ("alone", *TRAININGS):
+                optimizer = SGD(model.parameters(), lr=1e-6, momentum=0.9)
+                worker = None if method == "alone" else make_worker(CASES[method].method, optimizer)
+
+                def train(optimizer: SGD = optimizer, worker: Any = worker) -> None:
+                    with torch.autocast(device.type, torch.bfloat16):
+                        loss = nn.functional.cross_entropy(model(batch), targets)
+                    optimizer.zero_grad()
+                    loss.backward()
+                    if worker is None:
+                        optimizer.step()
+                    else:
+                        step_of(worker, optimizer, lambda: None)()
+
+                ms.setdefault(method, []).extend(times_ms(train, device))
+                release(device)
+        alone = median(ms["alone"])
+        return {
+            "name": name,
+            "parameters": sum(each.numel() for each in model.parameters()),
+            "ms per batch": {each: [round(median(taken), 2), round(min(taken), 2)] for each, taken in ms.items()},
+            "of alone": {each: round(median(taken) / alone, 3) for each, taken in ms.items()},
+            "failed": False,
+        }
+
+    return [partial(measure, name) for name in models]
+
+
+def times_ms(train: Callable[[], None], device: torch.device) -> list[float]:
+    """Return the milliseconds per batch of some runs of batches, between which the host waits for the device."""
+    untimed, runs, batches = (16, 3, 6) if device.type == "cuda" else (4, 2, 2)
+    for _ in range(untimed):
+        train()
+    found = []
+    for _ in range(runs):
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        started = time.perf_counter()
+        for _ in range(batches):
+            train()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        found.append(1e3 * (time.perf_counter() - started) / batches)
+    return found
+
+
+KINDS = {"waits": wait_rows, "memory": memory_rows, "profile": profile_rows, "training": training_rows}
 
 
 def main() -> None:
