@@ -34,7 +34,7 @@ from lightning_lowbw.comm.collectives import (
 from lightning_lowbw.comm.side_queue import SideQueue
 from lightning_lowbw.comm.topology import Topology, TopologyChoice, check_choice, resolve
 from lightning_lowbw.errors import ConfigurationError
-from lightning_lowbw.kernels.tensors import allocate, as_real, copy_all_, upload
+from lightning_lowbw.kernels.tensors import allocate, as_real, copy_all_, split_front, upload
 
 Algorithm = Literal["sharded", "leader"]
 STAGES = "first in the node", "between nodes", "last in the node"  # of an operation on two levels
@@ -457,15 +457,10 @@ class MeanWork:
                 work.wait()
         means: list[Tensor] = [torch.empty(0)] * len(self._shapes)
         for bucket, message, _ in self._buckets:
-            for index, mean in zip(bucket.members, _split(message, bucket.sizes), strict=True):
+            for index, mean in zip(bucket.members, split_front(message, bucket.sizes), strict=True):
                 shape = self._shapes[index]
                 means[index] = mean if len(shape) == 1 else mean.view(shape)
         return means, first[-self._num_extra :].to(torch.float32)
-
-
-def _split(message: Tensor, sizes: list[int]) -> Sequence[Tensor]:
-    """Return views of its front, one after the other; of hundreds without what autograd notes of views."""
-    return message[: sum(sizes)].unsafe_split_with_sizes(sizes) if sizes else ()
 
 
 def _fill(room: Tensor, sizes: list[int], tensors: Sequence[Tensor], weight: float) -> None:

@@ -122,6 +122,11 @@ def copy_all_(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
         torch._foreach_copy_(some_targets, some_sources)
 
 
+def split_front(vector: Tensor, sizes: list[int]) -> tuple[Tensor, ...]:
+    """Return views of the front of a vector, one after the other; of hundreds without what autograd notes of views."""
+    return vector[: sum(sizes)].unsafe_split_with_sizes(sizes) if sizes else ()
+
+
 def differences(now: Sequence[Tensor], before: Sequence[Tensor]) -> list[Tensor]:
     """Return ``now - before`` of each: exactly 0 where they are equal, also where both are infinite.
 

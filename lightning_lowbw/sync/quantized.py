@@ -13,7 +13,7 @@ Double-Pass Error-Compensated Compression", arXiv 1905.05957; the server's work 
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
@@ -34,7 +34,7 @@ from lightning_lowbw.compress.quantization import (
     quantized_mean_bytes,
 )
 from lightning_lowbw.compress.selection import Residuals
-from lightning_lowbw.kernels.tensors import copy_all_
+from lightning_lowbw.kernels.tensors import copy_all_, split_front
 from lightning_lowbw.sync.exchange import Deferred, DenseMean, Signal, exchanges
 
 RANGE = 1 << 18  # values, 1 MiB: they stay in the second cache, and are many beside the cost of a call
@@ -94,7 +94,8 @@ class QuantizedExchange:
 
     def _average_(self, signal: dict[str, Tensor]) -> DenseMean:
         tensors = list(signal.values())
-        numels = {name: each[self._peers.part(each.numel())].numel() for name, each in signal.items()}
+        parts = {name: self._peers.part(each.numel()) for name, each in signal.items()}
+        numels = {name: part.stop - part.start for name, part in parts.items()}
         wide = [name for name, each in signal.items() if each.dtype == torch.float64]
         self.residuals.ensure(numels, tensors[0].device, wide)
         value_format = make_format(self.payload.value_dtype)
@@ -222,6 +223,8 @@ def _ranges(num_rows: int, size: int, device: torch.device, num_read: int = 1) -
 
 def _parts(tensors: Sequence[Tensor], peers: Peers, local_rank: int | None = None) -> list[Tensor]:
     """Return what a rank of a node exchanges of each tensor: all of it when flat."""
+    if peers.num_local_ranks == 1:  # without views: those of hundreds of tensors take milliseconds
+        return list(tensors)
     return [tensor[peers.part(tensor.numel(), local_rank)] for tensor in tensors]
 
 
@@ -247,41 +250,50 @@ class Joined:
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self.device = tensors[0].device
         self._tensors = [tensor for tensor in tensors if tensor.numel()]
-        self._ends = list(accumulate(tensor.numel() for tensor in self._tensors))
+        self._numels = [tensor.numel() for tensor in self._tensors]
+        self._ends = list(accumulate(self._numels))
         self.numel = self._ends[-1] if self._ends else 0
 
     def read(self, start: int, numel: int, dtype: torch.dtype) -> Tensor:
         """Return a range of values: a view where they lie in one tensor of this dtype, else a copy; see `write_`."""
-        pieces = list(self._pieces(start, numel))
-        if len(pieces) == 1 and pieces[0][0].numel() == numel and pieces[0][0].dtype == dtype:
-            return pieces[0][0]
+        pieces, sizes = self._pieces(start, numel)
+        if sizes == [numel] and pieces[0].dtype == dtype:
+            return pieces[0]
         out = torch.empty(numel, dtype=dtype, device=self.device)
-        copy_all_([out[where] for _, where in pieces], [piece for piece, _ in pieces])
+        copy_all_(split_front(out, sizes), pieces)
         out[max(0, self.numel - start) :].zero_()
         return out
 
     def add_to_(self, start: int, out: Tensor) -> None:
         """Add the values from `start` on to `out`, which is 1-d."""
-        if pieces := list(self._pieces(start, out.numel())):
-            torch._foreach_add_([out[where] for _, where in pieces], [piece for piece, _ in pieces])
+        pieces, sizes = self._pieces(start, out.numel())
+        if pieces:
+            torch._foreach_add_(split_front(out, sizes), pieces)
 
     def write_(self, start: int, values: Tensor) -> None:
         """Replace the values from `start` on; `values` are 1-d."""
-        pieces = list(self._pieces(start, values.numel()))
-        if not pieces or pieces[0][0].data_ptr() != values.data_ptr():  # else it is the view that `read` has returned
-            copy_all_([piece for piece, _ in pieces], [values[where] for _, where in pieces])
+        pieces, sizes = self._pieces(start, values.numel())
+        if not pieces or pieces[0].data_ptr() != values.data_ptr():  # else it is the view that `read` has returned
+            copy_all_(pieces, split_front(values, sizes))
 
     def add_(self, start: int, values: Tensor) -> None:
         """Add to the values from `start` on; `values` are 1-d."""
-        if pieces := list(self._pieces(start, values.numel())):
-            torch._foreach_add_([piece for piece, _ in pieces], [values[where] for _, where in pieces])
+        pieces, sizes = self._pieces(start, values.numel())
+        if pieces:
+            torch._foreach_add_(pieces, split_front(values, sizes))
 
-    def _pieces(self, start: int, numel: int) -> Iterator[tuple[Tensor, slice]]:
-        """Yield, of each tensor that a range touches, the part inside of it, and where in the range that is."""
-        number, done = bisect_right(self._ends, start), 0
-        while done < numel and number < len(self._tensors):
-            tensor = self._tensors[number]
-            offset = start + done - (self._ends[number] - tensor.numel())
-            size = min(numel - done, tensor.numel() - offset)
-            yield tensor[offset : offset + size], slice(done, done + size)
-            number, done = number + 1, done + size
+    def _pieces(self, start: int, numel: int) -> tuple[list[Tensor], list[int]]:
+        """Return, of each tensor that a range touches, the part inside of it, and how many elements that has.
+
+        Only the first and the last are views: hundreds of them take longer than all else that is done here.
+        """
+        stop = min(start + numel, self.numel)
+        if start >= stop:
+            return [], []
+        first, last = bisect_right(self._ends, start), bisect_left(self._ends, stop)
+        pieces, sizes = self._tensors[first : last + 1], self._numels[first : last + 1]
+        if rest := self._ends[last] - stop:
+            pieces[-1], sizes[-1] = pieces[-1][:-rest], sizes[-1] - rest
+        if skipped := start - (self._ends[first] - self._numels[first]):
+            pieces[0], sizes[0] = pieces[0][skipped:], sizes[0] - skipped
+        return pieces, sizes
