@@ -17,7 +17,7 @@ from torch import Tensor
 from lightning_lowbw.kernels import dispatch, gpu
 from lightning_lowbw.kernels.dispatch import chunks_for, kernels_for
 from lightning_lowbw.kernels.reference import Segment, flat
-from lightning_lowbw.kernels.table import Workspace, takes
+from lightning_lowbw.kernels.table import FOLLOWED, Workspace, takes
 
 ALIGNMENT = 64  # elements between the starts of tensors in a buffer: 256 bytes, enough for every vector load
 MIN_PER_CANDIDATE = 4  # elements: where more than one in this many is a candidate, to look through all takes no longer
@@ -127,8 +127,6 @@ class SampledSelector:
         threshold: 0 where none is known. It influences only the time, never which elements are selected.
     """
 
-    FOLLOWED = 0.8  # of the growth of what is found, from one step to the next; it becomes less from step to step
-
     SAMPLE = 1 << 15  # elements; at density 1e-3 some 65 of them lie above the threshold
     SMALL = 1 << 16  # elements; below this, to look through all is as fast
     SURPLUS = 2.0  # candidates aimed at, in units of k
@@ -186,7 +184,7 @@ class SampledSelector:
             # Residuals grow for some times 1 / density steps, and `least` with them; the slope above is so flat that a
             # threshold which stays where it is has four times as many candidates in the next step.
             if self._last is not None and self._last[0] == k:
-                self.threshold *= min(max(least / self._last[1], 0.5), 2.0) ** self.FOLLOWED
+                self.threshold *= min(max(least / self._last[1], 0.5), 2.0) ** FOLLOWED
         self._last = (k, least) if least > 0.0 else None
         return candidates.index_select(0, found)
 

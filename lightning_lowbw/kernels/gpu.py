@@ -22,7 +22,7 @@ from lightning_lowbw.kernels.table import BINS, BLOCK, DIGITS, Arrived, Kind, Wo
 from lightning_lowbw.kernels.tensors import constant, upload
 
 SELECT_BLOCK = BLOCK  # elements that a program of the selection processes at a time; `table` has room for no more
-PROGRAMS_PER_PROCESSOR = 8  # of the selection, whose number of blocks the host does not know
+PROGRAMS_PER_PROCESSOR = 16  # of the selection, whose number of blocks the host does not know
 LONGEST_CHUNK = 1 << 14  # elements that a program searches at once
 TENSORS = 256  # that a program looks at a time, to find its own
 PACK_BLOCK = 1024  # elements that a program packs
@@ -134,7 +134,7 @@ def _take(workspace: Workspace, positions: Tensor, values: Tensor, masking: bool
     for turn, (shift, bits) in enumerate(DIGITS):
         digit = {"SHIFT": shift, "BITS": bits, "IS_FIRST": turn == 0, "WIDTH": BINS}
         digits_kernel[grid](*source, w.bins, num_tensors, **digit, **blocks)
-        choose_kernel[(num_tensors,)](w.table, w.counts, w.thresholds, w.kth, w.left, w.bins, **digit)
+        choose_kernel[(num_tensors,)](w.table, w.counts, w.thresholds, w.last_kth, w.kth, w.left, w.bins, **digit)
     count_kernel[grid](*source, *w.found, num_tensors, **blocks)
     # One flat scan: only differences inside of a row are read. Along rows it would run on a block for each row.
     ends = w.found.view(-1).cumsum(0, dtype=torch.int32).view_as(w.found)

@@ -25,6 +25,9 @@ FREE_ROOM = 256  # candidates, 4 KiB: so much every tensor may have
 LEAST_ROOM = 1.5  # in units of the candidates aimed at; if there is less, the whole tensor is searched
 DIGITS = ((22, 9), (11, 11), (0, 11))  # of a magnitude, from the highest: the first bit, and how many
 BINS = 1 << 11  # of the widest digit
+# Of the growth of the k-th magnitude from one step to the next. It becomes less; a threshold that does not follow has in
+# the next step four times as many candidates, for some times 1 / density steps.
+FOLLOWED = 0.8
 LEVELS_SHIFT = 7  # values of a block of levels, see `compress.codec`
 ALIGNMENT_BYTES, ALIGNMENT_NUMEL = 16, 8  # of the widest load; elements in it, of the narrowest dtype
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -145,7 +148,7 @@ class Workspace:
         if kept:
             olds = self.thresholds[upload(kept.values(), torch.int64, self.thresholds.device)]
             thresholds[upload(kept, torch.int64, device)] = olds.to(device)
-        self.thresholds = thresholds
+        self.thresholds, self.last_kth = thresholds, torch.zeros_like(thresholds)
         num_blocks = [_num_blocks(row.numel) for row in rows]
         # (kind, its first block, its number of blocks); the blocks of a kind are consecutive
         self.launches: list[tuple[Kind, int, int]] = []

@@ -32,6 +32,7 @@ FIELD_NUM_SENT, FIELD_FIRST, FIELD_START, FIELD_NUMEL, FIELD_FIRST_BLOCK, FIELD_
 # fmt: on
 
 LEVELS_SHIFT = tl.constexpr(table.LEVELS_SHIFT)
+FOLLOWED = tl.constexpr(table.FOLLOWED)
 LARGEST_FINITE = tl.constexpr((2 - 2.0**-23) * 2.0**127)  # of float32
 
 
@@ -297,14 +298,14 @@ def digits_kernel(
 
 @kernel
 def choose_kernel(
-    table, counts, thresholds, kth, left, bins,
+    table, counts, thresholds, last_kth, kth, left, bins,
     SHIFT: tl.constexpr, BITS: tl.constexpr, IS_FIRST: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """Find a digit of the k-th magnitude of a tensor, and how many of those that have it are to be taken.
 
     The first turn gives a tensor that had no fitting threshold a new one, because its digits tell how many elements
     reach what. The last one, SHIFT 0, steers the others, as `compress.selection.SampledSelector` does: along the power
-    law through the threshold and the k-th magnitude.
+    law through the threshold and the k-th magnitude, and by how much this has grown since the last step (`last_kth`).
 
     Grid: (tensors,). Leaves zeros in `bins`.
     """
@@ -344,7 +345,13 @@ def choose_kernel(
         if is_short & (count > k) & (threshold > 0) & (magnitude > threshold):
             many = count.to(tl.float32)
             exponent = tl.log2(magnitude / threshold) / tl.log2(many / k.to(tl.float32))
-            tl.store(thresholds + tensor, threshold * tl.exp2(exponent * tl.log2(many / aim)))
+            threshold *= tl.exp2(exponent * tl.log2(many / aim))
+        before = tl.load(last_kth + tensor)
+        tl.store(last_kth + tensor, magnitude)
+        if (before > 0) & (magnitude > 0):
+            growth = tl.minimum(tl.maximum(magnitude / before, 0.5), 2.0)
+            threshold *= tl.exp2(tl.log2(growth) * FOLLOWED)
+        tl.store(thresholds + tensor, threshold)
 
 
 @kernel

@@ -16,7 +16,7 @@ POINTERS = {
         "i64": "table block_ends ends fields residuals sent_positions",
         "i32": "owners counts counting block_counts block_bases positions ordered_positions kth left bins num_greater "
         "num_ties ends_greater ends_ties num_ones words messages",
-        "fp32": "factors thresholds values ordered_values sent_values",
+        "fp32": "factors thresholds last_kth values ordered_values sent_values",
         "i16": "scales",
         "u8": "packed damaged",
     }.items()

@@ -134,13 +134,27 @@ def test_thresholds_are_found_and_steered() -> None:
     workspace.thresholds.mul_(1.05)
     segment.residual.normal_()
     high, selector, (twin,) = float(workspace.thresholds), SampledSelector(), copy.deepcopy([segment])
+    last = float(workspace.last_kth)
     check([segment], workspace)
     assert k < int(workspace.counts) < 0.95 * aim
-    assert float(workspace.thresholds) < high
     # As a CPU's, which aims at fewer.
     selector.SMALL, selector.SURPLUS, selector.threshold = 0, aim / k, high  # type: ignore[misc]
+    selector._last = k, last
     selector.accumulate_(twin)
     assert float(workspace.thresholds) == pytest.approx(selector.threshold, rel=1e-5)
+
+
+def test_thresholds_follow_residuals_that_grow() -> None:
+    """As they do from the first step on, where gradients agree: they fit before the growth is over."""
+    segment, workspace, misses = make(8 * BLOCK, 40, momentum=0.9), Workspace(), []
+    segment.residual.zero_()
+    assert segment.momentum_buffer is not None
+    segment.momentum_buffer.zero_()
+    for step in range(8):
+        check([segment], workspace)
+        misses += [step] * len(missed(workspace))
+    assert misses == [*range(len(misses))]
+    assert len(misses) <= 4
 
 
 def test_tensors_come_and_go() -> None:
