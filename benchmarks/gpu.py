@@ -95,14 +95,14 @@ STEPS = "benchmarks/steps_gpu.py"
 SELF = "benchmarks/gpu.py"
 PARTS = (
     Part("probe", 25, program=(SELF, "--do", "probe")),
-    Part("kernels", 80, KERNELS, shards=6),
+    Part("kernels", 70, KERNELS, shards=6),
     Part("streams", 40, ("tests/gpu/test_streams.py",)),
     Part("nccl", 60, (TRAININGS, "-k", "nccl"), shards=3, needs_nccl=True),
     Part("waits", 30, program=(STEPS, "waits")),
     Part("memory", 30, program=(STEPS, "memory")),
-    Part("speed", 90, program=("benchmarks/ops_gpu.py", "--repetitions", "10")),
+    Part("speed", 80, program=("benchmarks/ops_gpu.py", "--repetitions", "10")),
     Part("profile", 25, program=(STEPS, "profile")),
-    Part("training", 40, program=(STEPS, "training")),
+    Part("training", 60, program=(STEPS, "training")),
     Part("memcheck", 30, program=(SELF, "--do", "kernels"), sanitizer="memcheck"),
     Part("racecheck", 30, program=(SELF, "--do", "kernels"), sanitizer="racecheck"),
     Part("lightning-nccl", 60, (LIGHTNING, "-k", "nccl"), shards=2, needs_nccl=True),

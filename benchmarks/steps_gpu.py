@@ -206,7 +206,7 @@ def profile_rows(device: torch.device, sizes: list[str]) -> list[Callable[[], di
         steps = [each.time_range for each in on_host if each.name == "the step"]
         time_us = Counter[str]()
         for each in on_device:
-            time_us[each.name] += each.time_range.elapsed_us()
+            time_us[short_name(each.name)] += each.time_range.elapsed_us()
         # After the one copy to the host the device has nothing to do until the host has read it.
         pairs = pairwise(on_device)
         idle_us = [b.time_range.start - a.time_range.end for a, b in pairs if "DtoH" in a.name]
@@ -274,6 +274,7 @@ def training_rows(device: torch.device, sizes: list[str]) -> list[Callable[[], d
         torch.manual_seed(0)
         model = make().to(device, memory_format=torch.channels_last)  # of parameters with four dimensions
         ms: dict[str, list[float]] = {}
+        kernels: dict[str, Counter[str]] = {}
         for _ in range(2):
             for method in ("alone", *TRAININGS):
                 optimizer = SGD(model.parameters(), lr=1e-6, momentum=0.9)
@@ -290,17 +291,51 @@ def training_rows(device: torch.device, sizes: list[str]) -> list[Callable[[], d
                         step_of(worker, optimizer, lambda: None)()
 
                 ms.setdefault(method, []).extend(times_ms(train, device))
+                if method not in kernels:
+                    kernels[method] = kernels_us(train) if device.type == "cuda" else Counter()
                 release(device)
         alone = median(ms["alone"])
+        more = {
+            method: Counter({k: us - kernels["alone"][k] for k, us in of.items()}) for method, of in kernels.items()
+        }
         return {
             "name": name,
             "parameters": sum(each.numel() for each in model.parameters()),
             "ms per batch": {each: [round(median(taken), 2), round(min(taken), 2)] for each, taken in ms.items()},
             "of alone": {each: round(median(taken) / alone, 3) for each, taken in ms.items()},
+            "ms per batch in kernels": {each: round(us.total() / 1e3, 2) for each, us in kernels.items()},
+            "us per batch more than alone, by kernel": {
+                each: {name: round(us) for name, us in of.most_common(8)}
+                for each, of in more.items()
+                if each != "alone"
+            },
             "failed": False,
         }
 
     return [partial(measure, name) for name in models]
+
+
+def kernels_us(train: Callable[[], None]) -> Counter[str]:
+    """Return the microseconds per batch of each kernel."""
+    from torch.autograd import DeviceType
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        for _ in range(PROFILED_STEPS):
+            train()
+        torch.cuda.synchronize()
+    found = Counter[str]()
+    for event in profiler.events() or ():
+        if event.device_type == DeviceType.CUDA:
+            found[short_name(event.name)] += event.time_range.elapsed_us() / PROFILED_STEPS
+    return found
+
+
+def short_name(kernel: str) -> str:
+    """Return the name of a kernel without what all of torch's have, and without most of its template."""
+    for prefix in ("void ", "at::native::", "(anonymous namespace)::", "at_cuda_detail::cub::detail::"):
+        kernel = kernel.replace(prefix, "")
+    return kernel[:100]
 
 
 def times_ms(train: Callable[[], None], device: torch.device) -> list[float]:
