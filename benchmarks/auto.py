@@ -53,7 +53,7 @@ def main() -> None:
     parser.add_argument("--links", nargs="+", choices=LINKS, default=list(LINKS))
     parser.add_argument("--methods", nargs="+", choices=["ddp", CONTROL, *VARIANTS], default=list(METHODS))
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2, 3, 4])
-    parser.add_argument("--constant", action="append", default=[], metavar="NAME=VALUE", help="of plan.py")
+    parser.add_argument("--constant", action="append", default=[], metavar="NAME=VALUE", help="of cost_model.py")
     parser.add_argument("--name", default="auto", help="of the results; the card is written for the default alone")
     options = parser.parse_args()
     path = RESULTS / f"{options.name}.json"

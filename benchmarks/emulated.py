@@ -25,8 +25,8 @@ from benchmarks.models import resnet50_layers
 from benchmarks.slow_link import WITH_HEADERS, Cell, run_cells
 from lightning_lowbw import DGC, Hierarchical, Method, PowerSGD, QuantizedGradients
 from lightning_lowbw.comm.link import Link
+from lightning_lowbw.cost_model import Cluster, cost_of
 from lightning_lowbw.lab import parse_rate
-from lightning_lowbw.plan import Cluster, cost_of
 
 WORKLOAD = "resnet50-emulated"
 SHAPES = [shape for shapes in resnet50_layers() for shape in shapes]

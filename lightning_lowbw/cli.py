@@ -35,7 +35,7 @@ from omegaconf import DictConfig, OmegaConf
 import lightning_lowbw  # noqa: F401  registers the strategy names, so that strategy="dgc" works in any configuration
 from lightning_lowbw import check
 from lightning_lowbw.arguments import check_one_of
-from lightning_lowbw.plan import Run
+from lightning_lowbw.cost_model import Run
 from lightning_lowbw.planner import CLUSTER, Plan, make_cluster, shapes_of
 
 NUM_STEPS = 100_000  # of a run that nothing is known of, as in conf/plan.yaml

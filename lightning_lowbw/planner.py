@@ -1,4 +1,4 @@
-"""`lowbw-plan`: what each method would take on a cluster, by the cost model of `plan`, and which one to use."""
+"""`lowbw-plan`: what each method would take on a cluster, by the cost model, and which one to use."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from lightning_lowbw import plan
+from lightning_lowbw import cost_model
 from lightning_lowbw.arguments import is_count, is_number
 from lightning_lowbw.comm.link import Link
 from lightning_lowbw.compress.top_k import TopK
+from lightning_lowbw.cost_model import Candidate, Cluster, Cost, Run, Shapes
 from lightning_lowbw.errors import ConfigurationError
 from lightning_lowbw.method import Method, Where
-from lightning_lowbw.plan import Candidate, Cluster, Cost, Run, Shapes
 from lightning_lowbw.presets import preset
 from lightning_lowbw.schedules.every_step import EveryStep
 
@@ -53,12 +53,12 @@ class Plan:
         method = Method() if base in ("ddp", FP16_DDP) else preset(base).at(topology)
         if base == "dgc":
             given = _given(topology or "flat")
-            measured = plan.predict(self.shapes, self.cluster, self.step_s, given)
-            found = plan.CANDIDATES["dgc"](measured, self.run, given)
+            measured = cost_model.predict(self.shapes, self.cluster, self.step_s, given)
+            found = cost_model.CANDIDATES["dgc"](measured, self.run, given)
             if isinstance(found, str):
                 return None
             method = found.method
-        return plan.cost_of(method, self.shapes, self.cluster, self.step_s, 2 if base == FP16_DDP else 4)
+        return cost_model.cost_of(method, self.shapes, self.cluster, self.step_s, 2 if base == FP16_DDP else 4)
 
     def names(self) -> tuple[str, ...]:
         """Return the methods of the table."""
@@ -78,9 +78,11 @@ class Plan:
         found: list[tuple[str, Candidate, str]] = []
         for topology, ending in {"flat": "", "auto": LEVELS}.items():
             given = _given(topology)
-            measured = plan.predict(self.shapes, self.cluster, self.step_s, given)
-            why = plan.why_dense(measured, self.run, BUDGET)
-            chosen, sentence = plan.choose(measured, self.run, given, ("ddp",) if why else (*plan.CANDIDATES,), {})
+            measured = cost_model.predict(self.shapes, self.cluster, self.step_s, given)
+            why = cost_model.why_dense(measured, self.run, BUDGET)
+            chosen, sentence = cost_model.choose(
+                measured, self.run, given, ("ddp",) if why else (*cost_model.CANDIDATES,), {}
+            )
             name = f"{chosen.name}{ending}".removeprefix("ddp_")
             found.append((name, chosen, f"{measured}: {why}" if why else sentence))
             if why or ON_TWO_LEVELS[0] not in self.names():
@@ -88,7 +90,7 @@ class Plan:
         most_s = (1.0 + BUDGET) * min(chosen.mean_s for _, chosen, _ in found)
         name, chosen, sentence = next(each for each in found if each[1].mean_s <= most_s)
         if name != "ddp" and self.seconds(FP16_DDP) <= (1.0 + BUDGET) * chosen.mean_s:
-            return FP16_DDP, f"it takes {plan.ms(self.seconds(FP16_DDP))} a step. Without it: {sentence}"
+            return FP16_DDP, f"it takes {cost_model.ms(self.seconds(FP16_DDP))} a step. Without it: {sentence}"
         return name, sentence
 
     def text(self) -> str:
@@ -97,7 +99,7 @@ class Plan:
         lines = [
             f"{sum(map(math.prod, self.shapes)) / 1e6:,.4g}M parameters, {cluster.num_nodes} nodes x "
             f"{cluster.ranks_per_node} ranks, {link.bandwidth_bytes_per_s * 8e-9:.4g} Gb/s, latency "
-            f"{plan.ms(link.latency_s)}, {plan.ms(self.step_s)} a step without communication\n",
+            f"{cost_model.ms(link.latency_s)}, {cost_model.ms(self.step_s)} a step without communication\n",
             f"{'method':26}{'s per step':>12}{'MB per step and node':>22}{'extra MB per rank':>19}{'x DDP fp16':>12}",
         ]
         for name in self.names():
@@ -151,7 +153,7 @@ def make_cluster(numbers: Mapping[str, Any]) -> Cluster:
             raise ConfigurationError(f"{name}={value!r}: give a number {'>=' if is_free else '>'} 0.")
     if numbers["overlap"] > 1:
         raise ConfigurationError(f"overlap={numbers['overlap']!r}: give a share of a step, from 0 to 1.")
-    inside = replace(plan.FAST, bandwidth_bytes_per_s=numbers["inside_gbit_per_s"] / 8e-9)
+    inside = replace(cost_model.FAST, bandwidth_bytes_per_s=numbers["inside_gbit_per_s"] / 8e-9)
     link = Link(numbers["latency_ms"] * 1e-3, numbers["gbit_per_s"] / 8e-9)
     nodes, memory_bytes_per_s = (numbers["nodes"], numbers["ranks_per_node"]), numbers["memory_gbyte_per_s"] * 1e9
     return Cluster(*nodes, link, inside, memory_bytes_per_s, numbers["overlap"])

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from lightning_lowbw.comm.link import Link
-from lightning_lowbw.plan import DENSITIES, Measured
+from lightning_lowbw.cost_model import DENSITIES, Measured
 from lightning_lowbw.strategies import auto_choice
 
 

@@ -16,8 +16,8 @@ from omegaconf import OmegaConf
 from lightning_lowbw import DGC, LocalSGD, Method, PowerSGD, QuantizedGradients, Topology, Where, cli
 from lightning_lowbw.check import check_ranks, slow
 from lightning_lowbw.comm.link import Link
+from lightning_lowbw.cost_model import Cluster, Run, cost_of
 from lightning_lowbw.errors import ConfigurationError
-from lightning_lowbw.plan import Cluster, Run, cost_of
 from lightning_lowbw.planner import CLUSTER, FP16_DDP, Plan, make_cluster, shapes_of
 from tests.programs import ROOT, forget_launcher, free_port, run_script
 from tests.ranks import run_ranks

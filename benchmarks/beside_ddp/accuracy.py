@@ -40,12 +40,12 @@ from benchmarks.beside_ddp.tasks import (
 )
 from benchmarks.harness import as_plain
 from lightning_lowbw import DGCStrategy, EveryStep, Method
-from lightning_lowbw import plan as rule
+from lightning_lowbw import cost_model as rule
 from lightning_lowbw.comm.collectives import all_reduce_bytes, all_reduce_rounds
 from lightning_lowbw.comm.link import Link
 from lightning_lowbw.comm.peers import Peers
 from lightning_lowbw.compress.top_k import MOST_NUMEL, TopK, small_numel
-from lightning_lowbw.plan import DENSITIES, SAMPLE, SMALL_NUMEL, Measured, time_exchanges
+from lightning_lowbw.cost_model import DENSITIES, SAMPLE, SMALL_NUMEL, Measured, time_exchanges
 from lightning_lowbw.strategies import auto_choice
 
 FIXED = {"rampup_begin_step": 0, "rampup_step": 1, "sparsity": [0.999]}
@@ -76,14 +76,14 @@ def measure_accuracy(options: argparse.Namespace, results: dict[str, Any], path:
 
 
 def constants_of(options: argparse.Namespace) -> dict[str, float]:
-    """Return the constants of `plan` that are asked for.
+    """Return the constants of `cost_model` that are asked for.
 
     Raises:
         SystemExit: there is none of this name.
     """
     constants = {name: float(value) for name, _, value in (each.partition("=") for each in options.constant)}
     if unknown := [name for name in constants if not hasattr(rule, name)]:
-        raise SystemExit(f"plan.py has no {', '.join(unknown)}.")
+        raise SystemExit(f"cost_model.py has no {', '.join(unknown)}.")
     return constants
 
 

@@ -36,7 +36,7 @@ from benchmarks.harness import run_in_lab
 from lightning_lowbw import DGC, DGCStrategy, EveryStep
 from lightning_lowbw.comm.collectives import all_reduce_bytes
 from lightning_lowbw.comm.link import Link
-from lightning_lowbw.plan import DENSITIES, Candidate, Measured, Run, choose, why_dense
+from lightning_lowbw.cost_model import DENSITIES, Candidate, Measured, Run, choose, why_dense
 from lightning_lowbw.strategies import auto_choice
 from lightning_lowbw.strategies.auto_choice import NUM_UNTIMED, OF_AUTO
 

@@ -28,7 +28,7 @@ class EveryStep:
         rampup_step: optimizer steps over which the stairs are spread, at least one for each.
         sparsity: the fraction of elements *not* sent at each stair, each in [0, 1). A leading 0 is a dense stair.
             None: no warm-up, and the payload's own density from `rampup_begin_step` on. "auto": a Lightning strategy
-            takes some dense steps, measures, and replaces this schedule by one of numbers; see `plan`.
+            takes some dense steps, measures, and replaces this schedule by one of numbers; see `cost_model`.
         budget: with "auto", the fraction of a step that its exchange may take, in (0, 1].
         pretrained: with "auto", whether the weights are trained already: then there is no warm-up.
 

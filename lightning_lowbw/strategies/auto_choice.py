@@ -18,9 +18,9 @@ from lightning_lowbw.comm.agreement import gather
 from lightning_lowbw.comm.collectives import TrafficLedger
 from lightning_lowbw.comm.link import Link
 from lightning_lowbw.compress.top_k import TopK
+from lightning_lowbw.cost_model import Candidate, Measured, Run, choose, ddp, measure, ms, slowest, why_dense, written
 from lightning_lowbw.errors import ConfigurationError
 from lightning_lowbw.method import Method
-from lightning_lowbw.plan import Candidate, Measured, Run, choose, ddp, measure, ms, slowest, why_dense, written
 from lightning_lowbw.schedules.every_step import EveryStep
 from lightning_lowbw.strategies.checks import num_steps_of_fit, numels_of
 from lightning_lowbw.sync.gradient import GradientSync
@@ -36,7 +36,7 @@ class AutoChoice:
     """The choice of a fit; of several optimizers the first that steps is timed, and the others step in between.
 
     Args:
-        names: of `plan.CANDIDATES`.
+        names: of `cost_model.CANDIDATES`.
 
     Attributes:
         chosen: what has been chosen in place of "auto"; None before that.

@@ -17,7 +17,7 @@ from lightning.pytorch.strategies import StrategyRegistry
 from lightning_lowbw.comm.peers import Algorithm
 from lightning_lowbw.comm.topology import TopologyChoice
 from lightning_lowbw.compress.top_k import TopK
-from lightning_lowbw.plan import CANDIDATES
+from lightning_lowbw.cost_model import CANDIDATES
 from lightning_lowbw.presets import DGC, DGC_SPARSITY, PRESETS, AdaptiveLocalSGD, Hierarchical, LocalSGD, preset
 from lightning_lowbw.schedules.every_k import OuterName, Rule
 from lightning_lowbw.schedules.every_step import AUTO
@@ -264,7 +264,7 @@ class AutoStrategy(Strategy):
     """Take a few dense steps, measure them and the link, and continue with the fastest method, or one nearly as fast.
 
     The choice is among DDP, float16 and int8 gradients, and deep gradient compression, for optimizers with which its
-    accuracy has been measured; see `lightning_lowbw.plan`. One line logs the choice, the reason, and the
+    accuracy has been measured; see `lightning_lowbw.cost_model`. One line logs the choice, the reason, and the
     code that selects it. All ranks make the same choice, once; a resume keeps it.
 
     Args:

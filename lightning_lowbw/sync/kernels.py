@@ -70,7 +70,7 @@ def uses_of(workers: Sequence[Synchronizer], *, measures: bool = False) -> Uses:
 
     Args:
         workers: of the optimizers, all with one method.
-        measures: whether sparse steps of tensors in float32 are timed, to choose a schedule (`plan`).
+        measures: whether sparse steps of tensors in float32 are timed, to choose a schedule (`cost_model`).
     """
     method, peers = workers[0].method, workers[0].peers
     what, num_participants = method.what, peers.num_participants

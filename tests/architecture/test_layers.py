@@ -40,7 +40,7 @@ ROOT = Path(lightning_lowbw.__file__).parent
 MODULES = sorted(path.relative_to(ROOT) for path in ROOT.rglob("*.py"))
 
 # What each folder may import beside itself:
-# errors <- kernels <- compress, schedules <- comm <- sync <- method <- plan, strategies, callbacks.
+# errors <- kernels <- compress, schedules <- comm <- sync <- method <- cost_model, strategies, callbacks.
 METHOD_PARTS = {"errors", "arguments", "namespaces", "schedules", "compress", "comm", "sync"}
 BELOW: dict[str, set[str]] = {
     "errors": set(),
@@ -53,10 +53,10 @@ BELOW: dict[str, set[str]] = {
     "sync": {"errors", "arguments", "namespaces", "kernels", "schedules", "compress", "comm"},
     "method": METHOD_PARTS,
     "presets": {"method", *METHOD_PARTS},
-    "plan": {"method", "presets", *METHOD_PARTS},
-    "planner": {"method", "presets", "plan", *METHOD_PARTS},
+    "cost_model": {"method", "presets", *METHOD_PARTS},
+    "planner": {"method", "presets", "cost_model", *METHOD_PARTS},
     "check": {"kernels", "comm"},
-    "strategies": {"kernels", "method", "presets", "plan", *METHOD_PARTS},
+    "strategies": {"kernels", "method", "presets", "cost_model", *METHOD_PARTS},
     "callbacks": {"method", "presets", "strategies", *METHOD_PARTS},
     "zoo": set(),
     "lab": {"errors", "comm"},
@@ -73,7 +73,7 @@ FOREIGN: dict[str, set[str]] = {
     "comm": {"lightning"},
     "sync": {"lightning"},
     "method": {"lightning"},
-    "plan": {"lightning"},
+    "cost_model": {"lightning"},
     "planner": {"lightning"},
     "check": {"lightning"},
 }

@@ -24,10 +24,10 @@ from lightning_lowbw import (
     QuantizedGradients,
     SparsityWarmup,
     Strategy,
-    plan,
+    cost_model,
 )
 from lightning_lowbw.comm.peers import Peers
-from lightning_lowbw.plan import Measured, Run
+from lightning_lowbw.cost_model import Measured, Run
 from lightning_lowbw.strategies import auto_choice, checks
 from lightning_lowbw.strategies.auto_choice import NUM_STEPS, medians, refusals
 from tests.measured import give_measured, make_measured
@@ -234,7 +234,7 @@ def test_validation_is_not_counted() -> None:
 def measure_and_choose(**knobs: Any) -> tuple[Method, str, list[str]]:
     said: list[str] = []
     with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(plan, "LEAST_WAIT_S", 0.0)
+        monkeypatch.setattr(cost_model, "LEAST_WAIT_S", 0.0)
         monkeypatch.setattr(auto_choice, "rank_zero_info", said.append)
         strategy, module = AutoStrategy(budget=1e-9, **knobs), Wide()
         make_trainer(strategy, dist.get_world_size(), max_steps=60, max_epochs=-1).fit(module, make_data(4, 60))

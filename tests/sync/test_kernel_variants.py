@@ -17,8 +17,8 @@ from torch.optim import SGD, Adam, AdamW, Optimizer, RMSprop
 
 from lightning_lowbw.comm.link import Link
 from lightning_lowbw.compress.top_k import TopK
+from lightning_lowbw.cost_model import Measured, measure
 from lightning_lowbw.kernels import dispatch
-from lightning_lowbw.plan import Measured, measure
 from lightning_lowbw.presets import DGC, LocalSGD
 from lightning_lowbw.sync.kernels import prepare_kernels, uses_of
 from tests.ranks import run_ranks

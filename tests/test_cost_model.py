@@ -17,7 +17,7 @@ import lightning_lowbw
 from lightning_lowbw import ConfigurationError, EveryStep, Method, QuantizedGradients, TopK, Topology, Where
 from lightning_lowbw.comm.link import Link
 from lightning_lowbw.comm.peers import Peers
-from lightning_lowbw.plan import (
+from lightning_lowbw.cost_model import (
     CANDIDATES,
     DENSE_SHARE,
     DENSITIES,
