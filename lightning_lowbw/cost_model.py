@@ -154,7 +154,7 @@ def why_dense(measured: Measured, run: Run, budget: float) -> str | None:
     if wait_s <= budget * measured.step_s:
         return f"whole gradients add less than {100 * budget:.4g} % of a step"
     if run.num_left * wait_s < LEAST_WAIT_S:
-        all_s = f"all {run.num_left:.0f} steps that are left wait {run.num_left * wait_s:.2g} s for gradients"
+        all_s = f"all {run.num_left:,.0f} steps that are left wait {run.num_left * wait_s:.2g} s for gradients"
         return f"{all_s}, and the link is measured from {LEAST_WAIT_S:.0f} s on"
     return None
 
@@ -217,7 +217,7 @@ def _dgc(measured: Measured, run: Run, given: Method) -> Candidate | str:
     if left == math.inf:
         return "the number of steps is not known: give Trainer(max_steps=...)"
     times_sent = LEAST_TIMES_SENT_ADAM if run.is_adam else LEAST_TIMES_SENT
-    often = f"each element must be sent {times_sent} times on average, and {left:.0f} steps are left"
+    often = f"each element must be sent {times_sent} times on average, and {left:,.0f} steps are left"
     enough = [density for density in DENSITIES if density * left >= times_sent]
     if not enough:
         return often
@@ -255,7 +255,12 @@ CANDIDATES: dict[str, Callable[[Measured, Run, Method], Candidate | str]] = {
 
 def ms(seconds: float) -> str:
     """Return a number of seconds as milliseconds: "110 ms", "8,300 ms"."""
-    return f"{seconds * 1e3:,.0f} ms" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
+    return f"{number(seconds * 1e3)} ms"
+
+
+def number(value: float) -> str:
+    """Return a number with three digits, or all that are before the point: "0.0123", "1.5", "1,770"."""
+    return f"{value:,.0f}" if value >= 999.5 else f"{value:.3g}"
 
 
 def measure(

@@ -3,16 +3,30 @@
 from __future__ import annotations
 
 import math
+import textwrap
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from lightning_lowbw import cost_model
 from lightning_lowbw.arguments import is_count, is_number
 from lightning_lowbw.comm.link import Link
 from lightning_lowbw.compress.top_k import TopK
-from lightning_lowbw.cost_model import Candidate, Cluster, Cost, Run, Shapes
+from lightning_lowbw.cost_model import (
+    CANDIDATES,
+    FAST,
+    Candidate,
+    Cluster,
+    Cost,
+    Run,
+    Shapes,
+    choose,
+    cost_of,
+    ms,
+    number,
+    predict,
+    why_dense,
+)
 from lightning_lowbw.errors import ConfigurationError
 from lightning_lowbw.method import Method, Where
 from lightning_lowbw.presets import preset
@@ -23,7 +37,7 @@ FP16_DDP, FP16_HOOK = "ddp, fp16 hook", "DDPStrategy(ddp_comm_hook=default_hooks
 FLAT = ("ddp", FP16_DDP, "float16", "int8", "int4", "powersgd", "dgc", "local_sgd", "diloco", "sparse_loco")
 BUDGET = EveryStep().budget
 LEVELS = "_hierarchical"
-ON_TWO_LEVELS = ("hierarchical", *(each + LEVELS for each in ("int8", "int4", "powersgd", "dgc", "local_sgd")))
+ON_TWO_LEVELS = ("hierarchical", *(each + LEVELS for each in FLAT[2:]))
 CURVES = ("ddp", FP16_DDP, "int8", "int4", "powersgd", "dgc", "local_sgd", "sparse_loco")
 MAX_NODES = 1024
 # As in conf/plan.yaml.
@@ -53,12 +67,12 @@ class Plan:
         method = Method() if base in ("ddp", FP16_DDP) else preset(base).at(topology)
         if base == "dgc":
             given = _given(topology or "flat")
-            measured = cost_model.predict(self.shapes, self.cluster, self.step_s, given)
-            found = cost_model.CANDIDATES["dgc"](measured, self.run, given)
+            measured = predict(self.shapes, self.cluster, self.step_s, given)
+            found = CANDIDATES["dgc"](measured, self.run, given)
             if isinstance(found, str):
                 return None
             method = found.method
-        return cost_model.cost_of(method, self.shapes, self.cluster, self.step_s, 2 if base == FP16_DDP else 4)
+        return cost_of(method, self.shapes, self.cluster, self.step_s, 2 if base == FP16_DDP else 4)
 
     def names(self) -> tuple[str, ...]:
         """Return the methods of the table."""
@@ -78,40 +92,41 @@ class Plan:
         found: list[tuple[str, Candidate, str]] = []
         for topology, ending in {"flat": "", "auto": LEVELS}.items():
             given = _given(topology)
-            measured = cost_model.predict(self.shapes, self.cluster, self.step_s, given)
-            why = cost_model.why_dense(measured, self.run, BUDGET)
-            chosen, sentence = cost_model.choose(
-                measured, self.run, given, ("ddp",) if why else (*cost_model.CANDIDATES,), {}
-            )
+            measured = predict(self.shapes, self.cluster, self.step_s, given)
+            why = why_dense(measured, self.run, BUDGET)
+            chosen, sentence = choose(measured, self.run, given, ("ddp",) if why else (*CANDIDATES,), {})
             name = f"{chosen.name}{ending}".removeprefix("ddp_")
             found.append((name, chosen, f"{measured}: {why}" if why else sentence))
             if why or ON_TWO_LEVELS[0] not in self.names():
                 break
         most_s = (1.0 + BUDGET) * min(chosen.mean_s for _, chosen, _ in found)
-        name, chosen, sentence = next(each for each in found if each[1].mean_s <= most_s)
+        as_fast = [each for each in found if each[1].mean_s <= most_s]
+        # DDP changes nothing; otherwise two levels, which send less between nodes, and divide work and memory.
+        name, chosen, sentence = as_fast[0 if as_fast[0][0] == "ddp" else -1]
         if name != "ddp" and self.seconds(FP16_DDP) <= (1.0 + BUDGET) * chosen.mean_s:
-            return FP16_DDP, f"it takes {cost_model.ms(self.seconds(FP16_DDP))} a step. Without it: {sentence}"
+            return FP16_DDP, f"it takes {ms(self.seconds(FP16_DDP))} a step. Without it: {sentence}"
         return name, sentence
 
     def text(self) -> str:
         """Return a table, and what to use."""
         cluster, link = self.cluster, self.cluster.link
-        lines = [
-            f"{sum(map(math.prod, self.shapes)) / 1e6:,.4g}M parameters, {cluster.num_nodes} nodes x "
-            f"{cluster.ranks_per_node} ranks, {link.bandwidth_bytes_per_s * 8e-9:.4g} Gb/s, latency "
-            f"{cost_model.ms(link.latency_s)}, {cost_model.ms(self.step_s)} a step without communication\n",
-            f"{'method':26}{'s per step':>12}{'MB per step and node':>22}{'extra MB per rank':>19}{'x DDP fp16':>12}",
-        ]
+        setting = (
+            f"{number(sum(map(math.prod, self.shapes)) / 1e6)}M parameters, {cluster.num_nodes} nodes x "
+            f"{cluster.ranks_per_node} ranks, {number(link.bandwidth_bytes_per_s * 8e-9)} Gb/s, latency "
+            f"{ms(link.latency_s)}, {ms(self.step_s)} a step without communication"
+        )
+        lines = [_wrapped(setting), "", _row("method", "s per step", "MB sent / node", "MB kept / rank", "x DDP fp16")]
         for name in self.names():
             if cost := self.cost(name):
-                speed_up, sent, kept = self.seconds(FP16_DDP) / self.seconds(name), cost.node_bytes, cost.memory_bytes
-                numbers = f"{self.seconds(name):12.4g}{sent / 1e6:22,.4g}{kept / 1e6:19,.4g}{speed_up:12.2f}"
-                lines.append(f"{name:26}{numbers}")
+                seconds, speed_up = self.seconds(name), self.seconds(FP16_DDP) / self.seconds(name)
+                kept_mb = number(cost.memory_bytes / 1e6)
+                lines.append(_row(name, number(seconds), number(cost.node_bytes / 1e6), kept_mb, f"{speed_up:.2f}"))
         name, why = self.recommended()
+        ending = LEVELS if name.endswith(ON_TWO_LEVELS[0]) else ""
         advice = {"ddp": "stay with ddp", FP16_DDP: f"stay with ddp, as {FP16_HOOK}"}.get(
-            name, f'Trainer(strategy="{name}")   or "lowbw", which measures and chooses'
+            name, f'Trainer(strategy="{name}"), or "lowbw{ending}", which measures and chooses'
         )
-        return "\n".join([*lines, "", f"Recommended: {advice}", f"Why: {why}.", ""])
+        return "\n".join([*lines, "", _wrapped(f"Recommended: {advice}"), _wrapped(f"Why: {why}."), ""])
 
     def draw(self, path: Path) -> None:
         """Draw seconds per step against the number of nodes, up to 1,024; the link stays the same.
@@ -134,6 +149,16 @@ class Plan:
         figure.savefig(path, dpi=150)
 
 
+def _row(name: str, *columns: str) -> str:
+    widths = (11, 16, 16, 12)
+    return f"{name:25}" + "".join(f"{column:>{width}}" for column, width in zip(columns, widths, strict=True))
+
+
+def _wrapped(line: str) -> str:
+    # As wide as the table: words stay whole, so that code in the line can be copied.
+    return textwrap.fill(line, 79, break_long_words=False, break_on_hyphens=False)
+
+
 def _given(topology: str) -> Method:
     """Return what `strategy="lowbw"` begins with."""
     return Method(when=EveryStep(sparsity="auto", budget=BUDGET), what=TopK(), where=Where(topology=topology))
@@ -153,7 +178,7 @@ def make_cluster(numbers: Mapping[str, Any]) -> Cluster:
             raise ConfigurationError(f"{name}={value!r}: give a number {'>=' if is_free else '>'} 0.")
     if numbers["overlap"] > 1:
         raise ConfigurationError(f"overlap={numbers['overlap']!r}: give a share of a step, from 0 to 1.")
-    inside = replace(cost_model.FAST, bandwidth_bytes_per_s=numbers["inside_gbit_per_s"] / 8e-9)
+    inside = replace(FAST, bandwidth_bytes_per_s=numbers["inside_gbit_per_s"] / 8e-9)
     link = Link(numbers["latency_ms"] * 1e-3, numbers["gbit_per_s"] / 8e-9)
     nodes, memory_bytes_per_s = (numbers["nodes"], numbers["ranks_per_node"]), numbers["memory_gbyte_per_s"] * 1e9
     return Cluster(*nodes, link, inside, memory_bytes_per_s, numbers["overlap"])

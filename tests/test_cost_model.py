@@ -72,7 +72,7 @@ SITUATIONS: dict[str, tuple[Measured, Run, tuple[str, ...], Method, str]] = {
         Run(7, 5007, is_adam=True),
         OF_DGC,
         sparse(757, 1000, 0.064, 0.016),
-        "dgc, 241 ms a step (each element must be sent 60 times on average, and 5000 steps are left)",
+        "dgc, 241 ms a step (each element must be sent 60 times on average, and 5,000 steps are left)",
     ),
     "with Adam there is no stair": (SLOW, Run(7, 1007, is_adam=True), OF_DGC, sparse(257, 1, 0.064), "dgc, 333 ms"),
     "too short a run": (SLOW, Run(7, 57), OF_DGC, Method(), f"ddp, 930 ms a step; not dgc, because {OFTEN} 50 steps"),

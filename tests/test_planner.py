@@ -126,12 +126,20 @@ NUMBERS = dict(zip(CLUSTER, (2, 1, 10.0, 0.1, 200.0, 1000.0, 0.5), strict=True))
 def test_the_fp16_hook_is_enough_where_nothing_else_is_faster() -> None:
     plan = Plan(shapes_of(25_600_000), make_cluster({**NUMBERS, "nodes": 4}), 0.11, Run(0, 100_000))
     assert plan.recommended()[0] == FP16_DDP
-    assert "stay with ddp, as DDPStrategy(ddp_comm_hook" in plan.text()
+    assert "stay with ddp, as\nDDPStrategy(ddp_comm_hook=" in plan.text()
+
+
+def test_of_two_that_are_as_fast_the_one_on_two_levels() -> None:
+    cluster = make_cluster({**NUMBERS, "nodes": 4, "ranks_per_node": 4})
+    plan = Plan(shapes_of(100_000_000), cluster, 0.3, Run(0, 100_000, is_adam=True))
+    assert plan.seconds("dgc") < plan.seconds("dgc_hierarchical") < 1.01 * plan.seconds("dgc")
+    assert plan.recommended()[0] == "dgc_hierarchical"
+    assert 'or "lowbw_hierarchical"' in plan.text()
 
 
 OUT_OF_RANGE: list[dict[str, Any]] = [
     {"nodes": 0},
-    {"nodes": 2.5},
+    {"ranks_per_node": None},  # not given
     {"gbit_per_s": 0},
     {"latency_ms": -1.0},
     {"overlap": "half"},
@@ -211,7 +219,7 @@ def test_the_commands_of_the_page(tmp_path: Path) -> None:
     for name in ("check", "plan"):
         (tmp_path / f"{name}.py").write_text(PROGRAM.format(name))
     page = PAGE.read_text()
-    (command,) = re.findall("--no-python lowbw-check (.*)", page)
+    (command,) = re.findall("^ *lowbw-check (.*)", page, re.MULTILINE)
     shown = run_script(tmp_path, "check.py", *shlex.split(command), num_ranks=2)
     assert shown.startswith("1 nodes x 2 ranks, all at once: ")
     assert "Recommended: " in shown
