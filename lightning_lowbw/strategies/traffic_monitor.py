@@ -20,6 +20,7 @@ from torch import Tensor
 
 from lightning_lowbw.arguments import names_arguments
 from lightning_lowbw.comm.collectives import TrafficLedger, all_reduce_bytes
+from lightning_lowbw.cost_model import number
 from lightning_lowbw.errors import ConfigurationError
 from lightning_lowbw.namespaces import twins
 from lightning_lowbw.strategies.base import BaseStrategy
@@ -272,12 +273,12 @@ class Report:
         times |= {"a step after the warm-up took": self.last_s, "predicted for it": self.predicted_s}
         sent, dense = traffic.of_slow_network(self.has_levels)
         rows = [("steps", f"{traffic.steps:,}")]
-        rows += [(name, f"{seconds:.3g} s") for name, seconds in times.items() if seconds is not None]
-        rows += [] if self.waited is None else [("waited for the network", f"{100 * self.waited:.3g} % of the time")]
+        rows += [(name, f"{number(seconds)} s") for name, seconds in times.items() if seconds is not None]
+        rows += [] if self.waited is None else [("waited for the network", f"{100 * self.waited:.1f} % of the time")]
         levels = {"sent inside nodes": traffic.intra_bytes, "sent between nodes": traffic.inter_bytes}
         levels = levels if self.has_levels else {"sent": traffic.sent_bytes}
         rows += [(name, size(nbytes)) for name, nbytes in {**levels, f"{self.dense} would send": dense}.items()]
-        return [*rows, *([("compression ratio", f"{dense / sent:.3g}")] if sent else [])]
+        return [*rows, *([("compression ratio", number(dense / sent))] if sent else [])]
 
     def sentence(self) -> str:
         """Return what was saved, in one sentence.

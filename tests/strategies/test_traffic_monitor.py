@@ -183,16 +183,18 @@ def test_a_fit_ends_with_one_report_by_rank_0_of_what_is_in_the_ledger() -> None
 
 
 def test_on_two_levels_the_bytes_between_nodes_are_compared() -> None:
-    ledger = TrafficLedger(9, 1200, 1200, 1000, 200, dense_bytes=9000, dense_inter_bytes=800)
-    report = Report(ledger, has_levels=True)
+    ledger = TrafficLedger(9, 1200, 1200, 1000, 200, dense_bytes=900_000, dense_inter_bytes=354_000)
+    report = Report(ledger, has_levels=True, step_s=0.0123, waited=0.0004)
     assert dict(report.rows()) == {
         "steps": "9",
+        "a step took": "0.0123 s",
+        "waited for the network": "0.0 % of the time",
         "sent inside nodes": "1 kB",
         "sent between nodes": "200 bytes",
-        "hierarchical would send": "800 bytes",
-        "compression ratio": "4",
+        "hierarchical would send": "354 kB",
+        "compression ratio": "1,770",
     }
-    assert report.sentence() == "Sent 200 bytes instead of 800 bytes."
+    assert report.sentence() == "Sent 200 bytes instead of 354 kB, waited 0 % of the time."
     same = Report(TrafficLedger(9, 800, 800, dense_bytes=800), waited=0.31)
     assert same.sentence() == "Sent 800 bytes, as DDP would, waited 31 % of the time."
 
