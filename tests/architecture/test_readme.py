@@ -27,13 +27,13 @@ def test_it_is_one_page() -> None:
 @pytest.mark.parametrize(
     ("row", "form", "value"),
     [
-        ("`local_sgd`, k = 8", "{:.1f} points", -cell("local_sgd.md", "| k = 8 |", "against k = 1")),
+        ("`local_sgd`, every 8", "{:.1f} points", -cell("local_sgd.md", "| k = 8 |", "against k = 1")),
         ("`sparse_loco`", "{:+.1f} %", cell("bits_to_loss.md", CONTINUED, "to DDP")),
         ("`sparse_loco`", "{:.4f} bits", cell("bits_to_loss.md", CONTINUED, "bits per parameter and step")),
         ("`int4`", "{:.1f} points less", -cell("quantized_accuracy.md", DIGITS, "to DDP, points |")),
         ("`int4`", "{:.1f} more", cell("quantized_accuracy.md", TEXT, "to DDP, points |")),
         (
-            "`dgc` at 99.9 %",
+            "`dgc` that sends 0.1 %",
             "{:.1f} points",
             cell("auto.md", "| text | 800 |", "test accuracy of ddp, %")
             - cell("auto.md", "| text | 800 |", "dgc 99.9 %"),
