@@ -25,8 +25,8 @@ FREE_ROOM = 256  # candidates, 4 KiB: so much every tensor may have
 LEAST_ROOM = 1.5  # in units of the candidates aimed at; if there is less, the whole tensor is searched
 DIGITS = ((22, 9), (11, 11), (0, 11))  # of a magnitude, from the highest: the first bit, and how many
 BINS = 1 << 11  # of the widest digit
-# Of the growth of the k-th magnitude from one step to the next. It becomes less; a threshold that does not follow has in
-# the next step four times as many candidates, for some times 1 / density steps.
+# Of the growth of the k-th magnitude from one step to the next. It becomes less; a threshold that does not follow has
+# four times as many candidates in the next step, for some times 1 / density steps.
 FOLLOWED = 0.8
 LEVELS_SHIFT = 7  # values of a block of levels, see `compress.codec`
 ALIGNMENT_BYTES, ALIGNMENT_NUMEL = 16, 8  # of the widest load; elements in it, of the narrowest dtype
