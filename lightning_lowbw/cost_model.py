@@ -53,7 +53,7 @@ from lightning_lowbw.comm.collectives import all_gather_bytes, all_gather_rounds
 from lightning_lowbw.comm.link import Link, measure_link
 from lightning_lowbw.comm.peers import BUCKET_BYTES, Peers
 from lightning_lowbw.compress.quantization import make_format
-from lightning_lowbw.compress.sparse_sum import COUNT_BYTES, gather_capacity, scatter_capacity
+from lightning_lowbw.compress.sparse_sum import message_sizes
 from lightning_lowbw.compress.top_k import TopK, small_numel
 from lightning_lowbw.method import Method
 from lightning_lowbw.presets import QuantizedGradients
@@ -506,16 +506,13 @@ def _traffic(what: object, shapes: Shapes, between: Between, density: float | No
     taken = [numel for numel in all_numels if what.takes("", numel, small)]
     whole = between.all_reduce(max(1, FLOAT_BYTES * (sum(all_numels) - sum(taken))))
     parts = [-(-numel // num_local) for numel in taken]
-    if what.collective(num_ranks, is_two_level=num_local > 1) == "all_gather":
+    if what.collective(parts, density, num_ranks, is_two_level=num_local > 1) == "all_gather":
         message = what.nbytes(parts, density)
         in_node = Traffic(0, 0, all_gather_bytes(num_ranks * message, num_local))
         return whole + between.all_gather(message) + in_node
     # What `compress.sparse_sum` sends: the elements to their owners, then the largest sums to all.
-    num_sent, width = sum(what.num_sent(numel, density) for numel in parts), -(-sum(parts) // num_ranks)
-    scattered, gathered = (
-        COUNT_BYTES + what.codec.nbytes([min(width, capacity(num_sent, num_ranks))], [width])
-        for capacity in (scatter_capacity, gather_capacity)
-    )
+    num_sent = sum(what.nums_sent(parts, density))
+    scattered, gathered = message_sizes(what.codec, sum(parts), num_sent, num_ranks)
     return whole + between.all_to_all(scattered) + between.all_gather(gathered)
 
 

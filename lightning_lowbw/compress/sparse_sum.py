@@ -46,6 +46,14 @@ def gather_capacity(num_selected: int, num_ranks: int) -> int:
     return -(-GATHERED * num_selected // num_ranks)
 
 
+def message_sizes(codec: SparseCodec, numel: int, num_selected: int, num_ranks: int) -> tuple[int, int]:
+    """Return the bytes of a message to an owner, and of one from it, where the parts of all owners are equally wide."""
+    width = -(-numel // num_ranks)
+    capacities = scatter_capacity(num_selected, num_ranks), gather_capacity(num_selected, num_ranks)
+    to_owner, from_owner = (COUNT_BYTES + codec.nbytes([min(width, each)], [width]) for each in capacities)
+    return to_owner, from_owner
+
+
 @dataclass(frozen=True)
 class Outgoing:
     """A rank's selection, sorted by owner.

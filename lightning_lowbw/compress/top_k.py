@@ -26,13 +26,15 @@ from typing import Any, Literal, get_args
 from torch import Tensor
 
 from lightning_lowbw.arguments import check_one_of, from_mapping, is_count, is_number, names_arguments
-from lightning_lowbw.compress.codec import ALL, VALUE_NAMES, SparseCodec
+from lightning_lowbw.compress.codec import ALL, MAX_NUMEL, VALUE_NAMES, SparseCodec
 from lightning_lowbw.compress.selection import num_selected
+from lightning_lowbw.compress.sparse_sum import message_sizes
 from lightning_lowbw.errors import ConfigurationError
 
 MeanOver = Literal["ranks", "senders"]
 EXCHANGES = ("auto", "all_gather", "reduce_scatter")
-MOST_GATHERED = 16  # participants, see `TopK.collective`
+MOST_GATHERED = 9  # participants; to there a reduce-scatter saves less than half of the bytes, at densities up to 1/4
+OWNER_BYTES = 25_000  # what 1 Gb/s carries in 0.2 ms, the host's time for about 20 operations for each owner
 LEAST_OF = 4096  # elements: of fewer as many are sent as of this many, or a norm or a bias would wait for ever
 SMALL_SHARE, LEAST_NUMEL, MOST_NUMEL = 0.03, 1024, 16384  # see `small_numel`
 
@@ -143,17 +145,35 @@ class TopK:
                     f"{', '.join(names[:8])}{', ...' if len(names) > 8 else '.'}"
                 )
 
-    def collective(self, num_participants: int, *, is_two_level: bool) -> str:
-        """Return how elements of gradients are summed: "all_gather" or "reduce_scatter".
-
-        "auto" takes the all-gather, which applies all that was selected, up to `MOST_GATHERED` participants: to there
-        its (N-1) k elements are few beside the two rounds that it saves.
-        """
+    def may_scatter(self, num_participants: int, *, is_two_level: bool) -> bool:
+        """Return whether elements of gradients are summed by a reduce-scatter, in all steps or in some."""
         if is_two_level or self.mean_over == "senders" or self.exchange == "all_gather":
+            return False
+        return self.exchange == "reduce_scatter" or num_participants > MOST_GATHERED
+
+    def collective(
+        self, numels: Sequence[int], density: float | None, num_participants: int, *, is_two_level: bool
+    ) -> str:
+        """Return how elements of gradients are summed in a step: "all_gather" or "reduce_scatter".
+
+        "auto" compares what a rank sends, in bytes; it receives as much. With m the message of a participant, s and g
+        those to and from an owner:
+
+            all-gather       (N-1) m
+            reduce-scatter   (N-1) (s + g) + N OWNER_BYTES      (s + g is about 5 m / N)
+
+        An owner takes the host's time, for each is packed by itself. As some of the sums wait at their owners, the
+        reduce-scatter is taken only where it costs less than half: never up to `MOST_GATHERED` participants; at one in
+        a thousand, with 16 from 41M parameters on, and with 64 from 18M.
+        """
+        N, numel = num_participants, sum(numels)
+        if not self.may_scatter(N, is_two_level=is_two_level) or (self.exchange == "auto" and numel > MAX_NUMEL):
             return "all_gather"
-        if self.exchange == "auto" and num_participants <= MOST_GATHERED:
-            return "all_gather"
-        return "reduce_scatter"
+        if self.exchange == "reduce_scatter":
+            return "reduce_scatter"
+        to_and_from = sum(message_sizes(self.codec, numel, sum(self.nums_sent(numels, density)), N))
+        is_cheaper = 2 * ((N - 1) * to_and_from + N * OWNER_BYTES) < (N - 1) * self.nbytes(numels, density)
+        return "reduce_scatter" if is_cheaper else "all_gather"
 
     def masks(self, density: float, momenta: Iterable[float], *, by_default: bool) -> bool:
         """Return whether velocities are cleared where they are sent; see `momentum_masking`.

@@ -130,9 +130,8 @@ def exchanges(name: str, payload: type) -> Callable[[type[Made]], type[Made]]:
 def exchange_for(what: Any, peers: Peers, *, of_gradients: bool) -> Exchange | None:
     """Return what exchanges the tensors that a payload compresses; None for `Whole`, which compresses none."""
     if isinstance(what, TopK):
-        collective = what.collective(peers.num_participants, is_two_level=peers.is_two_level)
-        is_gathered = not of_gradients or collective == "all_gather"
-        return TopKExchange(what, peers) if is_gathered else ReduceScatterExchange(what, peers)
+        may_scatter = of_gradients and what.may_scatter(peers.num_participants, is_two_level=peers.is_two_level)
+        return ReduceScatterExchange(what, peers) if may_scatter else TopKExchange(what, peers)
     made: Exchange | None = None if isinstance(what, Whole) else EXCHANGES[type(what)](what, peers)
     return made
 
@@ -404,7 +403,7 @@ class SparseReduceScatter:
 class ReduceScatterExchange(TopKExchange):
     """As `TopKExchange`, with sums at owners: the volume does not grow with the participants. Gradients, on one level.
 
-    See `compress.sparse_sum`.
+    See `compress.sparse_sum`. In steps in which `TopK.collective` says so, an all-gather.
     """
 
     def __init__(self, payload: TopK, peers: Peers) -> None:
@@ -413,10 +412,13 @@ class ReduceScatterExchange(TopKExchange):
 
     def _send(self, selected: dict[str, Sparse], numels: Mapping[str, int], status: Tensor | None) -> Pending:
         """Sum at the owners; elements that do not fit, and rounding errors, are added to the residuals."""
+        sizes, num_ranks = [numels[name] for name in selected], self._peers.num_participants
+        if self.payload.collective(sizes, self.density, num_ranks, is_two_level=False) == "all_gather":
+            return super()._send(selected, numels, status)
         assert status is None
         self._reducer.codec = self.payload.codec
-        counts = self.payload.nums_sent([numels[name] for name in selected], self.density)
-        means, unsent = self._reducer.average(list(selected.values()), [numels[name] for name in selected], counts)
+        counts = self.payload.nums_sent(sizes, self.density)
+        means, unsent = self._reducer.average(list(selected.values()), sizes, counts)
         for name, (positions, values) in zip(selected, unsent, strict=True):
             residual = self.residuals[name]
             residual.index_add_(0, positions, values.to(residual.dtype))

@@ -84,8 +84,7 @@ def uses_of(workers: Sequence[Synchronizer], *, measures: bool = False) -> Uses:
         kinds[_kind_of(torch.float32)] = None
     value_format = make_value_format(what.value_dtype)
     num_messages, over_senders = [num_participants], what.mean_over == "senders"
-    collective = what.collective(num_participants, is_two_level=peers.is_two_level)
-    if collective == "reduce_scatter" and not method.averages_weights:
+    if what.may_scatter(num_participants, is_two_level=peers.is_two_level) and not method.averages_weights:
         num_messages.append(1)  # the sums of a reduce-scatter
     return Uses(
         kinds=tuple(kind._replace(is_aligned=is_aligned) for kind in kinds for is_aligned in (True, False)),

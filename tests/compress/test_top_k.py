@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_lowbw.compress.codec import VALUE_NAMES
+from lightning_lowbw.compress.codec import MAX_NUMEL, VALUE_NAMES
 from lightning_lowbw.compress.selection import Selection
 from lightning_lowbw.compress.top_k import Compression, TopK, as_compression, small_numel
 from lightning_lowbw.errors import ConfigurationError
@@ -145,6 +145,30 @@ def test_what_is_small_depends_on_what_is_trained() -> None:
     assert TopK().takes("", 6144, 6144)
     assert not TopK().takes("", 6143, 6144)
     assert TopK(min_numel=5000).takes("", 5000, 6144)
+
+
+@pytest.mark.parametrize(
+    ("num_participants", "density", "numel", "scatters"),
+    [
+        (9, 0.25, 10**9, False),
+        (16, 0.001, 40_000_000, False),
+        (16, 0.001, 41_000_000, True),
+        (16, 0.25, 1_000_000, True),
+        (64, 0.001, 17_000_000, False),
+        (64, 0.001, 18_000_000, True),
+        (64, 0.001, MAX_NUMEL + 1, False),  # has no positions
+    ],
+)
+def test_auto_scatters_where_it_costs_less_than_half(
+    num_participants: int, density: float, numel: int, scatters: bool
+) -> None:
+    def chosen(is_two_level: bool = False, **options: Any) -> str:
+        numels = [numel // 2, numel - numel // 2]
+        return TopK(**options).collective(numels, density, num_participants, is_two_level=is_two_level)
+
+    assert chosen() == ("reduce_scatter" if scatters else "all_gather")
+    assert chosen(exchange="reduce_scatter") == "reduce_scatter"
+    assert {chosen(exchange="all_gather"), chosen(mean_over="senders"), chosen(is_two_level=True)} == {"all_gather"}
 
 
 @pytest.mark.parametrize(

@@ -116,6 +116,30 @@ def test_equals_the_paper(nodes: Nodes, cases: list[Case]) -> None:
                         torch.testing.assert_close(kept, v, rtol=1e-4, atol=1e-4)
 
 
+def train_by(exchange: str, owner_bytes: int) -> list[tuple[str, int]]:
+    """Return a digest of the weights after each step, and the bytes sent by then."""
+    parameters, steps = make_parameters(AWKWARD), []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(top_k, "MOST_GATHERED", 1)
+        patch.setattr(top_k, "OWNER_BYTES", owner_bytes)
+        worker = make_method({"exchange": exchange}).attach(SGD(parameters.values(), lr=0.05), parameters.items())
+        for step in range(STEPS):
+            take_step(worker, parameters, step)
+            steps.append((digest(parameters.values()), worker.peers.ledger.sent_bytes))
+    return steps
+
+
+def test_auto_chooses_in_each_step_by_its_cost() -> None:
+    """With owners that cost less than nothing; a little less: at the last density, from the seventh step on."""
+    cases = [("all_gather", 0), ("auto", 0), ("reduce_scatter", 0), ("auto", -1_000_000), ("auto", -600)]
+    results, others = run_ranks(each, 2, train_by, cases)
+    assert results == others
+    gathered, auto_gathered, scattered, auto_scattered, mixed = results
+    assert (auto_gathered, auto_scattered) == (gathered, scattered)
+    assert mixed[:6] == gathered[:6]
+    assert mixed[6] != gathered[6]
+
+
 # Settings of the optimizer --------------------------------------------------------------------------------------------
 
 BY_THE_PAPER = DENSE_THEN_SPARSE.replace(momentum_masking=True)
