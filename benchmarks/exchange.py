@@ -23,11 +23,13 @@ from torch import Tensor
 
 from benchmarks.harness import RESULTS, describe_environment
 from lightning_lowbw import DGC
-from lightning_lowbw.comm.collectives import Collectives, TrafficLedger, all_gather_bytes, all_reduce_bytes
+from lightning_lowbw.comm.collectives import all_gather_bytes, all_reduce_bytes
+from lightning_lowbw.comm.peers import Peers
 from lightning_lowbw.compress.codec import VALUE_NAMES, SparseCodec
 from lightning_lowbw.compress.selection import num_selected
 from lightning_lowbw.compress.sparse_sum import COUNT_BYTES, SparseSum, even_boundaries
-from lightning_lowbw.sync.exchange import SparseReduceScatter
+from lightning_lowbw.compress.top_k import TopK
+from lightning_lowbw.sync.exchange import ReduceScatterExchange
 from tests.ranks import run_ranks
 
 NUMELS, DENSITY, STEPS = (16_000_000, 8_000_000, 1_000_000), 1e-3, 4
@@ -72,11 +74,14 @@ def formulas(codec: SparseCodec, num_ranks: int, boundaries: tuple[int, ...] = (
 
 def measure(codec: SparseCodec) -> list[dict[str, Any]]:
     """Return received bytes of each exchange and step, what the formula says, and the share that was kept back."""
-    exchange, rows = Collectives(None, TrafficLedger()), []
-    reducer, dense = SparseReduceScatter(exchange, codec), torch.zeros(sum(NUMELS))
+    peers, rows = Peers(), []
+    exchange, dense = peers.between, torch.zeros(sum(NUMELS))
+    payload = TopK(density=DENSITY, value_dtype=codec.value_dtype, exchange="reduce_scatter")
+    reducer = ReduceScatterExchange(payload, peers)
     for step in range(STEPS):
         parts = select(exchange.rank, step)
         formula = formulas(codec, exchange.num_ranks, reducer.boundaries)
+        signal = {str(i): torch.zeros(numel).index_add_(0, *parts[i]) for i, numel in enumerate(NUMELS)}
         for name in EXCHANGES:
             before, unsent = exchange.ledger.received_bytes, 0.0
             if name == "dense":
@@ -84,8 +89,10 @@ def measure(codec: SparseCodec) -> list[dict[str, Any]]:
             elif name == "all_gather":
                 exchange.all_gather(codec.encode(parts, NUMELS))
             else:
-                _, left = reducer.average(parts, NUMELS, COUNTS)
-                unsent = magnitude(left) / magnitude(parts)
+                for residual in reducer.residuals.values():
+                    residual.zero_()
+                reducer.begin(signal)
+                unsent = sum(float(residual.abs().sum()) for residual in reducer.residuals.values()) / magnitude(parts)
             received = exchange.ledger.received_bytes - before
             rows.append({"exchange": name, "received": received, "formula": formula[name], "unsent": unsent})
     return rows

@@ -24,7 +24,7 @@ from torch.nn import functional as F
 
 from benchmarks.harness import RESULTS, describe_environment
 from lightning_lowbw.compress.codec import SparseCodec
-from lightning_lowbw.compress.sparse_sum import SparseSum, even_boundaries, sum_in_order
+from lightning_lowbw.compress.sparse_sum import SparseSum, even_boundaries
 from lightning_lowbw.zoo.digits import load_digit_tensors
 
 DENSITIES, WORLDS, SEEDS = (0.01,), (16, 64), (0, 1)
@@ -76,15 +76,15 @@ def run(collective: str, num_ranks: int, density: float, seed: int, steps: int) 
 def _reduce(
     plan: SparseSum, selected: list[tuple[Tensor, Tensor]], residuals: Tensor, numel: int
 ) -> tuple[Tensor, tuple[int, ...]]:
-    """Do what `SparseReduceScatter` does between ranks; what is not sent goes back into the residuals."""
+    """Do what `ReduceScatterExchange` does between ranks; what is not sent goes back into the residuals."""
     outgoing = [plan.prepare(rank, part) for rank, part in enumerate(selected)]
     owned = []
     for rank, own in enumerate(outgoing):
         owned.append(plan.combine(rank, own.own, torch.stack([each.message[rank] for each in outgoing])))
     reduced = plan.finish(torch.stack([each.message for each in owned]))
-    for rank, (mine, owner) in enumerate(zip(outgoing, owned, strict=True)):
-        positions, values = sum_in_order([mine.unsent, owner.unsent])
-        residuals[rank].index_add_(0, positions, values)
+    for residual, (positions, _), mine, owner in zip(residuals, selected, outgoing, owned, strict=True):
+        residual.index_add_(0, positions, mine.unsent)
+        residual.index_add_(0, *owner.unsent)
     mean = torch.zeros(numel)
     positions, values = reduced.mean
     mean[positions] = values

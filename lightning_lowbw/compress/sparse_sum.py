@@ -59,14 +59,14 @@ class Outgoing:
     """A rank's selection, sorted by owner.
 
     Attributes:
-        message: one row per owner; uint8, shape (ranks, nbytes). The row of the rank itself is empty.
+        message: one row per owner; uint8, shape (ranks, nbytes). That of the rank itself is not read.
         own: what it has selected in its own part: all of it, no message bounds it.
-        unsent: elements that did not fit, and rounding errors.
+        unsent: of each element selected: its value if it did not fit, else the rounding error; 0 in the own part.
     """
 
     message: Tensor
     own: Sparse
-    unsent: Sparse
+    unsent: Tensor
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class Owned:
 
     Attributes:
         message: the sums it hands out; uint8, shape (nbytes,).
-        unsent: those it does not, and rounding errors.
+        unsent: of each sum: its value if it does not, else the rounding error.
     """
 
     message: Tensor
@@ -155,24 +155,23 @@ class SparseSum:
         """
         positions, values = selected[0], selected[1].float()
         edges = upload(self.boundaries, torch.int64, positions.device)
-        cuts = torch.searchsorted(positions, edges).tolist()
-        nbytes = self._nbytes(self.scatter_capacity)
+        ends = torch.searchsorted(positions, edges)
+        cuts, nbytes = ends.tolist(), self._nbytes(self.scatter_capacity)
         message = torch.zeros((self.num_ranks, COUNT_BYTES + nbytes), dtype=torch.uint8, device=positions.device)
+        message[:, :COUNT_BYTES] = ends.diff().to(torch.int32).view(torch.uint8).view(-1, COUNT_BYTES)
         unsent = values.clone()
         for owner, (begin, end) in enumerate(pairwise(cuts)):
             if owner == rank:
                 unsent[begin:end] = 0
                 continue
-            here, mine = positions[begin:end], values[begin:end]
-            sent = self._largest(here, mine, self.scatter_capacity)
+            here, there = positions[begin:end], values[begin:end]
+            sent = self._largest(here, there, self.scatter_capacity)
             local = here[sent] - self.boundaries[owner]
-            packed, rounded = self._pack(local, mine[sent], self.scatter_capacity)
+            packed, rounded = self._pack(local, there[sent], self.scatter_capacity)
             unsent[begin:end][sent] -= rounded
             message[owner, COUNT_BYTES:] = packed
-        begin, end = cuts[rank], cuts[rank + 1]
-        counts = [0 if owner == rank else after - before for owner, (before, after) in enumerate(pairwise(cuts))]
-        message[:, :COUNT_BYTES] = _counts(counts, message.device).view(-1, COUNT_BYTES)
-        return Outgoing(message, (positions[begin:end], values[begin:end]), _nonzero(positions, unsent))
+        mine = slice(cuts[rank], cuts[rank + 1])
+        return Outgoing(message, (positions[mine], values[mine]), unsent)
 
     def combine(self, rank: int, own: Sparse, received: Tensor) -> Owned:
         """Add up, in rank order, what all ranks selected in the part of one, and choose what is handed out.
@@ -194,7 +193,7 @@ class SparseSum:
         counts[rank] = own[0].numel()
         if not all(0 <= count <= self.num_selected for count in counts):
             raise ValueError(f"A damaged message: {counts} elements; a rank has selected {self.num_selected} at most.")
-        others = torch.cat([received[:rank], received[rank + 1 :]])[:, COUNT_BYTES:]  # its own row is empty
+        others = torch.cat([received[:rank], received[rank + 1 :]])[:, COUNT_BYTES:]
         sent = [min(count, self.scatter_capacity) for sender, count in enumerate(counts) if sender != rank]
         parts = self._unpack(others, [rank] * len(sent), self.scatter_capacity, sent)
         positions, sums = sum_in_order([*parts[:rank], own, *parts[rank:]])
@@ -203,8 +202,9 @@ class SparseSum:
         packed, rounded = self._pack(local, sums[handed], self.gather_capacity)
         unsent = sums.clone()
         unsent[handed] -= rounded
-        message = torch.cat([_counts([sum(counts), local.numel()], packed.device), packed])
-        return Owned(message, _nonzero(positions, unsent))
+        header = upload([sum(counts), local.numel()], torch.int32, packed.device).view(torch.uint8)
+        message = torch.cat([header, packed])
+        return Owned(message, (positions, unsent))
 
     def finish(self, gathered: Tensor) -> Reduced:
         """Read the messages of all owners.
@@ -359,13 +359,3 @@ def _smallest(values: Tensor, count: int) -> Tensor:
     is_chosen, is_tied = values < bound, values == bound
     is_chosen |= is_tied & (is_tied.cumsum(0) <= count - is_chosen.sum())
     return is_chosen.nonzero().squeeze(1)
-
-
-def _counts(numbers: Sequence[int], device: torch.device) -> Tensor:
-    """Return numbers of elements as they are written: int32 as uint8, on the device without a wait."""
-    return upload(numbers, torch.int32, device).view(torch.uint8)
-
-
-def _nonzero(positions: Tensor, values: Tensor) -> Sparse:
-    kept = values.nonzero().squeeze(1)
-    return positions[kept], values[kept]

@@ -13,7 +13,7 @@ not sent, and rounding errors, stay in the residuals e.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, groupby, product
 from typing import Any, NamedTuple, Protocol, TypeVar
@@ -23,11 +23,11 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from lightning_lowbw.arguments import names_arguments
-from lightning_lowbw.comm.collectives import Collectives, all_gather_bytes
+from lightning_lowbw.comm.collectives import all_gather_bytes
 from lightning_lowbw.comm.peers import MeanWork, Peers, part_of
-from lightning_lowbw.compress.codec import MAX_NUMEL, SparseCodec
+from lightning_lowbw.compress.codec import MAX_NUMEL
 from lightning_lowbw.compress.selection import Residuals, Selection
-from lightning_lowbw.compress.sparse_sum import Sparse, SparseSum, even_boundaries, sum_in_order
+from lightning_lowbw.compress.sparse_sum import Sparse, SparseSum, even_boundaries
 from lightning_lowbw.compress.top_k import TopK
 from lightning_lowbw.errors import ConfigurationError
 from lightning_lowbw.kernels.dispatch import averages_for
@@ -337,13 +337,10 @@ class TopKExchange:
         self._selection.thresholds = state.get("thresholds", {})  # none of another payload
 
 
-@dataclass
-class SparseReduceScatter:
-    """Averages sparse vectors over the ranks of a group, step after step.
+class ReduceScatterExchange(TopKExchange):
+    """As `TopKExchange`, with sums at owners: the volume does not grow with the participants. Gradients, on one level.
 
-    Args:
-        collectives: of the process group, with their ledger.
-        codec: of the elements on the wire.
+    See `compress.sparse_sum`. In steps in which `TopK.collective` says so, an all-gather.
 
     Attributes:
         numels: elements of each tensor in the last step.
@@ -351,91 +348,50 @@ class SparseReduceScatter:
             checkpoint, else a resumed run keeps back other elements.
     """
 
-    collectives: Collectives
-    codec: SparseCodec
-    numels: tuple[int, ...] = field(default=(), init=False)
-    boundaries: tuple[int, ...] = field(default=(), init=False)
-
-    def average(
-        self, parts: Sequence[Sparse], numels: Sequence[int], counts: Sequence[int]
-    ) -> tuple[list[Sparse], list[Sparse]]:
-        """Average what all ranks have selected.
-
-        Collective: all ranks; an all-to-all and an all-gather; blocking. Needs more than one rank.
-
-        Wire: see `SparseSum`.
-
-        Args:
-            parts: (positions, values) of each tensor; positions int64, distinct, ascending; values of any floating
-                dtype.
-            numels: elements of each tensor.
-            counts: k of each tensor; the same on all ranks, each has selected this many at most.
-
-        Returns:
-            1/N of the sums that were sent to all: float32, the same bits on all ranks. And what is to be added to this
-            rank's residual, undivided: its own elements that did not fit, and, of the part that it owns, sums that were
-            not handed out; float32, positions distinct.
-
-        Raises:
-            ConfigurationError: on all ranks; there are more elements than positions.
-        """
-        if (tuple(numels), self.collectives.num_ranks) != (self.numels, len(self.boundaries) - 1):
-            self.boundaries = even_boundaries(numels, counts, self.collectives.num_ranks)
-            self.numels = tuple(numels)
-        plan, rank = SparseSum(self.numels, sum(counts), self.boundaries, self.codec), self.collectives.rank
-        outgoing = plan.prepare(rank, plan.join(parts))
-        received = self.collectives.all_to_all(outgoing.message.view(-1)).view_as(outgoing.message)
-        owned = plan.combine(rank, outgoing.own, received)
-        reduced = plan.finish(self.collectives.all_gather(owned.message))
-        self.boundaries = reduced.boundaries
-        unsent = sum_in_order([outgoing.unsent, owned.unsent])
-        return plan.split(reduced.mean), plan.split(unsent)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return plain values, the same on all ranks."""
-        return {"numels": list(self.numels), "boundaries": list(self.boundaries)}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load a `state_dict`; that of another number of ranks is ignored."""
-        self.numels, self.boundaries = tuple(state["numels"]), tuple(state["boundaries"])
-
-
-class ReduceScatterExchange(TopKExchange):
-    """As `TopKExchange`, with sums at owners: the volume does not grow with the participants. Gradients, on one level.
-
-    See `compress.sparse_sum`. In steps in which `TopK.collective` says so, an all-gather.
-    """
-
-    def __init__(self, payload: TopK, peers: Peers) -> None:
-        super().__init__(payload, peers)
-        self._reducer = SparseReduceScatter(peers.between, payload.codec)
+    numels: tuple[int, ...] = ()
+    boundaries: tuple[int, ...] = ()
 
     def _send(self, selected: dict[str, Sparse], numels: Mapping[str, int], status: Tensor | None) -> Pending:
-        """Sum at the owners; elements that do not fit, and rounding errors, are added to the residuals."""
-        sizes, num_ranks = [numels[name] for name in selected], self._peers.num_participants
-        if self.payload.collective(sizes, self.density, num_ranks, is_two_level=False) == "all_gather":
+        """Sum at the owners: an all-to-all and an all-gather; blocking.
+
+        In place:
+            The residuals, to which elements that do not fit, sums that wait, and rounding errors are added.
+        """
+        ranks, sizes = self._peers.between, tuple(numels[name] for name in selected)
+        if self.payload.collective(sizes, self.density, ranks.num_ranks, is_two_level=False) == "all_gather":
             return super()._send(selected, numels, status)
         assert status is None
-        self._reducer.codec = self.payload.codec
-        counts = self.payload.nums_sent(sizes, self.density)
-        means, unsent = self._reducer.average(list(selected.values()), sizes, counts)
-        for name, (positions, values) in zip(selected, unsent, strict=True):
+        parts, counts = list(selected.values()), self.payload.nums_sent(sizes, self.density)
+        if (sizes, ranks.num_ranks) != (self.numels, len(self.boundaries) - 1):
+            self.numels, self.boundaries = sizes, even_boundaries(sizes, counts, ranks.num_ranks)
+        plan = SparseSum(sizes, sum(counts), self.boundaries, self.payload.codec)
+        outgoing = plan.prepare(ranks.rank, plan.join(parts))
+        received = ranks.all_to_all(outgoing.message.view(-1)).view_as(outgoing.message)
+        owned = plan.combine(ranks.rank, outgoing.own, received)
+        reduced = plan.finish(ranks.all_gather(owned.message))
+        self.boundaries = reduced.boundaries
+        unsent = outgoing.unsent.split([positions.numel() for positions, _ in parts])
+        for name, (chosen, _), rest, waiting in zip(selected, parts, unsent, plan.split(owned.unsent), strict=True):
             residual = self.residuals[name]
-            residual.index_add_(0, positions, values.to(residual.dtype))
-        positions, values = (torch.cat(column).view(1, 1, -1) for column in zip(*means, strict=True))
+            for positions, values in ((chosen, rest), waiting):
+                if positions.numel():  # of most tensors this rank owns nothing
+                    residual.index_add_(0, positions, values.to(residual.dtype))
+        means = plan.split(reduced.mean)
         counts = [each.numel() for each, _ in means]
+        positions, values = (torch.cat(column).view(1, 1, -1) for column in zip(*means, strict=True))
         spans = _spans({name: slice(0, numels[name]) for name in selected}.items(), counts, 0)
         decoded = Decoded(positions.to(torch.int32), values, spans, first=0, num_participants=1)
         mean = SparseMean(self.payload, numels, lambda: [decoded], positions.device)
         return Deferred(lambda: mean)
 
     def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "reducer": self._reducer.state_dict()}
+        of_parts = {"numels": list(self.numels), "boundaries": list(self.boundaries)}
+        return {**super().state_dict(), "reducer": of_parts}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         super().load_state_dict(state)
-        if "reducer" in state:
-            self._reducer.load_state_dict(state["reducer"])
+        if "reducer" in state:  # that of another number of ranks is not used
+            self.numels, self.boundaries = (tuple(state["reducer"][each]) for each in ("numels", "boundaries"))
 
 
 class Piece(NamedTuple):

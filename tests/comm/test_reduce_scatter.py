@@ -8,45 +8,38 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_lowbw.comm.collectives import Collectives, TrafficLedger
-from lightning_lowbw.compress.codec import SparseCodec
+from lightning_lowbw.comm.peers import Peers
 from lightning_lowbw.compress.sparse_sum import COUNT_BYTES, gather_capacity, scatter_capacity
-from lightning_lowbw.kernels.reference import largest
-from lightning_lowbw.sync.exchange import SparseReduceScatter
+from lightning_lowbw.compress.top_k import TopK
+from lightning_lowbw.sync.exchange import ReduceScatterExchange
 from tests.ranks import run_ranks
 
 NUMELS, COUNTS, STEPS = (3000, 1, 500, 6000), (60, 1, 10, 120), 8
 
 
-def gradient(step: int, rank: int, is_skewed: bool) -> list[Tensor]:
+def gradient(step: int, rank: int, is_skewed: bool) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(1000 * step + rank)
-    tensors = [torch.randn(numel, generator=generator) for numel in NUMELS]
+    tensors = {str(number): torch.randn(numel, generator=generator) for number, numel in enumerate(NUMELS)}
     if is_skewed:
-        tensors[3][200:] = 0.0  # all of the last tensor's elements lie at its beginning
+        tensors["3"][200:] = 0.0  # all of the last tensor's elements lie at its beginning
     return tensors
 
 
 def train(value_dtype: str, is_skewed: bool) -> dict[str, Any]:
-    exchange = Collectives(None, TrafficLedger())
-    reducer = SparseReduceScatter(exchange, SparseCodec(value_dtype))
-    residuals = [torch.zeros(numel, dtype=torch.float32) for numel in NUMELS]
+    peers = Peers()
+    payload = TopK(density=0.02, value_dtype=value_dtype, exchange="reduce_scatter")
+    exchange = ReduceScatterExchange(payload, peers)
+    assert tuple(payload.nums_sent(NUMELS)) == COUNTS
     applied = [torch.zeros(numel, dtype=torch.float64) for numel in NUMELS]
     for step in range(STEPS):
-        parts = []
-        for residual, tensor, k in zip(residuals, gradient(step, exchange.rank, is_skewed), COUNTS, strict=True):
-            residual += tensor
-            positions = largest(residual, k)
-            parts.append((positions, residual[positions]))
-            residual[positions] = 0
-        means, left = reducer.average(parts, NUMELS, COUNTS)
-        for total, residual, mean, unsent in zip(applied, residuals, means, left, strict=True):
-            total[mean[0]] += mean[1].double() * exchange.num_ranks
-            residual[unsent[0]] += unsent[1]
+        means = exchange.begin(gradient(step, peers.rank, is_skewed)).wait()[0].dense()
+        for total, mean in zip(applied, means.values(), strict=True):
+            total += mean.double() * peers.num_ranks
     return {
         "applied": applied,
-        "residuals": residuals,
-        "received": exchange.ledger.received_bytes,
-        "state": reducer.state_dict(),
+        "residuals": list(exchange.residuals.values()),
+        "received": peers.ledger.received_bytes,
+        "state": exchange.state_dict()["reducer"],
     }
 
 
@@ -63,7 +56,7 @@ def test_replicas_are_equal_and_nothing_is_lost_in_the_bytes_of_the_formula(
     for number in range(len(NUMELS)):
         kept = sum(result["residuals"][number].double() for result in by_rank)
         made = sum(
-            gradient(step, rank, is_skewed)[number].double() for step in range(STEPS) for rank in range(num_ranks)
+            gradient(step, rank, is_skewed)[str(number)].double() for step in range(STEPS) for rank in range(num_ranks)
         )
         torch.testing.assert_close(by_rank[0]["applied"][number] + kept, made, rtol=1e-5, atol=2e-5)
     k, headers = sum(COUNTS), (num_ranks - 1) * 3 * COUNT_BYTES

@@ -65,7 +65,7 @@ class Stub:
             self.name, ()
         ):
             out = written[name]
-            out.copy_(torch.arange(out.shape[-1]) if "positions" in name else torch.zeros(()))
+            out.copy_(torch.arange(out.shape[-1]) if name == "positions" else torch.zeros(()))
 
 
 def _compiled_for(parameter: Any, value: Any) -> str:
