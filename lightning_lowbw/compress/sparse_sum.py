@@ -257,7 +257,7 @@ class SparseSum:
         quantile = (place + 0.5).double() / counts[tensor]  # of a tensor's elements, from the largest down
         num_sent = torch.bincount(tensor[_smallest(quantile, capacity)], minlength=len(self.numels))
         magnitudes, pieces = values.abs(), []
-        for begin, count, sent in zip(first.tolist(), counts.tolist(), num_sent.tolist(), strict=True):
+        for begin, count, sent in torch.stack([first, counts, num_sent], 1).tolist():
             if sent:
                 pieces.append(begin + _smallest(-magnitudes[begin : begin + count], sent))
         return torch.cat(pieces)
