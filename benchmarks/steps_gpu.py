@@ -48,6 +48,7 @@ from benchmarks.ops_gpu import (
     waits_of,
 )
 from lightning_lowbw import DGC, LocalSGD, Method, PowerSGD, QuantizedGradients
+from lightning_lowbw.kernels.gpu import NUM_RANGES
 from lightning_lowbw.presets import preset
 from lightning_lowbw.sync.gradient import GradientSync
 from lightning_lowbw.sync.local import LocalSync
@@ -90,7 +91,9 @@ SPARSE = partial(DGC, exchange="all_gather")
 CASES = {
     "dgc": Case(SPARSE(sparsity=[0.999]), partial(of_messages, density=0.001)),
     "dgc at 25 %": Case(SPARSE(sparsity=[0.75]), partial(of_messages, density=0.25)),
-    "dgc, bf16-true": Case(SPARSE(sparsity=[0.999]), partial(of_messages, density=0.001, more=4), dtype=torch.bfloat16),
+    "dgc, bf16-true": Case(
+        SPARSE(sparsity=[0.999]), partial(of_messages, density=0.001, more=4 / NUM_RANGES), dtype=torch.bfloat16
+    ),
     "int8": Case(QuantizedGradients("int8"), partial(of_few_bits, num_bytes=1 + 2 / 128)),
     "int4": Case(QuantizedGradients("int4"), partial(of_few_bits, num_bytes=0.5 + 2 / 128)),
     "bfloat16": Case(QuantizedGradients("bfloat16"), partial(of_few_bits, num_bytes=2)),

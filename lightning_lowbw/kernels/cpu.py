@@ -598,11 +598,14 @@ def average_many_(
         return
     positions, values = positions.contiguous(), values.contiguous()
     for arrival in arrivals:
-        out, weight = (arrival.out, None) if arrival.weight is None else (None, arrival.weight.detach())
+        mean = arrival.out.float()
+        out, weight = (mean, None) if arrival.weight is None else (None, arrival.weight.detach())
         average_kernel(
             *(NOTHING if each is None else each.view(-1).numpy() for each in (out, weight)), np.float32(-arrival.rate),
             positions[arrival.group].numpy(), values[arrival.group].numpy(), arrival.first, arrival.count,
         )  # fmt: skip
+        if mean is not arrival.out:
+            arrival.out.copy_(mean)
 
 
 def encode_blocks_(values: Tensor, scales: Tensor, packed: Tensor, bits: int) -> None:

@@ -22,6 +22,7 @@ import importlib.util
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import product
 from types import ModuleType
 
 import torch
@@ -276,13 +277,11 @@ def _try_triton(device: torch.device, uses: Uses) -> None:
     for value_dtype in uses.value_dtypes:
         _try_wire(device, value_dtype)
     like, positions = torch.ones(BLOCK + 1, device=device), torch.tensor([0, 5, BLOCK - 3, BLOCK], device=device)
-    for num_messages in uses.num_messages:
-        _compare(
-            *(
-                _averaged(each, like, positions, num_messages, uses.steps, uses.over_senders)
-                for each in (gpu, reference)
-            )
-        )
+    dtypes = dict.fromkeys([torch.float32, *(kind.gradient for kind in uses.kinds)])
+    for num_messages, dtype in product(uses.num_messages, dtypes):
+        steps = uses.steps if dtype == torch.float32 else (False,)
+        arguments = like.to(dtype), positions, num_messages, steps, uses.over_senders
+        _compare(*(_averaged(each, *arguments) for each in (gpu, reference)))
     values = _tiny_segment(device, PLAIN).residual
     for chunk in uses.chunks:
         _compare(*([each.largest(values, 1, chunk, 1)] for each in (gpu, reference)))

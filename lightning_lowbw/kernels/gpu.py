@@ -10,8 +10,11 @@ tensor instead of its candidates, which reads five times 4 bytes per element mor
 from __future__ import annotations
 
 import struct
+from bisect import bisect_right
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache, lru_cache
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -29,6 +32,8 @@ PACK_BLOCK = 1024  # elements that a program packs
 WORDS_BLOCK = 64  # words that a program unpacks, 32 bits of each side by side
 APPLY_BLOCK = 256  # elements that a program applies at a time, of those of one participant in a tile
 SENT_PER_TILE, LEAST_TILE_SHIFT = 128, 10  # of one participant; so the number of tiles follows that of elements sent
+# Launches for means of 16 bits, with a sixteenth of the elements in float32 each: a quarter of a byte per parameter.
+NUM_RANGES, LEAST_RANGE = 16, 1 << 22
 SCALED_BLOCKS = 8  # that a program of the integers with scales processes
 ORDER_BLOCK = 64  # candidates that a program copies at a time; in a block there are a handful
 # Where torch rounds twice, in u.mul_(m).add_(g), a multiply and an add are not to become one instruction.
@@ -252,22 +257,32 @@ def average_many_(
     """Average the elements that all participants have sent for several tensors, or step weights by the mean: one
     launch.
 
-    See `reference.average_many_`; the same bits. Over senders the values are used up. torch's `index_add_` on CUDA is
-    deterministic as well here, because its atomic adds never collide; but it needs launches per participant and tensor.
+    See `reference.average_many_`; the same bits. Means of 16 bits take about `NUM_RANGES` launches, which sum in one
+    workspace. Over senders the values are used up. torch's `index_add_` on CUDA is deterministic as well here, because
+    its atomic adds never collide; but it needs launches per participant and tensor.
     """
     import triton
+    import triton.language as tl
 
     from lightning_lowbw.kernels.triton_kernels import apply_kernel
 
-    steps, device = arrivals[0].weight is not None, positions.device
+    outs, dtype, device = [arrival.out for arrival in arrivals], arrivals[0].out.dtype, positions.device
+    steps = arrivals[0].weight is not None
     _, num_messages, num_elements = positions.shape
     # By the order of magnitude, for after a reduce-scatter the numbers are others in each step.
     shapes = tuple((arrival.out.numel(), 1 << arrival.count.bit_length()) for arrival in arrivals)
+    owners = _tile_owners(shapes, device)
+    ranges, addresses = [(0, len(owners), 0)], [out.data_ptr() for out in outs]
+    if is_half := dtype != torch.float32:
+        ranges, places, most = _ranges(shapes)
+        workspace = torch.empty(most, dtype=torch.float32, device=device)
+        addresses = [workspace.data_ptr() + workspace.itemsize * place for place in places]
+        arrivals = [replace(arrival, weight=arrival.out, rate=-1.0) for arrival in arrivals]  # of zeros
     rates = {arrival.rate for arrival in arrivals}
     bits = {rate: int.from_bytes(struct.pack("<f", rate), "little", signed=True) for rate in rates}
     rows = [
         Arrived(
-            out=arrival.out.data_ptr(),
+            out=address,
             weight=0 if arrival.weight is None else arrival.weight.data_ptr(),
             group=arrival.group,
             first=arrival.first,
@@ -276,19 +291,20 @@ def average_many_(
             first_tile=first_tile,
             rate=bits[arrival.rate],
         )
-        for arrival, (shift, first_tile) in zip(arrivals, _tiles(shapes)[0], strict=True)
+        for arrival, address, (shift, first_tile) in zip(arrivals, addresses, _tiles(shapes)[0], strict=True)
     ]
-    owners = _tile_owners(shapes, device)
     turns = max(arrival.count for arrival in arrivals).bit_length()
     with torch.cuda.device_of(positions):
         if not steps:
-            torch._foreach_zero_([arrival.out for arrival in arrivals])
+            torch._foreach_zero_(outs)
         table = upload(rows, torch.int64, device)
-        apply_kernel[(len(owners),)](
-            table, owners, positions, values, num_messages, num_elements, turns,
-            1.0 if over_senders else 1.0 / num_messages, MESSAGES=triton.next_power_of_2(num_messages), STEPS=steps,
-            SENDERS=over_senders, BLOCK=APPLY_BLOCK, **OPTIONS,
-        )  # fmt: skip
+        for first_tile, num_tiles, first_place in ranges:
+            apply_kernel[(num_tiles,)](
+                table, owners, positions, values, num_messages, num_elements, turns,
+                1.0 if over_senders else 1.0 / num_messages, first_tile, first_place,
+                W=getattr(tl, str(dtype).removeprefix("torch.")), MESSAGES=triton.next_power_of_2(num_messages),
+                STEPS=steps or is_half, SENDERS=over_senders, BLOCK=APPLY_BLOCK, **OPTIONS,
+            )  # fmt: skip
 
 
 @lru_cache(maxsize=64)
@@ -302,6 +318,22 @@ def _tiles(shapes: tuple[tuple[int, int], ...]) -> tuple[list[tuple[int, int]], 
         tiles.append((shift, sum(numbers)))
         numbers.append(-(-numel // (1 << shift)))
     return tiles, numbers
+
+
+@lru_cache(maxsize=64)
+def _ranges(shapes: tuple[tuple[int, int], ...]) -> tuple[list[tuple[int, int, int]], list[int], int]:
+    """Return ranges of tiles (the first, their number, the elements before it), the elements before each tensor, and
+    the most of a range."""
+    tiles, numbers = _tiles(shapes)
+    *places, total = accumulate((numel for numel, _ in shapes), initial=0)
+    of_tensors = zip(places, tiles, numbers, strict=True)
+    starts = [place + (tile << shift) for place, (shift, _), number in of_tensors for tile in range(number)] + [total]
+    ranges, first, most = [], 0, max(LEAST_RANGE, total // NUM_RANGES)
+    while starts[first] < total:
+        end = max(first + 1, bisect_right(starts, starts[first] + most) - 1)
+        ranges.append((first, end - first, starts[first]))
+        first = end
+    return ranges, places, max(starts[first + number] - place for first, number, place in ranges)
 
 
 @lru_cache(maxsize=64)

@@ -490,7 +490,7 @@ class Arrival:
     """A tensor, or a part of one, for which messages have been received.
 
     Args:
-        out: where the mean goes: float32, contiguous, of any shape.
+        out: where the mean goes: float32, or without a weight of 16 bits; contiguous, of any shape.
         group: row of the messages that are about it.
         first: its first element in each of these.
         count: its elements there.
@@ -517,7 +517,7 @@ def average_many_(
         ``w = w - rate mean``; `out` is a workspace, whose content is undefined afterwards.
 
     Args:
-        arrivals: with weights or without, all alike.
+        arrivals: with weights or without, and of one dtype, all alike. Of 16 bits they are summed in float32.
         positions: in `out`: int32, ascending for each tensor, shape (groups, participants, elements).
         values: float32, of the same shape; summed in the order of the participants.
         over_senders: see `scatter_mean_`.
@@ -528,7 +528,10 @@ def average_many_(
         parts = list(zip(indices, values[arrival.group, :, mine], strict=True))
         out = flat(arrival.out)
         if arrival.weight is None:
-            scatter_mean_(out, parts, over_senders=over_senders)
+            mean = out.float()
+            scatter_mean_(mean, parts, over_senders=over_senders)
+            if mean is not out:
+                out.copy_(mean)
             continue
         touched, weight = indices.flatten(), flat(arrival.weight.detach())
         out[touched] = 0.0

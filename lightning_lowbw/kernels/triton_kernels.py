@@ -604,22 +604,24 @@ def unpack_kernel(
 
 @kernel
 def apply_kernel(
-    table, owners, positions, values, num_messages, num_elements: tl.int64, turns, scale,
-    MESSAGES: tl.constexpr, STEPS: tl.constexpr, SENDERS: tl.constexpr, BLOCK: tl.constexpr,
+    table, owners, positions, values, num_messages, num_elements: tl.int64, turns, scale, first_tile,
+    first_place: tl.int64, W: tl.constexpr, MESSAGES: tl.constexpr, STEPS: tl.constexpr, SENDERS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Average what all participants have sent for a tile of a tensor, in their order: `reference.average_many_`.
 
     No two programs write to one tile, and in a tile one participant comes after the other: all replicas get the same
-    bits. With STEPS the weights are stepped by the means, and these have gone from `out`. With SENDERS the values are
-    divided by the number of participants that sent the element, which is counted in `out`; else by `scale`.
+    bits. With STEPS the weights, of dtype W, are stepped by the means, and these have gone from `out`. With SENDERS the
+    values are divided by the number of participants that sent the element, which is counted in `out`; else by `scale`.
 
-    Grid: (tiles,). `positions`, `values`: shape (groups, messages, elements).
+    Grid: (tiles,), from `first_tile` on. `out` has memory for these alone: `first_place` elements before what the table
+    says. `positions`, `values`: shape (groups, messages, elements).
     """
-    tile = tl.program_id(0)
+    tile = first_tile + tl.program_id(0)
     tensor = tl.load(owners + tile)
     row = table + tensor * ARRIVED_COLUMNS
-    out = tl.load(row + ARRIVED_OUT).to(tl.pointer_type(tl.float32))
-    weight = tl.load(row + ARRIVED_WEIGHT).to(tl.pointer_type(tl.float32))
+    out = tl.load(row + ARRIVED_OUT).to(tl.pointer_type(tl.float32)) - first_place
+    weight = tl.load(row + ARRIVED_WEIGHT).to(tl.pointer_type(W))
     rate = tl.load(row + ARRIVED_RATE).to(tl.int32).to(tl.float32, bitcast=True)
     count = tl.load(row + ARRIVED_NUM_SENT)
     shift = tl.load(row + ARRIVED_SHIFT)
@@ -665,9 +667,10 @@ def apply_kernel(
                         mean += value * scale
                     else:
                         if phase == 5:
-                            before = tl.load(weight + position, mask=inside, other=0.0)
+                            before = tl.load(weight + position, mask=inside, other=0.0).to(tl.float32)
                             # A position that comes again finds a zero, and changes nothing.
-                            tl.store(weight + position, tl.fma(mean, -rate, before), mask=inside)
+                            after = rounded(tl.fma(mean, -rate, before), W)
+                            tl.store(weight + position, after.to(W), mask=inside)
                         mean = tl.zeros([BLOCK], tl.float32)
                     tl.store(out + position, mean, mask=inside)
 

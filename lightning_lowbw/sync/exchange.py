@@ -552,15 +552,23 @@ class Decoded:
                 arrivals.append(Arrival(out, row, first, count, weight, rate))
         return arrivals
 
-    def add_(self, arrival: Arrival) -> None:
-        """Do what `average_many_` does where not all participants are here: the first clear, the last step."""
+    def add_(self, arrival: Arrival, mean: Tensor) -> None:
+        """Do what `average_many_` does where not all participants are here: the first clear, the last step, or round.
+
+        Args:
+            arrival: of the tensor.
+            mean: float32, of all of these calls; `arrival.out` where that is float32.
+        """
         positions, values = self.positions[0], self.values[0]
-        out = flat(arrival.out)
         if self.first == 0:
-            out.zero_()
-        add_(out, list(zip(positions, values, strict=True)), 1.0 / self.num_participants)
-        if arrival.weight is not None and self.first + len(positions) == self.num_participants:
-            arrival.weight.add_(arrival.out, alpha=-arrival.rate)  # where nothing was sent, zero
+            mean.zero_()
+        add_(flat(mean), list(zip(positions, values, strict=True)), 1.0 / self.num_participants)
+        if self.first + len(positions) < self.num_participants:
+            return
+        if arrival.weight is not None:
+            arrival.weight.add_(mean, alpha=-arrival.rate)  # where nothing was sent, zero
+        elif arrival.out.dtype != mean.dtype:
+            arrival.out.copy_(mean)
 
 
 class SparseMean:
@@ -592,16 +600,20 @@ class SparseMean:
 
         Args:
             steps: of each tensor a workspace of its size, its weight, and the rate: float32, contiguous, of any shape.
+                Without a weight the mean may be of 16 bits.
         """
-        over_senders = self._payload.mean_over == "senders"
+        over_senders, mean = self._payload.mean_over == "senders", torch.empty(0)
         for each in self._decode() if steps else ():
             if not (arrivals := each.arrivals(steps)):
                 continue
             if each.positions.shape[1] < each.num_participants:
-                each.add_(*arrivals)
+                mean = arrivals[0].out.float() if each.first == 0 else mean
+                each.add_(arrivals[0], mean)
             else:
                 averages = averages_for(each.values.device)
-                averages.average_many_(arrivals, each.positions, each.values, over_senders=over_senders)
+                for dtype in dict.fromkeys(arrival.out.dtype for arrival in arrivals):
+                    mine = [arrival for arrival in arrivals if arrival.out.dtype == dtype]
+                    averages.average_many_(mine, each.positions, each.values, over_senders=over_senders)
             del each  # memory for the next
 
 

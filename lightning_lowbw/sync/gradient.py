@@ -37,6 +37,7 @@ from lightning_lowbw.compress.corrections import correction_for
 from lightning_lowbw.compress.top_k import TopK
 from lightning_lowbw.errors import WITHOUT_RESIDUALS, ConfigurationError, DisagreementError, NonFiniteGradientError
 from lightning_lowbw.kernels.reference import are_not_finite
+from lightning_lowbw.kernels.table import DTYPES
 from lightning_lowbw.kernels.tensors import as_real, copy_all_, copy_in_order_, flat_in_order, order_of
 from lightning_lowbw.schedules.every_step import EveryStep
 from lightning_lowbw.sync.checks import agree_on_end, check_two_levels, raise_at_other_batches
@@ -402,7 +403,7 @@ class GradientSync(Synchronizer):
         """Write means into gradients, for an optimizer that does more than to subtract them."""
         outs = {}
         for row in rows:
-            is_out = row.gradient.dtype == torch.float32 and row.in_order(row.gradient).is_contiguous()
+            is_out = row.gradient.dtype in DTYPES and row.in_order(row.gradient).is_contiguous()
             outs[row.name] = (
                 flat_in_order(row.gradient, row.parameter)
                 if is_out

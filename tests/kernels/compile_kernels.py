@@ -23,9 +23,9 @@ POINTERS = {
     for name in names.split()
 }
 SCALARS = {
-    **dict.fromkeys(["first", "k", "k_last", "masking", "num_tensors", "num_messages", "turns"], "i32"),
+    **dict.fromkeys(["first", "k", "k_last", "masking", "num_tensors", "num_messages", "turns", "first_tile"], "i32"),
     **dict.fromkeys(["num_elements", "message_words", "first_value", "first_code", "width", "unary_bits"], "i64"),
-    **dict.fromkeys(["first_bit", "end_bit"], "i64"),
+    **dict.fromkeys(["first_bit", "end_bit", "first_place"], "i64"),
     **dict.fromkeys(["limit", "scale", "largest", "tiny"], "fp32"),
     **dict.fromkeys(["numel", "num_scales", "row_bytes", "chunk"], "i64"),
 }
@@ -90,7 +90,7 @@ def main() -> None:
             ("chunks,", triton_kernels.chunks_kernel, {"BLOCK": 4096}, {"num_warps": 8}),
             *(
                 (f"apply, {over_senders},", triton_kernels.apply_kernel,
-                 {"MESSAGES": 64, "STEPS": True, "SENDERS": over_senders, "BLOCK": gpu.APPLY_BLOCK}, {})
+                 {"W": dtype, "MESSAGES": 64, "STEPS": True, "SENDERS": over_senders, "BLOCK": gpu.APPLY_BLOCK}, {})
                 for over_senders in (False, True)
             ),
             *(

@@ -276,6 +276,8 @@ def count_step(
     count = stand_in(monkeypatch, peers.num_ranks)
     with torch.no_grad(), FakeTensorMode(), Operations(count) as operations:
         parameters = fake_parameters(model)
+        if also == BF16_TRUE:
+            parameters = [Parameter(parameter.to(torch.bfloat16)) for parameter in parameters]
         ours = optimizer(parameters)
         worker = GradientSync(
             QuantizedGradients(also)
@@ -396,6 +398,7 @@ OPTIMIZERS: dict[str, tuple[Callable[..., Optimizer], int]] = {
 PLACES = {"2 ranks": (2, 2), "8 ranks": (8, 8), "64 ranks": (64, 64), "8 nodes of 8": (64, 8)}  # ranks, nodes
 GRAD_SCALER = "GradScaler"
 AT_A_QUARTER = "25 % of the elements"
+BF16_TRUE = "bf16-true"
 CELLS = [
     *(("SGD", "ResNet-50", where, "") for where in ("2 ranks", "64 ranks", "8 nodes of 8")),
     ("AdamW", "ResNet-50", "64 ranks", ""),
@@ -406,6 +409,7 @@ CELLS = [
     ("AdamW(fused=True)", "ResNet-50", "8 ranks", GRAD_SCALER),
     ("AdamW(capturable=True)", "ResNet-50", "8 ranks", ""),
     *(("SGD", "transformer", where, AT_A_QUARTER) for where in ("8 ranks", "8 nodes of 8")),
+    *(("SGD", "transformer", where, BF16_TRUE) for where in ("8 ranks", "8 nodes of 8")),
     *(("SGD", "ResNet-50", "8 ranks", name) for name in ("int8", "int4", "bfloat16")),
     ("SGD", "ResNet-50", "8 nodes of 8", "int8"),
     *(("SGD", "transformer", "8 ranks", name) for name in ("int8", "bfloat16")),
@@ -433,7 +437,8 @@ AVERAGES = {
     "int8": LocalSGD(K_STEPS, 0, compression="int8"),
     "SparseLoCo": LocalSGD(K_STEPS, 0, compression=Compression()),
 }
-MOST_AT_A_QUARTER = 160  # five for each 256 MiB of elements, or each tensor that has more
+# Five for each 256 MiB of elements, or each tensor that has more; means of 16 bits range by range, cleared before.
+MOST_MORE = {AT_A_QUARTER: 160, BF16_TRUE: gpu.NUM_RANGES + 4}
 MOST_QUANTIZED = {"ResNet-50": 60, "transformer": 500}  # some 20 for each 16M values
 # None depends on the number of tensors, except those that select chunks; the checksum takes some for 8M elements.
 MOST_OF_AN_AVERAGE = 135
@@ -449,7 +454,7 @@ def most_of(cell: tuple[str, str, str, str]) -> int:
     optimizer, model, _, also = cell
     if also in QUANTIZED_NAMES:
         return MOST_QUANTIZED[model]
-    return OPTIMIZERS[optimizer][1] + (MOST_AT_A_QUARTER if also == AT_A_QUARTER else 0)
+    return OPTIMIZERS[optimizer][1] + MOST_MORE.get(also, 0)
 
 
 # By the name of the row: what counts, the number of ranks, and the most that is promised.

@@ -29,12 +29,18 @@ def draw_message(payload: TopK, numels: list[int]) -> Tensor:
 
 
 def means_of(layout: Layout, gathered: Tensor) -> list[Tensor]:
-    """Return the mean of each tensor, then weights that have been stepped by it."""
+    """Return the mean of each tensor, then weights that have been stepped by it, then means of several dtypes."""
     damaged = torch.zeros((), dtype=torch.bool)
     mean = SparseMean(layout.payload, layout.numels, lambda: layout.decode(gathered, damaged), damaged.device)
     steps = {name: (torch.empty(numel), torch.linspace(1, 2, numel), 0.3) for name, numel in NUMELS.items()}
     mean.step_(steps)
-    return [*mean.dense().values(), *(weight for _, weight, _ in steps.values())]
+    dtypes = torch.bfloat16, torch.float32, torch.bfloat16, torch.float16, torch.float16
+    pairs = zip(NUMELS.items(), dtypes, strict=True)
+    outs = {name: torch.empty(numel, dtype=dtype) for (name, numel), dtype in pairs}
+    mean.step_({name: (out, None, 0.0) for name, out in outs.items()})
+    means = mean.dense()
+    assert all(out.equal(means[name].to(out.dtype)) for name, out in outs.items())
+    return [*means.values(), *(weight for _, weight, _ in steps.values()), *outs.values()]
 
 
 @pytest.mark.parametrize("num_local_ranks", [1, 2])
