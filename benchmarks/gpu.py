@@ -1,6 +1,7 @@
 """What has to be proved on a GPU, in eight minutes at most: `make gpu OUT=folder`.
 
     python benchmarks/gpu.py --out folder        # needs a CUDA device; on a CPU (`--device cpu`) it shows that it runs
+    python benchmarks/gpu.py --report folders    # named as the commits they are of: what is kept, and its table
 
 Needs torch, lightning, triton, numpy and pytest. The parts run one after the other, each in processes and a time limit
 of its own. After each one line is printed, and folder/gpu.json is written anew: what later parts do, hang or crash does
@@ -22,6 +23,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from importlib import metadata
@@ -94,16 +96,16 @@ LIGHTNING = "tests/gpu/test_lightning.py"
 STEPS = "benchmarks/steps_gpu.py"
 SELF = "benchmarks/gpu.py"
 PARTS = (
-    Part("probe", 25, program=(SELF, "--do", "probe")),
-    Part("kernels", 70, KERNELS, shards=6),
-    Part("streams", 40, ("tests/gpu/test_streams.py",)),
-    Part("nccl", 60, (TRAININGS, "-k", "nccl"), shards=3, needs_nccl=True),
+    Part("probe", 15, program=(SELF, "--do", "probe")),
+    Part("kernels", 60, KERNELS, shards=6),
+    Part("streams", 30, ("tests/gpu/test_streams.py",)),
+    Part("nccl", 70, (TRAININGS, "-k", "nccl"), shards=3, needs_nccl=True),
     Part("waits", 30, program=(STEPS, "waits")),
     Part("memory", 30, program=(STEPS, "memory")),
-    Part("speed", 80, program=("benchmarks/ops_gpu.py", "--repetitions", "10")),
-    Part("profile", 25, program=(STEPS, "profile")),
-    Part("training", 60, program=(STEPS, "training")),
-    Part("memcheck", 30, program=(SELF, "--do", "kernels"), sanitizer="memcheck"),
+    Part("speed", 75, program=("benchmarks/ops_gpu.py", "--repetitions", "10")),
+    Part("profile", 20, program=(STEPS, "profile")),
+    Part("training", 75, program=(STEPS, "training")),
+    Part("memcheck", 40, program=(SELF, "--do", "kernels"), sanitizer="memcheck"),
     Part("racecheck", 30, program=(SELF, "--do", "kernels"), sanitizer="racecheck"),
     Part("lightning-nccl", 60, (LIGHTNING, "-k", "nccl"), shards=2, needs_nccl=True),
     Part("lightning-gloo", 90, (LIGHTNING, TRAININGS, "-k", "not nccl"), shards=4),
@@ -269,10 +271,13 @@ def main() -> None:
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     names = [part.name for part in PARTS]
     parser.add_argument("--parts", nargs="+", default=names, choices=names)
+    parser.add_argument("--report", nargs="+", type=Path, default=[], help="folders of runs, the last run last")
     parser.add_argument("--do", default="", help="what runs in a process of its own")
     options = parser.parse_args()
     kind, _, rank = options.do.partition(" ")
-    if kind == "device":
+    if options.report:
+        report(options.report)
+    elif kind == "device":
         print(json.dumps(describe_device()))
     elif kind == "kernels":
         run_kernels()
@@ -306,6 +311,62 @@ def run_parts(out: Path, device: str, names: list[str]) -> None:
         (out / "gpu.json").write_text(json.dumps(results, indent=1) + "\n")
     if failed := [outcome.name for outcome in outcomes if outcome.has_failed]:
         raise SystemExit(f"Failed: {', '.join(failed)}; see {out}.")
+
+
+# What is kept of runs ------------------------------------------------------------------------------------------------
+
+
+def report(folders: list[Path]) -> None:
+    """Write of each part, and each row, what the last run says that has it; with the names of the runs' folders."""
+    parts: dict[str, dict[str, Any]] = {part.name: {} for part in PARTS}
+    rows: dict[str, dict[str, dict[str, Any]]] = {kind: {} for kind in ("training", "memory", "waits", "profile")}
+    environment: dict[str, Any] = {}
+    for folder in folders:
+        for path in sorted(folder.rglob("gpu.json")):
+            found = json.loads(path.read_text())
+            environment = found["environment"]
+            for part in found["parts"]:
+                outcome = Outcome(**part | {"commands": [], "tails": []})
+                if part["statuses"] and not (outcome.has_failed and parts[part["name"]]):
+                    parts[part["name"]] = {"commit": folder.name, "outcome": str(outcome)}
+        for kind, of_kind in rows.items():
+            for path in folder.rglob(f"{kind}.json"):
+                of_kind |= {row["name"]: {"commit": folder.name, **row} for row in json.loads(path.read_text())["rows"]}
+    results = {"environment": environment, "parts": parts, "rows": rows}
+    path = ROOT / "benchmarks" / "results" / "gpu"
+    path.with_suffix(".json").write_text(json.dumps(results, indent=1) + "\n")
+    tables = {
+        ("part", "commit", "outcome"): [
+            (name, each["commit"], each["outcome"].partition(": ")[2].partition("; |")[0])
+            for name, each in parts.items()
+        ],
+        ("training", "commit", "method", "ms per batch", "of alone", "ms in kernels"): [
+            (
+                name,
+                each["commit"],
+                method,
+                median,
+                each["of alone"][method],
+                each["ms per batch in kernels"].get(method, ""),
+            )
+            for name, each in rows["training"].items()
+            for method, (median, _) in each["ms per batch"].items()
+        ],
+        ("step", "commit", "bytes per parameter at most", "by the formula"): [
+            (name, each["commit"], each["bytes"], each["formula"]) for name, each in rows["memory"].items()
+        ],
+        ("step", "commit", "waits for the device", "allowed"): [
+            (name, each["commit"], len(each["waits"]), each["allowed"]) for name, each in rows["waits"].items()
+        ],
+    }
+    lines = [", ".join(f"{name} {value}" for name, value in environment.items() if name != "kernel") + "."]
+    for head, body in tables.items():
+        lines += ["", _line(head), _line(["---"] * len(head)), *map(_line, body)]
+    path.with_suffix(".md").write_text("\n".join(lines) + "\n")
+
+
+def _line(cells: Iterable[Any]) -> str:
+    return f"| {' | '.join(map(str, cells))} |"
 
 
 if __name__ == "__main__":

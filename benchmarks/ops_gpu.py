@@ -57,6 +57,13 @@ BYTES = {"SGD": 20, "AdamW": 28}
 NUM_RANKS = (2, 8, 64)
 POWERSGD_RANKS = (1, 4)
 LIMIT = "copy of {} bytes per parameter"
+DRAWN = {
+    "torch.topk of each tensor, alone": "s--",
+    "PowerSGD, matmuls of rank 4, alone": "^--",
+    "SGD(foreach=True), its own step": "v--",
+    "dgc, SGD, 8 ranks: exchange and step": "o-",
+    "copy of 20 bytes per parameter": "k:",
+}
 
 Step = Callable[[], object]
 
@@ -338,7 +345,7 @@ def to_markdown(environment: dict[str, Any], rows: list[Row]) -> str:
     lines = [
         ", ".join(f"{name} {value}" for name, value in environment.items()) + ".",
         "",
-        "| parameters | tensors | | ms | fastest - slowest | x the copy |",
+        "| parameters | tensors | step | ms | fastest - slowest | x the copy |",
         "| --- | --- | --- | --- | --- | --- |",
     ]
     for row in rows:
@@ -361,12 +368,17 @@ def draw(rows: list[Row], path: Path) -> None:
     from matplotlib import pyplot as plt
 
     figure, axes = plt.subplots(figsize=(8, 5), layout="constrained")
-    for name in dict.fromkeys(row.name for row in rows):
+    for name, style in DRAWN.items():
         mine = [row for row in rows if row.name == name]
-        style = "o-" if name.startswith("dgc") else "s--"
-        axes.plot([row.parameters for row in mine], [row.median_ms for row in mine], style, label=name, markersize=4)
-    axes.set(xscale="log", yscale="log", xlabel="parameters", ylabel="ms per step, without forward and backward")
-    axes.legend(fontsize=6)
+        numbers, medians = [row.parameters / 1e6 for row in mine], [row.median_ms for row in mine]
+        axes.plot(numbers, medians, style, label=name, markersize=5)
+    axes.set(xscale="log", yscale="log", xlabel="million parameters", ylabel="ms per step")
+    sizes = sorted({row.parameters for row in rows})
+    axes.set_xticks([size / 1e6 for size in sizes], [f"{size / 1e6:.0f}" for size in sizes], minor=False)
+    axes.xaxis.set_minor_formatter("")
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.yaxis.set_minor_formatter("")
+    axes.legend(fontsize=9)
     axes.grid(alpha=0.3)
     figure.savefig(path, dpi=150)
 

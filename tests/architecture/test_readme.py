@@ -20,6 +20,11 @@ def cell(table: str, row: str, column: str) -> float:
     return float(text.split()[0].rstrip("%"))
 
 
+def test_what_a_gpu_takes() -> None:
+    step, own = (cell("ops_gpu.md", f"| 990,361,600 | 229 | {name}", "ms") for name in ("dgc, SGD, 8 ranks", "SGD(foreach"))
+    assert f"1B parameters takes {step:.1f} ms there, torch's SGD alone {own:.1f}" in README
+
+
 def test_it_is_one_page() -> None:
     assert len(README.splitlines()) <= 120
 
