@@ -256,8 +256,7 @@ class TensorWork:
     def get_future(self) -> Future[Tensor]:
         """Return the future of the tensor, as a communication hook of DDP must.
 
-        It carries its device: gloo's own futures do not, and DDP would not wait for them on CUDA. That DDP does wait
-        for this one on a GPU is not tested here.
+        It carries its device: gloo's own futures do not, and DDP would not wait for them on CUDA.
         """
         future = new_future(self.tensor.device)
         if self.work is None:

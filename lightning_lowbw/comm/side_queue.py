@@ -1,9 +1,7 @@
 """Runs several collectives one after another in the background: on a thread with gloo, on a stream with NCCL.
 
 The work runs in the order of the calls, which is the same on all ranks. It starts when earlier work on the caller's
-stream has ended; a wait on another stream waits for its end there.
-
-The host has no streams, so on a CPU a test sees only what is called; that the order holds on a GPU is not tested here.
+stream has ended; a wait on another stream waits for its end there (tests/gpu/test_streams.py).
 """
 
 from __future__ import annotations

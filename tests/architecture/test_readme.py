@@ -21,7 +21,9 @@ def cell(table: str, row: str, column: str) -> float:
 
 
 def test_what_a_gpu_takes() -> None:
-    step, own = (cell("ops_gpu.md", f"| 990,361,600 | 229 | {name}", "ms") for name in ("dgc, SGD, 8 ranks", "SGD(foreach"))
+    step, own = (
+        cell("ops_gpu.md", f"| 990,361,600 | 229 | {name}", "ms") for name in ("dgc, SGD, 8 ranks", "SGD(foreach")
+    )
     assert f"1B parameters takes {step:.1f} ms there, torch's SGD alone {own:.1f}" in README
 
 
