@@ -8,10 +8,10 @@ PaddlePaddle Fleet document, which follows the paper. Nothing here communicates;
 from __future__ import annotations
 
 import math
+import struct
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
 from typing import ClassVar
 
 import torch
@@ -547,11 +547,12 @@ def largest_integer(bits: int) -> int:
     return (1 << (bits - 1)) - 1
 
 
-@cache
 def largest_scale_bits(bits: int) -> int:
     """Return the bits of the largest scale, a bfloat16: the largest integer times it is finite in float32."""
     limit = torch.finfo(torch.float32).max / largest_integer(bits)
-    return int(torch.tensor(limit, dtype=torch.float32, device="cpu").view(torch.int32)) >> HALF
+    number: int  # without a tensor, which would be a fake one where torch only traces
+    (number,) = struct.unpack("<i", struct.pack("<f", limit))
+    return number >> HALF
 
 
 def encode_blocks_(values: Tensor, scales: Tensor, packed: Tensor, bits: int) -> None:
