@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lightning_lowbw.kernels.reference import (
     SecondMoment,
@@ -12,6 +13,7 @@ from lightning_lowbw.kernels.reference import (
     accumulate_,
     compress_many_,
     correct_,
+    largest_scale_bits,
     scatter_mean_,
     take_,
 )
@@ -234,3 +236,9 @@ def test_a_gpu_computes_the_same_bits() -> None:
         scatter_mean_(out, [(i, values), (i, values)])
         results.append([tensor.cpu() for tensor in (v, u, values, out)])
     assert all(equal_bits(on_gpu, on_cpu) for on_cpu, on_gpu in zip(*results, strict=True))
+
+
+def test_scales_are_the_same_where_torch_only_traces() -> None:
+    with FakeTensorMode():
+        traced = largest_scale_bits(8)
+    assert traced == largest_scale_bits(8) > 0
