@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 
 from benchmarks.harness import RESULTS, describe_environment, run_in_lab
-from benchmarks.time_to_loss import smooth, train
+from benchmarks.quantized_accuracy import smooth, train
 from lightning_lowbw import Compression, DGCStrategy, LocalSGDStrategy
 from lightning_lowbw.lab import parse_rate
 from lightning_lowbw.strategies.names import NAMES

@@ -263,7 +263,8 @@ def to_short(found: list[Row]) -> str:
             f"{statistics.fmean(row['reached_s']):.0f}" if len(row["reached_s"]) == row["seeds"] else "not reached"
             for row in (mine[method] for method in METHODS if method in mine)
         ]
-        lines.append(f"| {title}; {link} | {' | '.join(seconds)} |")
+        millions = mine["ddp"]["sent_bytes"] / 4e6  # as many float32 as parameters, among two nodes
+        lines.append(f"| {title}, {millions:.1f}M; {link} | {' | '.join(seconds)} |")
     return "\n".join([*lines, ""])
 
 
@@ -310,9 +311,10 @@ def report(results: Row) -> None:
     (RESULTS / "headline.md").write_text(table)
     draw(found, RESULTS / "headline.png")
     short = (
-        f"Two nodes of one core each, {', '.join(map(str, sorted(steps)))} steps, optimizers fused, latency as round "
-        "trip. `dgc` and `lowbw` choose for themselves. [Full table](benchmarks/results/headline.md): seconds per "
-        "step, bytes, losses and accuracies, and how much is the processor's work, not the network's.\n"
+        f"Two nodes of one core, {', '.join(map(str, sorted(steps)))} steps, fused optimizers, parameters in millions, "
+        "round-trip times. `dgc` and `lowbw` choose for themselves. "
+        "[Bytes, accuracies, what is not the network](benchmarks/results/headline.md). Models this small "
+        "wait longer for latency than for bytes.\n"
     )
     replace_block("README.md", "headline", f"{textwrap.fill(short, 128)}\n\n{to_short(found)}")
     print(table)

@@ -1,13 +1,9 @@
-"""Loss against wall-clock on a slow link, for a real task and several seeds: what a user gets in the time there is.
+"""What few bits per value cost: DDP, float16, int8 and int4 for the same steps, on a link that is not throttled.
 
-    .venv/bin/python benchmarks/time_to_loss.py --rate 100mbit
-    .venv/bin/python benchmarks/time_to_loss.py --accuracy digits text   # what few bits per value cost; 10 minutes
+    .venv/bin/python benchmarks/quantized_accuracy.py                       # 10 minutes
+    .venv/bin/python benchmarks/quantized_accuracy.py --tasks text --only-seeds 5   # more; other rows stay
 
-Trains the byte-level language model on the standard library's source with each contestant: with DGC once for as many
-steps as with DDP, and once for about as many seconds. Writes benchmarks/results/time_to_loss.json, a table and a plot.
-
-With --accuracy: trains with DDP, float16, int8 and int4 for the same steps, on a link that is not throttled. Writes
-benchmarks/results/quantized_accuracy.json and a table.
+Writes benchmarks/results/quantized_accuracy.json and .md.
 """
 
 from __future__ import annotations
@@ -33,20 +29,10 @@ import torch
 from benchmarks.harness import RESULTS, as_plain, describe_environment, run_in_lab
 from benchmarks.worker import INTERFACE
 from lightning_lowbw import EveryStep, QuantizedGradients, Strategy
-from lightning_lowbw.lab import parse_rate
 from lightning_lowbw.lab.network import read_sent_bytes
 from lightning_lowbw.zoo import ByteLanguageModel, DigitsClassifier, DigitsData, StdlibText
 
-NUM_STEPS = 600
 SMOOTHING = 20  # steps of the running mean
-TARGET_SLACK = 1.02  # the loss that counts as reached: DDP's last, and 2 %
-
-
-METHODS: dict[str, tuple[Any, int]] = {  # what makes the strategy, and steps
-    "ddp": (lambda: "ddp", NUM_STEPS),
-    "dgc": (lambda: "dgc", NUM_STEPS),  # which measures, and chooses the density and the warm-up
-    "dgc, longer": (lambda: "dgc", 3 * NUM_STEPS),
-}
 
 
 class WithRMSprop(DigitsClassifier):
@@ -57,12 +43,12 @@ class WithRMSprop(DigitsClassifier):
 
 
 # By task: what makes the model and the data, and steps. SGD with momentum, RMSprop, and AdamW.
-ACCURACY_TASKS: dict[str, tuple[Any, Any, int]] = {
+TASKS: dict[str, tuple[Any, Any, int]] = {
     "digits": (lambda: DigitsClassifier(schedule="one_cycle"), DigitsData, 300),
     "digits, RMSprop": (WithRMSprop, DigitsData, 300),
     "text": (lambda: ByteLanguageModel(optimizer="adamw", schedule="one_cycle"), StdlibText, 300),
 }
-ACCURACY_METHODS: dict[str, Any] = {  # what makes the strategy
+METHODS: dict[str, Any] = {  # what makes the strategy
     "ddp": lambda: "ddp",
     "float16": lambda: Strategy(QuantizedGradients("float16")),
     "int8": lambda: "int8",
@@ -150,24 +136,13 @@ def train(
     }
 
 
-def train_all(seeds: list[int], path: Path) -> None:
-    """One rank: train with each method and seed in turn; rank 0 writes the curves."""
-    curves = []
-    for seed in seeds:
-        for method, (make, num_steps) in METHODS.items():
-            curves.append({"method": method, **train(make, seed, num_steps)})
-            if os.environ["RANK"] == "0":
-                path.write_text(json.dumps(curves))
-    torch.distributed.barrier()
-
-
-def train_for_accuracy(tasks: list[str], seeds: list[int], path: Path) -> None:
+def train_all(tasks: list[str], seeds: list[int], path: Path) -> None:
     """One rank: train each task with each seed and method in turn; rank 0 writes the rows."""
     torch.set_num_threads(1)  # of each rank its core
     rows = []
-    for task, seed, method in itertools.product(tasks, seeds, ACCURACY_METHODS):
-        make_model, make_data, num_steps = ACCURACY_TASKS[task]
-        run = train(ACCURACY_METHODS[method], seed, num_steps, make_data(), make_model=make_model)
+    for task, seed, method in itertools.product(tasks, seeds, METHODS):
+        make_model, make_data, num_steps = TASKS[task]
+        run = train(METHODS[method], seed, num_steps, make_data(), make_model=make_model)
         kept = {key: run[key] for key in ("seed", "test_accuracy", "val_loss")}
         kept["final_loss"] = smooth(run["losses"])[-1]
         kept["sent_bytes_per_step"] = run["sent_bytes"][-1] / num_steps
@@ -177,14 +152,14 @@ def train_for_accuracy(tasks: list[str], seeds: list[int], path: Path) -> None:
     torch.distributed.barrier()
 
 
-def accuracy_to_markdown(rows: list[dict[str, Any]]) -> str:
+def to_markdown(rows: list[dict[str, Any]]) -> str:
     """Return the table; differences are from DDP with the same seed: the mean, and the least and the largest."""
     lines = [
         "| task | steps | method | seeds | kB sent per step | final loss | validation loss | to DDP | test accuracy "
         "| to DDP, points |",
         "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
-    for task, method in itertools.product(ACCURACY_TASKS, ACCURACY_METHODS):
+    for task, method in itertools.product(TASKS, METHODS):
         of_task = [row for row in rows if row["task"] == task]
         dense = {row["seed"]: row for row in of_task if row["method"] == "ddp"}
         mine = [row for row in of_task if row["method"] == method]
@@ -194,7 +169,7 @@ def accuracy_to_markdown(rows: list[dict[str, Any]]) -> str:
         points = [100 * (row["test_accuracy"] - dense[row["seed"]]["test_accuracy"]) for row in mine]
         cells = [
             task,
-            str(ACCURACY_TASKS[task][2]),
+            str(TASKS[task][2]),
             method,
             str(len(mine)),
             f"{statistics.mean(row['sent_bytes_per_step'] for row in mine) / 1000:,.1f}",
@@ -208,26 +183,26 @@ def accuracy_to_markdown(rows: list[dict[str, Any]]) -> str:
     return "\n".join([*lines, ""])
 
 
-def accuracy_note(results: dict[str, Any]) -> str:
+def note(results: dict[str, Any]) -> str:
     """Return what the table is about."""
     return (
-        "2 ranks, the same steps (`benchmarks/time_to_loss.py --accuracy`, torch "
+        "2 ranks, the same steps (`benchmarks/quantized_accuracy.py`, torch "
         f"{results['environment']['torch']}); digits with SGD and momentum where no other optimizer is named, text "
         "with AdamW; in brackets the least and the largest difference of a seed.\n\n"
     )
 
 
-def measure_accuracy(tasks: list[str], seeds: list[int]) -> None:
+def measure(tasks: list[str], seeds: list[int]) -> None:
     """Start the ranks, keep what there is of other tasks and seeds and write the results."""
     result = RESULTS / "quantized_accuracy.json"
     rows = json.loads(result.read_text())["rows"] if result.exists() else []
-    command = [__file__, "--accuracy", *tasks, "--only-seeds", *map(str, seeds), "--rank-output"]
+    command = [__file__, "--tasks", *tasks, "--only-seeds", *map(str, seeds), "--rank-output"]
     rows = [row for row in rows if row["task"] not in tasks or row["seed"] not in seeds]
     rows += run_in_lab([None] * 2, command, timeout_s=3600.0)
     results = {"environment": describe_environment(), "command": shlex.join(sys.argv), "rows": rows}
     result.write_text(json.dumps(results, indent=1) + "\n")
-    result.with_suffix(".md").write_text(accuracy_note(results) + accuracy_to_markdown(rows))
-    print(accuracy_to_markdown(rows))
+    result.with_suffix(".md").write_text(note(results) + to_markdown(rows))
+    print(to_markdown(rows))
 
 
 def smooth(losses: list[float], num_steps: int = SMOOTHING) -> list[float]:
@@ -235,94 +210,17 @@ def smooth(losses: list[float], num_steps: int = SMOOTHING) -> list[float]:
     return torch.tensor(losses).unfold(0, num_steps, 1).mean(1).tolist()
 
 
-def summarise(curves: list[dict[str, Any]]) -> tuple[str, list[dict[str, Any]]]:
-    """Return the table, and its rows: seconds until DDP's last smoothed loss of the same seed is reached, about."""
-    rows = []
-    for curve in curves:
-        dense = next(c for c in curves if c["method"] == "ddp" and c["seed"] == curve["seed"])
-        target = TARGET_SLACK * smooth(dense["losses"])[-1]
-        reached = [
-            s
-            for s, loss in zip(curve["seconds"][SMOOTHING - 1 :], smooth(curve["losses"]), strict=True)
-            if loss <= target
-        ]
-        rows.append(
-            {
-                "method": curve["method"],
-                "seed": curve["seed"],
-                "final_loss": smooth(curve["losses"])[-1],
-                "test_accuracy": curve["test_accuracy"],
-                "seconds": curve["seconds"][-1],
-                "seconds_to_target": reached[0] if reached else None,
-            }
-        )
-    lines = [
-        "| method | seeds | steps | s | final loss | test accuracy | s to DDP's final loss + 2 % |",
-        "| --- | --- | --- | --- | --- | --- | --- |",
-    ]
-    for method, (_, num_steps) in METHODS.items():
-        mine = [row for row in rows if row["method"] == method]
-        times = [row["seconds_to_target"] for row in mine if row["seconds_to_target"] is not None]
-        cells = [
-            method,
-            str(len(mine)),
-            str(num_steps),
-            f"{statistics.median(row['seconds'] for row in mine):.1f}",
-            f"{statistics.mean(row['final_loss'] for row in mine):.3f}",
-            f"{statistics.mean(row['test_accuracy'] for row in mine):.2%}",
-            f"{statistics.median(times):.1f}" + ("" if len(times) == len(mine) else f" ({len(times)} of {len(mine)})")
-            if times
-            else "not reached",
-        ]
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join([*lines, ""]), rows
-
-
-def draw(curves: list[dict[str, Any]], rate: str, path: Path) -> None:
-    """Plot the smoothed loss of each seed against seconds."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axis = plt.subplots(figsize=(6.5, 4.2), layout="constrained")
-    for number, method in enumerate(METHODS):
-        for curve in (c for c in curves if c["method"] == method):
-            label = method if curve["seed"] == curves[0]["seed"] else None
-            axis.plot(curve["seconds"][SMOOTHING - 1 :], smooth(curve["losses"]), f"C{number}", lw=1, label=label)
-    axis.set(xlabel="seconds", ylabel="training loss", xscale="log", title=f"two nodes, {rate}")
-    axis.grid(alpha=0.3)
-    axis.legend()
-    figure.savefig(path, dpi=120)
-
-
 def main() -> None:
     """Start the ranks in the lab, then write what they found."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rate", default="100mbit")
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--accuracy", nargs="+", choices=ACCURACY_TASKS, help="tasks; instead of the curves")
-    parser.add_argument("--only-seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4], help="of --accuracy; others stay")
+    parser.add_argument("--tasks", nargs="+", default=list(TASKS), choices=TASKS)
+    parser.add_argument("--only-seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
     parser.add_argument("--rank-output", type=Path, help=argparse.SUPPRESS)  # in the ranks
     options = parser.parse_args()
-    if options.accuracy is not None:
-        if options.rank_output is not None:
-            train_for_accuracy(options.accuracy, options.only_seeds, options.rank_output)
-        else:
-            measure_accuracy(options.accuracy, options.only_seeds)
-        return
     if options.rank_output is not None:
-        train_all(list(range(options.seeds)), options.rank_output)
-        return
-    command = [__file__, "--seeds", str(options.seeds), "--rank-output"]
-    curves = run_in_lab([parse_rate(options.rate)] * 2, command)
-    table, rows = summarise(curves)
-    RESULTS.mkdir(exist_ok=True)
-    results = {"environment": describe_environment(), "rate": options.rate, "rows": rows, "curves": curves}
-    (RESULTS / "time_to_loss.json").write_text(json.dumps(results) + "\n")
-    (RESULTS / "time_to_loss.md").write_text(table)
-    draw(curves, options.rate, RESULTS / "time_to_loss.png")
-    print(table)
+        train_all(options.tasks, options.only_seeds, options.rank_output)
+    else:
+        measure(options.tasks, options.only_seeds)
 
 
 if __name__ == "__main__":
