@@ -312,8 +312,8 @@ def report(results: Row) -> None:
     draw(found, RESULTS / "headline.png")
     short = (
         f"Two nodes of one core, {', '.join(map(str, sorted(steps)))} steps, fused optimizers, parameters in millions, "
-        "round-trip times; `dgc` and `lowbw` choose for themselves ([all numbers](benchmarks/results/headline.md)). Models "
-        "this small wait longer for latency than for bytes.\n"
+        "round-trip times; `dgc` and `lowbw` choose for themselves ([all numbers](benchmarks/results/headline.md)). "
+        "Models this small wait longer for latency than for bytes.\n"
     )
     replace_block("README.md", "headline", f"{textwrap.fill(short, 128)}\n\n{to_short(found)}")
     print(table)
