@@ -4,7 +4,7 @@
 
 Writes benchmarks/results/emulated.json and .md: seconds per step by number of nodes and link, beside what the planner
 predicts from the rate and the round trip that were asked for. At "unlimited" what remains is processor time, of which a
-cluster would have a machine per node; of methods that compress it is in the predictions for the other links.
+cluster would have a machine per node; it is in the predictions for the other links.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.contestants import DDP, EMULATED, EMULATED_TWO_LEVEL, FP16, NO_COMMUNICATION, SHARDED
+from benchmarks.contestants import DDP, EMULATED, EMULATED_TWO_LEVEL, FP16, NO_COMMUNICATION
 from benchmarks.harness import RESULTS, describe_environment
 from benchmarks.models import resnet50_layers
 from benchmarks.slow_link import WITH_HEADERS, Cell, run_cells
@@ -66,14 +66,13 @@ def to_markdown(cells: list[Cell]) -> str:
         for link in links:
             names = (method, NO_COMMUNICATION.name, DDP.name)
             cell, limit, dense = (table.get((num_nodes, ranks_per_node, each, *link)) for each in names)
-            is_whole = method in (NO_COMMUNICATION.name, DDP.name, FP16.name, SHARDED.name)
-            base = limit if is_whole else table.get((num_nodes, ranks_per_node, method, "unlimited", 0.0), limit)
+            base = table.get((num_nodes, ranks_per_node, method, "unlimited", 0.0), limit)
             if cell is None:
                 row += ["-"] * 3
                 continue
             row += [
                 f"{cell.median_s:.3f}",
-                f"{predicted_s(cell, base.median_s):.3f}" if base else "-",
+                f"{predicted_s(cell, base.median_s):.3f}" if base and base is not cell else "-",
                 f"{dense.median_s / cell.median_s:.2f}" if dense else "-",
             ]
         lines.append(f"| {' | '.join(row)} |")
