@@ -27,6 +27,11 @@ def test_what_a_gpu_takes() -> None:
     assert f"1B parameters takes {step:.1f} ms there, torch's SGD alone {own:.1f}" in README
 
 
+def test_steps_of_many_nodes() -> None:
+    ratios = [cell("emulated.md", f"| {num_nodes} x 1 | dgc |", "ddp / it |") for num_nodes in (2, 4, 8)]
+    assert f"{min(ratios):.1f} to {max(ratios):.1f} times as fast as ddp" in README
+
+
 def test_it_is_one_page() -> None:
     assert len(README.splitlines()) <= 120
 
