@@ -36,6 +36,11 @@ TOTAL_S = 480  # of all parts; the last has what is left
 PATIENCE = 4  # times longer are the limits on a CPU, which has other work
 GRACE_S = 4.0  # in which pytest writes what it has found until the limit
 SANITIZER = shutil.which("compute-sanitizer", path=f"{os.environ.get('PATH', '')}:/usr/local/cuda/bin")
+CAPTION = (
+    "nccl: 2, 4 and 6 ranks share the device. Elsewhere the 7 peers of a rank are its echoes: their work on the device "
+    "is done, their network is not there. alone: a training without any exchange. Bytes: at most during a step, beyond "
+    "parameters, gradients, the optimizer's state and residuals."
+)
 NO_TESTS = 5  # pytest's exit status: a shard may be empty
 
 
@@ -360,6 +365,7 @@ def report(folders: list[Path]) -> None:
         ],
     }
     lines = [", ".join(f"{name} {value}" for name, value in environment.items() if name != "kernel") + "."]
+    lines += ["", CAPTION]
     for head, body in tables.items():
         lines += ["", _line(head), _line(["---"] * len(head)), *map(_line, body)]
     path.with_suffix(".md").write_text("\n".join(lines) + "\n")

@@ -260,7 +260,9 @@ def to_short(found: list[Row]) -> str:
     for (task, title), link in product(SHOWN_TASKS.items(), LINKS):
         mine = {row["method"]: row for row in found if (row["task"], row["link"]) == (task, link)}
         seconds = [
-            f"{statistics.fmean(row['reached_s']):.0f}" if len(row["reached_s"]) == row["seeds"] else "not reached"
+            f"{statistics.fmean(row['reached_s']):.0f}"
+            if len(row["reached_s"]) == row["seeds"]
+            else f"{len(row['reached_s'])} of {row['seeds']} seeds"
             for row in (mine[method] for method in METHODS if method in mine)
         ]
         millions = mine["ddp"]["sent_bytes"] / 4e6  # as many float32 as parameters, among two nodes
@@ -310,10 +312,12 @@ def report(results: Row) -> None:
     table = "\n".join([*parts, note, ""])
     (RESULTS / "headline.md").write_text(table)
     draw(found, RESULTS / "headline.png")
+    seeds = max(row["seeds"] for row in found)
+    whole = [link for link in LINKS if all(each["chosen"] in ("", "whole") for each in found if each["link"] == link)]
     short = (
-        f"Two nodes of one core, {', '.join(map(str, sorted(steps)))} steps, fused optimizers, parameters in millions, "
-        "round-trip times; `dgc` and `lowbw` choose for themselves ([all numbers](benchmarks/results/headline.md)). "
-        "Models this small wait longer for latency than for bytes.\n"
+        f"Two nodes of one core, {', '.join(map(str, sorted(steps)))} steps, {seeds} seeds, fused optimizers, "
+        f"parameters in millions. At {' and '.join(link.split(',')[0] for link in whole)} `dgc` and `lowbw` chose DDP; "
+        "models this small wait more for latency than for bytes. [All numbers](benchmarks/results/headline.md)\n"
     )
     replace_block("README.md", "headline", f"{textwrap.fill(short, 128)}\n\n{to_short(found)}")
     print(table)

@@ -50,7 +50,7 @@ def message_sizes(codec: SparseCodec, numel: int, num_selected: int, num_ranks: 
     """Return the bytes of a message to an owner, and of one from it, where the parts of all owners are equally wide."""
     width = -(-numel // num_ranks)
     capacities = scatter_capacity(num_selected, num_ranks), gather_capacity(num_selected, num_ranks)
-    to_owner, from_owner = (COUNT_BYTES + codec.nbytes([min(width, each)], [width]) for each in capacities)
+    to_owner, from_owner = (COUNT_BYTES + codec.nbytes([each], [max(each, width)]) for each in capacities)
     return to_owner, from_owner
 
 

@@ -33,7 +33,7 @@ from lightning_lowbw.errors import ConfigurationError
 
 MeanOver = Literal["ranks", "senders"]
 EXCHANGES = ("auto", "all_gather", "reduce_scatter")
-MOST_GATHERED = 9  # participants; to there a reduce-scatter saves less than half of the bytes, at densities up to 1/4
+MOST_GATHERED = 9  # participants; to there a reduce-scatter in bfloat16 saves less than half of the bytes
 OWNER_BYTES = 25_000  # what 1 Gb/s carries in 0.2 ms, the host's time for about 20 operations for each owner
 LEAST_OF = 4096  # elements: of fewer as many are sent as of this many, or a norm or a bias would wait for ever
 SMALL_SHARE, LEAST_NUMEL, MOST_NUMEL = 0.03, 1024, 16384  # see `small_numel`

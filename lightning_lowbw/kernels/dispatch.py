@@ -96,7 +96,7 @@ def chunks_for(values: Tensor, chunk: int) -> ModuleType:
 
 
 def averages_for(device: torch.device) -> ModuleType:
-    """Return the module to take `average_many_` from, for float32 that is contiguous."""
+    """Return the module to take `average_many_` from, for contiguous tensors of float32 or 16 bits."""
     if uses_triton(device):
         return gpu
     return (compiled_for() if device.type == "cpu" else None) or reference
@@ -120,6 +120,7 @@ class Uses:
 
     Args:
         kinds: of the tensors that kernels compress.
+        mean_dtypes: of the gradients that means are written into, beside float32.
         value_dtypes: of the values in messages; of levels the bits.
         num_messages: that kernels average.
         steps: whether weights are stepped by the means; otherwise the means are written.
@@ -129,6 +130,7 @@ class Uses:
     """
 
     kinds: tuple[Kind, ...] = (PLAIN, PLAIN._replace(is_aligned=False))
+    mean_dtypes: tuple[torch.dtype, ...] = ()
     value_dtypes: tuple[torch.dtype | int, ...] = (torch.bfloat16,)
     num_messages: tuple[int, ...] = (2,)
     steps: tuple[bool, ...] = (False, True)
@@ -277,7 +279,7 @@ def _try_triton(device: torch.device, uses: Uses) -> None:
     for value_dtype in uses.value_dtypes:
         _try_wire(device, value_dtype)
     like, positions = torch.ones(BLOCK + 1, device=device), torch.tensor([0, 5, BLOCK - 3, BLOCK], device=device)
-    dtypes = dict.fromkeys([torch.float32, *(kind.gradient for kind in uses.kinds)])
+    dtypes = dict.fromkeys([torch.float32, *uses.mean_dtypes])
     for num_messages, dtype in product(uses.num_messages, dtypes):
         steps = uses.steps if dtype == torch.float32 else (False,)
         arguments = like.to(dtype), positions, num_messages, steps, uses.over_senders

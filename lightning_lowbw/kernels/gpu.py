@@ -32,7 +32,7 @@ PACK_BLOCK = 1024  # elements that a program packs
 WORDS_BLOCK = 64  # words that a program unpacks, 32 bits of each side by side
 APPLY_BLOCK = 256  # elements that a program applies at a time, of those of one participant in a tile
 SENT_PER_TILE, LEAST_TILE_SHIFT = 128, 10  # of one participant; so the number of tiles follows that of elements sent
-# Launches for means of 16 bits, with a sixteenth of the elements in float32 each: a quarter of a byte per parameter.
+# Launches for means of 16 bits, with a sixteenth of the elements in float32 each, but LEAST_RANGE at least.
 NUM_RANGES, LEAST_RANGE = 16, 1 << 22
 SCALED_BLOCKS = 8  # that a program of the integers with scales processes
 ORDER_BLOCK = 64  # candidates that a program copies at a time; in a block there are a handful
@@ -257,9 +257,9 @@ def average_many_(
     """Average the elements that all participants have sent for several tensors, or step weights by the mean: one
     launch.
 
-    See `reference.average_many_`; the same bits. Means of 16 bits take about `NUM_RANGES` launches, which sum in one
-    workspace. Over senders the values are used up. torch's `index_add_` on CUDA is deterministic as well here, because
-    its atomic adds never collide; but it needs launches per participant and tensor.
+    See `reference.average_many_`; the same bits, but for the sign of a zero. Means of 16 bits take about `NUM_RANGES`
+    launches, which sum in one workspace. Over senders the values are used up. torch's `index_add_` on CUDA is
+    deterministic as well here, because its atomic adds never collide; but it needs launches per participant and tensor.
     """
     import triton
     import triton.language as tl

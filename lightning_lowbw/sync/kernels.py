@@ -82,12 +82,15 @@ def uses_of(workers: Sequence[Synchronizer], *, measures: bool = False) -> Uses:
     kinds = dict.fromkeys(kind for worker in workers for kind in _kinds_of(worker, what))
     if measures:
         kinds[_kind_of(torch.float32)] = None
+    parameters = (each for worker in workers for each in worker.parameters() if not method.averages_weights)
+    mean_dtypes = dict.fromkeys(each.dtype for each in parameters if each.dtype in DTYPES)
     value_format = make_value_format(what.value_dtype)
     num_messages, over_senders = [num_participants], what.mean_over == "senders"
     if what.may_scatter(num_participants, is_two_level=peers.is_two_level) and not method.averages_weights:
         num_messages.append(1)  # the sums of a reduce-scatter
     return Uses(
         kinds=tuple(kind._replace(is_aligned=is_aligned) for kind in kinds for is_aligned in (True, False)),
+        mean_dtypes=tuple(mean_dtypes),
         value_dtypes=(value_format.dtype if isinstance(value_format, FloatFormat) else value_format.bits,),
         num_messages=tuple(num_messages),
         steps=(False,) if method.averages_weights else (False, True),

@@ -21,10 +21,15 @@ def cell(table: str, row: str, column: str) -> float:
 
 
 def test_what_a_gpu_takes() -> None:
-    step, own = (
-        cell("ops_gpu.md", f"| 990,361,600 | 229 | {name}", "ms") for name in ("dgc, SGD, 8 ranks", "SGD(foreach")
-    )
-    assert f"1B parameters takes {step:.1f} ms there, torch's SGD alone {own:.1f}" in README
+    rows = [
+        f"| {size} | {name}"
+        for name in ("dgc, SGD, 8", "SGD(fused")
+        for size in ("92,354,560 | 73", "990,361,600 | 229")
+    ]
+    own, of_large, fused, fused_of_large = (cell("ops_gpu.md", row, "ms") for row in rows)
+    text = " ".join(README.split())
+    assert f"take {own:.1f} ms with 92M parameters, {of_large:.1f} with 1B" in text
+    assert f"{fused:.1f}, {fused_of_large:.1f})" in text
 
 
 def test_steps_of_many_nodes() -> None:

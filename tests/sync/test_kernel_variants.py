@@ -15,6 +15,8 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import SGD, Adam, AdamW, Optimizer, RMSprop
 
+from benchmarks.ops_gpu import echo
+from lightning_lowbw import EveryStep, Method
 from lightning_lowbw.comm.link import Link
 from lightning_lowbw.compress.top_k import TopK
 from lightning_lowbw.cost_model import Measured, measure
@@ -150,6 +152,14 @@ def test_what_steps_launch_has_been_tried(name: str) -> None:
         assert {each.partition("_kernel")[0] for each in in_steps} >= {"pack", "unpack", "apply"}
         assert in_steps - at_start == set()
         assert len(at_start) <= len(in_steps) + 4  # of kinds, of averages with and without steps: both of each
+
+
+def test_means_of_chunks_are_tried_in_their_dtype() -> None:
+    method = Method(when=EveryStep(sparsity=(0.75,)), what=TopK(chunk=256))
+    parameters = make_parameters([BFLOAT16])
+    named = [(str(number), each) for number, each in enumerate(parameters)]
+    worker = method.make_synchronizer(SGD(parameters, lr=0.1), named, echo(2))
+    assert uses_of([worker]).mean_dtypes == (BFLOAT16,)
 
 
 def measured(dtype: torch.dtype) -> tuple[set[str], set[str]]:
