@@ -46,6 +46,7 @@ def test_it_is_one_page() -> None:
     [
         ("`local_sgd`, every 8", "{:.1f} points", -cell("local_sgd.md", "| k = 8 |", "against k = 1")),
         ("`sparse_loco`", "{:+.1f} %", cell("bits_to_loss.md", CONTINUED, "to DDP")),
+        ("`sparse_loco`", "scratch {:+.1f} %", cell("bits_to_loss.md", "| scratch | sparse_loco, k = 16 |", "to DDP")),
         ("`sparse_loco`", "{:.4f} bits", cell("bits_to_loss.md", CONTINUED, "bits per parameter and step")),
         ("`int4`", "{:.1f} points less", -cell("quantized_accuracy.md", DIGITS, "to DDP, points |")),
         ("`int4`", "{:.1f} more", cell("quantized_accuracy.md", TEXT, "to DDP, points |")),
