@@ -14,7 +14,8 @@ import torch
 from lightning.pytorch.strategies import DDPStrategy
 
 import lightning_lowbw
-from lightning_lowbw import ConfigurationError, EveryStep, Method, QuantizedGradients, TopK, Topology, Where
+from benchmarks.ops_gpu import echo
+from lightning_lowbw import ConfigurationError, EveryStep, Method, QuantizedGradients, TopK, Topology, Where, cost_model
 from lightning_lowbw.comm.link import Link
 from lightning_lowbw.comm.peers import Peers
 from lightning_lowbw.cost_model import (
@@ -212,6 +213,22 @@ def measure_here(what: TopK) -> tuple[Measured, tuple[Any, ...]]:
     found = measure(what, tuple(CANDIDATES), ([10**6, 10**6], [100]), peers, torch.device("cpu"), timed)
     assert torch.equal(state, torch.get_rng_state())
     return found, (peers.ledger.sent_bytes, peers.ledger.exposed_s)
+
+
+@pytest.mark.parametrize(("exchange", "timed"), [("auto", "all_gather"), ("reduce_scatter", "reduce_scatter")])
+def test_all_densities_are_timed_by_one_collective(exchange: Any, timed: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else their difference would say nothing about elements: among 16 "auto" would take one for each stair."""
+    methods = []
+
+    def time_exchanges(method: Method, *_: Any, **options: Any) -> list[tuple[float, int]]:
+        methods.append(method)
+        return [(2.0, 2000), (1.0, 1000)]
+
+    monkeypatch.setattr(cost_model, "time_exchanges", time_exchanges)
+    link, numels = Link(1e-3, 1e8), ([25_000_000], [1])
+    monkeypatch.setattr(cost_model, "measure_link", lambda *_: link)
+    measure(TopK(exchange=exchange), ["dgc"], numels, echo(16), torch.device("cpu"), Measured(0.1, 1.0, {}, link))
+    assert [method.what.exchange for method in methods] == [timed]
 
 
 @pytest.mark.parametrize("what", [TopK(), TopK(chunk=4096, value_dtype="int2"), TopK(value_dtype="float32")])

@@ -181,8 +181,7 @@ class SampledSelector:
             # error feedback cuts the tail off at the last step's `least`, and all that comes lies close behind it.
             exponent = math.log(least / self.threshold) / math.log(count / k)
             self.threshold *= (count / (self.SURPLUS * k)) ** exponent
-            # Residuals grow for some times 1 / density steps, and `least` with them; the slope above is so flat that a
-            # threshold which stays where it is has four times as many candidates in the next step.
+            # Residuals grow, and `least` with them; the slope above is too flat to follow.
             if self._last is not None and self._last[0] == k:
                 self.threshold *= min(max(least / self._last[1], 0.5), 2.0) ** FOLLOWED
         self._last = (k, least) if least > 0.0 else None

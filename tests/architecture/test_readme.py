@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import math
+
 import pytest
 
 from tests.programs import ROOT
@@ -30,6 +33,16 @@ def test_what_a_gpu_takes() -> None:
     text = " ".join(README.split())
     assert f"take {own:.1f} ms with 92M parameters, {of_large:.1f} with 1B" in text
     assert f"{fused:.1f}, {fused_of_large:.1f})" in text
+
+
+def test_what_a_training_on_a_gpu_takes_more() -> None:
+    trainings = json.loads((RESULTS / "gpu.json").read_text())["rows"]["training"].values()
+    ms = [{name: median for name, (median, _) in row["ms per batch"].items()} for row in trainings]
+    more = {name: sorted(each[name] - each["alone"] for each in ms) for name in ("dgc", "int8")}
+    of_dgc, of_int8 = (f"{math.floor(least)} to {math.ceil(most)}" for least, most in more.values())
+    least, most = sorted(each["alone"] for each in ms)
+    text = " ".join(README.split())
+    assert f"a batch of {least:.0f} to {most:.0f} ms `dgc` adds {of_dgc} ms, `int8` {of_int8}." in text
 
 
 def test_steps_of_many_nodes() -> None:
