@@ -3,10 +3,11 @@
     .venv/bin/python benchmarks/headline.py             # hours on two cores; goes on where it was stopped
     .venv/bin/python benchmarks/headline.py --report    # table and plot of what there is, and the README's block
 
-Two nodes in the lab, a core each. Two tasks: a ResNet with SGD, a transformer with AdamW, both with fused optimizers.
-`dgc` and `lowbw` choose for themselves on each link. The first seed is trained on each link; all seeds are trained
-without a limit of bandwidth and latency, with what was chosen on each link, which is all that a link changes in the
-weights. Seconds to a loss are the seconds of the first seed's step in which the seed's own curve reaches it.
+Two nodes in the lab, a core each. Three tasks: a ResNet with SGD, two transformers with AdamW, all with fused
+optimizers. `dgc` and `lowbw` choose for themselves on each link. The first seed is trained on each link; all seeds are
+trained without a limit of bandwidth and latency, with what was chosen on each link, which is all that a link changes in
+the weights. Seconds to a loss are the seconds of the first seed's step in which the seed's own curve reaches it; all
+other times are of the first seed alone, so the machine need be quiet for that one only.
 """
 
 from __future__ import annotations
@@ -32,17 +33,27 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 import lightning_lowbw as lowbw
-from benchmarks.beside_ddp.tasks import TASKS, Curve, Row, be_quiet, data_of, make_trainer, write
+from benchmarks.beside_ddp.tasks import TASKS, Curve, Row, Task, be_quiet, make_trainer, write
 from benchmarks.contestants import COMMON, HookStrategy, power_sgd
 from benchmarks.harness import RESULTS, describe_environment, replace_block, run_in_lab
 from benchmarks.worker import INTERFACE
 from lightning_lowbw.lab import parse_rate
 from lightning_lowbw.lab.network import read_sent_bytes
+from lightning_lowbw.zoo import ByteLanguageModel, StdlibText
 
-NUM_NODES, NUM_STEPS = 2, 800
+NUM_NODES = 2
 SMOOTHING = 40  # steps of the running mean
 SLACK = 1.01  # the loss that counts as reached: the last of ddp, and 1 %
-SHOWN_TASKS = {"resnet": "ResNet, SGD", "text": "transformer, AdamW"}
+LARGE = Task(
+    lambda: ByteLanguageModel(256, 6, optimizer="adamw", lr=1e-3, schedule="one_cycle"),
+    lambda: StdlibText(batch_size=4),
+    "ByteLanguageModel with 6 layers of width 256, AdamW, 2 x 4 crops of 64 bytes",
+)
+SHOWN_TASKS: dict[str, tuple[str, Task, int]] = {  # title, and optimizer steps
+    "resnet": ("ResNet, SGD", TASKS["resnet"], 500),
+    "text": ("transformer, AdamW", TASKS["text"], 500),
+    "large": ("transformer, AdamW", LARGE, 300),
+}
 LINKS: dict[str, tuple[str, float]] = {  # rate, and round-trip time in milliseconds
     "100 Mb/s, 50 ms": ("100mbit", 50.0),
     "1 Gb/s, 0.5 ms": ("1gbit", 0.5),
@@ -70,10 +81,10 @@ class Fused(pl.Callback):
                 group["fused"] = True
 
 
-def train(task: str, strategy: Any, seed: int, num_steps: int) -> Row:
+def train(task: Task, data: Any, strategy: Any, seed: int, num_steps: int) -> Row:
     """Train once on this rank, with the others; return losses, seconds, bytes, and what was chosen."""
     pl.seed_everything(seed, workers=True, verbose=False)
-    curve, model, data = Curve(), TASKS[task].make_model(), data_of(task)
+    curve, model = Curve(), task.make_model()
     trainer = make_trainer(strategy, num_steps, curve, data, NUM_NODES)
     trainer.callbacks.append(Fused())
     before = read_sent_bytes(INTERFACE)
@@ -99,11 +110,12 @@ def train_rank(job: Row, path: Path) -> None:
     """One rank: train what the job lists; rank 0 writes the rows."""
     be_quiet()
     torch.set_num_threads(1)
-    rows = []
+    _, task, num_steps = SHOWN_TASKS[job["task"]]
+    rows, data = [], task.make_data()
     for name, method, seed in job["runs"]:
         make = METHODS.get(name)
         strategy = make() if method is None and make else lowbw.Strategy(lowbw.Method(**method), **COMMON)
-        run = train(job["task"], strategy, seed, job["num_steps"])
+        run = train(task, data, strategy, seed, num_steps)
         rows.append({"task": job["task"], "link": job["link"], "method": name, "given": method, "seed": seed, **run})
         if os.environ["RANK"] == "0":
             path.write_text(json.dumps(rows))
@@ -111,19 +123,19 @@ def train_rank(job: Row, path: Path) -> None:
     dist.barrier()
 
 
-def measure(results: Row, path: Path, num_seeds: int, num_steps: int) -> None:
+def measure(results: Row, path: Path, num_seeds: int) -> None:
     """Train what is missing, link by link, and write the results after each."""
     for task in SHOWN_TASKS:
         for link in LINKS:
             done = {row["method"] for row in results["rows"] if (row["task"], row["link"]) == (task, link)}
-            run(results, path, task, link, [(name, None, 0) for name in METHODS if name not in done], num_steps)
+            run(results, path, task, link, [(name, None, 0) for name in METHODS if name not in done])
         chosen = {key: None for key in METHODS if key not in CHOOSING} | choices_of(results, task)
         done_runs = {
             (row["method"], row["seed"]) for row in results["rows"] if (row["task"], row["link"]) == (task, UNLIMITED)
         }
         for seed in range(num_seeds):
             todo = [(name, method, seed) for name, method in chosen.items() if (name, seed) not in done_runs]
-            run(results, path, task, UNLIMITED, todo, num_steps)
+            run(results, path, task, UNLIMITED, todo)
 
 
 def choices_of(results: Row, task: str) -> dict[str, Row]:
@@ -140,12 +152,12 @@ def name_of(chosen: Row) -> str:
     return json.dumps(chosen, sort_keys=True)
 
 
-def run(results: Row, path: Path, task: str, link: str, runs: list[Any], num_steps: int) -> None:
+def run(results: Row, path: Path, task: str, link: str, runs: list[Any]) -> None:
     """Start the ranks in a lab with this link, and keep their rows."""
     if not runs:
         return
     rate, rtt_ms = LINKS.get(link, (None, 0.0))
-    job = {"task": task, "link": link, "runs": runs, "num_steps": num_steps}
+    job = {"task": task, "link": link, "runs": runs}
     rates = [None if rate is None else parse_rate(rate)] * NUM_NODES
     results["rows"] += run_in_lab(rates, [__file__, "--rank"], job=job, what=f"{task}, {link}", rtt_ms=rtt_ms)
     write(results, path)
@@ -179,9 +191,7 @@ def summarise(rows: list[Row]) -> list[Row]:
                         "method": name,
                         "chosen": in_words_of(run["chosen"]) if name in CHOOSING else "",
                         "step_s": run["seconds"][-1] / len(run["seconds"]),
-                        "unlimited_step_s": statistics.median(
-                            each["seconds"][-1] / len(each["seconds"]) for each in mine.values()
-                        ),
+                        "unlimited_step_s": mine[0]["seconds"][-1] / len(mine[0]["seconds"]),
                         "sent_bytes": run["sent_bytes"] / len(run["losses"]),
                         "reached_s": [each for each in reached if each is not None],
                         "seeds": len(mine),
@@ -228,13 +238,11 @@ COLUMNS = (
 )
 
 
-def to_markdown(found: list[Row], task: str) -> str:
+def to_markdown(found: list[Row]) -> str:
     """Return the table of a task."""
     lines = ["| " + " | ".join(COLUMNS) + " |", "| --- " * len(COLUMNS) + "|"]
-    for row in (each for each in found if each["task"] == task):
-        dense = next(
-            each for each in found if (each["task"], each["link"], each["method"]) == (task, row["link"], "ddp")
-        )
+    for row in found:
+        dense = next(each for each in found if (each["link"], each["method"]) == (row["link"], "ddp"))
         reached = len(row["reached_s"]) == row["seeds"]
         cells = [
             row["link"],
@@ -257,8 +265,10 @@ def to_markdown(found: list[Row], task: str) -> str:
 def to_short(found: list[Row]) -> str:
     """Return the README's table: a row for each task and link, seconds to ddp's loss of each method."""
     lines = ["| seconds to ddp's loss | " + " | ".join(METHODS) + " |", "| --- " * (len(METHODS) + 1) + "|"]
-    for (task, title), link in product(SHOWN_TASKS.items(), LINKS):
+    for (task, (title, _, _)), link in product(SHOWN_TASKS.items(), LINKS):
         mine = {row["method"]: row for row in found if (row["task"], row["link"]) == (task, link)}
+        if not mine:
+            continue
         seconds = [
             f"{statistics.fmean(row['reached_s']):.0f}"
             if len(row["reached_s"]) == row["seeds"]
@@ -278,7 +288,7 @@ def draw(found: list[Row], path: Path) -> None:
     import matplotlib.pyplot as plt
 
     figure, axes = plt.subplots(1, len(SHOWN_TASKS), figsize=(10, 3.6), layout="constrained")
-    for axis, (task, title) in zip(axes, SHOWN_TASKS.items(), strict=True):
+    for axis, (task, (title, _, _)) in zip(axes, SHOWN_TASKS.items(), strict=True):
         for number, method in enumerate(METHODS):
             mine = {row["link"]: row for row in found if (row["task"], row["method"]) == (task, method)}
             heights = [
@@ -298,12 +308,13 @@ def report(results: Row) -> None:
     """Write the tables, the plot and the block of the README."""
     found = summarise(results["rows"])
     environment = results["environment"]
-    steps = {len(row["losses"]) for row in results["rows"]}
     parts = []
-    for task, title in SHOWN_TASKS.items():
-        parts += [f"{title}: {TASKS[task].note}.\n", to_markdown(found, task)]
+    for name, (title, task, num_steps) in SHOWN_TASKS.items():
+        mine = [row for row in found if row["task"] == name]
+        if mine:
+            parts += [f"{title}: {task.note}; {num_steps} steps, {mine[0]['seeds']} seeds.\n", to_markdown(mine)]
     note = (
-        f"{', '.join(map(str, sorted(steps)))} steps; {NUM_NODES} nodes on one machine ({environment['cpu']}, a core "
+        f"{NUM_NODES} nodes on one machine ({environment['cpu']}, a core "
         f"each), torch {environment['torch']}, {environment['date']}; optimizers fused. x ddp: ddp's seconds divided "
         'by the method\'s. "Of which not the network": the same where bandwidth is unlimited, all of it work of the '
         "processor. Seconds to ddp's loss: to the last training loss of ddp with the same seed, and "
@@ -312,12 +323,11 @@ def report(results: Row) -> None:
     table = "\n".join([*parts, note, ""])
     (RESULTS / "headline.md").write_text(table)
     draw(found, RESULTS / "headline.png")
-    seeds = max(row["seeds"] for row in found)
-    whole = [link for link in LINKS if all(each["chosen"] in ("", "whole") for each in found if each["link"] == link)]
+    chose = {(each["link"], each["chosen"] in ("", "whole")) for each in found}
+    whole = [link.split(",")[0] for link in LINKS if (link, False) not in chose and (link, True) in chose]
     short = (
-        f"Two nodes of one core, {', '.join(map(str, sorted(steps)))} steps, {seeds} seeds, fused optimizers, "
-        f"parameters in millions. At {' and '.join(link.split(',')[0] for link in whole)} `dgc` and `lowbw` chose DDP; "
-        "models this small wait more for latency than for bytes. [All numbers](benchmarks/results/headline.md)\n"
+        f"Two nodes of one core, fused optimizers, parameters in millions. At {' and '.join(whole)} `dgc` and `lowbw` "
+        "chose DDP. [All numbers](benchmarks/results/headline.md), steps and seeds of each model\n"
     )
     replace_block("README.md", "headline", f"{textwrap.fill(short, 128)}\n\n{to_short(found)}")
     print(table)
@@ -330,7 +340,6 @@ def main() -> None:
         return
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=NUM_STEPS)
     parser.add_argument("--report", action="store_true", help="measure nothing")
     options = parser.parse_args()
     path = RESULTS / "headline.json"
@@ -338,7 +347,7 @@ def main() -> None:
     if path.exists():
         results = json.loads(path.read_text())
     if not options.report:
-        measure(results, path, options.seeds, options.steps)
+        measure(results, path, options.seeds)
     report(results)
 
 
