@@ -236,13 +236,15 @@ class SparseSum:
         start, count = upload([[*starts], counts], torch.int64, local.device)
         return local + start.repeat_interleave(count, output_size=local.numel()), values
 
-    def split(self, whole: Sparse) -> list[Sparse]:
-        """Undo `join`, for any subset of the elements in ascending order."""
-        positions, values = whole
-        starts = upload(accumulate(self.numels, initial=0), torch.int64, positions.device)
-        cuts = torch.searchsorted(positions, starts).tolist()
-        local = positions - starts[torch.searchsorted(starts, positions, right=True) - 1]
-        return [(local[begin:end], values[begin:end]) for begin, end in pairwise(cuts)]
+    def split(self, *wholes: Sparse) -> list[list[Sparse]]:
+        """Undo `join`, for any subsets of the elements in ascending order; waits for a GPU, once for all of them."""
+        starts = upload(accumulate(self.numels, initial=0), torch.int64, wholes[0][0].device)
+        cuts = torch.stack([torch.searchsorted(positions, starts) for positions, _ in wholes]).tolist()
+        parts = []
+        for (positions, values), edges in zip(wholes, cuts, strict=True):
+            local = positions - starts[torch.searchsorted(starts, positions, right=True) - 1]
+            parts.append([(local[begin:end], values[begin:end]) for begin, end in pairwise(edges)])
+        return parts
 
     def _largest(self, positions: Tensor, values: Tensor, capacity: int) -> Tensor | slice:
         """Return which elements fit, ascending: of each tensor the same fraction, the largest of it."""
@@ -255,12 +257,13 @@ class SparseSum:
         first = counts.cumsum(0) - counts
         place = torch.arange(positions.numel(), device=positions.device) - first[tensor]
         quantile = (place + 0.5).double() / counts[tensor]  # of a tensor's elements, from the largest down
-        num_sent = torch.bincount(tensor[_smallest(quantile, capacity)], minlength=len(self.numels))
-        magnitudes, pieces = values.abs(), []
+        num_sent = torch.zeros_like(counts).index_add_(0, tensor, _are_smallest(quantile, capacity).long())
+        magnitudes, is_chosen = values.abs(), torch.zeros_like(positions, dtype=torch.bool)
         for begin, count, sent in torch.stack([first, counts, num_sent], 1).tolist():
             if sent:
-                pieces.append(begin + _smallest(-magnitudes[begin : begin + count], sent))
-        return torch.cat(pieces)
+                here = slice(begin, begin + count)
+                is_chosen[here] = _are_smallest(-magnitudes[here], sent)
+        return is_chosen.nonzero().squeeze(1)  # once: a GPU is waited for
 
     def _rebalance(self, masses: list[int], counts: list[int], positions: Tensor) -> tuple[int, ...]:
         """Return the boundaries of parts with equal numbers of selected elements.
@@ -351,11 +354,8 @@ def sum_in_order(parts: Sequence[Sparse]) -> Sparse:
     return positions, sums
 
 
-def _smallest(values: Tensor, count: int) -> Tensor:
-    """Return the positions of the `count` smallest values, ascending; of equal ones the first."""
-    if count == 0:
-        return torch.empty(0, dtype=torch.int64, device=values.device)
+def _are_smallest(values: Tensor, count: int) -> Tensor:
+    """Return of each value whether it is one of the `count` smallest, at least one; of equal ones the first."""
     bound = values.topk(count, largest=False, sorted=False).values.max()
     is_chosen, is_tied = values < bound, values == bound
-    is_chosen |= is_tied & (is_tied.cumsum(0) <= count - is_chosen.sum())
-    return is_chosen.nonzero().squeeze(1)
+    return is_chosen | (is_tied & (is_tied.cumsum(0) <= count - is_chosen.sum()))

@@ -371,12 +371,12 @@ class ReduceScatterExchange(TopKExchange):
         reduced = plan.finish(ranks.all_gather(owned.message))
         self.boundaries = reduced.boundaries
         unsent = outgoing.unsent.split([positions.numel() for positions, _ in parts])
-        for name, (chosen, _), rest, waiting in zip(selected, parts, unsent, plan.split(owned.unsent), strict=True):
+        sums_waiting, means = plan.split(owned.unsent, reduced.mean)
+        for name, (chosen, _), rest, waiting in zip(selected, parts, unsent, sums_waiting, strict=True):
             residual = self.residuals[name]
             for positions, values in ((chosen, rest), waiting):
                 if positions.numel():  # of most tensors this rank owns nothing
                     residual.index_add_(0, positions, values.to(residual.dtype))
-        means = plan.split(reduced.mean)
         counts = [each.numel() for each, _ in means]
         positions, values = (torch.cat(column).view(1, 1, -1) for column in zip(*means, strict=True))
         spans = _spans({name: slice(0, numels[name]) for name in selected}.items(), counts, 0)

@@ -146,7 +146,7 @@ def test_the_sums_of_owners_lie_in_their_tensors(damage: tuple[str, list[tuple[i
         return assert_said(error)
     assert list(reduced.boundaries) == sorted(reduced.boundaries)
     assert (reduced.boundaries[0], reduced.boundaries[-1]) == (0, sum(NUMELS))
-    for numel, (positions, values) in zip(NUMELS, plan.split(reduced.mean), strict=True):
+    for numel, (positions, values) in zip(NUMELS, *plan.split(reduced.mean), strict=True):
         assert positions.shape == values.shape
         assert ((positions >= 0) & (positions < numel)).all()
         assert (positions.diff() > 0).all()
