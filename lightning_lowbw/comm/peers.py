@@ -498,6 +498,7 @@ def average_gradients_(
     flags: Sequence[float],
     peers: Ranks,
     device: torch.device,
+    more: Tensor | None = None,
 ) -> Tensor:
     """Replace the gradients of some parameters by their mean over ranks; one that no rank has stays None, as in DDP.
 
@@ -510,6 +511,7 @@ def average_gradients_(
         flags: numbers to be summed over the ranks beside it.
         peers: the ranks, all of them or those of a node.
         device: of the message.
+        more: added to the first flags; on the device.
 
     Returns:
         The sums of the flags; float32, shape (flags,). The device is waited for only where a gradient is None here.
@@ -519,6 +521,8 @@ def average_gradients_(
     ]
     used = [float(p.grad is not None) for p in parameters]
     message = upload([*flags, *used, 0.0], torch.float32, device)
+    if more is not None:
+        message[: more.numel()] += more
     means, sums = MeanWork(gradients, message, peers).wait()
     if not all(used):  # where another rank has one
         used = sums[len(flags) : -1].tolist()

@@ -277,7 +277,8 @@ class ShardedStrategy(CheckpointedStrategy, ModelParallelStrategy):
         view.pull_gradients()
         worker.list_gradients()
         worker.check_gradients()  # in each step, because a shard accumulates only what is finite in all
-        agree_in_node(worker, self.mesh.node())
+        if worker.peers.num_ranks > 1:
+            agree_in_node(worker, self.mesh.node())
         if clips_before_exchange(worker, self.trainer):
             self._clipping.clip(self.trainer, view.optimizer)  # by the norm of the node's gradient, all shards together
         is_taken = worker.exchange(applies=not self._guard.is_gradient_seen(self.trainer, view.optimizer))
@@ -288,7 +289,10 @@ class ShardedStrategy(CheckpointedStrategy, ModelParallelStrategy):
     def _end_step(self, worker: Synchronizer) -> None:
         self._views[worker].release()
         reshard_(self.trainer.lightning_module)  # what a forward pass without a backward pass has gathered is outdated
-        self.signals.read_requests(worker, self.trainer)
+        if worker.peers.num_ranks > 1:
+            self.signals.read_requests(worker, self.trainer)
+        else:  # no peer is told anything
+            self.signals.end_step(worker, self.trainer)
 
     # What the first callback calls ------------------------------------------------------------------------------
 
@@ -352,6 +356,7 @@ class ShardedStrategy(CheckpointedStrategy, ModelParallelStrategy):
 
     @override
     def on_train_end(self) -> None:
+        self.signals.settle()
         self._check_last_faults()
         if not self.replicas:
             checks.agree_on_hyperparameters(self.trainer)
@@ -464,16 +469,13 @@ def _between_nodes(method: Method) -> Method:
 
 
 def agree_in_node(worker: Synchronizer, node: dist.ProcessGroup | None) -> None:
-    """Exchange requests, and faults of the gradients, with the other shards of the node.
+    """Exchange requests, batches, and faults of the gradients, with the other shards of the node.
 
-    Collective: the ranks of the node, blocking; five numbers.
+    Collective: the ranks of the node; five numbers, which the worker's status tells the peers without a wait.
     """
     fault = worker.fault if isinstance(worker, GradientSync) else None
-    is_faulty, worker.requests = _any_in(node, worker, fault, worker.requests)
-    if isinstance(worker, GradientSync) and fault is not None:
-        worker.fault = is_faulty
-    if worker.peers.num_ranks == 1:
-        worker.agree_on(worker.requests)
+    worker.node_flags = flags(worker.requests, worker.device, fault, worker.batch)
+    dist.all_reduce(worker.node_flags, op=dist.ReduceOp.MAX, group=node)
 
 
 def agree_in_world(worker: LocalSync) -> None:
@@ -486,7 +488,7 @@ def agree_in_world(worker: LocalSync) -> None:
     """
     nonfinite = worker.nonfinite_weights([each for each in worker.parameters() if each.requires_grad])
     fault = any_of([*worker.late_flags(), *nonfinite.values()], worker.device)
-    is_faulty, worker.requests = _any_in(None, worker, fault, worker.requests)
+    is_faulty, worker.requests = _any_in_world(worker, fault, worker.requests)
     if is_faulty:
         own = worker.describe_late_fault() or worker.describe_weights(nonfinite, worker.step)
         raise_fault(first_fault(own, worker.fault_group))
@@ -500,25 +502,23 @@ def check_last_faults(worker: Synchronizer) -> None:
     Raises:
         NonFiniteGradientError, ValueError: on all ranks; names the rank and the parameter.
     """
-    if _any_in(None, worker, any_of(worker.late_flags(), worker.device))[0]:
+    if _any_in_world(worker, any_of(worker.late_flags(), worker.device))[0]:
         raise_fault(first_fault(worker.describe_late_fault(), worker.fault_group))
     worker.forget_late_faults()
 
 
-def _any_in(
-    group: dist.ProcessGroup | None, worker: Synchronizer, fault: Tensor | None, requests: int = 0
-) -> tuple[Tensor, int]:
-    """Return whether any rank of a group has a fault, on the device, and what any of them requests.
+def _any_in_world(worker: Synchronizer, fault: Tensor, requests: int = 0) -> tuple[bool, int]:
+    """Return whether any rank has a fault, and what any of them requests; waits for the device.
 
     Raises:
-        DisagreementError: on all ranks of the group; they are at different batches.
+        DisagreementError: on all ranks; they are at different batches.
     """
     message = flags(requests, worker.device, fault, worker.batch)
-    dist.all_reduce(message, op=dist.ReduceOp.MAX, group=group)
-    _, requests, is_same_batch = read_flags(message)
+    dist.all_reduce(message, op=dist.ReduceOp.MAX)
+    is_faulty, requests, is_same_batch = read_flags(message)
     if not is_same_batch:
-        raise_at_other_batches(worker.batch, worker.step, group)
-    return message[0], requests
+        raise_at_other_batches(worker.batch, worker.step, None)
+    return is_faulty, requests
 
 
 # Nodes ------------------------------------------------------------------------------------------------------------

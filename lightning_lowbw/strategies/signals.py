@@ -3,8 +3,9 @@
 Lightning handles a signal only on the rank that receives it: this rank ends, or saves, and the others wait for it in
 the next collective. Lightning 2.6 also broadcasts in the handler, and before each batch broadcasts whether rank 0 has
 received one. Here a signal sets a request, which is sent to all ranks in a control message: that of a compressed step,
-of a synchronous step of local SGD, or of an average. A step whose gradients DDP reduces has no control message: after
-it a separate message is begun, and its result is read after the next step, when it has arrived already.
+of a synchronous step of local SGD, or of an average. A step whose gradients DDP reduces has no control message, nor has
+that of a sharded model on a single node: after it a separate message is begun, and its result is read after the next
+step, when it has arrived already.
 """
 
 from __future__ import annotations

@@ -258,12 +258,12 @@ def _checksums(title: str, tensors: Mapping[str, object]) -> dict[str, object]:
     return {title.format(name): number for name, number in zip(plain, sums.tolist(), strict=True)}
 
 
-def raise_at_other_batches(
+def compare_batches(
     batch: int, step: int, group: dist.ProcessGroup | None, settings: Mapping[str, object] = MappingProxyType({})
-) -> NoReturn:
+) -> None:
     """Say which rank is where: some have left out a step, or taken one more, and would mix batches or hang.
 
-    Collective: all ranks of the group, blocking; all have found that they are at different places.
+    Collective: all ranks of the group, blocking.
 
     Args:
         batch: of the run.
@@ -272,13 +272,20 @@ def raise_at_other_batches(
         settings: more about this rank's place.
 
     Raises:
-        DisagreementError: on all ranks.
+        DisagreementError: on all ranks; they are at different places.
     """
     topic = (
         "batch (of the run) of an optimizer step. A rank in a later one has left out optimizer.step(), and all must "
         "take the same steps. Before the exchange .grad is a rank's own: never branch on it, to skip a step or to clip"
     )
     agree(topic, {"batch": batch, "optimizer steps": step, **settings}, group)
+
+
+def raise_at_other_batches(
+    batch: int, step: int, group: dist.ProcessGroup | None, settings: Mapping[str, object] = MappingProxyType({})
+) -> NoReturn:
+    """Do what `compare_batches` does, after all ranks have found that they are at different places."""
+    compare_batches(batch, step, group, settings)
     raise DisagreementError(f"Step {step}: the ranks were at different batches, and are not any more.")
 
 

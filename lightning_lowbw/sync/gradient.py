@@ -40,11 +40,11 @@ from lightning_lowbw.kernels.reference import are_not_finite
 from lightning_lowbw.kernels.table import DTYPES
 from lightning_lowbw.kernels.tensors import as_real, copy_all_, copy_in_order_, flat_in_order, order_of
 from lightning_lowbw.schedules.every_step import EveryStep
-from lightning_lowbw.sync.checks import agree_on_end, check_two_levels, raise_at_other_batches
+from lightning_lowbw.sync.checks import agree_on_end, check_two_levels, compare_batches, raise_at_other_batches
 from lightning_lowbw.sync.exchange import SparseMean, TopKExchange, Whole, WholeExchange, exchange_for
 from lightning_lowbw.sync.params import Row, Velocities, by_group, check_shapes
 from lightning_lowbw.sync.state import check_order, check_origin, origin, own_part, saved
-from lightning_lowbw.sync.status import Fault, Status, any_of, first_fault, make_mark, status_message
+from lightning_lowbw.sync.status import SAVE, STOP, Fault, Status, any_of, first_fault, make_mark, status_message
 from lightning_lowbw.sync.synchronizer import Synchronizer
 
 CHECK_EVERY_STEPS = 100  # compare the replicas; a pass over the weights, no extra message
@@ -57,8 +57,7 @@ class GradientSync(Synchronizer):
         last_density: the fraction of elements that the last step sent of a compressed tensor; 1.0 in the dense phase.
         correction: how a gradient enters the residual, and what is left to the optimizer.
         velocities: u of the compressed tensors.
-        fault: after `check_gradients`, whether this rank has found a fault; a scalar. May be overwritten before
-            `exchange` with that of another shard. None if nothing was checked.
+        fault: after `check_gradients`, whether this rank has found a fault; a scalar. None if nothing was checked.
     """
 
     is_local = False
@@ -258,6 +257,8 @@ class GradientSync(Synchronizer):
             self.check_gradients()
         # Tensors that are sent whole, and the status: one all-reduce.
         means, status = self._average_whole()
+        if status.is_faulty and self.node_flags is not None:  # the fault may be that the node's batches differ
+            compare_batches(self.batch, self.step, self.fault_group)
         self._check_marks(status)
         if status.is_faulty:
             fault = first_fault(self._describe_fault(), self.fault_group)
@@ -289,8 +290,13 @@ class GradientSync(Synchronizer):
         peers.count_dense(sum(row.parameter.nbytes for row in self._rows))
         used = [float(row.parameter.grad is not None) for row in self._rows]
         weights = None if self.step % CHECK_EVERY_STEPS else (row.parameter for row in self._rows)
-        mark = make_mark(self.batch, weights)
-        message = status_message(used, self.fault, mark, peers.rank, peers.num_ranks, self.fault.device, self.requests)
+        fault = self.fault
+        requests: Tensor | int = self.requests
+        if self.node_flags is not None:
+            found, stop, save, last, minus_first = self.node_flags.unbind()
+            fault, requests = found + last + minus_first, STOP * stop + SAVE * save
+        mark = make_mark(self.batch, weights, requests)
+        message = status_message(used, fault, mark, peers.rank, peers.num_ranks, fault.device)
         exact = is_sparse or self.method.where.inter_dtype == "float32"
         mean, numbers = WholeExchange(peers, exact=exact).begin(whole, message).wait()
         status = Status.read(numbers, peers.num_ranks)
@@ -475,7 +481,7 @@ class GradientSync(Synchronizer):
     def _check_marks(self, status: Status) -> None:
         counts, checksums = status.differences()
         if counts:
-            raise_at_other_batches(self.batch, self.step, self.peers.group)
+            raise_at_other_batches(self.batch, self.step, self.fault_group)
         if checksums:
             raise DisagreementError(
                 f"Step {self.step}: the weights differ between the ranks, or one has left out a step; checksums are "

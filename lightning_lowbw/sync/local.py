@@ -22,6 +22,7 @@ import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import compress
+from math import isfinite
 from typing import Any
 
 import torch
@@ -65,6 +66,7 @@ from lightning_lowbw.sync.params import check_shapes
 from lightning_lowbw.sync.state import check_origin, on_cpu, origin, own_part, saved
 from lightning_lowbw.sync.status import (
     EXACT,
+    SAVE,
     Fault,
     Status,
     any_of,
@@ -268,8 +270,13 @@ class LocalSync(Synchronizer):
         own_batch = [0.0] * self.peers.num_ranks
         # Negative if this rank's data have ended.
         own_batch[self.peers.rank] = float(self.batch % EXACT) * (-1.0 if self.has_ended else 1.0)
-        flags = [*counts_of(self.requests), float(self.phase.has_decayed(self._lr)), *own_batch]
-        self._unread = self.step, download(average_gradients_(mine, flags, self.peers, self.device))
+        requests, of_node = self.requests, None
+        if self.node_flags is not None:
+            _, stop, save, last, minus_first = self.node_flags.unbind()
+            save = save * (not before & SAVE)  # the node had not read that yet
+            requests, of_node = 0, torch.stack([stop, save]) / (last == -minus_first)  # not finite where these differ
+        flags = [*counts_of(requests), float(self.phase.has_decayed(self._lr)), *own_batch]
+        self._unread = self.step, download(average_gradients_(mine, flags, self.peers, self.device, of_node))
         self.peers.count_dense(sum(p.nbytes for p in mine))
         # The epoch ends with this step if the data of all ranks have: a rank whose own have not need not wait.
         self.all_have_ended = self.has_ended and max(self._unread[1]()[-self.peers.num_ranks :]) < 0
@@ -290,8 +297,8 @@ class LocalSync(Synchronizer):
         num_stop, num_save, _, *batches = self._unread[1]()
         self._note_decay()
         self._unread = None
-        if len(set(map(abs, batches))) > 1:
-            raise_at_other_batches(self.batch, self.step, self.peers.group)
+        if not isfinite(num_stop) or len(set(map(abs, batches))) > 1:
+            raise_at_other_batches(self.batch, self.step, self.fault_group)
         requests = requests_of(num_stop, num_save)
         self.agree_on(before | requests)
         return requests

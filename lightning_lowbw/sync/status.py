@@ -82,12 +82,11 @@ def status_message(
     rank: int,
     num_ranks: int,
     device: torch.device,
-    requests: int = 0,
 ) -> Tensor:
     """Return a rank's message: float32, shape (sums + 2 ranks,); summed over the ranks it is read by `Status`."""
     numbers, own = [*sums, *[0.0] * (2 * num_ranks)], len(sums) + rank
     places: dict[int, Tensor] = {}
-    for place, number in ((own, fault), (own + num_ranks, mark + MODULUS**2 * requests if requests else mark)):
+    for place, number in ((own, fault), (own + num_ranks, mark)):
         if isinstance(number, Tensor):
             places[place] = number
         else:
@@ -98,9 +97,9 @@ def status_message(
     return message
 
 
-def make_mark(count: int, weights: Iterable[Tensor] | None) -> Tensor | int:
-    """Return a count of steps or batches and, where weights are given, a checksum of them, as one number."""
-    mark = count % MODULUS
+def make_mark(count: int, weights: Iterable[Tensor] | None, requests: Tensor | int = 0) -> Tensor | int:
+    """Return a count of steps or batches, where weights are given a checksum of them, and requests, as one number."""
+    mark = count % MODULUS + MODULUS**2 * requests
     return mark if weights is None else mark + MODULUS * (checksum(weights) % MODULUS)
 
 

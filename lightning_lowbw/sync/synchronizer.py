@@ -61,6 +61,8 @@ class Synchronizer:
         is_prepared: whether `list_gradients` has been called for this step, and not yet `exchange`.
         is_exchanged: whether `exchange` has been called for this step.
         is_taken: whether the step is taken, as returned by the last `exchange`.
+        node_flags: of the shards of this node, for the coming status (`status.flags`, as their maximum); on the device.
+            None where the model is not sharded.
         is_compared: whether a plain loop has compared the ranks since it began, or since it loaded a state.
     """
 
@@ -83,6 +85,7 @@ class Synchronizer:
         self.is_taken, self.is_compared = True, False
         self.stop_requested = self.stop_agreed = False
         self.save_requested = self.save_agreed = False
+        self.node_flags: Tensor | None = None
         self.ending = Ending()
 
     def name_of(self, parameter: Parameter) -> str:

@@ -19,18 +19,24 @@ from lightning.pytorch.callbacks import OnExceptionCheckpoint
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.nn import Parameter
+from torch.optim import SGD
 
 from lightning_lowbw import (
     DGC,
     AdaptiveLocalSGD,
     ConfigurationError,
+    DisagreementError,
     LocalSGD,
     Method,
     NonFiniteGradientError,
     QuantizedGradients,
     ShardedStrategy,
 )
+from lightning_lowbw.comm.peers import Peers
+from lightning_lowbw.comm.topology import Topology
 from lightning_lowbw.presets import preset
+from lightning_lowbw.strategies.fsdp import agree_in_node, make_node_mesh
 from tests.programs import free_port
 from tests.ranks import run_ranks
 from tests.strategies.sharded_models import ByStep, Configured, Plain, shard_digest, train
@@ -160,7 +166,7 @@ METHODS = {
 
 class KillAfter(pl.Callback):
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        if trainer.global_step == KILLED_AFTER and trainer.global_rank == 3:
+        if trainer.global_step == KILLED_AFTER and trainer.global_rank == trainer.world_size - 1:
             os.kill(os.getpid(), signal.SIGTERM)
 
 
@@ -191,6 +197,56 @@ def kill_and_resume(name: str, folder: str, whole_file: bool) -> tuple[int, bool
 )
 def test_a_sigterm_ends_all_and_saves_all_shards(name: str, whole_file: bool, step: int, tmp_path: Path) -> None:
     assert run_ranks(kill_and_resume, 4, name, str(tmp_path), whole_file) == [(step, True)] * 4
+
+
+def kill_on_one_node() -> int:
+    model = ByStep(sgd)
+    with pytest.raises(SIGTERMException):
+        train(ShardedStrategy(METHODS["dgc"], topology=2), model, STEPS, 2, dist.get_rank(), callbacks=[KillAfter()])
+    return model.trainer.global_step
+
+
+def test_a_sigterm_ends_a_single_node_a_step_later() -> None:
+    """What it is read from has arrived by then."""
+    assert run_ranks(kill_on_one_node, 2) == [5, 5]
+
+
+NODES = ((0, 1), (2, 3))
+
+
+def take_steps(method: Method, skips: bool) -> list[Any]:
+    """Return after which of four steps this rank stops and saves, as rank 3 requests in the second; or the error."""
+    rank, found, parameter = dist.get_rank(), list[Any](), Parameter(torch.ones(8))
+    mesh = make_node_mesh(Topology(NODES), rank, "cpu", None)
+    peers = Peers(mesh.peers(), nodes=NODES)
+    worker = method.make_synchronizer(SGD([parameter], lr=0.1, momentum=0.9), [("shard", parameter)], peers, {})
+    for step in range(4):
+        worker.batch = step + (skips and rank == 1 and step > 0)
+        if rank == 3 and step == 1:
+            worker.stop_requested = worker.save_requested = True
+        parameter.grad = torch.ones(8)
+        try:
+            with worker.stepping():
+                worker.prepare()
+                agree_in_node(worker, mesh.node())
+                worker.exchange()
+        except DisagreementError as error:
+            return [str(error)]
+        found.append((worker.stop_agreed, worker.save_agreed))
+        worker.save_agreed = False
+    return found
+
+
+def test_all_nodes_are_told_what_one_shard_has() -> None:
+    """A request after the same step, and once; and that the ranks of one node are at different batches."""
+    methods = SPARSE, LocalSGD(k_steps=4, begin_step=8)  # whose synchronous steps are read a step late
+    cases = [(method, skips) for skips in (False, True) for method in methods]
+    (*stopped, sparse, late), *others = run_ranks(each, 4, take_steps, cases)
+    assert all(other == [*stopped, sparse, late] for other in others)
+    nothing, both, stop = (False, False), (True, True), (True, False)
+    assert stopped == [[nothing, both, stop, stop], [nothing, nothing, both, stop]]
+    assert "batch: rank 0 has 1, rank 1 has 2, rank 2 has 1, rank 3 has 1" in sparse[0]
+    assert "batch: rank 0 has 2, rank 1 has 3, rank 2 has 2, rank 3 has 2" in late[0]
 
 
 class FailsOnTheLastRank(pl.Callback):

@@ -33,7 +33,9 @@ CPU = torch.device("cpu")
 def messages(faults: list[float], marks: list[Tensor | int], requests: int = 0) -> list[Tensor]:
     num = len(faults)
     rows = [
-        status_message([1.0, 0.5 * rank], faults[rank], marks[rank], rank, num, CPU, requests if rank == 1 else 0)
+        status_message(
+            [1.0, 0.5 * rank], faults[rank], marks[rank] + MODULUS**2 * requests * (rank == 1), rank, num, CPU
+        )
         for rank in range(num)
     ]
     assert all(row.dtype == torch.float32 and row.shape == (2 + 2 * num,) for row in rows)
