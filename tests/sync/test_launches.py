@@ -7,6 +7,7 @@ each operation of torch that computes or copies something, each kernel, and each
 from __future__ import annotations
 
 import gc
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -31,12 +32,16 @@ from lightning_lowbw.comm.peers import Peers
 from lightning_lowbw.comm.side_queue import SideQueue
 from lightning_lowbw.comm.topology import Topology
 from lightning_lowbw.compress import codec as positions
+from lightning_lowbw.compress import sparse_sum
 from lightning_lowbw.compress.quantization import QUANTIZED_NAMES
-from lightning_lowbw.compress.top_k import Compression, TopK
+from lightning_lowbw.compress.sparse_sum import SparseSum, even_boundaries
+from lightning_lowbw.compress.top_k import Compression, TopK, small_numel
 from lightning_lowbw.kernels import dispatch, gpu, tensors
 from lightning_lowbw.method import Method
 from lightning_lowbw.presets import DGC, LocalSGD, QuantizedGradients
+from lightning_lowbw.strategies.fsdp import agree_in_node
 from lightning_lowbw.strategies.step_hooks import exchange_unscaled_
+from lightning_lowbw.sync.exchange import ReduceScatterExchange
 from lightning_lowbw.sync.gradient import GradientSync
 from lightning_lowbw.sync.local import LocalSync
 from tests.shapes import resnet50_shapes, transformer_shapes
@@ -120,11 +125,14 @@ def indexed(tensor: Tensor, index: Any) -> Tensor:
 
 
 class Operations(TorchDispatchMode):
-    """Counts what torch launches on the device, and the bytes that are in use there."""
+    """Counts what torch launches on the device, and the bytes that are in use there.
 
-    def __init__(self, count: Counter[str]) -> None:
+    On a CPU, with real tensors, it counts what a GPU would launch, and what the host would wait for.
+    """
+
+    def __init__(self, count: Counter[str], device: str = "cuda") -> None:
         super().__init__()
-        self.count = count
+        self.count, self.device = count, device
         self.used = self.most = 0
         self.storages: set[int] = set()
 
@@ -153,8 +161,12 @@ class Operations(TorchDispatchMode):
         name = str(operation).split(".")[1 if str(operation).startswith("aten") else 0]
         if name not in FREE and str(operation).startswith("aten"):
             flat = torch.utils._pytree.tree_leaves((args, kwargs, result))
-            if any(isinstance(each, Tensor) and each.is_cuda for each in flat):
-                self.count[name] += launches_of(name, args)
+            if any(isinstance(each, Tensor) and each.device.type == self.device for each in flat):
+                if name != "_local_scalar_dense":
+                    self.count[name] += launches_of(name, args)
+                selects = name == "index" and any(each is not None and each.dtype == torch.bool for each in args[1])
+                if self.device == "cpu" and (selects or name in WAITING):
+                    self.count[f"wait: {name}"] += 1
         return result
 
 
@@ -184,6 +196,10 @@ def is_dense(tensor: Tensor) -> bool:
                 return False
             expected *= size
     return True
+
+
+# Of real tensors: whose result is on the host, or has a size that it must know.
+WAITING = ("_local_scalar_dense", "nonzero", "_unique2", "bincount", "masked_select")
 
 
 class Stub:
@@ -272,7 +288,7 @@ def count_step(
     monkeypatch: pytest.MonkeyPatch, model: str, optimizer: Any, peers: Any, *, also: str = ""
 ) -> Counter[str]:
     """Return what the second compressed step has launched and waited for, without that of the user's optimizer."""
-    has_scaler = also == GRAD_SCALER
+    has_scaler, is_sharded = also == GRAD_SCALER, also == SHARDED
     count = stand_in(monkeypatch, peers.num_ranks)
     with torch.no_grad(), FakeTensorMode(), Operations(count) as operations:
         parameters = fake_parameters(model)
@@ -299,8 +315,10 @@ def count_step(
 
                 def exchange(skip_nonfinite: bool, worker: GradientSync = worker, reduced: Any = reduced) -> bool:
                     worker.list_gradients(reduced=reduced)
-                    if has_scaler:
+                    if has_scaler or is_sharded:
                         worker.check_gradients()
+                    if is_sharded:
+                        agree_in_node(worker, None)
                     return worker.exchange(skip_nonfinite=skip_nonfinite, applies=True)
 
                 exchange_unscaled_(precision, ours, exchange)
@@ -330,7 +348,9 @@ def count_average(monkeypatch: pytest.MonkeyPatch, model: str, method: Method) -
         return of_average
 
 
-def count_local_step(monkeypatch: pytest.MonkeyPatch, begin_step: int, reduced: bool) -> Counter[str]:
+def count_local_step(
+    monkeypatch: pytest.MonkeyPatch, begin_step: int, reduced: bool = False, is_sharded: bool = False
+) -> Counter[str]:
     """Return what the third step has launched and waited for, which is synchronous or local."""
     peers = Peers()
     count = stand_in(monkeypatch, peers.num_ranks)
@@ -345,9 +365,56 @@ def count_local_step(monkeypatch: pytest.MonkeyPatch, begin_step: int, reduced: 
             Event.recorded.clear()
             with worker.stepping():
                 worker.list_gradients(reduced=parameters if reduced else ())
+                if is_sharded:
+                    agree_in_node(worker, None)
                 worker.exchange()
         count[BYTES] = round(10 * (operations.most - operations.start) / sum(p.numel() for p in parameters))
         return count
+
+
+def count_reduce_scatter(monkeypatch: pytest.MonkeyPatch, num_ranks: int) -> Counter[str]:
+    """Return what rank 0 launches and waits for between what it has selected and the mean, ready to be applied."""
+    what = TopK(density=0.001, exchange="reduce_scatter")
+    numels = [math.prod(shape) for shape in resnet50_shapes()]
+    sizes = tuple(numel for numel in numels if what.takes("", numel, small_numel(numels)))
+    counts = what.nums_sent(sizes, what.density)
+    plan = SparseSum(sizes, sum(counts), even_boundaries(sizes, counts, num_ranks), what.codec)
+    generator = torch.Generator().manual_seed(0)
+    selected = [
+        [
+            (torch.arange(count) * (size // count) + rank, torch.randn(count, generator=generator))
+            for size, count in zip(sizes, counts, strict=True)
+        ]
+        for rank in range(num_ranks)
+    ]
+    outgoing = [plan.prepare(rank, plan.join(parts)) for rank, parts in enumerate(selected)]
+    received = [torch.stack([each.message[owner] for each in outgoing]) for owner in range(num_ranks)]
+    gathered = torch.stack(
+        [plan.combine(owner, outgoing[owner].own, received[owner]).message for owner in range(num_ranks)]
+    )
+    between = SimpleNamespace(
+        rank=0,
+        num_ranks=num_ranks,
+        all_to_all=lambda message: received[0].view(-1),
+        all_gather=lambda message: gathered,
+    )
+    exchange = ReduceScatterExchange(what, SimpleNamespace(between=between))  # type: ignore[arg-type]
+    by_name = {str(number): size for number, size in enumerate(sizes)}
+    exchange.residuals.ensure(by_name, torch.device("cpu"), [])
+
+    def counted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def counting(*args: Any) -> Any:
+            count[name] += 1
+            return function(*args)
+
+        return counting
+
+    count: Counter[str] = Counter()
+    monkeypatch.setattr(Tensor, "tolist", counted("wait: tolist", Tensor.tolist))
+    monkeypatch.setattr(sparse_sum, "upload", counted("upload", sparse_sum.upload))
+    with Operations(count, "cpu"):
+        exchange._send(dict(zip(by_name, selected[0], strict=True)), by_name, None).wait()
+    return count
 
 
 def run_now(
@@ -399,6 +466,7 @@ PLACES = {"2 ranks": (2, 2), "8 ranks": (8, 8), "64 ranks": (64, 64), "8 nodes o
 GRAD_SCALER = "GradScaler"
 AT_A_QUARTER = "25 % of the elements"
 BF16_TRUE = "bf16-true"
+SHARDED = "sharded inside nodes"
 CELLS = [
     *(("SGD", "ResNet-50", where, "") for where in ("2 ranks", "64 ranks", "8 nodes of 8")),
     ("AdamW", "ResNet-50", "64 ranks", ""),
@@ -412,6 +480,7 @@ CELLS = [
     *(("SGD", "transformer", where, BF16_TRUE) for where in ("8 ranks", "8 nodes of 8")),
     *(("SGD", "ResNet-50", "8 ranks", name) for name in ("int8", "int4", "bfloat16")),
     ("SGD", "ResNet-50", "8 nodes of 8", "int8"),
+    ("SGD", "transformer", "8 ranks", SHARDED),
     *(("SGD", "transformer", "8 ranks", name) for name in ("int8", "bfloat16")),
 ]
 
@@ -438,7 +507,7 @@ AVERAGES = {
     "SparseLoCo": LocalSGD(K_STEPS, 0, compression=Compression()),
 }
 # Five for each 256 MiB of elements, or each tensor that has more; means of 16 bits range by range, cleared before.
-MOST_MORE = {AT_A_QUARTER: 160, BF16_TRUE: gpu.NUM_RANGES + 4}
+MOST_MORE = {AT_A_QUARTER: 160, BF16_TRUE: gpu.NUM_RANGES + 4, SHARDED: 12}
 MOST_QUANTIZED = {"ResNet-50": 60, "transformer": 500}  # some 20 for each 16M values
 # None depends on the number of tensors, except those that select chunks; the checksum takes some for 8M elements.
 MOST_OF_AN_AVERAGE = 135
@@ -475,14 +544,18 @@ COUNTS |= {
     for name, method in AVERAGES.items()
 }
 WAITS = dict.fromkeys(COUNTS, 1)
-for kind, begin, is_reduced, limit in (
-    ("synchronous step of local SGD after DDP's backward pass", 8, True, 5),
-    ("synchronous step of local SGD in a plain loop", 8, False, 30),
-    ("local step", 0, False, 0),
+for kind, begin, options, limit in (
+    ("synchronous step of local SGD after DDP's backward pass", 8, {"reduced": True}, 5),
+    ("synchronous step of local SGD in a plain loop", 8, {}, 30),
+    (f"synchronous step of local SGD, {SHARDED}", 8, {"is_sharded": True}, 30),
+    ("local step", 0, {}, 0),
 ):
-    count_kind = partial(count_local_step, begin_step=begin, reduced=is_reduced)
+    count_kind = partial(count_local_step, begin_step=begin, **options)
     COUNTS[f"a {kind}, ResNet-50, 8 ranks"] = (count_kind, 8, limit)
     WAITS[f"a {kind}, ResNet-50, 8 ranks"] = 0
+for each, limit in ((8, 640), (64, 1250)):  # some ten for each tensor of an owner, and for each owner
+    name = f"a reduce-scatter of what has been selected, ResNet-50, {each} ranks"
+    COUNTS[name], WAITS[name] = (partial(count_reduce_scatter, num_ranks=each), each, limit), 10
 
 
 @pytest.mark.parametrize("name", COUNTS)
@@ -497,7 +570,7 @@ def test_launches(
     finally:
         dist.destroy_process_group()
     num_waits = sum(number for what, number in count.items() if what.startswith("wait"))
-    nbytes = count.pop(BYTES) / 10
+    nbytes = count.pop(BYTES) / 10 if BYTES in count else "-"
     num_launches = count.total() - num_waits
     assert num_launches <= most, count
     assert num_waits == WAITS[name], count
