@@ -231,3 +231,11 @@ def test_the_commands_of_the_page(tmp_path: Path) -> None:
     assert usage.startswith("# lowbw-plan parameters=")
     assert (tmp_path / "plan.png").stat().st_size > 10_000
     assert {path.name for path in tmp_path.iterdir()} == {"check.py", "plan.py", "check.yaml", "plan.png"}
+
+
+def test_the_rows_of_two_sites(tmp_path: Path) -> None:
+    (tmp_path / "plan.py").write_text(PROGRAM.format("plan"))
+    page = (ROOT / "docs/wan.md").read_text().replace("\\\n", "")
+    (command,) = re.findall("^lowbw-plan (.*)", page, re.MULTILINE)
+    rows = page.split("<!-- wan:begin -->\n```\n")[1].split("```\n<!-- wan:end -->")[0].splitlines()
+    assert {*rows} <= {*run_script(tmp_path, "plan.py", *shlex.split(command)).splitlines()}

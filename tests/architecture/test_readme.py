@@ -38,11 +38,13 @@ def test_what_a_gpu_takes() -> None:
 def test_what_a_training_on_a_gpu_takes_more() -> None:
     trainings = json.loads((RESULTS / "gpu.json").read_text())["rows"]["training"].values()
     ms = [{name: median for name, (median, _) in row["ms per batch"].items()} for row in trainings]
-    more = {name: sorted(each[name] - each["alone"] for each in ms) for name in ("dgc", "int8")}
-    of_dgc, of_int8 = (f"{math.floor(least)} to {math.ceil(most)}" for least, most in more.values())
+    more = {name: sorted(each[name] - each["alone"] for each in ms) for name in ("dgc", "int8", "powersgd")}
+    dgc, int8, powersgd = (f"{math.floor(least)} to {math.ceil(most)}" for least, most in more.values())
     least, most = sorted(each["alone"] for each in ms)
     text = " ".join(README.split())
-    assert f"a batch of {least:.0f} to {most:.0f} ms `dgc` adds {of_dgc} ms, `int8` {of_int8}." in text
+    assert f"a batch of {least:.0f} to {most:.0f} ms `dgc` adds {dgc} ms, `int8` {int8}." in text
+    plan = " ".join((ROOT / "docs/plan.md").read_text().split())
+    assert f"{powersgd} ms longer with `powersgd`, {int8} with `int8`, {dgc} with `dgc`" in plan
 
 
 def test_steps_of_many_nodes() -> None:
