@@ -28,10 +28,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 
-from benchmarks.harness import RESULTS, describe_environment, run_in_lab
+from benchmarks.harness import RESULTS, as_plain, describe_environment, in_words, run_in_lab
 from benchmarks.quantized_accuracy import smooth, train
 from lightning_lowbw import Compression, DGCStrategy, LocalSGDStrategy
 from lightning_lowbw.lab import parse_rate
+from lightning_lowbw.planner import colour_of
+from lightning_lowbw.schedules.every_step import EveryStep
 from lightning_lowbw.strategies.names import NAMES
 from lightning_lowbw.zoo import StdlibText
 
@@ -63,9 +65,14 @@ def local(name: str, k: int, **knobs: Any) -> Callable[[], LocalSGDStrategy]:
     return lambda: LocalSGDStrategy(**{**NAMES[name][1], "k_steps": k, **knobs})
 
 
+DGC_SCHEDULE = EveryStep(64, 320, (0.75, 0.9375, 0.984375, 0.996, 0.999))
 METHODS: dict[str, Callable[[], Any]] = {
     "ddp": lambda: "ddp",
-    "dgc": lambda: DGCStrategy(rampup_begin_step=64, rampup_step=320, sparsity=[0.75, 0.9375, 0.984375, 0.996, 0.999]),
+    "dgc": lambda: DGCStrategy(
+        rampup_begin_step=DGC_SCHEDULE.rampup_begin_step,
+        rampup_step=DGC_SCHEDULE.rampup_step,
+        sparsity=list(DGC_SCHEDULE.stairs),
+    ),
     **{f"diloco, k = {k}": local("diloco", k) for k in (16, 64)},
     **{f"streaming_diloco, k = {k}": local("streaming_diloco", k) for k in (16, 64)},
     **{f"sparse_loco, k = {k}": local("sparse_loco", k) for k in (16, 64)},
@@ -82,6 +89,11 @@ METHODS: dict[str, Callable[[], Any]] = {
     ),
     "sparse_loco, k = 64, 1 of 32": local("sparse_loco", 64, compression=Compression(density=1 / 32)),
 }
+
+
+# In the plot, at most eight; filled are the methods as their names choose them, squares average every 64 steps.
+PLAIN = ("ddp", "dgc", "diloco, k = 16", "diloco, k = 64", "sparse_loco, k = 16", "sparse_loco, k = 64")
+DRAWN = (*PLAIN, "streaming_diloco, k = 16", "sparse_loco, k = 16, 1 of 128, norms too")
 
 
 def train_all(job: dict[str, Any], path: Path) -> None:
@@ -168,7 +180,8 @@ def note(results: dict[str, Any]) -> str:
         f"in an all-gather each message passes it {NUM_RANKS - 1} times. The busiest steps are {PEAK_STEPS} in a row. "
         f'Seconds are those of the seeds that were run at {RATE}; losses and bits do not depend on it. "Norms too": no '
         'tensor is averaged whole. "Over ranks": mean_over="ranks". "Streaming": in fragments, hidden, 1 of 128, norms '
-        "too; its replicas are not equal at the end, so it ends with a whole average.\n\n"
+        "too; its replicas are not equal at the end, so it ends with a whole average. dgc sends "
+        f"{in_words(as_plain(DGC_SCHEDULE))}; it has not chosen this itself.\n\n"
     )
 
 
@@ -180,15 +193,17 @@ def draw(curves: list[dict[str, Any]], path: Path) -> None:
     import matplotlib.pyplot as plt
 
     figure, rows = plt.subplots(len(STARTS), 2, figsize=(13, 12), layout="constrained")
-    colors = plt.get_cmap("tab20").colors  # type: ignore[attr-defined]
     for start, (left, right) in zip(STARTS, rows, strict=True):
-        for number, method in enumerate(METHODS):
+        for method in DRAWN:
+            color, is_plain = colour_of(method), method in PLAIN
+            marker, line = ("s", ":") if "k = 64" in method else ("o", "-" if is_plain else "--")
             mine = [curve for curve in curves if (curve["start"], curve["method"]) == (start, method)]
             for curve in [curve for curve in mine if curve["rate"] == RATE][:1]:
                 seconds = curve["seconds"][SMOOTHING - 1 :]
-                left.plot(seconds, smooth(curve["losses"], SMOOTHING), color=colors[number], lw=1)
-            sent = [bits(curve, curve["sent_bytes"][-1], len(curve["losses"])) for curve in mine]
-            right.plot(sent, [curve["val_loss"] for curve in mine], "o", color=colors[number], label=method)
+                left.plot(seconds, smooth(curve["losses"], SMOOTHING), color=color, lw=1, ls=line)
+            sent, fill = [bits(c, c["sent_bytes"][-1], len(c["losses"])) for c in mine], "full" if is_plain else "none"
+            losses = [curve["val_loss"] for curve in mine]
+            right.plot(sent, losses, marker, color=color, fillstyle=fill, label=method)
         left.set(xlabel="seconds", ylabel=f"training loss of rank 0 (mean over {SMOOTHING} steps)", xscale="log")
         left.set(title=start)
         if not STARTS[start].goes_on:
@@ -211,6 +226,12 @@ def measure(
     return curves
 
 
+def report(results: dict[str, Any]) -> None:
+    """Write the table and the plot."""
+    (RESULTS / "bits_to_loss.md").write_text(note(results) + to_markdown(results["curves"]))
+    draw(results["curves"], RESULTS / "bits_to_loss.png")
+
+
 def main() -> None:
     """Measure what is missing, write after each seed and start."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -221,6 +242,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, help="another number of steps, for a look; writes nothing")
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()), help="for DDP's weights")
     parser.add_argument("--job", type=Path, nargs=2, help=argparse.SUPPRESS)  # in the ranks
+    parser.add_argument("--report", action="store_true", help="write the table and the plot again, of what is there")
     options = parser.parse_args()
     if options.job is not None:
         given, path = options.job
@@ -230,6 +252,9 @@ def main() -> None:
     results: dict[str, Any] = {"curves": []}
     if path.exists() and options.steps is None:
         results = json.loads(path.read_text())
+    if options.report:
+        report(results)
+        return
     for seed, start in itertools.product(options.seeds, options.starts):
         made = {(curve["start"], curve["method"], curve["seed"]) for curve in results["curves"]}
         runs = [(start, method, seed) for method in options.methods if (start, method, seed) not in made]
@@ -241,8 +266,7 @@ def main() -> None:
         results |= {"environment": describe_environment(), "command": shlex.join(sys.argv)}
         if options.steps is None:
             path.write_text(json.dumps(results) + "\n")
-            (RESULTS / "bits_to_loss.md").write_text(note(results) + to_markdown(results["curves"]))
-            draw(results["curves"], path.with_suffix(".png"))
+            report(results)
     print(to_markdown(results["curves"]))
 
 

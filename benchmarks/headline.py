@@ -39,6 +39,7 @@ from benchmarks.harness import RESULTS, describe_environment, replace_block, run
 from benchmarks.worker import INTERFACE
 from lightning_lowbw.lab import parse_rate
 from lightning_lowbw.lab.network import read_sent_bytes
+from lightning_lowbw.planner import colour_of
 from lightning_lowbw.zoo import ByteLanguageModel, StdlibText
 
 NUM_NODES = 2
@@ -296,7 +297,7 @@ def draw(found: list[Row], path: Path) -> None:
                 for link in LINKS
             ]
             places = [place + number / (len(METHODS) + 1) for place in range(len(LINKS))]
-            axis.bar(places, heights, width=1 / (len(METHODS) + 1), label=method, color=f"C{number}")
+            axis.bar(places, heights, width=1 / (len(METHODS) + 1), label=method, color=colour_of(method))
         axis.set(title=title, yscale="log", ylabel="seconds to ddp's final loss")
         axis.set_xticks([place + 0.36 for place in range(len(LINKS))], list(LINKS))
         axis.grid(axis="y", alpha=0.3)

@@ -42,6 +42,7 @@ import lightning_lowbw
 from lightning_lowbw.comm.collectives import Collectives, TensorWork
 from lightning_lowbw.comm.peers import Peers
 from lightning_lowbw.kernels import dispatch
+from lightning_lowbw.planner import colour_of
 from lightning_lowbw.presets import DGC
 from lightning_lowbw.sync import gradient as whole_gradients
 from lightning_lowbw.sync.gradient import GradientSync
@@ -60,9 +61,9 @@ LIMIT = "copy of {} bytes per parameter"
 DRAWN = {
     "torch.topk of each tensor, alone": "s--",
     "PowerSGD, matmuls of rank 4, alone": "^--",
-    "SGD(foreach=True), its own step": "v--",
+    "SGD(fused=True), its own step": "v--",
     "dgc, SGD, 8 ranks: exchange and step": "o-",
-    "copy of 20 bytes per parameter": "k:",
+    "copy of 20 bytes per parameter": ":",
 }
 
 Step = Callable[[], object]
@@ -371,7 +372,7 @@ def draw(rows: list[Row], path: Path) -> None:
     for name, style in DRAWN.items():
         mine = [row for row in rows if row.name == name]
         numbers, medians = [row.parameters / 1e6 for row in mine], [row.median_ms for row in mine]
-        axes.plot(numbers, medians, style, label=name, markersize=5)
+        axes.plot(numbers, medians, style, color=colour_of(name), label=name, markersize=5)
     axes.set(xscale="log", yscale="log", xlabel="million parameters", ylabel="ms per step")
     sizes = sorted({row.parameters for row in rows})
     axes.set_xticks([size / 1e6 for size in sizes], [f"{size / 1e6:.0f}" for size in sizes], minor=False)

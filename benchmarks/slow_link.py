@@ -29,6 +29,7 @@ from benchmarks.harness import RESULTS, describe_environment, run_in_lab
 from benchmarks.models import WORKLOADS, Timed
 from lightning_lowbw.comm.collectives import all_reduce_bytes
 from lightning_lowbw.lab import parse_rate
+from lightning_lowbw.planner import colour_of
 
 matplotlib.use("Agg")  # draws without a display
 import matplotlib.pyplot as plt
@@ -37,6 +38,8 @@ from matplotlib.ticker import FuncFormatter
 WORKER = Path(__file__).with_name("worker.py")
 WINDOW_S = 12.0  # what one measurement may take, roughly
 MIN_STEPS, MAX_STEPS = 2, 10
+MAX_SERIES = 8
+LEFT_OUT = ("dgc, plain torch", "PowerSGD rank 4", ALONE.name)  # of a plot with more, in this order
 WITH_HEADERS = 1514 / 1448  # Ethernet, IP and TCP headers of a full packet beside its data
 
 
@@ -178,15 +181,24 @@ def draw(cells: list[Cell], path: Path) -> None:
     figure, axes = plt.subplots(
         1, len(panels), figsize=(5.5 * len(panels) + 2.0, 4.2), squeeze=False, layout="constrained"
     )
-    colors = {method: f"C{number}" for number, method in enumerate(dict.fromkeys(cell.method for cell in cells))}
+    methods = list(dict.fromkeys(cell.method for cell in cells))
+    for method in LEFT_OUT:
+        if len(methods) > MAX_SERIES and method in methods:
+            methods.remove(method)
+    markers: dict[str, str] = {}  # tell variants of a method apart, which have one colour
+    for method in methods:
+        markers[method] = "os^DvX"[sum(colour_of(each) == colour_of(method) for each in markers)]
     shown: dict[str, Any] = {}
     for axis, (workload, num_nodes) in zip(axes[0], panels, strict=True):
         mine = [cell for cell in cells if (cell.workload, cell.num_nodes) == (workload, num_nodes)]
-        for method in dict.fromkeys(cell.method for cell in mine):
+        for method in (each for each in methods if any(cell.method == each for cell in mine)):
             points = [((parse_rate(cell.rate) or 0.0) / 1e9, cell.median_s) for cell in mine if cell.method == method]
             limited = sorted(points)
             is_limit = method == NO_COMMUNICATION.name
-            style = {"color": "k", "ls": "--"} if is_limit else {"color": colors[method], "marker": "o", "ms": 4}
+            style: dict[str, Any] = {"ls": "--"} if is_limit else {"marker": markers[method], "ms": 5}
+            style["color"] = colour_of(method)
+            if method.startswith(("PowerSGD", "torch")):  # torch's, beside ours of the same colour
+                style["ls"] = ":"
             (shown[method],) = axis.plot([rate for rate, _ in limited], [seconds for _, seconds in limited], **style)
         axis.set(title=f"{workload}, {num_nodes} nodes", xscale="log", yscale="log")
         axis.set(xlabel="link, Gb/s", ylabel="seconds per step")
@@ -204,7 +216,8 @@ def draw(cells: list[Cell], path: Path) -> None:
 def draw_bars(cells: list[Cell], path: Path) -> None:
     """Plot the step times of a single link, a bar per method."""
     figure, axis = plt.subplots(figsize=(7.5, 0.4 * len(cells) + 1.2), layout="constrained")
-    bars = axis.barh([cell.method for cell in cells], [cell.median_s for cell in cells], color="C0")
+    colours = [colour_of(cell.method) for cell in cells]
+    bars = axis.barh([cell.method for cell in cells], [cell.median_s for cell in cells], color=colours)
     axis.bar_label(bars, fmt="%.3f", padding=3, fontsize=8)
     axis.invert_yaxis()
     axis.margins(x=0.1)

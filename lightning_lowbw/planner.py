@@ -40,6 +40,21 @@ LEVELS = "_hierarchical"
 ON_TWO_LEVELS = ("hierarchical", *(each + LEVELS for each in FLAT[2:]))
 CURVES = ("ddp", FP16_DDP, "int8", "int4", "powersgd", "dgc", "local_sgd", "sparse_loco")
 MAX_NODES = 1024
+# One colour per method in every plot. Of what a label contains, the first counts: "ddp, fp16 hook" is fp16.
+COLOURS = {
+    "fp16": "tab:red",
+    "float16": "tab:red",
+    "int8": "tab:purple",
+    "int4": "tab:pink",
+    "powersgd": "tab:green",
+    "sparse_loco": "tab:cyan",
+    "diloco": "tab:olive",
+    "local_sgd": "tab:brown",
+    "hierarchical": "tab:gray",
+    "ddp": "tab:orange",
+    "dgc": "tab:blue",
+    "auto": "tab:blue",
+}
 # As in conf/plan.yaml.
 CLUSTER = ("nodes", "ranks_per_node", "gbit_per_s", "latency_ms", "inside_gbit_per_s", "memory_gbyte_per_s", "overlap")
 COUNTS = CLUSTER[:2]
@@ -143,10 +158,21 @@ class Plan:
         figure = Figure(figsize=(7, 4.5), layout="constrained")
         axes = figure.add_subplot(xscale="log", yscale="log", xlabel="nodes", ylabel="seconds per step, predicted")
         for name in CURVES:
-            axes.plot(nodes, [each.seconds(name) for each in plans], label=name)
+            axes.plot(nodes, [each.seconds(name) for each in plans], color=colour_of(name), label=name)
         axes.set_xticks(nodes, map(str, nodes))
         axes.legend()
         figure.savefig(path, dpi=150)
+
+
+def colour_of(label: str) -> str:
+    """Return the colour of a method in plots.
+
+    Example:
+        >>> colour_of("PowerSGD rank 2"), colour_of("dgc, two levels")
+        ('tab:green', 'tab:blue')
+    """
+    words = label.lower().replace("local sgd", "local_sgd")
+    return next((colour for name, colour in COLOURS.items() if name in words), "black")
 
 
 def _row(name: str, *columns: str) -> str:

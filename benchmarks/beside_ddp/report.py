@@ -22,6 +22,10 @@ from benchmarks.beside_ddp.tables import (
 )
 from benchmarks.beside_ddp.tasks import LATENCY_S, LINKS, MODEL_25M, NUM_RANKS, STEPS, TASKS, Row, is_same
 from benchmarks.beside_ddp.wall_clock import seconds_of_run, sorted_records
+from lightning_lowbw.planner import colour_of
+
+# Of one colour: hollow is what does not choose by itself.
+FILLS = {"ddp": None, "auto": None, "dgc 99.9 %": "white"}
 
 
 def report(results: dict[str, Any], constants: dict[str, float]) -> str:
@@ -141,7 +145,8 @@ def draw(cells: list[Cell], records: list[Row], path: Path) -> None:
                 ms=4,
                 capsize=2,
                 label=method,
-                color=f"C{number}",
+                color=colour_of(method),
+                mfc=FILLS[method],
             )
         axis.axvline(0.0, color="k", lw=0.8)
         axis.set_yticks(range(len(cells)), labels if axis is axes[0] else [""] * len(cells), fontsize=8)
@@ -165,9 +170,10 @@ def draw_wall_clock(axis: Any, records: list[Row]) -> None:
         for num_steps in STEPS:
             place = len(places)
             places.append(f"{record['link']}, {num_steps:,}")
-            for number, method in ((2, "ddp"), (1, "dgc 99.9 %"), (0, "auto")):
+            for method in ("ddp", "dgc 99.9 %", "auto"):
                 if (seconds := seconds_of_run(record, method, num_steps)) is not None:
-                    axis.plot(seconds, place, "o", color=f"C{number}", label=method if place == 0 else None)
+                    label = method if place == 0 else None
+                    axis.plot(seconds, place, "o", color=colour_of(method), mfc=FILLS[method], label=label)
     axis.set_yticks(range(len(places)), places, fontsize=8)
     axis.invert_yaxis()
     axis.set_title(f"{MODEL_25M}: seconds of a run, by link and steps\n(computed from seconds per step)", fontsize=9)
