@@ -291,21 +291,15 @@ class Collectives:
         self._group = WeakGroup(group)
         self.ledger = TrafficLedger() if ledger is None else ledger
         self.level, self.is_alone = level, is_alone
+        # Kept: torch looks them up in many dictionaries, and a step asks a dozen times.
+        is_one = is_alone or not dist.is_initialized()
+        self.num_ranks = 1 if is_one else dist.get_world_size(group)
+        self.rank = 0 if is_one else dist.get_rank(group)
 
     @property
     def group(self) -> dist.ProcessGroup | None:
         """The process group, None for the world, as long as there is one."""
         return self._group()
-
-    @property
-    def num_ranks(self) -> int:
-        """The number of ranks in the group; 1 where torch.distributed is not initialised."""
-        return 1 if self.is_alone or not dist.is_initialized() else dist.get_world_size(self.group)
-
-    @property
-    def rank(self) -> int:
-        """This process's rank in the group."""
-        return 0 if self.is_alone or not dist.is_initialized() else dist.get_rank(self.group)
 
     def begin_all_reduce_(self, tensor: Tensor, *, exact: bool = True) -> TensorWork:
         """Begin to sum a flat tensor over the ranks, in place; return the work.

@@ -37,7 +37,7 @@ class GradientHook:
         self.is_timing = False
         self._last_launch_s: float | None = None  # when the last bucket of a backward pass was sent
         self._handles: list[RemovableHandle] = []
-        self._reduced: set[Tensor] = set()  # parameters whose gradients are means, for the next step
+        self._reduced: set[Tensor] = set()  # where the user calls backward: parameters whose gradients are means
 
     def register(self, model: DistributedDataParallel, peers: Peers, *, is_manual: bool) -> None:
         """Let DDP call `reduce` with each bucket. Stock Lightning registers hooks on CUDA only, silently.
@@ -49,11 +49,11 @@ class GradientHook:
         """
         self._model, self._peers = model, peers
         self._reduced.clear()
-        model.register_comm_hook(state=None, hook=self.reduce)
         # A plain `loss.backward()` passes by DDP, which Lightning prepares in `manual_backward`.
         for parameter in model.parameters() if is_manual else ():
             if parameter.requires_grad:
                 self._handles.append(parameter.register_post_accumulate_grad_hook(self._reduced.discard))
+        model.register_comm_hook(state=None, hook=self.reduce)
 
     def release(self) -> None:
         """Leave the parameters as they were before `register`."""
@@ -62,12 +62,16 @@ class GradientHook:
             self._handles.pop().remove()
 
     def have_reduced(self, parameters: Iterable[Parameter]) -> bool:
-        """Return whether DDP has reduced all these gradients since `forget`, and since they were last accumulated."""
+        """Return whether DDP has reduced all these gradients since `forget`, and since they were last accumulated.
+
+        Known with `is_manual` only.
+        """
         return self._reduced.issuperset(parameters)
 
     def forget(self, parameters: Iterable[Parameter]) -> None:
         """Note that an optimizer has stepped with the gradients."""
-        self._reduced.difference_update(parameters)
+        if self._reduced:
+            self._reduced.difference_update(parameters)
 
     def reduce(self, state: object, bucket: dist.GradBucket) -> Future[Tensor]:
         """Return the bucket's future: all-reduced as DDP does, all-reduced inside the node, or as it is.
@@ -80,7 +84,8 @@ class GradientHook:
             future.set_result(buffer)
             return future
         assert peers is not None
-        self._reduced.update(bucket.parameters())
+        if self._handles:
+            self._reduced.update(bucket.parameters())
         # Multiplied, as the reducer does: a division has other bits unless N is a power of two.
         buffer.mul_(1.0 / (peers.node.num_ranks if self.reduction == "node" else peers.num_ranks))
         self._waits_for(buffer.device)

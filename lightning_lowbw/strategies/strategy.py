@@ -364,7 +364,7 @@ class Strategy(CheckpointedStrategy, DDPStrategy):
     def _exchange(self, worker: Synchronizer, skip_nonfinite: bool = False) -> bool:
         """Check for faults, clip, exchange; return whether the step is to be taken."""
         reduced = self._reduced_by_ddp if self._has_reduced(worker) else frozenset()
-        self._hook.forget(worker.parameters())
+        self._hook.forget(worker.params)
         worker.list_gradients(reduced=reduced)
         clips = clips_before_exchange(worker, self.trainer)
         # Clipping spreads a NaN, and a step that is skipped must leave the residuals as they are. In all other steps
@@ -373,7 +373,11 @@ class Strategy(CheckpointedStrategy, DDPStrategy):
             worker.check_gradients()
         if clips:
             self._clipping.clip(self.trainer, worker.optimizer)
-        applies = not (skip_nonfinite or self._guard.is_gradient_seen(self.trainer, worker.optimizer))
+        applies = not (
+            worker.reduces_in_backward  # then the optimizer steps
+            or skip_nonfinite
+            or self._guard.is_gradient_seen(self.trainer, worker.optimizer)
+        )
         return worker.exchange(skip_nonfinite=skip_nonfinite, applies=applies)
 
     def _has_reduced(self, worker: Synchronizer) -> bool:

@@ -24,10 +24,12 @@ def reduce_a_bucket(reduction: Reduction | None) -> tuple[list[float], bool]:
     """Return the bucket of this rank, which has the value of its rank; and whether it is said to be reduced."""
     parameter, buffer = nn.Parameter(torch.zeros(2)), torch.full((2,), float(dist.get_rank()))
     bucket: Any = SimpleNamespace(buffer=lambda: buffer, parameters=lambda: [parameter])
-    model: Any = SimpleNamespace(register_comm_hook=lambda state, hook: hook(state, bucket).wait())
+    model: Any = SimpleNamespace(
+        register_comm_hook=lambda state, hook: hook(state, bucket).wait(), parameters=lambda: [parameter]
+    )
     hook = GradientHook()
     hook.reduction = reduction
-    hook.register(model, Peers(), is_manual=False)
+    hook.register(model, Peers(), is_manual=True)
     return buffer.tolist(), hook.have_reduced([parameter])
 
 

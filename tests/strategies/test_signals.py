@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -20,16 +21,21 @@ from lightning.pytorch.callbacks import OnExceptionCheckpoint
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.connectors.signal_connector import _HandlersCompose
 from lightning.pytorch.utilities.exceptions import SIGTERMException
+from torch.optim import SGD
 
 from lightning_lowbw import (
     AutoStrategy,
     DGCStrategy,
     HierarchicalStrategy,
     LocalSGDStrategy,
+    Method,
     QuantizedGradients,
     Strategy,
 )
+from lightning_lowbw.comm.peers import Peers
+from lightning_lowbw.strategies import signals
 from lightning_lowbw.strategies.checkpoint import METADATA_KEY
+from lightning_lowbw.strategies.signals import Signals
 from tests.programs import forget_launcher, free_port
 from tests.ranks import run_ranks
 from tests.strategies.fits import weights
@@ -101,6 +107,31 @@ def test_a_sigterm_ends_all_ranks_after_the_same_step(name: str, ranks: list[int
     first, second = run_ranks(fit_until_killed, 2, name, ranks, str(tmp_path), timeout_s=60)
     assert first[0] == second[0] == last
     assert torch.load(tmp_path / f"{name}.ckpt", weights_only=True)["global_step"] == last
+
+
+def steps_with_a_message(period_s: float) -> list[int]:
+    """Return the dense steps after which one is begun, until all end; rank 1 asks for that after step 20."""
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    worker = Method().make_synchronizer(SGD([parameter], lr=0.1), [("w", parameter)], Peers())
+    connector = SimpleNamespace(received_sigterm=False)
+    trainer: Any = SimpleNamespace(world_size=2, _signal_connector=connector)
+    asked, told = Signals({0: worker}), []
+    asked.begin_fit()
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(signals, "PERIOD_S", period_s)
+        for step in range(1, 100):
+            worker.stop_requested |= step == 20 and dist.get_rank() == 1
+            asked.end_step(worker, trainer)
+            if connector.received_sigterm:
+                return [*told, -step]
+            if asked._asked is not None:
+                told.append(step)
+    return told
+
+
+@pytest.mark.parametrize(("period_s", "steps"), [(0.0, [17, 18, 19, 20, -21]), (1e6, [32, -33])])
+def test_short_steps_share_a_message(period_s: float, steps: list[int]) -> None:
+    assert run_ranks(steps_with_a_message, 2, period_s) == [[*range(1, 17), *steps]] * 2
 
 
 class SavesSlowly(pl.Callback):
