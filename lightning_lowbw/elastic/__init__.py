@@ -1,0 +1,1 @@
+"""Local SGD whose groups of ranks come, go and are slow."""

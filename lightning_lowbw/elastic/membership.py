@@ -1,0 +1,61 @@
+"""Who takes part in a round: the one interface between the averaging and whatever finds the members."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+import torch.distributed as dist
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Quorum:
+    """The members of a round.
+
+    Attributes:
+        step: outer steps completed, the highest of the members; after healing, of all.
+        rank: of this group among the members.
+        members: their names, in the order of their ranks; the same on all.
+        healed: the shared state of a member with this step, if this group had completed fewer; else None.
+    """
+
+    step: int
+    rank: int
+    members: tuple[str, ...]
+    healed: Mapping[str, Any] | None = None
+
+
+class Membership(Protocol):
+    """Finds the members of each round, and ends the round for all or for none.
+
+    A round: `quorum`, any number of `collective`, `commit`. Where the group has several processes, each calls it, and
+    meets the processes with its rank in the other groups.
+    """
+
+    def quorum(self, step: int, shared: Callable[[], Mapping[str, Any]]) -> Quorum:
+        """Wait for the members of the next round, at least `min_replicas`.
+
+        Args:
+            step: outer steps that this group has completed.
+            shared: returns what members that are behind are given: tensors and plain values, by name.
+        """
+        ...
+
+    def collective(self, fn: Callable[[dist.ProcessGroup], T]) -> T:
+        """Call `fn` with the group of the members; what it communicates it waits for.
+
+        Raises:
+            RuntimeError: a member is lost, or hangs; `commit` will return False on this member.
+        """
+        ...
+
+    def commit(self) -> bool:
+        """Return whether the round counts: no process of this group has failed in it. Other groups may differ."""
+        ...
+
+    def close(self) -> None:
+        """Leave."""
+        ...
