@@ -1,0 +1,435 @@
+"""Members found by torchft's lighthouse, and connected by gloo groups that are made anew where the members change.
+
+Of torchft this uses the lighthouse and its client. Everything else is here, in the order of a round: who is there, the
+group, the state for those that are behind, the vote of a group's processes. It does not use `torchft.Manager`: one
+failed quorum leaves it unusable, its healing is pickle over unauthenticated HTTP, its server ends the process for
+whoever asks it to, and it waits in vain for an answer if the lighthouse is restarted.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import io
+import logging
+import os
+import socket
+import struct
+import threading
+import time
+import traceback
+import uuid
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, TypeVar
+from urllib.parse import urlsplit
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_lowbw.comm.agreement import gather
+from lightning_lowbw.elastic.membership import Quorum
+from lightning_lowbw.errors import ConfigurationError
+from lightning_lowbw.namespaces import LOGGER
+
+_logger = logging.getLogger(LOGGER)
+T = TypeVar("T")
+
+TORCHFT = "0.2.0"  # others speak another protocol
+LIGHTHOUSE = "TORCHFT_LIGHTHOUSE"  # torchft's own variable: the lighthouse's address
+HEARTBEAT_S = 0.25  # between two; the lighthouse takes a member for dead after 5 s, if not started otherwise
+CONNECT_S = 10.0  # to connect to the lighthouse, or to other members, who come at the same moment
+WAIT_S = 75.0  # of one request for a quorum. In the lighthouse each begins anew to wait for others, by default 60 s.
+RETRY_S, WARN_S = 0.5, 60.0
+SIOCGIFADDR = 0x8915  # Linux: the address of an interface
+MIN_TIMEOUT_S = 10.0  # for pauses of an operating system and of a link
+ROUND_STATES = 2.0  # the bytes of a round by those of the state: at most an all-reduce of all of it
+
+
+def timeout_s_of(state_bytes: int, gbit_per_s: float, num_joiners: int = 1) -> float:
+    """Return the seconds after which a collective may be taken for lost: twice what the slowest may take.
+
+    Those that are up to date wait in their first collective for those that are still receiving the state, perhaps all
+    from one uplink. With a shorter timeout these never arrive.
+
+    Example:
+        >>> timeout_s_of(state_bytes=80_000_000, gbit_per_s=0.1)
+        38.4
+    """
+    return 2 * (num_joiners + ROUND_STATES) * state_bytes * 8 / (gbit_per_s * 1e9)
+
+
+@dataclass(frozen=True)
+class _Member:
+    """What the lighthouse tells of a member to all.
+
+    Attributes:
+        name: unique; another one after a restart.
+        step: outer steps that it has completed.
+        store: address of the store in which its processes and those of others meet.
+        num_processes: of the group.
+        failures: rounds that have failed there. After each the members make a new group.
+        torchft: its version.
+    """
+
+    name: str
+    step: int
+    store: str
+    num_processes: int
+    failures: int
+    torchft: str
+
+
+class TorchftMembership:
+    """A `Membership` by torchft's lighthouse, over gloo.
+
+    torch.distributed is initialised with the processes of this group, all of which make one of these.
+
+    Collective: all processes of the group.
+
+    Args:
+        lighthouse: its address, as "http://10.0.0.1:29510"; None is that of the environment's TORCHFT_LIGHTHOUSE.
+        state_bytes: of the state that a member which is behind is given.
+        name: of this group, in messages; None is the host's.
+        min_replicas: members that a round has at least. With 1 a group that is cut off trains on alone.
+        gbit_per_s: the slowest uplink of a member.
+        timeout_s: after which a collective is taken for lost; None computes it. It is what a member costs that hangs.
+        address: at which other groups reach this process; None is the address of the interface GLOO_SOCKET_IFNAME, or
+            of the one that leads to the lighthouse.
+
+    Raises:
+        ConfigurationError: on all processes of the group.
+    """
+
+    def __init__(
+        self,
+        lighthouse: str | None = None,
+        *,
+        state_bytes: int,
+        name: str | None = None,
+        min_replicas: int = 2,
+        gbit_per_s: float = 0.1,
+        timeout_s: float | None = None,
+        address: str | None = None,
+    ) -> None:
+        lighthouse = lighthouse or os.environ.get(LIGHTHOUSE)
+        if not lighthouse:
+            raise ConfigurationError(
+                f"No lighthouse is given. Give its address, or set {LIGHTHOUSE}=http://HOST:29510."
+            )
+        needed_s = timeout_s_of(state_bytes, gbit_per_s)
+        if timeout_s is not None and timeout_s < needed_s:
+            raise ConfigurationError(
+                f"timeout_s={timeout_s:g} is too short: a state of {state_bytes / 1e6:.0f} MB at {gbit_per_s:g} Gbit/s "
+                f"needs {needed_s:.0f} s, or those that join never arrive. Leave timeout_s out, or raise it."
+            )
+        torchft = _import_torchft()
+        self.min_replicas, self.state_bytes, self.gbit_per_s = min_replicas, state_bytes, gbit_per_s
+        self.timeout_s = max(MIN_TIMEOUT_S, needed_s) if timeout_s is None else timeout_s
+        self._lighthouse = _Lighthouse(torchft, lighthouse if "//" in lighthouse else f"http://{lighthouse}")
+        self._address = address or _address_towards(self._lighthouse.url)
+        self._process, self._num_processes = dist.get_rank(), dist.get_world_size()
+        # A process that is restarted is a new member.
+        (self._name, *_) = gather(f"{name or socket.gethostname()}:{uuid.uuid4()}", "name of the group")
+        self._key: tuple[Any, ...] = ()  # of the quorum for which the group was made
+        self._group: Any = None
+        self._num_failures = 0
+        self._has_failed = False
+        if self._process == 0:
+            self._lighthouse.start_heartbeats(self._name)
+            listener = socket.create_server((self._address, 0))  # not at other addresses of the host
+            self._port = listener.getsockname()[1]
+            options: dict[str, Any] = {"is_master": True, "wait_for_workers": False}
+            self._store = dist.TCPStore(self._address, self._port, master_listen_fd=listener.detach(), **options)
+
+    def quorum(self, step: int, shared: Callable[[], Mapping[str, Any]]) -> Quorum:
+        began_s = said_s = time.monotonic()
+        while True:
+            quorum, error = None, None
+            try:
+                quorum = self._meet(*self._ask(step), shared)
+            except (RuntimeError, TimeoutError) as raised:
+                error = raised.with_traceback(None)  # which refers to the group
+                self._fail()
+            if self._vote(quorum is not None):
+                assert quorum is not None
+                return quorum
+            now_s = time.monotonic()
+            if now_s - said_s >= WARN_S:
+                said_s, waited_s = now_s, now_s - began_s
+                _logger.warning(
+                    "Waiting for %.0f s now for a round of at least %d members, at the lighthouse %s. Last attempt: %s",
+                    *(waited_s, self.min_replicas, self._lighthouse.url, error),
+                )
+            time.sleep(RETRY_S)
+
+    def collective(self, fn: Callable[[dist.ProcessGroup], T]) -> T:
+        """See `Membership`. `fn` does not keep the group, which lives as long as somebody refers to it."""
+        if self._group is None:
+            raise RuntimeError("This round has failed.")
+        try:
+            return fn(self._group)
+        except Exception as error:
+            traceback.clear_frames(error.__traceback__)  # which refer to the group
+            self._fail()
+            raise
+
+    def commit(self, is_ok: bool = True) -> bool:
+        """See `Membership`.
+
+        Args:
+            is_ok: False lets the round fail.
+        """
+        return self._vote(is_ok and not self._has_failed)
+
+    def close(self) -> None:
+        self._disconnect()
+        self._lighthouse.close()
+
+    def _vote(self, is_ok: bool) -> bool:
+        """Return whether it is so on all processes of this group."""
+        if not all(gather(is_ok, "success of the round")):
+            self._fail()
+            return False
+        self._has_failed = False
+        return True
+
+    def _fail(self) -> None:
+        """Leave the group, so that those fail, too, that wait for this member; a new one is made for the next round."""
+        self._num_failures += 1
+        self._has_failed = True
+        self._disconnect()
+
+    # Members --------------------------------------------------------------------------------------------------------
+
+    def _ask(self, step: int) -> tuple[int, Sequence[_Member]]:
+        """Return the number of the next quorum, and its members.
+
+        Raises:
+            RuntimeError: on all processes; there is none yet.
+        """
+        answer: Any = None
+        if self._process == 0:
+            store = f"{self._address}:{self._port}"
+            own = _Member(self._name, step, store, self._num_processes, self._num_failures, TORCHFT)
+            try:
+                answer = self._lighthouse.quorum(own)
+            except (RuntimeError, TimeoutError) as error:
+                answer = str(error)
+        (answer, *_) = gather(answer, "quorum")
+        if isinstance(answer, str):
+            raise RuntimeError(answer)
+        number, members = answer
+        kinds = [f"torchft {member.torchft}, {member.num_processes} processes" for member in members]
+        ((usual, _), *_) = Counter(kinds).most_common()
+        others = [member.name for member, kind in zip(members, kinds, strict=True) if kind != usual]
+        if self._name in others:
+            raise ConfigurationError(f"Most other groups have {usual}. Make it the same on this one, {self._name}.")
+        if others or len(members) < self.min_replicas:
+            raise RuntimeError(f"{len(members)} members, of which {others} have not {usual}")
+        return number, members
+
+    def _meet(self, number: int, members: Sequence[_Member], shared: Callable[[], Mapping[str, Any]]) -> Quorum:
+        """Connect to the members of a quorum, and give or take the state.
+
+        Raises:
+            RuntimeError: it was not possible.
+        """
+        latest = max(member.step for member in members)
+        givers = [rank for rank, member in enumerate(members) if member.step == latest]
+        takers = [rank for rank, member in enumerate(members) if member.step < latest]
+        names = tuple(member.name for member in members)
+        rank = names.index(self._name)
+        key = (number, *((member.name, member.failures) for member in members))
+        if key != self._key:
+            # The step, because a lighthouse that is restarted counts its quorums from 1 again.
+            path = f"{number}/{latest}/{sum(member.failures for member in members)}/{self._process}"
+            self._connect(members[givers[0]].store, path, rank, len(members))
+            self._key = key
+        timeout_s = max(self.timeout_s, timeout_s_of(self.state_bytes, self.gbit_per_s, len(takers)))
+        backend = self._group._get_backend(torch.device("cpu"))
+        backend._set_default_timeout(timedelta(seconds=timeout_s))
+        state: Tensor | None = None
+        healed = None
+        for index, taker in enumerate(takers):
+            giver = givers[index % len(givers)]
+            if rank == giver:
+                state = _packed(shared()) if state is None else state
+                _logger.info("Sending %.0f MB to %s.", state.nbytes / 1e6, names[taker])
+                for message in (torch.tensor([state.numel()]), state):
+                    backend.send([message], taker, 0).wait()
+            elif rank == taker:
+                size = torch.zeros(1, dtype=torch.int64)
+                backend.recv([size], giver, 0).wait()
+                state = torch.empty(int(size), dtype=torch.uint8)
+                backend.recv([state], giver, 0).wait()
+                healed = _unpacked(state)
+        return Quorum(latest, rank, names, healed)
+
+    def _connect(self, address: str, path: str, rank: int, size: int) -> None:
+        """Make the group of these members, which meet in a store."""
+        self._disconnect()
+        host, _, port = address.rpartition(":")
+        limit = timedelta(seconds=CONNECT_S)
+        store = dist.TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=limit)
+        prefixed = dist.PrefixStore(path, store)
+        gloo: Any = dist.ProcessGroupGloo
+        options = gloo._Options()
+        options._devices, options._timeout = [gloo.create_device(hostname=self._address)], limit
+        backend = gloo(prefixed, rank, size, options)
+        group = dist.ProcessGroup(prefixed, rank, size)
+        group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
+        for device in ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",):
+            group._register_backend(torch.device(device), dist.ProcessGroup.BackendType.GLOO, backend)
+        # What torch.distributed's functions look up: members by global rank. That of another is of no importance.
+        others = [member for member in range(size) if member != rank]
+        world = dist.distributed_c10d._world
+        world.pg_map[group] = ("gloo", prefixed)
+        world.pg_group_ranks[group] = {self._process: rank, **{self._num_processes + other: other for other in others}}
+        self._group = group
+
+    def _disconnect(self) -> None:
+        """Forget the group. gloo closes its connections when nothing refers to it any more; `abort` does not."""
+        world = dist.distributed_c10d._world
+        world.pg_map.pop(self._group, None)
+        world.pg_group_ranks.pop(self._group, None)
+        self._group, self._key = None, ()
+
+
+class _Lighthouse:
+    """torchft's client, made anew after an error.
+
+    Heartbeats are sent here and not by torchft's server: that one would have everybody who reaches its port end the
+    process.
+    """
+
+    def __init__(self, torchft: Any, url: str) -> None:
+        self.url = url
+        self._torchft = torchft
+        self._client: Any = None
+        self._is_closed = threading.Event()
+        self._heartbeats: threading.Thread | None = None
+
+    def _connected(self) -> Any:
+        return self._torchft.LighthouseClient(self.url, connect_timeout=timedelta(seconds=CONNECT_S))
+
+    def quorum(self, own: _Member) -> tuple[int, Sequence[_Member]]:
+        """Wait for the next quorum; return its number and members, in the same order for all.
+
+        Raises:
+            RuntimeError: the lighthouse is lost.
+            TimeoutError: too few members have come.
+        """
+        answer: Future[Any] = Future()
+        # In a thread, because a signal would be handled only after torchft has returned.
+        threading.Thread(target=self._request, args=(own, answer), name="lowbw-quorum", daemon=True).start()
+        found = answer.result()
+        members = [_Member(m.replica_id, m.step, m.store_address, m.world_size, **m.data) for m in found.participants]
+        return found.quorum_id, sorted(members, key=lambda member: member.name)
+
+    def _request(self, own: _Member, answer: Future[Any]) -> None:
+        client, self._client = self._client, None
+        try:
+            client = client or self._connected()
+            found = client.quorum(
+                replica_id=own.name,
+                timeout=timedelta(seconds=WAIT_S),
+                address=own.store,
+                store_address=own.store,
+                step=own.step,
+                world_size=own.num_processes,
+                data={"failures": own.failures, "torchft": own.torchft},
+            )
+            self._client = client
+            answer.set_result(found)
+        except Exception as error:  # noqa: BLE001 - it is raised where the answer is waited for
+            answer.set_exception(error)
+
+    def start_heartbeats(self, name: str) -> None:
+        """Tell the lighthouse that this member is alive, until `close`."""
+        self._heartbeats = threading.Thread(
+            target=self._send_heartbeats, args=(name,), name="lowbw-heartbeats", daemon=True
+        )
+        self._heartbeats.start()
+
+    def _send_heartbeats(self, name: str) -> None:
+        client = None
+        while not self._is_closed.wait(HEARTBEAT_S):
+            with suppress(RuntimeError, TimeoutError):
+                client, connected = None, client or self._connected()
+                connected.heartbeat(name, timeout=timedelta(seconds=CONNECT_S))
+                client = connected
+
+    def close(self) -> None:
+        self._is_closed.set()
+        if self._heartbeats is not None:
+            self._heartbeats.join()
+
+
+# The state, without pickle --------------------------------------------------------------------------------------------
+
+
+def _packed(state: Mapping[str, Any]) -> Tensor:
+    file = io.BytesIO()
+    torch.save(dict(state), file)
+    return torch.frombuffer(file.getbuffer(), dtype=torch.uint8)
+
+
+def _unpacked(message: Tensor) -> dict[str, Any]:
+    """Return what `_packed` was given; nothing in it is executed."""
+    state: dict[str, Any] = torch.load(io.BytesIO(message.numpy().tobytes()), map_location="cpu", weights_only=True)
+    return state
+
+
+# Surroundings ---------------------------------------------------------------------------------------------------------
+
+
+def _import_torchft() -> Any:
+    try:
+        version = importlib.metadata.version("torchft")
+    except importlib.metadata.PackageNotFoundError:
+        version = "none"
+    if version != TORCHFT:
+        raise ConfigurationError(
+            f"Elastic training needs torchft {TORCHFT}, here and in the lighthouse; {version} is installed. "
+            'pip install "lightning-lowbw[elastic]"'
+        )
+    with _environment(TORCHFT_USE_OTEL=None, RUST_LOG=os.environ.get("RUST_LOG", "warn")):
+        return importlib.import_module("torchft.coordination")
+
+
+@contextmanager
+def _environment(**values: str | None) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in values}
+    _set_environment(values)
+    try:
+        yield
+    finally:
+        _set_environment(before)
+
+
+def _set_environment(values: Mapping[str, str | None]) -> None:
+    for name, value in values.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+
+
+def _address_towards(lighthouse: str) -> str:
+    """Return this host's IPv4 address on the way to the lighthouse, or that of the interface GLOO_SOCKET_IFNAME."""
+    parts = urlsplit(lighthouse)
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        interface = os.environ.get("GLOO_SOCKET_IFNAME")
+        if interface:
+            import fcntl
+
+            request = struct.pack("256s", interface.split(",")[0].encode()[:15])
+            return socket.inet_ntoa(fcntl.ioctl(probe.fileno(), SIOCGIFADDR, request)[20:24])
+        probe.connect((parts.hostname, parts.port or 29510))  # sends nothing
+        return str(probe.getsockname()[0])

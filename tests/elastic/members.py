@@ -1,0 +1,266 @@
+"""Groups of a plain loop, which averages one tensor in rounds, as processes that a test can kill, stop and add."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import multiprocessing
+import os
+import signal
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from multiprocessing.connection import wait
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from lightning_lowbw.comm.collectives import Collectives
+from lightning_lowbw.elastic import torchft_membership
+from lightning_lowbw.elastic.torchft_membership import TorchftMembership, _import_torchft
+from lightning_lowbw.namespaces import LOGGER
+
+SIZE = 300_000  # more than the buffers of a socket hold: who waits for a member does not get ahead of it
+PATIENCE_S = 120.0
+
+
+@dataclass(frozen=True)
+class Event:
+    """What a process has come to: joined, healed, lost, committed or failed (a round), said, ended, raised."""
+
+    group: int
+    process: int
+    kind: str
+    step: int
+    members: tuple[str, ...]
+    value: Any
+    at_s: float
+
+
+def average(weights: torch.Tensor, rank: int, group: dist.ProcessGroup) -> torch.Tensor:
+    total = weights + rank
+    dist.all_reduce(total, group=group)
+    return total / dist.get_world_size(group)
+
+
+def die_in_the_middle(weights: torch.Tensor, rank: int, group: dist.ProcessGroup) -> torch.Tensor:
+    os.kill(os.getpid(), signal.SIGKILL)
+    return weights
+
+
+def stop_in_the_middle(weights: torch.Tensor, rank: int, group: dist.ProcessGroup) -> torch.Tensor:
+    os.kill(os.getpid(), signal.SIGSTOP)
+    return average(weights, rank, group)
+
+
+def fail_in_process_1(weights: torch.Tensor, rank: int, group: dist.ProcessGroup) -> torch.Tensor:
+    if dist.get_rank() == 1:
+        raise RuntimeError("a fault of this process only")
+    return average(weights, rank, group)
+
+
+def all_collectives(weights: torch.Tensor, rank: int, group: dist.ProcessGroup) -> torch.Tensor:
+    """Use each of `Collectives` with the dtypes that are sent."""
+    collectives = Collectives(group)
+    size = collectives.num_ranks
+    assert (collectives.rank, size) == (rank, dist.get_world_size(group))
+    for dtype in (torch.float32, torch.bfloat16, torch.uint8):
+        own = torch.arange(size * 5).to(dtype) + rank
+        everyone = [torch.arange(size * 5).to(dtype) + each for each in range(size)]
+        assert torch.equal(collectives.all_gather(own), torch.stack(everyone))
+        assert torch.equal(collectives.begin_all_gather(own).wait(), torch.stack(everyone))
+        assert torch.equal(collectives.all_to_all(own), torch.cat([each.chunk(size)[rank] for each in everyone]))
+        first = own.clone()
+        collectives.broadcast_(first)
+        assert torch.equal(first, everyone[0])
+        total = own.clone()
+        collectives.all_reduce_(total)
+        assert torch.equal(total, torch.stack(everyone).sum(0).to(dtype))
+        if dtype.is_floating_point:
+            assert torch.equal(collectives.reduce_scatter(own), total.chunk(size)[rank])
+    return average(weights, rank, group)
+
+
+def run_member(
+    connection: Any, folder: str, group: int, process: int, num_processes: int, options: dict[str, Any]
+) -> None:
+    """Take part in rounds.
+
+    Args:
+        options: of the membership, and of this loop: `rounds` to commit; `pause_s` between two; `act`: what happens in
+            the collective of the round number `act_in`, counted from 0.
+    """
+    rounds, pause_s = options.pop("rounds", 10**6), options.pop("pause_s", 0.05)
+    act, act_in = options.pop("act", average), options.pop("act_in", 0)
+    step, members, weights = 0, (), torch.full((SIZE,), float(options.pop("value", 0.0)))
+
+    def tell(kind: str, value: Any = None) -> None:
+        connection.send(Event(group, process, kind, step, members, value, time.monotonic()))
+
+    keep_stderr_in(folder)
+    os.environ["TORCHFT_USE_OTEL"] = "true"  # which ends in an error where torchft is imported
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    for name, value in options.pop("constants", {}).items():
+        setattr(torchft_membership, name, value)
+    said = logging.Handler(logging.WARNING)
+    said.emit = lambda record: tell("said", record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger(LOGGER).addHandler(said)
+    dist.init_process_group("gloo", f"file://{folder}/{group}", rank=process, world_size=num_processes)
+    membership = TorchftMembership(name=f"group{group}", state_bytes=weights.nbytes, **{"gbit_per_s": 1.0, **options})
+    tell("joined")
+    try:
+        while step < rounds:
+            time.sleep(pause_s)
+            began_s = time.monotonic()
+            shared = {"weights": weights, "step": step, "name": "plain"}
+            quorum = membership.quorum(step, partial(dict, shared))
+            took_s, step, members = time.monotonic() - began_s, quorum.step, quorum.members
+            if quorum.healed is not None:
+                assert (quorum.healed["step"], quorum.healed["name"]) == (step, "plain")
+                weights = quorum.healed["weights"]
+                tell("healed", took_s)
+            in_it, act_in = average if act_in else act, act_in - 1
+            mean = weights
+            try:
+                mean = membership.collective(partial(in_it, weights, quorum.rank))
+            except RuntimeError as error:
+                tell("lost", str(error)[:80])
+            if membership.commit():
+                weights, step = mean, step + 1
+                tell("committed", (weights.double().sum().item(), took_s))
+            else:
+                tell("failed")
+        tell("ended", listening_addresses())
+    except Exception as error:  # noqa: BLE001 - the test raises it
+        tell("raised", repr(error))
+    finally:
+        membership.close()
+        dist.destroy_process_group()
+
+
+def listening_addresses() -> set[str]:
+    """Return the addresses at which this process listens, as the kernel writes them."""
+    own = {os.readlink(f"/proc/self/fd/{each}") for each in os.listdir("/proc/self/fd") if _is_link(each)}
+    found = set()
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+            columns = line.split()
+            if columns[3] == "0A" and f"socket:[{columns[9]}]" in own:
+                found.add(columns[1].partition(":")[0])
+    return found
+
+
+def _is_link(descriptor: str) -> bool:
+    return os.path.islink(f"/proc/self/fd/{descriptor}")
+
+
+def run_lighthouse(connection: Any, folder: str, options: dict[str, Any]) -> None:
+    """Serve until killed; tell the port."""
+    keep_stderr_in(folder)
+    lighthouse = _import_torchft().LighthouseServer(quorum_tick_ms=50, **options)
+    connection.send(int(lighthouse.address().rpartition(":")[2]))
+    signal.pause()
+
+
+def keep_stderr_in(folder: str) -> None:
+    """Write also what is no Python there."""
+    with open(Path(folder) / "stderr", "ab") as file:
+        os.dup2(file.fileno(), 2)
+
+
+class Groups:
+    """Groups of processes with one lighthouse."""
+
+    def __init__(self, folder: str, **lighthouse: Any) -> None:
+        self.folder, self.port = folder, 0
+        self.events: list[Event] = []
+        self.processes: dict[tuple[int, int], Any] = {}
+        self.connections: list[Any] = []
+        self.lighthouse_options = {
+            "min_replicas": 2,
+            "join_timeout_ms": 2000,
+            "heartbeat_timeout_ms": 1000,
+        } | lighthouse
+        self.lighthouse: Any = None
+        self.start_lighthouse()
+
+    def _start(self, function: Callable[..., None], *arguments: Any) -> tuple[Any, Any]:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["tests.preloaded"])
+        ours, theirs = context.Pipe(duplex=False)
+        process = context.Process(target=function, args=(theirs, self.folder, *arguments))
+        process.start()
+        theirs.close()
+        return process, ours
+
+    def start_lighthouse(self) -> None:
+        """Start it, the second time at the same address."""
+        options = {"bind": f"127.0.0.1:{self.port}", **self.lighthouse_options}
+        self.lighthouse, connection = self._start(run_lighthouse, options)
+        self.port = connection.recv()
+        connection.close()
+
+    def end_lighthouse(self) -> None:
+        self.lighthouse.kill()
+        self.lighthouse.join()
+
+    def start(self, group: int, num_processes: int = 1, **options: Any) -> None:
+        options = {"lighthouse": f"127.0.0.1:{self.port}", "timeout_s": 5.0, **options}
+        for process in range(num_processes):
+            child, connection = self._start(run_member, group, process, num_processes, options)
+            self.processes[group, process] = child
+            self.connections.append(connection)
+
+    def signal(self, group: int, number: signal.Signals, process: int = 0) -> float:
+        """Send one of the processes a signal; return when."""
+        now_s = time.monotonic()
+        os.kill(self.processes[group, process].pid, number)
+        return now_s
+
+    def until(self, is_it: Callable[[Event], bool], after_s: float = 0.0) -> Event:
+        """Return the first event of this kind, after a time; wait for it."""
+        deadline_s, seen = time.monotonic() + PATIENCE_S, 0
+        while True:
+            for event in self.events[seen:]:
+                assert event.kind != "raised", event
+                if event.at_s > after_s and is_it(event):
+                    return event
+            seen = len(self.events)
+            assert time.monotonic() < deadline_s, self.events[-20:]
+            for connection in wait(self.connections, 1.0):
+                try:
+                    self.events.append(connection.recv())
+                except (EOFError, ConnectionError):
+                    self.connections.remove(connection)
+
+    def committed(self, group: int, step: int = 0, size: int = 0, after_s: float = 0.0, process: int = 0) -> Event:
+        """Wait for a round of a group that is committed: at least this step, and of this many members."""
+
+        def is_it(event: Event) -> bool:
+            is_of = (event.group, event.process, event.kind) == (group, process, "committed")
+            return is_of and event.step >= step and size in (0, len(event.members))
+
+        return self.until(is_it, after_s)
+
+    def end(self) -> None:
+        for process in self.processes.values():
+            process.kill()
+            process.join()
+        for connection in self.connections:
+            connection.close()
+        self.end_lighthouse()
+
+
+@contextlib.contextmanager
+def groups(**lighthouse: Any) -> Iterator[Groups]:
+    """Give groups, and end all their processes."""
+    with tempfile.TemporaryDirectory() as folder:
+        made = Groups(folder, **lighthouse)
+        try:
+            yield made
+        finally:
+            made.end()

@@ -1,0 +1,169 @@
+"""Members that are found by torchft: real processes on the loopback are killed, stopped, added; the lighthouse, too."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import pickle
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from lightning_lowbw.elastic import torchft_membership
+from lightning_lowbw.elastic.torchft_membership import TorchftMembership, timeout_s_of
+from lightning_lowbw.errors import ConfigurationError
+from tests.elastic.members import (
+    SIZE,
+    all_collectives,
+    die_in_the_middle,
+    fail_in_process_1,
+    groups,
+    stop_in_the_middle,
+)
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("torchft") is None, reason='needs torchft: pip install "lightning-lowbw[elastic]"'
+)
+
+LONG_S = 20.0  # a timeout that does not end what a test waits for
+QUICK = {"WAIT_S": 3.0, "WARN_S": 2.0}
+
+
+def test_fixed_members_do_not_heal_and_use_all_collectives_on_their_address_only() -> None:
+    with groups(min_replicas=3) as made:
+        for group in range(3):
+            made.start(group, rounds=4, act=all_collectives)
+        ended = [
+            made.until(lambda event, group=group: (event.group, event.kind) == (group, "ended")) for group in range(3)
+        ]
+        assert (Path(made.folder) / "stderr").read_text() == ""  # no line for each request, reconfiguration ...
+    assert {event.kind for event in made.events} == {"joined", "committed", "ended"}
+    # Each adds its rank, so that the mean is 1 higher after each round.
+    sums = {event.value[0] for event in made.events if event.kind == "committed" and event.step == 4}
+    assert sums == {4.0 * SIZE}
+    assert [event.value for event in ended] == [{"0100007F"}] * 3  # 127.0.0.1
+
+
+def test_a_kill_between_rounds_costs_a_heartbeat_and_a_new_member_takes_the_state() -> None:
+    with groups(min_replicas=2) as made:
+        for group in range(3):
+            made.start(group, timeout_s=LONG_S, pause_s=0.3, value=5.0)
+        made.committed(2, size=3)
+        killed_s = made.signal(2, signal.SIGKILL)
+        went_on = made.committed(0, size=2, after_s=killed_s)
+        assert went_on.at_s - killed_s < LONG_S / 2
+        made.start(3, value=-1.0)  # other weights than theirs
+        healed = made.until(lambda event: (event.group, event.kind) == (3, "healed"))
+        assert healed.step > 0
+        new = made.committed(3, size=3)
+        assert made.committed(0, new.step).value[0] == new.value[0]
+        assert made.committed(0, new.step).members == new.members
+
+
+def test_a_kill_in_a_collective_fails_the_round_on_all_at_once() -> None:
+    # Of four in a ring one is no neighbour of the killed: it hears only of a neighbour that has left the group.
+    with groups(min_replicas=4) as made:
+        for group in range(3):
+            made.start(group, timeout_s=LONG_S, min_replicas=3)
+        made.start(3, act=die_in_the_middle, act_in=2)
+        lost = [
+            made.until(lambda event, group=group: (event.group, event.kind) == (group, "lost")) for group in range(3)
+        ]
+        assert max(event.at_s for event in lost) - made.committed(0, 2).at_s < LONG_S / 2
+        assert [event.step for event in lost] == [2, 2, 2]
+        failed = [event for event in made.events if event.kind == "committed" and event.step > 2]
+        assert not failed
+
+
+def test_who_hangs_in_a_collective_costs_the_timeout_and_is_healed() -> None:
+    with groups(min_replicas=2) as made:
+        for group in range(2):
+            made.start(group, timeout_s=2.0)
+        made.committed(1, size=2)
+        made.start(2, timeout_s=2.0, act=stop_in_the_middle, act_in=2)
+        lost = made.until(lambda event: (event.group, event.kind) == (0, "lost"))
+        assert lost.at_s - made.committed(2, lost.step).at_s > 2.0
+        made.committed(0, size=2, after_s=lost.at_s)
+        made.signal(2, signal.SIGCONT)
+        made.until(lambda event: (event.group, event.kind) == (2, "healed") and event.at_s > lost.at_s)
+        new = made.committed(2, size=3, after_s=lost.at_s)
+        assert made.committed(0, new.step).value[0] == new.value[0]
+
+
+@pytest.mark.parametrize("pause_s", [0.5, 1.5], ids=["between rounds", "while a member waits for another"])
+def test_a_restarted_lighthouse_is_found_again(pause_s: float) -> None:
+    with groups(min_replicas=2) as made:
+        made.start(0)
+        made.start(1, pause_s=pause_s)
+        made.committed(1, size=2)
+        made.end_lighthouse()
+        made.start_lighthouse()  # counts its quorums from 1 again
+        made.committed(1, size=2, after_s=time.monotonic())
+
+
+def test_too_few_members_wait_and_say_so() -> None:
+    with groups(min_replicas=2) as made:
+        made.start(0, constants=QUICK)
+        made.start(1)
+        made.committed(0, size=2)
+        killed_s = made.signal(1, signal.SIGKILL)
+        said = made.until(lambda event: event.kind == "said")
+        assert "a round of at least 2 members" in said.value
+        assert not [event for event in made.events if event.kind == "committed" and event.at_s > killed_s + 1.0]
+        made.start(2)
+        made.committed(0, size=2, after_s=said.at_s)
+        made.signal(2, signal.SIGKILL)
+        made.until(lambda event: event.kind == "said" and event.at_s > said.at_s + 1.0)
+        made.signal(0, signal.SIGINT)
+        made.processes[0, 0].join(5.0)
+        assert made.processes[0, 0].exitcode == 1  # of Ctrl-C, although it waits
+
+
+def test_the_processes_of_a_group_fail_together() -> None:
+    with groups(min_replicas=2) as made:
+        made.start(0, 2, act=fail_in_process_1, act_in=1, rounds=3)
+        made.start(1, 2, rounds=3)
+        for group in range(2):
+            for process in range(2):
+                last = made.committed(group, 3, process=process)
+                assert last.value[0] == 1.5 * SIZE
+        failed = [(event.group, event.process, event.step) for event in made.events if event.kind == "failed"]
+        assert sorted(failed) == [(0, 0, 1), (0, 1, 1), (1, 0, 1), (1, 1, 1)]
+
+
+def test_a_state_is_data() -> None:
+    state = {"weights": torch.ones(3), "nested": [1, 2.5, "three", None, {"four": True}]}
+    received = torchft_membership._unpacked(torchft_membership._packed(state))
+    assert torch.equal(received.pop("weights"), torch.ones(3))
+    assert received == {"nested": state["nested"]}
+    with pytest.raises(pickle.UnpicklingError, match="Weights only"):
+        torchft_membership._unpacked(torchft_membership._packed({"code": test_a_state_is_data}))
+
+
+def test_a_timeout_lets_those_that_join_receive_the_state() -> None:
+    assert timeout_s_of(80_000_000, 0.1, num_joiners=2) == pytest.approx(2 * (2 + 2) * 6.4)
+    with pytest.raises(ConfigurationError, match=r"timeout_s=30 is too short: a state of 80 MB .* needs 38 s"):
+        TorchftMembership("127.0.0.1:1", state_bytes=80_000_000, timeout_s=30.0)
+
+
+@pytest.mark.parametrize(
+    ("version", "message"), [("0.3.0", "needs torchft 0.2.0"), (None, r'pip install "lightning-lowbw\[elastic\]"')]
+)
+def test_another_torchft_is_refused(monkeypatch: pytest.MonkeyPatch, version: str | None, message: str) -> None:
+    def find(name: str) -> str:
+        if version is None:
+            raise importlib.metadata.PackageNotFoundError(name)
+        return version
+
+    monkeypatch.setattr(importlib.metadata, "version", find)
+    with pytest.raises(ConfigurationError, match=message):
+        TorchftMembership("127.0.0.1:1", state_bytes=1)
+
+
+def test_a_lighthouse_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TORCHFT_LIGHTHOUSE", raising=False)
+    with pytest.raises(ConfigurationError, match="TORCHFT_LIGHTHOUSE"):
+        TorchftMembership(state_bytes=1)
