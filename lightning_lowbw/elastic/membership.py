@@ -18,7 +18,7 @@ class Quorum:
     Attributes:
         step: outer steps completed, the highest of the members; after healing, of all.
         rank: of this group among the members.
-        members: their names, in the order of their ranks; the same on all.
+        members: their names, in the order of their ranks; the same on all. A group that restarts keeps its name.
         healed: the shared state of a member with this step, if this group had completed fewer; else None.
     """
 
@@ -35,12 +35,16 @@ class Membership(Protocol):
     meets the processes with its rank in the other groups.
     """
 
-    def quorum(self, step: int, shared: Callable[[], Mapping[str, Any]]) -> Quorum:
+    def quorum(self, step: int, shared: Callable[[], Mapping[str, Any]], timeout_s: float | None = None) -> Quorum:
         """Wait for the members of the next round, at least `min_replicas`.
 
         Args:
             step: outer steps that this group has completed.
             shared: returns what members that are behind are given: tensors and plain values, by name.
+            timeout_s: for which is waited; None is for ever.
+
+        Raises:
+            TimeoutError: there is no quorum by then.
         """
         ...
 
@@ -52,8 +56,12 @@ class Membership(Protocol):
         """
         ...
 
-    def commit(self) -> bool:
-        """Return whether the round counts: no process of this group has failed in it. Other groups may differ."""
+    def commit(self, is_ok: bool = True) -> bool:
+        """Return whether the round counts: no process of this group has failed in it. Other groups may differ.
+
+        Args:
+            is_ok: whether this process wants it to count.
+        """
         ...
 
     def close(self) -> None:

@@ -43,7 +43,7 @@ T = TypeVar("T")
 TORCHFT = "0.2.0"  # others speak another protocol
 LIGHTHOUSE = "TORCHFT_LIGHTHOUSE"  # torchft's own variable: the lighthouse's address
 HEARTBEAT_S = 0.25  # between two; the lighthouse takes a member for dead after 5 s, if not started otherwise
-CONNECT_S = 10.0  # to connect to the lighthouse, or to other members, who come at the same moment
+CONNECT_S = 5.0  # to connect to the lighthouse, or to other members, who come at the same moment
 WAIT_S = 75.0  # of one request for a quorum. In the lighthouse each begins anew to wait for others, by default 60 s.
 RETRY_S, WARN_S = 0.5, 60.0
 SIOCGIFADDR = 0x8915  # Linux: the address of an interface
@@ -69,7 +69,7 @@ class _Member:
     """What the lighthouse tells of a member to all.
 
     Attributes:
-        name: unique; another one after a restart.
+        name: its label, and what is another after a restart.
         step: outer steps that it has completed.
         store: address of the store in which its processes and those of others meet.
         num_processes: of the group.
@@ -84,6 +84,11 @@ class _Member:
     failures: int
     torchft: str
 
+    @property
+    def label(self) -> str:
+        """The name that the group keeps when it restarts."""
+        return self.name.rpartition(":")[0]
+
 
 class TorchftMembership:
     """A `Membership` by torchft's lighthouse, over gloo.
@@ -95,7 +100,7 @@ class TorchftMembership:
     Args:
         lighthouse: its address, as "http://10.0.0.1:29510"; None is that of the environment's TORCHFT_LIGHTHOUSE.
         state_bytes: of the state that a member which is behind is given.
-        name: of this group, in messages; None is the host's.
+        name: of this group, no other's, and the same after a restart; None is the host's.
         min_replicas: members that a round has at least. With 1 a group that is cut off trains on alone.
         gbit_per_s: the slowest uplink of a member.
         timeout_s: after which a collective is taken for lost; None computes it. It is what a member costs that hangs.
@@ -134,7 +139,6 @@ class TorchftMembership:
         self._lighthouse = _Lighthouse(torchft, lighthouse if "//" in lighthouse else f"http://{lighthouse}")
         self._address = address or _address_towards(self._lighthouse.url)
         self._process, self._num_processes = dist.get_rank(), dist.get_world_size()
-        # A process that is restarted is a new member.
         (self._name, *_) = gather(f"{name or socket.gethostname()}:{uuid.uuid4()}", "name of the group")
         self._key: tuple[Any, ...] = ()  # of the quorum for which the group was made
         self._group: Any = None
@@ -147,26 +151,27 @@ class TorchftMembership:
             options: dict[str, Any] = {"is_master": True, "wait_for_workers": False}
             self._store = dist.TCPStore(self._address, self._port, master_listen_fd=listener.detach(), **options)
 
-    def quorum(self, step: int, shared: Callable[[], Mapping[str, Any]]) -> Quorum:
+    def quorum(self, step: int, shared: Callable[[], Mapping[str, Any]], timeout_s: float | None = None) -> Quorum:
         began_s = said_s = time.monotonic()
         while True:
             quorum, error = None, None
             try:
-                quorum = self._meet(*self._ask(step), shared)
-            except (RuntimeError, TimeoutError) as raised:
+                quorum = self._meet(*self._ask(step, timeout_s), shared)
+            except RuntimeError as raised:
                 error = raised.with_traceback(None)  # which refers to the group
                 self._fail()
             if self._vote(quorum is not None):
                 assert quorum is not None
                 return quorum
-            now_s = time.monotonic()
-            if now_s - said_s >= WARN_S:
-                said_s, waited_s = now_s, now_s - began_s
+            waited_s = time.monotonic() - began_s
+            if timeout_s is not None and gather(waited_s, "time without a quorum")[0] >= timeout_s:
+                raise TimeoutError(f"There was no quorum within {timeout_s:g} s: {error}")
+            if time.monotonic() - said_s >= WARN_S:
+                said_s = time.monotonic()
                 _logger.warning(
                     "Waiting for %.0f s now for a round of at least %d members, at the lighthouse %s. Last attempt: %s",
                     *(waited_s, self.min_replicas, self._lighthouse.url, error),
                 )
-            time.sleep(RETRY_S)
 
     def collective(self, fn: Callable[[dist.ProcessGroup], T]) -> T:
         """See `Membership`. `fn` does not keep the group, which lives as long as somebody refers to it."""
@@ -207,31 +212,39 @@ class TorchftMembership:
 
     # Members --------------------------------------------------------------------------------------------------------
 
-    def _ask(self, step: int) -> tuple[int, Sequence[_Member]]:
+    def _ask(self, step: int, timeout_s: float | None) -> tuple[int, Sequence[_Member]]:
         """Return the number of the next quorum, and its members.
 
         Raises:
             RuntimeError: on all processes; there is none yet.
+            ConfigurationError: on all processes; this group is not as most others are.
         """
         answer: Any = None
         if self._process == 0:
             store = f"{self._address}:{self._port}"
             own = _Member(self._name, step, store, self._num_processes, self._num_failures, TORCHFT)
             try:
-                answer = self._lighthouse.quorum(own)
-            except (RuntimeError, TimeoutError) as error:
-                answer = str(error)
+                answer = self._lighthouse.quorum(own, WAIT_S if timeout_s is None else min(WAIT_S, timeout_s))
+            except TimeoutError as error:
+                answer = f"{error}"  # ask again at once: the lighthouse still counts on this member
+            except RuntimeError as error:
+                answer = f"{error}"
+                time.sleep(RETRY_S)
         (answer, *_) = gather(answer, "quorum")
         if isinstance(answer, str):
             raise RuntimeError(answer)
         number, members = answer
-        kinds = [f"torchft {member.torchft}, {member.num_processes} processes" for member in members]
+        kinds = [f"torchft {member.torchft} and {member.num_processes} processes" for member in members]
         ((usual, _), *_) = Counter(kinds).most_common()
-        others = [member.name for member, kind in zip(members, kinds, strict=True) if kind != usual]
-        if self._name in others:
-            raise ConfigurationError(f"Most other groups have {usual}. Make it the same on this one, {self._name}.")
-        if others or len(members) < self.min_replicas:
-            raise RuntimeError(f"{len(members)} members, of which {others} have not {usual}")
+        others = [member.label for member, kind in zip(members, kinds, strict=True) if kind != usual]
+        labels = [member.label for member in members]
+        if kinds[[member.name for member in members].index(self._name)] != usual:
+            raise ConfigurationError(f"Most other groups have {usual}. Make it the same on these: {others}.")
+        if others or len(members) < self.min_replicas or len({*labels}) < len(labels):
+            time.sleep(RETRY_S)
+            raise RuntimeError(
+                f"there are {labels}; each group needs a name of its own, and {usual}, which {others} have not"
+            )
         return number, members
 
     def _meet(self, number: int, members: Sequence[_Member], shared: Callable[[], Mapping[str, Any]]) -> Quorum:
@@ -243,8 +256,8 @@ class TorchftMembership:
         latest = max(member.step for member in members)
         givers = [rank for rank, member in enumerate(members) if member.step == latest]
         takers = [rank for rank, member in enumerate(members) if member.step < latest]
-        names = tuple(member.name for member in members)
-        rank = names.index(self._name)
+        rank = [member.name for member in members].index(self._name)
+        names = tuple(member.label for member in members)
         key = (number, *((member.name, member.failures) for member in members))
         if key != self._key:
             # The step, because a lighthouse that is restarted counts its quorums from 1 again.
@@ -318,7 +331,7 @@ class _Lighthouse:
     def _connected(self) -> Any:
         return self._torchft.LighthouseClient(self.url, connect_timeout=timedelta(seconds=CONNECT_S))
 
-    def quorum(self, own: _Member) -> tuple[int, Sequence[_Member]]:
+    def quorum(self, own: _Member, wait_s: float) -> tuple[int, Sequence[_Member]]:
         """Wait for the next quorum; return its number and members, in the same order for all.
 
         Raises:
@@ -327,18 +340,18 @@ class _Lighthouse:
         """
         answer: Future[Any] = Future()
         # In a thread, because a signal would be handled only after torchft has returned.
-        threading.Thread(target=self._request, args=(own, answer), name="lowbw-quorum", daemon=True).start()
+        threading.Thread(target=self._request, args=(own, wait_s, answer), name="lowbw-quorum", daemon=True).start()
         found = answer.result()
         members = [_Member(m.replica_id, m.step, m.store_address, m.world_size, **m.data) for m in found.participants]
         return found.quorum_id, sorted(members, key=lambda member: member.name)
 
-    def _request(self, own: _Member, answer: Future[Any]) -> None:
+    def _request(self, own: _Member, wait_s: float, answer: Future[Any]) -> None:
         client, self._client = self._client, None
         try:
             client = client or self._connected()
             found = client.quorum(
                 replica_id=own.name,
-                timeout=timedelta(seconds=WAIT_S),
+                timeout=timedelta(seconds=wait_s),
                 address=own.store,
                 store_address=own.store,
                 step=own.step,

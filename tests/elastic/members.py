@@ -82,7 +82,12 @@ def all_collectives(weights: torch.Tensor, rank: int, group: dist.ProcessGroup) 
         assert torch.equal(total, torch.stack(everyone).sum(0).to(dtype))
         if dtype.is_floating_point:
             assert torch.equal(collectives.reduce_scatter(own), total.chunk(size)[rank])
-    return average(weights, rank, group)
+    rows = torch.zeros(size, 4)
+    group.allgather([list(rows.unbind())], [torch.full((4,), float(rank))]).wait()
+    assert torch.equal(rows[:, 0], torch.arange(float(size)))
+    total = weights + rank
+    group.allreduce([total]).wait()
+    return total / size
 
 
 def run_member(

@@ -55,10 +55,11 @@ def test_a_kill_between_rounds_costs_a_heartbeat_and_a_new_member_takes_the_stat
         killed_s = made.signal(2, signal.SIGKILL)
         went_on = made.committed(0, size=2, after_s=killed_s)
         assert went_on.at_s - killed_s < LONG_S / 2
-        made.start(3, value=-1.0)  # other weights than theirs
-        healed = made.until(lambda event: (event.group, event.kind) == (3, "healed"))
+        made.start(2, value=-1.0)  # other weights than theirs
+        healed = made.until(lambda event: (event.group, event.kind) == (2, "healed"), after_s=killed_s)
         assert healed.step > 0
-        new = made.committed(3, size=3)
+        assert healed.members == ("group0", "group1", "group2")
+        new = made.committed(2, size=3, after_s=killed_s)
         assert made.committed(0, new.step).value[0] == new.value[0]
         assert made.committed(0, new.step).members == new.members
 
