@@ -18,7 +18,7 @@ venv: $(STAMP)  ## create the virtual environment with the pinned dependencies
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(RUN) -m pip install --quiet --no-compile -c constraints.txt torch
-	$(RUN) -m pip install --quiet --no-compile -c constraints.txt -e ".[demo,dev]"
+	$(RUN) -m pip install --quiet --no-compile -c constraints.txt -e ".[demo,dev,elastic]"
 	touch $@
 
 docs: $(STAMP)  ## build the site into site/; a broken link or reference is an error

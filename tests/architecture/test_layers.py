@@ -56,6 +56,7 @@ BELOW: dict[str, set[str]] = {
     "cost_model": {"method", "presets", *METHOD_PARTS},
     "planner": {"method", "presets", "cost_model", *METHOD_PARTS},
     "check": {"kernels", "comm"},
+    "elastic": {"kernels", "method", *METHOD_PARTS},
     "strategies": {"kernels", "method", "presets", "cost_model", *METHOD_PARTS},
     "callbacks": {"method", "presets", "strategies", *METHOD_PARTS},
     "zoo": set(),
@@ -76,6 +77,7 @@ FOREIGN: dict[str, set[str]] = {
     "cost_model": {"lightning"},
     "planner": {"lightning"},
     "check": {"lightning"},
+    "elastic": {"lightning"},
 }
 
 
