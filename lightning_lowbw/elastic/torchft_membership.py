@@ -17,12 +17,11 @@ import socket
 import struct
 import threading
 import time
-import traceback
 import uuid
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -174,13 +173,12 @@ class TorchftMembership:
                 )
 
     def collective(self, fn: Callable[[dist.ProcessGroup], T]) -> T:
-        """See `Membership`. `fn` does not keep the group, which lives as long as somebody refers to it."""
+        """See `Membership`. The group is not to be kept: it lives as long as something refers to it."""
         if self._group is None:
             raise RuntimeError("This round has failed.")
         try:
             return fn(self._group)
-        except Exception as error:
-            traceback.clear_frames(error.__traceback__)  # which refer to the group
+        except Exception:
             self._fail()
             raise
 
@@ -412,26 +410,12 @@ def _import_torchft() -> Any:
             f"Elastic training needs torchft {TORCHFT}, here and in the lighthouse; {version} is installed. "
             'pip install "lightning-lowbw[elastic]"'
         )
-    with _environment(TORCHFT_USE_OTEL=None, RUST_LOG=os.environ.get("RUST_LOG", "warn")):
-        return importlib.import_module("torchft.coordination")
-
-
-@contextmanager
-def _environment(**values: str | None) -> Iterator[None]:
-    before = {name: os.environ.get(name) for name in values}
-    _set_environment(values)
-    try:
-        yield
-    finally:
-        _set_environment(before)
-
-
-def _set_environment(values: Mapping[str, str | None]) -> None:
-    for name, value in values.items():
-        if value is None:
-            os.environ.pop(name, None)
-        else:
-            os.environ[name] = value
+    otel = os.environ.pop("TORCHFT_USE_OTEL", None)  # with it the import fails
+    os.environ.setdefault("RUST_LOG", "warn")  # else torchft writes a line for each request
+    torchft = importlib.import_module("torchft.coordination")
+    if otel is not None:
+        os.environ["TORCHFT_USE_OTEL"] = otel
+    return torchft
 
 
 def _address_towards(lighthouse: str) -> str:
