@@ -301,6 +301,11 @@ class Collectives:
         """The process group, None for the world, as long as there is one."""
         return self._group()
 
+    @property
+    def weight(self) -> float:
+        """What this rank's tensors count in a mean."""
+        return 1.0 / self.num_ranks
+
     def begin_all_reduce_(self, tensor: Tensor, *, exact: bool = True) -> TensorWork:
         """Begin to sum a flat tensor over the ranks, in place; return the work.
 

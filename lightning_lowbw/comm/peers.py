@@ -141,6 +141,7 @@ class Peers:
         peers._queues = [SideQueue(each) for each in (first, middle, last)]
         return peers
 
+    weights: Sequence[float] | None = None  # of the participants, where they are not equal; the sum is 1
     _queues: Sequence[SideQueue] = ()  # and the rest of what there is on nodes only
     _algorithm: Algorithm = "sharded"
     _inter_dtype: torch.dtype | None = None
@@ -162,6 +163,11 @@ class Peers:
     def rank(self) -> int:
         """This rank among all; 0 where torch.distributed is not initialised."""
         return self._all.rank
+
+    @property
+    def weight(self) -> float:
+        """What this rank's tensors count in a mean."""
+        return 1.0 / self.num_ranks
 
     @property
     def num_participants(self) -> int:
@@ -438,7 +444,7 @@ class MeanWork:
             extra = 0 if self._buckets else control.numel()
             numel = sum(bucket.sizes)
             message = torch.empty(numel + extra, dtype=bucket.dtype, device=control.device)
-            _fill(message[:numel], bucket.sizes, parts, 1.0 / peers.num_ranks)
+            _fill(message[:numel], bucket.sizes, parts, peers.weight)
             if extra:
                 message[numel:].copy_(control)
             work = peers.begin_all_reduce_(message, exact=exact or not parts)

@@ -13,7 +13,7 @@ not sent, and rounding errors, stay in the residuals e.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate, groupby, product
 from typing import Any, NamedTuple, Protocol, TypeVar
@@ -501,7 +501,8 @@ class PendingTopK:
             with self._peers.ledger.waiting(self._damaged.device):
                 self._gathered.append(self._work.wait())
         (gathered,), layout, damaged = self._gathered, self._layout, self._damaged
-        mean = SparseMean(layout.payload, layout.numels, lambda: layout.decode(gathered, damaged), damaged.device)
+        decode, weights = (lambda: layout.decode(gathered, damaged)), self._peers.weights
+        mean = SparseMean(layout.payload, layout.numels, decode, damaged.device, weights)
         if not self._has_status:
             return mean, None
         statuses = gathered[..., max(layout.sizes) :].contiguous().view(torch.float32).flatten(0, 1)
@@ -541,6 +542,15 @@ class Decoded:
     first: int
     num_participants: int
 
+    def scaled(self, scales: Tensor) -> Decoded:
+        """Return it with the values of each participant times a number of its own."""
+        here = scales[self.first : self.first + self.values.shape[1]]
+        return replace(self, values=self.values * here[:, None])
+
+    def ones(self) -> Decoded:
+        """Return it with 1 for each value that is not 0, which counts as sent."""
+        return replace(self, values=(self.values != 0).to(self.values.dtype))
+
     def arrivals(self, steps: Mapping[str, Step]) -> list[Arrival]:
         """Return what a kernel takes."""
         arrivals = []
@@ -579,17 +589,36 @@ class SparseMean:
         numels: elements of each whole tensor, by name.
         decode: returns the elements, of some parts after the other: they take more memory than messages.
         device: where they are.
+        weights: of the participants, for `dense`; None where they are equal.
     """
 
     def __init__(
-        self, payload: TopK, numels: Mapping[str, int], decode: Callable[[], Iterable[Decoded]], device: torch.device
+        self,
+        payload: TopK,
+        numels: Mapping[str, int],
+        decode: Callable[[], Iterable[Decoded]],
+        device: torch.device,
+        weights: Sequence[float] | None = None,
     ) -> None:
         self._payload, self._numels, self._decode, self._device = payload, numels, decode, device
+        self._weights = weights
 
     def dense(self) -> dict[str, Tensor]:
         """Return it flat, float32, 0 where nobody has sent an element."""
+        if self._weights is None:
+            return self._dense(self._decode)
+        # Times N, as the kernels divide by N, or by the number of senders: then also by the mean of their weights.
+        scales = len(self._weights) * torch.tensor(self._weights, device=self._device)
+        means = self._dense(lambda: (each.scaled(scales) for each in self._decode()))
+        if self._payload.mean_over == "senders":
+            norms = self._dense(lambda: (each.ones().scaled(scales) for each in self._decode()))
+            for name, norm in norms.items():
+                means[name].div_(norm).masked_fill_(norm == 0, 0.0)
+        return means
+
+    def _dense(self, decode: Callable[[], Iterable[Decoded]]) -> dict[str, Tensor]:
         outs = {name: allocate(numel, torch.float32, self._device) for name, numel in self._numels.items()}
-        self.step_({name: (out, None, 0.0) for name, out in outs.items()})
+        self._step_(decode, {name: (out, None, 0.0) for name, out in outs.items()})
         return outs
 
     def step_(self, steps: Mapping[str, Step]) -> None:
@@ -602,8 +631,11 @@ class SparseMean:
             steps: of each tensor a workspace of its size, its weight, and the rate: float32, contiguous, of any shape.
                 Without a weight the mean may be of 16 bits.
         """
+        self._step_(self._decode, steps)
+
+    def _step_(self, decode: Callable[[], Iterable[Decoded]], steps: Mapping[str, Step]) -> None:
         over_senders, mean = self._payload.mean_over == "senders", torch.empty(0)
-        for each in self._decode() if steps else ():
+        for each in decode() if steps else ():
             if not (arrivals := each.arrivals(steps)):
                 continue
             if each.positions.shape[1] < each.num_participants:

@@ -146,6 +146,11 @@ class LocalSync(Synchronizer):
         return self.method.when
 
     @property
+    def is_alone(self) -> bool:
+        """Whether there is no other rank, and never will be."""
+        return self.peers.num_ranks == 1
+
+    @property
     def is_local(self) -> bool:
         """Whether the coming step communicates nothing before the optimizer has stepped."""
         return self.peers.num_participants > 1 and self.phase.is_local(self.when, self.step)
@@ -246,7 +251,7 @@ class LocalSync(Synchronizer):
         if not self.is_prepared:
             self.list_gradients()
         self.is_prepared = False
-        if self.peers.num_ranks > 1:
+        if not self.is_alone:
             self._average_gradients()
         self.is_exchanged = True
         return True
@@ -333,7 +338,7 @@ class LocalSync(Synchronizer):
         self.torn = ""
         self.step += 1
         self.peers.ledger.steps += 1
-        if self.peers.num_ranks == 1:
+        if self.is_alone:
             return
         self.loss.end_step()
         if not was_local:

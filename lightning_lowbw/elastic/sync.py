@@ -1,0 +1,513 @@
+"""Local SGD whose members come, go and are slow: a round averages those who are there, weighted by their tokens.
+
+A round of one member, after its local steps:
+
+    quorum      who takes part; who is behind takes the shared state of one that is not, and rebases its own work:
+                w = new anchor + (w - old anchor)
+    rows        tokens, steps and anchor of each member; from these, on all alike, the weights of the mean
+    exchange    the changes of the weights, as `sync.local` does; a member is one participant
+    commit      or nothing has happened: residuals as they were before, and the round is tried again
+    apply       anchor = outer(anchor, mean);  w = anchor, or with work that has not been averaged rebased
+
+Shared by all, and healed: the anchor (`start`), the outer velocity, averaged buffers, the numbers of rounds and steps,
+tokens seen, and the round in which each member was last averaged. Everything else is a member's own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from lightning_lowbw.comm.collectives import Collectives, TensorWork, TrafficLedger, all_gather_bytes, all_reduce_bytes
+from lightning_lowbw.comm.peers import Peers
+from lightning_lowbw.compress.top_k import TopK
+from lightning_lowbw.elastic.membership import Membership, Quorum
+from lightning_lowbw.errors import ConfigurationError, DisagreementError
+from lightning_lowbw.kernels.tensors import as_real, checksum, copy_all_
+from lightning_lowbw.method import Method
+from lightning_lowbw.namespaces import LOGGER
+from lightning_lowbw.sync.average import Average
+from lightning_lowbw.sync.exchange import TopKExchange, Whole
+from lightning_lowbw.sync.local import LocalSync
+from lightning_lowbw.sync.status import STOP, Status, any_of, status_message
+
+_logger = logging.getLogger(LOGGER)
+TOKENS, STEPS, FAULTS, ANCHOR = range(4)  # of a row: float64, which has integers up to 2^53
+ANCHORS = 1 << 32  # checksums are compared modulo this
+BEHIND = 0  # what a member claims to have completed that must be healed
+
+
+# Who communicates -----------------------------------------------------------------------------------------------------
+
+
+class MemberCollectives(Collectives):
+    """Those of the members of the present round, on the CPU; blocking.
+
+    A lost member fails the round: from then on nothing is communicated, and what is returned means nothing. So the
+    processes of a group go on together, up to `Membership.commit`, which returns False on all of them.
+
+    Attributes:
+        quorum: of this round; before the first, of this group alone.
+        has_failed: whether a collective of this round has.
+    """
+
+    def __init__(self, membership: Membership, ledger: TrafficLedger) -> None:
+        super().__init__(None, ledger, "inter")
+        self._membership = membership
+        self.begin(Quorum(0, 0, ("",)))
+
+    def begin(self, quorum: Quorum) -> None:
+        """Begin a round."""
+        self.quorum, self.has_failed = quorum, False
+
+    @property
+    def num_ranks(self) -> int:
+        return len(self.quorum.members)
+
+    @property
+    def rank(self) -> int:
+        return self.quorum.rank
+
+    def begin_all_reduce_(self, tensor: Tensor, *, exact: bool = True) -> TensorWork:
+        here = tensor.cpu()
+        self._run(lambda group: group.allreduce([here]), all_reduce_bytes(tensor.nbytes, self.num_ranks))
+        return TensorWork(tensor if here is tensor else tensor.copy_(here))
+
+    def begin_all_gather(self, message: Tensor, out: Tensor | None = None) -> TensorWork:
+        sent = message.contiguous().cpu().view(torch.uint8)
+        rows = sent.new_zeros(self.num_ranks, sent.numel())
+        rows[self.rank] = sent
+        nbytes = all_gather_bytes(message.nbytes, self.num_ranks)
+        self._run(lambda group: group.allgather([list(rows.unbind())], [sent]), nbytes)
+        received = rows.view(-1).view(message.dtype).to(message.device)
+        return TensorWork(received.view(self.num_ranks, -1) if out is None else out.copy_(received.view(out.shape)))
+
+    def all_gather(self, message: Tensor, out: Tensor | None = None) -> Tensor:
+        return self.begin_all_gather(message, out).wait()
+
+    def _run(self, begin: Callable[[dist.ProcessGroup], Any], nbytes: int) -> None:
+        if self.num_ranks == 1 or self.has_failed:
+            return
+        try:
+            self._membership.collective(lambda group: begin(group).wait())
+        except RuntimeError as error:
+            _logger.warning("A member of the round was lost, and it is tried again: %s", error)
+            self.has_failed = True
+        self._record(nbytes)
+
+
+class Members(Peers):
+    """The processes of all members: each group is a node, whose processes exchange equal parts with other groups.
+
+    Args:
+        membership: finds the members.
+        ledger: of the traffic.
+
+    Attributes:
+        members: the collectives of this process with those of its rank in other groups.
+        weights: of the members in the mean of this round.
+    """
+
+    def __init__(self, membership: Membership, ledger: TrafficLedger | None = None) -> None:
+        super().__init__(None, ledger)
+        self.members = self._between = MemberCollectives(membership, self.ledger)
+        self.node = Collectives(None, self.ledger, "intra")
+        self.local_rank, self.num_local_ranks = self.node.rank, self.node.num_ranks
+        self.is_two_level = self.num_local_ranks > 1
+
+    @property
+    def num_ranks(self) -> int:
+        return self.num_participants * self.num_local_ranks
+
+    @property
+    def rank(self) -> int:
+        return self.members.rank * self.num_local_ranks + self.local_rank
+
+    @property
+    def num_participants(self) -> int:
+        return self.members.num_ranks
+
+    @property
+    def weight(self) -> float:
+        if self.weights is None:
+            return 1.0 / self.num_ranks
+        return self.weights[self.members.rank] / self.num_local_ranks
+
+    def begin_all_reduce_(self, tensor: Tensor, *, exact: bool = True) -> TensorWork:
+        part = self.members.begin_all_reduce_(self.node.reduce_scatter(tensor)).wait()
+        return TensorWork(tensor.copy_(self.node.gather_parts(part, tensor.numel())) if self.is_two_level else part)
+
+    def begin_all_reduce_in_node_(self, tensor: Tensor) -> TensorWork:
+        return self.node.begin_all_reduce_(tensor)
+
+    def begin_gather(self, message: Tensor) -> TensorWork:
+        received = self.members.all_gather(message)
+        shape = self.num_local_ranks, self.num_participants, message.numel()
+        return TensorWork(self.node.all_gather(received.view(-1)).view(shape))
+
+    def broadcast_(self, tensor: Tensor) -> None:
+        self.node.broadcast_(tensor)
+
+
+# One member -----------------------------------------------------------------------------------------------------------
+
+
+class ElasticSync(LocalSync):
+    """One group's replica; see `LocalSync` for a step.
+
+    Args:
+        method: `EveryK` with `Whole` or `TopK`; see `check_elastic`.
+        membership: finds the members of each round.
+        ledger: of the traffic.
+        round_s: seconds after which a round ends, instead of the method's `k_steps`.
+        participants: the fraction of the members that is drawn to be averaged in a round; the others keep their work.
+
+    Attributes:
+        tokens: of the local steps that have not been averaged; the caller adds those of each batch, or a step counts 1.
+        tokens_seen: of all members, averaged so far.
+        contributed: the round in which each member was last averaged, by name.
+        last_step: after which the training ends, for all with the same round; None if never.
+        share: returns what else is shared, for a member that is behind: plain values and tensors.
+        healed: what another member has shared so, for the caller to take; None if there is nothing.
+        num_skipped: steps that the last round has added to `step`, which the fastest member has taken and this has not.
+    """
+
+    def __init__(
+        self,
+        method: Method,
+        optimizer: Optimizer,
+        named_parameters: Iterable[tuple[str, Parameter]],
+        membership: Membership,
+        named_buffers: Mapping[str, Tensor] | None = None,
+        *,
+        ledger: TrafficLedger | None = None,
+        round_s: float | None = None,
+        participants: float = 1.0,
+    ) -> None:
+        check_elastic(method)
+        self.membership, self.members = membership, Members(membership, ledger)
+        self.round_s, self.participants = round_s, participants
+        super().__init__(method, optimizer, named_parameters, self.members, named_buffers or {})
+        self.buffers.counts = {}  # their maximum would be one more collective, after the commit
+        (self._all,) = self.fragments
+        self.tokens = self.tokens_seen = 0.0
+        self.contributed: dict[str, int] = {}
+        self.last_step: int | None = None
+        self.share: Callable[[], Mapping[str, Any]] = dict
+        self.healed: Mapping[str, Any] | None = None
+        self.num_skipped = 0
+        self._began_s = time.monotonic()
+        self._has_faults = False  # whether local steps have left an inf or NaN
+        self._is_apart = False  # whether other members of as many rounds have another anchor
+        self._sent: dict[str, Tensor] | None = None  # residuals after an exchange that was not committed here
+
+    is_alone = False
+    needs_start = True
+    may_have_late_faults = False  # they are part of each round's row
+
+    @property
+    def is_local(self) -> bool:
+        return True
+
+    # Rounds -----------------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def join(self) -> None:
+        """Take part in a round without any steps, before the first one: who is behind heals.
+
+        Collective: all members, at the end of their rounds. If none has taken a step nothing is averaged.
+        """
+        self.begin_local()
+        self._take_round()
+
+    @torch.no_grad()
+    def average_due(self) -> bool:
+        self.has_met = self._is_over()
+        if self.has_met:
+            self.tokens = self.tokens or float(self._steps)  # where nobody counts them
+            self._take_round()
+        return self.has_met
+
+    @property
+    def has_ended_all(self) -> bool:
+        """Whether the last step has been averaged."""
+        return self.last_step is not None and self.step >= self.last_step and not self._steps
+
+    def end(self, timeout_s: float) -> None:
+        """Leave, after a last quorum: a member that has lost the others in the last round heals in it."""
+        if self.has_ended_all:
+            with contextlib.suppress(TimeoutError):
+                self.membership.quorum(self.num_averages, self.shared_state, timeout_s)
+        self.membership.close()
+
+    def _is_over(self) -> bool:
+        """Return whether the round ends with this step; the same on all processes of the group."""
+        is_over = self.last_step is not None and self.step >= self.last_step
+        if self.round_s is None:
+            return is_over or self._steps >= self.k_steps
+        is_over = is_over or time.monotonic() - self._began_s >= self.round_s
+        return self._any_in_node([float(is_over)])[0]
+
+    def _any_in_node(self, flags: Sequence[float]) -> list[bool]:
+        message = torch.tensor(flags)
+        self.members.node.all_reduce_(message)
+        return [number > 0 for number in message.tolist()]
+
+    @property
+    def _steps(self) -> int:
+        return self._all.steps or 0
+
+    def _take_round(self) -> None:
+        self.num_skipped, self.healed = 0, None
+        while not self._try_round():
+            pass
+        self._sent, self._began_s = None, time.monotonic()
+        self._all.steps = self.steps_since_average = 0
+        self.loss.clear()
+        self.agree_on(STOP * self._any_in_node([float(self.stop_requested)])[0])  # a signal ends this group only
+
+    def _try_round(self) -> bool:
+        """Try a round; return whether it counts. If not, nothing has changed, except that this member has healed."""
+        members, membership = self.members.members, self.membership
+        quorum = membership.quorum(BEHIND if self._is_apart else self.num_averages, self.shared_state)
+        members.begin(quorum)
+        if quorum.healed is not None:
+            self._heal(quorum.healed, quorum.members[quorum.rank])
+            if self.has_ended_all:  # the others wait for nothing else
+                self._add_(None)
+                membership.commit(False)
+                return True
+        self._restart_if_not_finite()
+        rows = self._gather_rows()
+        weights, is_same = ([0.0], False) if rows is None else (self._weights(rows), self._compare(rows))
+        residuals = self._residuals()
+        if is_same and any(weights):
+            self.members.weights = weights if len({*weights}) > 1 else None
+            self._all.moved = dict.fromkeys(p for p in self._all.parameters if p.requires_grad)  # the same on all
+            self._all.work = self._begin(self._all)
+        if not membership.commit(is_same and not members.has_failed):
+            self._sent = self._residuals()
+            self._lose(self._all)
+            self._set_residuals(residuals)
+            return False
+        assert rows is not None
+        self._end_round(rows, weights, residuals)
+        return True
+
+    def _gather_rows(self) -> list[list[float]] | None:
+        """Return the row of each member; None, on all processes of the group, if one could not gather them."""
+        anchor = int(checksum(self.start.values())) % ANCHORS
+        own = torch.tensor([self.tokens, float(self._has_faults)], dtype=torch.float64)
+        self.members.node.all_reduce_(own)
+        tokens, faults = own.tolist()
+        row = torch.tensor([tokens, self._steps, faults, anchor], dtype=torch.float64)
+        rows: list[list[float]] = self.members.members.all_gather(row).tolist()
+        return None if self._any_in_node([float(self.members.members.has_failed)])[0] else rows
+
+    def _weights(self, rows: Sequence[Sequence[float]]) -> list[float]:
+        """Return what each member counts in the mean: its tokens, if it is drawn; the sum is 1, or all are 0."""
+        tokens = [row[TOKENS] for row in rows]
+        having = [number for number, each in enumerate(tokens) if each]
+        drawn = torch.randperm(len(having), generator=torch.Generator().manual_seed(self.num_averages))
+        drawn = drawn[: math.ceil(self.participants * len(having))]
+        chosen = {having[number] for number in drawn.tolist()}
+        total = sum(tokens[number] for number in chosen)
+        return [each / total if number in chosen else 0.0 for number, each in enumerate(tokens)]
+
+    def _compare(self, rows: Sequence[Sequence[float]]) -> bool:
+        """Return whether all have the same anchor. Those that have not that of most, or of the first, are behind.
+
+        Raises:
+            DisagreementError: on all members; before the first average.
+        """
+        anchors = [row[ANCHOR] for row in rows]
+        most = max(anchors, key=anchors.count)
+        self._is_apart = anchors[self.members.members.rank] != most
+        if len({*anchors}) == 1:
+            return True
+        if not self.num_averages:
+            checksums = dict(zip(self.members.members.quorum.members, anchors, strict=True))
+            raise DisagreementError(
+                f"The groups begin with different weights; checksums of these are {checksums}. "
+                "Begin with the same on all: seed_everything with one number, or load one file."
+            )
+        return False
+
+    def _end_round(
+        self, rows: Sequence[Sequence[float]], weights: Sequence[float], residuals: Mapping[str, Tensor]
+    ) -> None:
+        names, rank = self.members.members.quorum.members, self.members.members.rank
+        for name, row in zip(names, rows, strict=True):
+            if row[FAULTS]:
+                _logger.warning("Member %r had an inf or NaN after step %d: its work is left out.", name, self.step)
+        if not any(weights):
+            return
+        work = None if weights[rank] or not rows[rank][TOKENS] else self._work()
+        if not weights[rank]:
+            self._set_residuals(residuals)  # what was sent did not count
+        self._apply(self._all)
+        self._all.moved = {}
+        if work is None:
+            self.tokens = 0.0
+        else:
+            self._add_(work)
+        self.tokens_seen += sum(row[TOKENS] for row, weight in zip(rows, weights, strict=True) if weight)
+        self.contributed |= {name: self.num_averages for name, weight in zip(names, weights, strict=True) if weight}
+        self.num_skipped += int(max(row[STEPS] for row in rows) - self._steps)
+        self.step += self.num_skipped
+
+    # Overrides of one average, in which nothing may be communicated after the commit ----------------------------------
+
+    def _status(self, parameters: Sequence[Parameter], nonfinite: Mapping[str, Tensor]) -> Tensor:
+        sums = [0.0, 0.0, 0.0, self._lr, 0.0, 0.0]
+        return status_message(sums, 0.0, 0, self.peers.rank, self.peers.num_ranks, self.device)
+
+    def _check(self, status: Status, average: Average) -> None:
+        """Nothing: rows have been compared, and who had an inf or NaN has sent nothing."""
+
+    # A member's own work: what has not been averaged ------------------------------------------------------------------
+
+    def _tensors(self) -> tuple[list[Tensor], list[Tensor]]:
+        """Return the tensors that are averaged, and their anchors."""
+        now = [as_real(p.detach()) for p in self.start] + [
+            as_real(self.buffers.floating[n]) for n in self.buffers.start
+        ]
+        return now, [*self.start.values(), *self.buffers.start.values()]
+
+    def _work(self) -> list[Tensor]:
+        return [each.to(anchor.dtype) - anchor for each, anchor in zip(*self._tensors(), strict=True)]
+
+    def _add_(self, work: Sequence[Tensor] | None) -> None:
+        """Set the weights to the anchor, plus work."""
+        now, anchors = self._tensors()
+        copy_all_(now, anchors if work is None else list(torch._foreach_add(anchors, list(work))))
+        self._all.moved = {} if work is None else dict.fromkeys(self.start)
+
+    def _restart_if_not_finite(self) -> None:
+        """Go on from the anchor where local steps have left an inf or NaN, without their tokens and momentum."""
+        nonfinite = self.nonfinite_weights(list(self.start))
+        (self._has_faults,) = self._any_in_node([float(any_of([*nonfinite.values(), *self.late_flags()], self.device))])
+        if self._has_faults:
+            self._add_(None)
+            self.optimizer.state.clear()
+            self.tokens = 0.0
+            self._set_residuals({})
+            self.forget_late_faults()
+
+    # The shared state -------------------------------------------------------------------------------------------------
+
+    def shared_state(self) -> dict[str, Any]:
+        """Return what a member that is behind takes: tensors by name, on the CPU, and plain values."""
+        return {
+            "start": {self.name_of(p): start.cpu() for p, start in self.start.items()},
+            "velocity": {self.name_of(p): u.cpu() for p, u in self.velocity.items()},
+            "buffers": {name: start.cpu() for name, start in self.buffers.start.items()},
+            "num_averages": self.num_averages,
+            "step": self.step,
+            "steps": self._steps,
+            "tokens_seen": self.tokens_seen,
+            "contributed": dict(self.contributed),
+            "others": dict(self.share()),
+        }
+
+    def _heal(self, shared: Mapping[str, Any], name: str) -> None:
+        """Take the state of another member, and rebase this one's work.
+
+        Work that was averaged, in a round that this member has not seen the end of, is dropped, and with it what was
+        sent of the residuals.
+        """
+        was_averaged = shared["contributed"].get(name, 0) > self.num_averages
+        work = None if was_averaged or not self.tokens else self._work()
+        for p, start in self.start.items():
+            start.copy_(shared["start"][self.name_of(p)])
+        by_name = self.by_name()
+        self.velocity = {by_name[each]: u.to(self.device, copy=True) for each, u in shared["velocity"].items()}
+        for each, start in self.buffers.start.items():
+            start.copy_(shared["buffers"][each])
+        self._add_(work)
+        if was_averaged:
+            self.tokens = 0.0
+            self._set_residuals(self._sent or {})
+        self._sent, self._is_apart = None, False
+        self.num_averages, self.step = shared["num_averages"], shared["step"]
+        self._all.steps, self.tokens_seen = shared["steps"], shared["tokens_seen"]
+        self.contributed, self.healed = dict(shared["contributed"]), shared["others"]
+        _logger.info("Member %r has taken the state after round %d.", name, self.num_averages)
+
+    def _residuals(self) -> dict[str, Tensor]:
+        """Return copies."""
+        return {} if self.compressed is None else {n: each.clone() for n, each in self.compressed.residuals.items()}
+
+    def _set_residuals(self, residuals: Mapping[str, Tensor]) -> None:
+        """Set them; to zero where nothing is given."""
+        for name, residual in ({} if self.compressed is None else self.compressed.residuals).items():
+            residual.copy_(residuals[name]) if name in residuals else residual.zero_()
+
+    def _lose(self, fragment: Any) -> None:
+        if isinstance(self.compressed, TopKExchange):
+            self.compressed.forget()
+        fragment.work = None  # the caller puts the residuals back
+
+    # What others look at: the anchor, which all members have ----------------------------------------------------------
+
+    def show_consensus(self) -> None:
+        if self.own is None and self.start:
+            now, values = self.averaged_tensors(), {self.name_of(p): start for p, start in self.start.items()}
+            self.show({**now, **values, **self.buffers.start})
+
+    def finish(self) -> None:
+        """Leave the anchor in the model. Communicates nothing: others may train on."""
+        self.show_consensus()
+        self.own, self._shown = None, {}
+        self._all.moved.clear()
+        self.ending.step = None
+
+    def equal_state(self) -> dict[str, Any]:
+        shared = {name: getattr(self, name) for name in ("num_averages", "tokens_seen", "contributed")}
+        return {**super().equal_state(), "elastic": {**shared, "contributed": dict(self.contributed)}}
+
+    def load_equal_state(self, state: Mapping[str, Any]) -> None:
+        super().load_equal_state(state)
+        for name, value in state.get("elastic", {}).items():
+            setattr(self, name, value)
+
+    def state_dict(self) -> dict[str, Any]:
+        here = (self.members.local_rank, self.members.num_local_ranks)  # among the members it may be another next time
+        return {**super().state_dict(), "rank": here, "tokens": self.tokens}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        super().load_state_dict(state)
+        self.tokens = state["tokens"]
+
+
+def check_elastic(method: Method) -> None:
+    """Check that members of different speed can train with a method.
+
+    Raises:
+        ConfigurationError: they cannot.
+    """
+    when: Any = method.when
+    if not method.averages_weights or when.is_always_synchronous or when.begin_step != 0:
+        raise ConfigurationError(
+            f"{method}: it communicates in every step, or in the first ones, so that one missing or slow group would "
+            "stop all. Take a method that averages weights, with begin_step=0, as LocalSGD(k_steps=8, begin_step=0)."
+        )
+    if when.rule != "fixed" or when.delay_steps or when.num_fragments != 1:
+        raise ConfigurationError(
+            f"{when}: a round of an elastic training ends with one average, of all tensors. Leave out rule, "
+            "delay_steps and num_fragments."
+        )
+    if not isinstance(method.what, (Whole, TopK)) or method.where.topology != "flat":
+        raise ConfigurationError(
+            f"{method}: elastic rounds send Whole or TopK, and each group is a node. Leave out others, and topology."
+        )

@@ -1,0 +1,116 @@
+"""A membership over gloo groups of their own, one for each round, which meet in a store: for threads or processes."""
+
+from __future__ import annotations
+
+import io
+import math
+import pickle
+import time
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from lightning_lowbw.elastic.membership import Quorum
+
+T = TypeVar("T")
+
+
+class KilledError(BaseException):
+    """What a member ends with that is killed."""
+
+
+class PlainMembership:
+    """Waits for all that have joined and not left, or for those who have come within `grace_s`.
+
+    Args:
+        store: of all members.
+        name: of this one.
+        min_replicas: that a quorum has at least.
+        grace_s: for which those who are missing are waited for.
+        kill_in: the round, counted from 1, and the collective in it, counted from 0, at which this member is killed.
+        fail_in: as `kill_in`: collectives of this member that fail, and whether the others have completed them before.
+    """
+
+    def __init__(
+        self,
+        store: dist.Store,
+        name: str,
+        *,
+        min_replicas: int = 2,
+        grace_s: float = 5.0,
+        kill_in: tuple[int, int] | None = None,
+        fail_in: Mapping[tuple[int, int], bool] | None = None,
+    ) -> None:
+        self.store, self.name, self.min_replicas, self.grace_s = store, name, min_replicas, grace_s
+        self.kill_in, self.fail_in = kill_in, fail_in or {}
+        self.num_rounds, self.num_collectives = 0, 0
+        self.history: list[Quorum] = []
+        self.has_failed = False
+        self.group: Any = None
+        store.add("alive", 1)
+
+    def quorum(self, step: int, shared: Callable[[], Mapping[str, Any]], timeout_s: float | None = None) -> Quorum:
+        self.num_rounds, self.num_collectives, self.has_failed = self.num_rounds + 1, 0, False
+        self.group = None
+        while (epoch := self._meet(step, math.inf if timeout_s is None else timeout_s)) is None:
+            pass
+        arrived: list[tuple[str, int]] = sorted(pickle.loads(self.store.get(f"{epoch}/members")))
+        names, steps = zip(*arrived, strict=True)
+        rank, latest, healed = names.index(self.name), max(steps), None
+        if min(steps) < latest and rank == steps.index(latest):
+            file = io.BytesIO()
+            torch.save(shared(), file)
+            self.store.set(f"{epoch}/shared", file.getvalue())
+        if step < latest:
+            healed = torch.load(io.BytesIO(self.store.get(f"{epoch}/shared")), weights_only=True)
+        if len(names) > 1:
+            own = dist.PrefixStore(f"{epoch}/gloo", self.store)
+            self.group = dist.ProcessGroupGloo(own, rank, len(names), timedelta(seconds=self.grace_s))
+        self.history.append(Quorum(latest, rank, names, healed))
+        return self.history[-1]
+
+    def _meet(self, step: int, timeout_s: float) -> int | None:
+        """Come to the next round; return its number, None if it has begun without this member."""
+        store, epoch, came_s = self.store, self.store.add("epoch", 0), time.monotonic()
+        index = store.add(f"{epoch}/count", 1)
+        store.set(f"{epoch}/arrival{index}", pickle.dumps((self.name, step)))
+        while not store.check([f"{epoch}/members"]):
+            count, is_late = store.add(f"{epoch}/count", 0), time.monotonic() - came_s > self.grace_s
+            if count >= max(self.min_replicas, 1 if is_late else store.add("alive", 0)):
+                arrived = [pickle.loads(store.get(f"{epoch}/arrival{each}")) for each in range(1, count + 1)]
+                if store.add(f"{epoch}/claimed", 1) == 1:
+                    store.set(f"{epoch}/members", pickle.dumps(arrived))
+                    store.add("epoch", 1)
+            if time.monotonic() - came_s > timeout_s:
+                raise TimeoutError
+            time.sleep(0.002)
+        members = [name for name, _ in pickle.loads(store.get(f"{epoch}/members"))]
+        while store.add("epoch", 0) <= epoch:
+            time.sleep(0.002)
+        return epoch if self.name in members else None
+
+    def collective(self, fn: Callable[[dist.ProcessGroup], T]) -> T:
+        here = self.num_rounds, self.num_collectives
+        self.num_collectives += 1
+        if here == self.kill_in:
+            self.close()
+            raise KilledError
+        try:
+            result = fn(self.group) if self.fail_in.get(here, True) else None
+            if here in self.fail_in:
+                raise RuntimeError("the link of this member failed")
+            return result  # type: ignore[return-value]
+        except RuntimeError:
+            self.has_failed = True
+            self.group = None  # others that wait for this member fail
+            raise
+
+    def commit(self, is_ok: bool = True) -> bool:
+        return is_ok and not self.has_failed
+
+    def close(self) -> None:
+        self.group = None
+        self.store.add("alive", -1)

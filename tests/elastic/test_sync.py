@@ -1,0 +1,293 @@
+"""Elastic rounds of members that are threads of one process, without torchft and without Lightning."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import Parameter
+
+from lightning_lowbw import LocalSGD
+from lightning_lowbw.elastic.sync import ElasticSync
+from lightning_lowbw.method import Method
+from tests.elastic.plain import KilledError, PlainMembership
+from tests.ranks import run_ranks
+
+K_STEPS, TOKENS = 3, 4
+SPARSE: dict[str, Any] = {"density": 1 / 8, "chunk": 64, "min_numel": 64, "value_dtype": "float32", "decay": 1.0}
+METHODS = {
+    "local_sgd": LocalSGD(k_steps=K_STEPS, begin_step=0),
+    "diloco": LocalSGD(k_steps=K_STEPS, begin_step=0, outer="nesterov"),
+    "sparse_loco": LocalSGD(k_steps=K_STEPS, begin_step=0, compression=SPARSE),
+}
+
+
+@dataclass
+class Member:
+    """A member with two tensors, one of which sparse payloads send, and one they average whole.
+
+    Args:
+        store: of all members.
+        number: from which its gradients follow.
+        method: of all.
+        last_step: of all.
+        is_over: whether the member leaves; else after the last step.
+        before: called before each step with the member and the number of the step.
+        membership: more arguments.
+        options: more arguments of `ElasticSync`.
+        is_even: whether it has one token in every round, whatever it has done.
+    """
+
+    store: dist.Store
+    number: int
+    method: Method
+    last_step: int = 4 * K_STEPS
+    is_over: Callable[[Member], bool] | None = None
+    before: Callable[[Member, int], None] | None = None
+    membership: Mapping[str, Any] = field(default_factory=dict)
+    options: Mapping[str, Any] = field(default_factory=dict)
+    is_even: bool = False
+    anchors: dict[int, list[Tensor]] = field(default_factory=dict)
+    error: BaseException | None = None
+    has_left: bool = False
+
+    def __post_init__(self) -> None:
+        self.contributors: dict[int, set[str]] = {}
+        self.moved = torch.zeros(20, 13)  # by all steps
+        self.parameters = make_parameters()
+        self.there = PlainMembership(self.store, f"group {self.number}", **self.membership)
+        optimizer = torch.optim.SGD(self.parameters.values(), lr=0.05, momentum=0.9)
+        self.worker = ElasticSync(self.method, optimizer, self.parameters.items(), self.there, **self.options)
+        self.worker.last_step = self.last_step
+
+    def run(self) -> None:
+        try:
+            self.worker.join()
+            self.note()
+            step = 0
+            while not (self.is_over(self) if self.is_over else self.worker.has_ended_all):
+                if self.before is not None:
+                    self.before(self, step)
+                self.take_step(step)
+                step += 1
+            self.worker.end(timeout_s=1.0)
+            self.has_left = True
+        except BaseException as error:  # noqa: BLE001 - the test looks at it
+            self.error = error
+            if not isinstance(error, KilledError):
+                self.there.close()
+
+    def take_step(self, step: int) -> None:
+        set_gradients(self.parameters, self.number, step)
+        self.worker.tokens = 1 if self.is_even else self.worker.tokens + TOKENS
+        with self.worker.stepping():
+            self.worker.exchange()
+            before = self.parameters["wide"].detach().clone()
+            self.worker.optimizer.step()
+            self.moved += self.parameters["wide"].detach() - before
+        if self.worker.has_met:
+            self.note()
+
+    def note(self) -> None:
+        number = self.worker.num_averages
+        self.anchors[number] = [each.clone() for each in self.worker.start.values()]
+        self.contributors[number] = {name for name, last in self.worker.contributed.items() if last == number}
+
+
+def make_parameters() -> dict[str, Parameter]:
+    generator = torch.Generator().manual_seed(5)
+    shapes = {"wide": (20, 13), "bias": (7,)}
+    return {name: Parameter(torch.randn(shape, generator=generator)) for name, shape in shapes.items()}
+
+
+def set_gradients(parameters: Mapping[str, Parameter], number: int, step: int) -> None:
+    generator = torch.Generator().manual_seed(1000 * number + step)
+    for parameter in parameters.values():
+        parameter.grad = parameter.detach() + torch.randn(parameter.shape, generator=generator)
+
+
+def train(members: Sequence[Member]) -> None:
+    threads = [threading.Thread(target=member.run, name=f"member {member.number}") for member in members]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60.0)
+        assert not thread.is_alive()
+    for member in members:
+        if member.error is not None and not isinstance(member.error, KilledError):
+            raise member.error
+
+
+def assert_equal_anchors(members: Sequence[Member]) -> None:
+    """Members that have ended the same round have the same anchor."""
+    for number in {number for member in members for number in member.anchors}:
+        first, *others = [member.anchors[number] for member in members if number in member.anchors]
+        assert all(torch.equal(mine, each) for other in others for mine, each in zip(first, other, strict=True)), number
+
+
+@pytest.fixture
+def store() -> dist.Store:
+    return dist.HashStore()
+
+
+def train_fixed(method: Method, steps: int) -> list[Tensor]:
+    """Train a rank by `LocalSync`."""
+    rank = dist.get_rank()
+    parameters = make_parameters()
+    optimizer = torch.optim.SGD(parameters.values(), lr=0.05, momentum=0.9)
+    worker = method.attach(optimizer, parameters.items())
+    for step in range(steps):
+        set_gradients(parameters, rank, step)
+        optimizer.step()
+    worker.finish()
+    return [each.detach() for each in parameters.values()]
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_fixed_members_get_the_weights_without_elasticity_to_the_bit(name: str, store: dist.Store) -> None:
+    members = [Member(store, number, METHODS[name]) for number in range(3)]
+    train(members)
+    for weights in run_ranks(train_fixed, 3, METHODS[name], 4 * K_STEPS):
+        for member in members:
+            assert all(map(torch.equal, weights, member.parameters.values()))
+            assert member.worker.num_averages == 4
+            assert member.worker.tokens_seen == 3 * 4 * K_STEPS * TOKENS
+
+
+@pytest.mark.parametrize("collective", range(3))
+def test_the_others_go_on_without_a_member_that_is_killed_in_a_round(collective: int, store: dist.Store) -> None:
+    kills = {1: {"kill_in": (3, collective)}}
+    members = [Member(store, number, METHODS["sparse_loco"], membership=kills.get(number, {})) for number in range(3)]
+    train(members)
+    assert_equal_anchors(members)
+    for member in (members[0], members[2]):
+        assert member.worker.num_averages == 4
+        assert member.worker.contributed == {"group 0": 4, "group 1": 1, "group 2": 4}
+
+
+def test_a_joiner_heals_and_has_no_part_in_its_first_round(store: dist.Store) -> None:
+    joiner: list[Member] = []
+
+    def join(_: Member, step: int) -> None:
+        if step == K_STEPS + 1:
+            joiner.append(Member(store, 2, METHODS["diloco"]))
+            thread.start()
+            time.sleep(0.2)
+
+    thread = threading.Thread(target=lambda: joiner[0].run())
+    members = [Member(store, 0, METHODS["diloco"], before=join), Member(store, 1, METHODS["diloco"])]
+    train(members)
+    thread.join(30.0)
+    assert joiner[0].error is None
+    assert_equal_anchors([*members, *joiner])
+    worker = joiner[0].worker
+    assert [*joiner[0].anchors] == [2, 3, 4], "the first is that of the round which it has joined"
+    assert worker.step == 12
+    assert worker.contributed["group 2"] == 4
+    assert worker.tokens_seen == members[0].worker.tokens_seen == TOKENS * K_STEPS * (4 * 2 + 2)
+
+
+def test_a_slow_member_contributes_what_it_has_done_and_delays_nobody(store: dist.Store) -> None:
+    """It misses rounds; its work is rebased to the anchor that it heals to, and weighs by its tokens."""
+    there = {"grace_s": 0.1, "min_replicas": 1}
+    slow = Member(
+        *(store, 0, METHODS["local_sgd"], 10**6),
+        is_over=lambda member: member.worker.contributed.get("group 0", 0) > 6,
+        before=lambda *_: time.sleep(0.2),
+        membership=there,
+    )
+    fast = [
+        Member(store, n, METHODS["local_sgd"], 10**6, is_over=lambda _: slow.has_left, membership=there) for n in (1, 2)
+    ]
+    train([slow, *fast])
+    assert_equal_anchors([slow, *fast])
+    healed = [quorum.step for quorum in slow.there.history if quorum.healed]
+    assert len(healed) >= 2, "it has missed rounds"
+    assert slow.worker.step == K_STEPS * slow.worker.num_averages, "and is where the others are"
+    contributions = sum("group 0" in each for each in slow.contributors.values())
+    assert contributions == len(slow.anchors) - 1 >= 2
+    last = slow.worker.num_averages
+    assert slow.worker.tokens_seen == TOKENS * K_STEPS * (2 * last + contributions)
+
+
+def test_rounds_of_a_time_end_with_as_many_steps_as_each_has_taken(store: dist.Store) -> None:
+    def sleep(member: Member, _: int) -> None:
+        time.sleep(0.08 if member.number == 0 else 0.01)
+
+    options = {"round_s": 0.25}
+    members = [Member(store, n, METHODS["local_sgd"], 30, before=sleep, options=options) for n in range(2)]
+    train(members)
+    assert_equal_anchors(members)
+    slow, fast = (member.worker for member in members)
+    assert slow.contributed == fast.contributed == dict.fromkeys(("group 0", "group 1"), slow.num_averages)
+    assert slow.step == fast.step >= 30, "both count the steps of the fastest"
+    assert slow.num_averages >= 2
+    assert TOKENS * fast.step < slow.tokens_seen < 1.5 * TOKENS * fast.step
+
+
+def test_a_change_that_is_not_finite_is_left_out_by_name(store: dist.Store, caplog: pytest.LogCaptureFixture) -> None:
+    def poison(member: Member, step: int) -> None:
+        if step == K_STEPS + 1:
+            member.parameters["wide"].data[3, 4] = float("nan")
+
+    members = [Member(store, n, METHODS["sparse_loco"], before=poison if n == 1 else None) for n in range(3)]
+    train(members)
+    assert_equal_anchors(members)
+    assert all(torch.isfinite(each).all() for member in members for each in member.parameters.values())
+    assert members[0].worker.contributed == {f"group {n}": 4 for n in range(3)}
+    assert members[0].worker.tokens_seen == TOKENS * K_STEPS * (3 * 4 - 1)
+    assert "Member 'group 1' had an inf or NaN" in caplog.text
+
+
+def test_who_is_not_drawn_keeps_its_work_for_the_next_round(store: dist.Store) -> None:
+    members = [Member(store, n, METHODS["sparse_loco"], options={"participants": 0.5}) for n in range(3)]
+    train(members)
+    assert_equal_anchors(members)
+    kept = sum(member.worker.tokens for member in members)
+    assert kept
+    assert members[0].worker.tokens_seen + kept == 3 * 4 * K_STEPS * TOKENS
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_no_change_is_lost_or_counted_twice(seed: int, store: dist.Store) -> None:
+    """Whatever fails: all steps = what has been committed + residuals + work that has not been averaged."""
+    generator = random.Random(seed)
+    fails = [
+        {
+            (number, generator.randrange(3)): generator.random() < 0.6
+            for number in range(2, 9)
+            if generator.random() < 0.3
+        }
+        for _ in range(3)
+    ]
+    method = LocalSGD(k_steps=K_STEPS, begin_step=0, compression={**SPARSE, "mean_over": "ranks"})
+    options = {"participants": 0.6 if seed % 2 else 1.0}
+    members = [
+        Member(store, n, method, 5 * K_STEPS, membership={"fail_in": fails[n]}, options=options, is_even=True)
+        for n in range(3)
+    ]
+    train(members)
+    assert_equal_anchors(members)
+    anchors: dict[int, Tensor] = {}
+    contributors: dict[int, set[str]] = {}
+    for member in members:
+        for number, mine in member.anchors.items():
+            anchors[number] = mine[0]
+            contributors[number] = member.contributors[number]
+    last = max(anchors)
+    assert set(anchors) == set(range(last + 1))
+    committed = sum(len(contributors[n]) * (anchors[n] - anchors[n - 1]) for n in range(1, last + 1))
+    kept = torch.zeros(20, 13)
+    for member in members:
+        worker, weight = member.worker, member.parameters["wide"]
+        residual = worker.compressed.residuals["wide"].view_as(kept)
+        kept += residual + weight.detach() - worker.start[weight]
+    torch.testing.assert_close(sum(member.moved for member in members), committed + kept, rtol=0, atol=1e-4)
