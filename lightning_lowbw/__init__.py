@@ -21,13 +21,14 @@ from lightning_lowbw.strategies import (
     AdaptiveLocalSGDStrategy,
     AutoStrategy,
     DGCStrategy,
+    ElasticStrategy,
     HierarchicalStrategy,
     LocalSGDStrategy,
     ShardedStrategy,
     Strategy,
     register,
 )
-from lightning_lowbw.strategies.names import NAMES, OF_SHARDS
+from lightning_lowbw.strategies.names import NAMES, OF_GROUPS, OF_SHARDS
 from lightning_lowbw.strategies.traffic_monitor import TrafficMonitor
 from lightning_lowbw.sync.exchange import Whole
 from lightning_lowbw.sync.low_rank import LowRank
@@ -46,6 +47,7 @@ __all__ = [
     "ConfigurationError",
     "DGCStrategy",
     "DisagreementError",
+    "ElasticStrategy",
     "EveryK",
     "EveryStep",
     "Hierarchical",
@@ -74,10 +76,11 @@ __all__ = [
 def names() -> list[str]:
     """Return the names for `Trainer(strategy=...)`, without endings.
 
-    Those without `_fsdp` take `_hierarchical`, for two levels ("hierarchical" has them), and then the endings of
-    Lightning's "ddp", such as `_spawn`.
+    Those without `_fsdp` and `_elastic` take `_hierarchical`, for two levels ("hierarchical" has them), and then the
+    endings of Lightning's "ddp", such as `_spawn`.
     """
-    return sorted([*NAMES, *(f"{base}_fsdp" for base in OF_SHARDS)])
+    sharded, elastic = (f"{base}_fsdp" for base in OF_SHARDS), (f"{base}_elastic" for base in OF_GROUPS)
+    return sorted([*NAMES, *sharded, *elastic])
 
 
 register()

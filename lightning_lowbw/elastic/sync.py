@@ -114,12 +114,14 @@ class Members(Peers):
         ledger: of the traffic.
 
     Attributes:
+        membership: as given.
         members: the collectives of this process with those of its rank in other groups.
         weights: of the members in the mean of this round.
     """
 
     def __init__(self, membership: Membership, ledger: TrafficLedger | None = None) -> None:
         super().__init__(None, ledger)
+        self.membership = membership
         self.members = self._between = MemberCollectives(membership, self.ledger)
         self.node = Collectives(None, self.ledger, "intra")
         self.local_rank, self.num_local_ranks = self.node.rank, self.node.num_ranks
@@ -158,6 +160,9 @@ class Members(Peers):
     def broadcast_(self, tensor: Tensor) -> None:
         self.node.broadcast_(tensor)
 
+    def close(self) -> None:
+        self.membership.close()
+
 
 # One member -----------------------------------------------------------------------------------------------------------
 
@@ -167,8 +172,8 @@ class ElasticSync(LocalSync):
 
     Args:
         method: `EveryK` with `Whole` or `TopK`; see `check_elastic`.
-        membership: finds the members of each round.
-        ledger: of the traffic.
+        members: of each round.
+        named_buffers: floating ones are averaged; others are each member's own.
         round_s: seconds after which a round ends, instead of the method's `k_steps`.
         participants: the fraction of the members that is drawn to be averaged in a round; the others keep their work.
 
@@ -187,17 +192,16 @@ class ElasticSync(LocalSync):
         method: Method,
         optimizer: Optimizer,
         named_parameters: Iterable[tuple[str, Parameter]],
-        membership: Membership,
+        members: Members,
         named_buffers: Mapping[str, Tensor] | None = None,
         *,
-        ledger: TrafficLedger | None = None,
         round_s: float | None = None,
         participants: float = 1.0,
     ) -> None:
         check_elastic(method)
-        self.membership, self.members = membership, Members(membership, ledger)
+        self.members, self.membership = members, members.membership
         self.round_s, self.participants = round_s, participants
-        super().__init__(method, optimizer, named_parameters, self.members, named_buffers or {})
+        super().__init__(method, optimizer, named_parameters, members, named_buffers or {})
         self.buffers.counts = {}  # their maximum would be one more collective, after the commit
         (self._all,) = self.fragments
         self.tokens = self.tokens_seen = 0.0
@@ -244,11 +248,16 @@ class ElasticSync(LocalSync):
         return self.last_step is not None and self.step >= self.last_step and not self._steps
 
     def end(self, timeout_s: float) -> None:
-        """Leave, after a last quorum: a member that has lost the others in the last round heals in it."""
+        """Take part in a last quorum: a member that has lost the others in the last round heals in it."""
         if self.has_ended_all:
             with contextlib.suppress(TimeoutError):
-                self.membership.quorum(self.num_averages, self.shared_state, timeout_s)
-        self.membership.close()
+                self.members.members.begin(self.membership.quorum(self.num_averages, self.shared_state, timeout_s))
+                self._leave_together()
+
+    def _leave_together(self) -> None:
+        """Wait for the members, who may still be connecting to this one."""
+        self.members.members.all_gather(torch.zeros(1))
+        self.membership.commit(False)
 
     def _is_over(self) -> bool:
         """Return whether the round ends with this step; the same on all processes of the group."""
@@ -285,7 +294,7 @@ class ElasticSync(LocalSync):
             self._heal(quorum.healed, quorum.members[quorum.rank])
             if self.has_ended_all:  # the others wait for nothing else
                 self._add_(None)
-                membership.commit(False)
+                self._leave_together()
                 return True
         self._restart_if_not_finite()
         rows = self._gather_rows()

@@ -21,6 +21,7 @@ from lightning_lowbw.cost_model import CANDIDATES
 from lightning_lowbw.presets import DGC, DGC_SPARSITY, PRESETS, AdaptiveLocalSGD, Hierarchical, LocalSGD, preset
 from lightning_lowbw.schedules.every_k import OuterName, Rule
 from lightning_lowbw.schedules.every_step import AUTO
+from lightning_lowbw.strategies.elastic import ElasticStrategy
 from lightning_lowbw.strategies.fsdp import ShardedStrategy
 from lightning_lowbw.strategies.keywords import STRATEGY_KEYWORDS, shows
 from lightning_lowbw.strategies.strategy import Strategy
@@ -322,6 +323,8 @@ OF_SHARDS = {
     **{name: preset(name) for name in ("local_sgd", "diloco", "sparse_loco", "hierarchical", "int8", "int4")},
     "dgc": DGC(sparsity=[0.99], rampup_begin_step=100),
 }
+# Groups that come and go, each a Lightning run; `diloco_elastic` and so on.
+OF_GROUPS = {name: preset(name).replace(begin_step=0) for name in ("local_sgd", "diloco", "sparse_loco")}
 START_METHODS = {"": "popen", "_spawn": "spawn", "_fork": "fork", "_notebook": "fork"}
 SEARCHES: dict[str, dict[str, Any]] = {
     "": {},
@@ -339,6 +342,7 @@ def register(registry: _StrategyRegistry = StrategyRegistry) -> None:
             options = {**arguments, **levels[level], **SEARCHES[search], "start_method": START_METHODS[start]}
             entries[base + level + start + search] = strategy, options
     entries |= {f"{base}_fsdp": (ShardedStrategy, {"method": method}) for base, method in OF_SHARDS.items()}
+    entries |= {f"{base}_elastic": (ElasticStrategy, {"method": method}) for base, method in OF_GROUPS.items()}
     for name, (strategy, options) in entries.items():
         if name not in registry.available_strategies():
             registry.register(name, strategy, description=f"{strategy.__name__} with {options}", **options)

@@ -83,6 +83,7 @@ class Strategy(CheckpointedStrategy, DDPStrategy):
 
     _candidates: Sequence[str] = OF_AUTO  # of what is chosen in place of "auto"
     _reports = False  # whether it brings a TrafficMonitor
+    _needs_ranks = True  # whether there is nothing to communicate with one rank
 
     @shows(DDP_KEYWORDS)
     def __init__(
@@ -161,7 +162,7 @@ class Strategy(CheckpointedStrategy, DDPStrategy):
             self._clipping.install(self.precision_plugin, self.worker_of, self._check_clipping)
             if self._reports:
                 bring_monitor(trainer)
-            if self.world_size == 1:
+            if self.world_size == 1 and self._needs_ranks:
                 rank_zero_warn(
                     f"{type(self).__name__} with one rank: there is no other rank to communicate with, so this trains "
                     "as without it. Set Trainer(devices=..., num_nodes=...) for more."
@@ -204,8 +205,12 @@ class Strategy(CheckpointedStrategy, DDPStrategy):
             buffers = buffers_by_optimizer(module, self.optimizers) if self.method.averages_weights else {}
             for optimizer in self.optimizers:
                 own = buffers.get(id(optimizer))
-                worker = self.method.make_synchronizer(optimizer, named_parameters, self._worker_peers, own)
-                self._workers[id(optimizer)] = worker
+                self._workers[id(optimizer)] = self._make_worker(optimizer, named_parameters, own)
+
+    def _make_worker(
+        self, optimizer: Optimizer, named_parameters: list[tuple[str, torch.nn.Parameter]], buffers: Any
+    ) -> Synchronizer:
+        return self.method.make_synchronizer(optimizer, named_parameters, self._worker_peers, buffers)
 
     def adopt(self, method: Method) -> None:
         """Continue with another method that exchanges gradients, after a step that has left no residuals.

@@ -57,7 +57,7 @@ BELOW: dict[str, set[str]] = {
     "planner": {"method", "presets", "cost_model", *METHOD_PARTS},
     "check": {"kernels", "comm"},
     "elastic": {"kernels", "method", *METHOD_PARTS},
-    "strategies": {"kernels", "method", "presets", "cost_model", *METHOD_PARTS},
+    "strategies": {"kernels", "method", "presets", "cost_model", "elastic", *METHOD_PARTS},
     "callbacks": {"method", "presets", "strategies", *METHOD_PARTS},
     "zoo": set(),
     "lab": {"errors", "comm"},

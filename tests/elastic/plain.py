@@ -68,7 +68,10 @@ class PlainMembership:
             healed = torch.load(io.BytesIO(self.store.get(f"{epoch}/shared")), weights_only=True)
         if len(names) > 1:
             own = dist.PrefixStore(f"{epoch}/gloo", self.store)
-            self.group = dist.ProcessGroupGloo(own, rank, len(names), timedelta(seconds=self.grace_s))
+            try:
+                self.group = dist.ProcessGroupGloo(own, rank, len(names), timedelta(seconds=self.grace_s))
+            except RuntimeError:  # one has been killed meanwhile
+                self.has_failed = True
         self.history.append(Quorum(latest, rank, names, healed))
         return self.history[-1]
 
@@ -99,6 +102,8 @@ class PlainMembership:
             self.close()
             raise KilledError
         try:
+            if self.has_failed:
+                raise RuntimeError("this round has failed")
             result = fn(self.group) if self.fail_in.get(here, True) else None
             if here in self.fail_in:
                 raise RuntimeError("the link of this member failed")

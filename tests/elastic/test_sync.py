@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from lightning_lowbw import LocalSGD
-from lightning_lowbw.elastic.sync import ElasticSync
+from lightning_lowbw.elastic.sync import ElasticSync, Members
 from lightning_lowbw.method import Method
 from tests.elastic.plain import KilledError, PlainMembership
 from tests.ranks import run_ranks
@@ -65,7 +65,7 @@ class Member:
         self.parameters = make_parameters()
         self.there = PlainMembership(self.store, f"group {self.number}", **self.membership)
         optimizer = torch.optim.SGD(self.parameters.values(), lr=0.05, momentum=0.9)
-        self.worker = ElasticSync(self.method, optimizer, self.parameters.items(), self.there, **self.options)
+        self.worker = ElasticSync(self.method, optimizer, self.parameters.items(), Members(self.there), **self.options)
         self.worker.last_step = self.last_step
 
     def run(self) -> None:
@@ -79,6 +79,7 @@ class Member:
                 self.take_step(step)
                 step += 1
             self.worker.end(timeout_s=1.0)
+            self.there.close()
             self.has_left = True
         except BaseException as error:  # noqa: BLE001 - the test looks at it
             self.error = error

@@ -1,0 +1,204 @@
+"""A strategy whose nodes come, go and are slow: each is a Lightning run of its own, and they average now and then."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import lightning.pytorch as pl
+import torch.distributed as dist
+from lightning.pytorch.utilities.data import extract_batch_size
+from torch import nn
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_lowbw.elastic.membership import Membership
+from lightning_lowbw.elastic.sync import ElasticSync, Members, check_elastic
+from lightning_lowbw.errors import ConfigurationError
+from lightning_lowbw.method import Method
+from lightning_lowbw.strategies.keywords import STRATEGY_KEYWORDS, shows
+from lightning_lowbw.strategies.strategy import Strategy
+
+
+class ElasticStrategy(Strategy):
+    """Local SGD between groups that come, go and are slow; each group is one Lightning run.
+
+    A group is one process, or several on a node, which Lightning sees alone, with its sampler, loggers and checkpoints
+    (give each group a `default_root_dir` of its own). In each step its processes reduce their gradients, as DDP does.
+    After a round the groups that are there average their changes, weighted by samples. Who is missing is missing; who
+    is slow, comes back, or is new takes the state of another group, and rebases its own work. A group begins when the
+    present round of the others ends.
+
+    Steps and schedulers are those of the fastest group. The training ends for all with the same round, that in which
+    the fastest has taken ``Trainer(max_steps=...)``. Validation, checkpoints and the end of the fit have the weights
+    after the last round, which are the same on all groups. A group's checkpoint resumes that group; of several the one
+    with the most rounds counts.
+
+    Args:
+        method: averages weights, with begin_step=0: `LocalSGD(k_steps=8, begin_step=0)`.
+        k_steps: local steps of a round; None is the method's.
+        round_s: seconds after which a round ends instead, with as many steps as each group has taken.
+        participants: the fraction of the groups that is drawn to be averaged in a round; the others keep their work.
+        min_replicas: groups that a round needs; with fewer all wait, and say so once a minute. With 1 a group that is
+            cut off trains on alone.
+        grace_s: for which a round waits for a group that is missing.
+        group: the name of this group, which no other has, and which it keeps when it is restarted.
+        membership: makes what finds the groups, given the bytes of what they share; None is torchft.
+        **kwargs: as of `Strategy`, without `topology`.
+
+    Raises:
+        ConfigurationError: a value is out of range, or the method communicates in every step.
+
+    Examples:
+        >>> from lightning_lowbw import LocalSGD
+        >>> ElasticStrategy(LocalSGD(begin_step=0), k_steps=20).method.when.k_steps
+        20
+    """
+
+    _needs_ranks = False
+
+    @shows(STRATEGY_KEYWORDS)
+    def __init__(
+        self,
+        method: Mapping[str, Any] | Method,
+        *,
+        k_steps: int | None = None,
+        round_s: float | None = None,
+        participants: float = 1.0,
+        min_replicas: int = 2,
+        grace_s: float = 10.0,
+        group: str | None = None,
+        membership: Callable[[int], Membership] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(method, **kwargs)
+        if k_steps is not None:
+            self.method = self._given = self.method.replace(k_steps=k_steps)
+        check_elastic(self.method)
+        if not 0 < participants <= 1:
+            raise ConfigurationError(f"participants={participants!r}: give a fraction above 0, at most 1.")
+        self.round_s, self.participants, self.grace_s = round_s, participants, grace_s
+        self._make_membership = membership or _torchft(group, min_replicas, grace_s)
+
+    @property
+    def _replica(self) -> ElasticSync:
+        (worker,) = self.workers
+        assert isinstance(worker, ElasticSync)
+        return worker
+
+    @property
+    @override
+    def _kind(self) -> str:
+        return "elastic"
+
+    @override
+    def is_search(self, trainer: pl.Trainer) -> bool:  # the first callback is needed with one rank, too
+        callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
+        return self._first_callback not in callbacks
+
+    @override
+    def _check_trainer(self, trainer: pl.Trainer) -> None:
+        super()._check_trainer(trainer)
+        if trainer.max_steps < 0 or trainer.max_epochs not in (None, -1):
+            raise ConfigurationError(
+                f"Trainer(max_steps={trainer.max_steps}, max_epochs={trainer.max_epochs}): the groups have epochs of "
+                "their own, and end with the same round. Give max_steps, and no max_epochs."
+            )
+
+    @override
+    def _make_peers(self, group: dist.ProcessGroup | None) -> None:
+        model = self.lightning_module
+        assert model is not None
+        numel = sum(each.numel() for each in (*model.parameters(), *model.buffers()))
+        has_velocity = self.method.when.outer != "none"  # type: ignore[union-attr]  # checked above
+        membership = self._make_membership(4 * numel * (1 + has_velocity))
+        self.peers = self._worker_peers = Members(membership, self.ledger)
+
+    @override
+    def _make_worker(self, optimizer: Optimizer, named_parameters: list[tuple[str, nn.Parameter]], buffers: Any) -> Any:
+        if len(self.optimizers) > 1:
+            raise ConfigurationError(
+                f"{len(self.optimizers)} optimizers: a round of an elastic training is that of one. Return one."
+            )
+        assert isinstance(self.peers, Members)
+        return ElasticSync(
+            *(self.method, optimizer, named_parameters, self.peers, buffers),
+            round_s=self.round_s,
+            participants=self.participants,
+        )
+
+    @override
+    def on_train_start(self) -> None:
+        super().on_train_start()
+        self._hide_mean()  # of a checkpoint
+        worker = self._replica
+        worker.last_step, worker.share = self.trainer.max_steps, self._schedules
+        worker.join()
+        self._follow(worker, is_in_step=False)
+        self._choose_backward_sync()
+
+    @override
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_start(batch, batch_idx)
+        self._choose_backward_sync()
+        self._replica.tokens += extract_batch_size(batch)
+
+    @override
+    def _end_step(self, worker: Any) -> None:
+        super()._end_step(worker)
+        if worker.has_met:
+            self._follow(worker, is_in_step=True)
+
+    @override
+    def on_train_end(self) -> None:
+        super().on_train_end()
+        self._replica.end(self.grace_s)
+
+    # Steps and schedulers -----------------------------------------------------------------------------------------
+
+    def _schedules(self) -> dict[str, Any]:
+        """Return the states of the schedulers, for a group that is behind, and the steps that they have taken."""
+        optimizer, step = self._replica.optimizer, self._step_progress.completed
+        states = [config.scheduler.state_dict() for config in self.trainer.lr_scheduler_configs]
+        return {"schedulers": states, "lrs": [group["lr"] for group in optimizer.param_groups], "step": step}
+
+    def _follow(self, worker: ElasticSync, *, is_in_step: bool) -> None:
+        """Count the steps of the fastest group, and let the schedulers take them.
+
+        Args:
+            is_in_step: whether Lightning counts one, and lets the schedulers take it, after this.
+        """
+        healed, progress = worker.healed, self._step_progress
+        configs = self.trainer.lr_scheduler_configs
+        step = worker.step - is_in_step
+        num_steps = worker.num_skipped
+        if healed is not None:
+            for config, state in zip(configs, healed["schedulers"], strict=True):
+                config.scheduler.load_state_dict(state)
+            for group, lr in zip(worker.optimizer.param_groups, healed["lrs"], strict=True):
+                group["lr"] = lr
+            num_steps = step - healed["step"]
+        for config in configs:
+            if config.interval == "step" and not config.reduce_on_plateau:
+                for _ in range(num_steps // config.frequency):
+                    config.scheduler.step()  # type: ignore[call-arg]  # no metric
+        progress.completed, progress.ready = step, worker.step
+
+    @property
+    def _step_progress(self) -> Any:
+        """Lightning's count of optimizer steps."""
+        loop = self.trainer.fit_loop.epoch_loop
+        if self.trainer.lightning_module.automatic_optimization:
+            return loop.automatic_optimization.optim_progress.optimizer.step.total
+        return loop.manual_optimization.optim_step_progress.total
+
+
+def _torchft(group: str | None, min_replicas: int, grace_s: float) -> Callable[[int], Membership]:
+    def make(state_bytes: int) -> Membership:
+        from lightning_lowbw.elastic.torchft_membership import TorchftMembership
+
+        options = {"state_bytes": state_bytes, "min_replicas": min_replicas, "grace_s": grace_s}
+        membership: Membership = TorchftMembership(name=group, **options)
+        return membership
+
+    return make

@@ -1,0 +1,181 @@
+"""Fits of groups, each a Lightning run in a process of its own."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_lowbw import DGC, ConfigurationError, ElasticStrategy, LocalSGD, Strategy
+from tests.elastic.plain import PlainMembership
+from tests.ranks import run_ranks
+from tests.tiny import BATCH, Tiny, make_trainer, sgd
+
+K_STEPS = 4
+STEPS = 5 * K_STEPS
+METHODS = {
+    "local_sgd": LocalSGD(k_steps=K_STEPS, begin_step=0),
+    "diloco": LocalSGD(k_steps=K_STEPS, begin_step=0, outer="nesterov"),
+    "sparse_loco": LocalSGD(
+        k_steps=K_STEPS, begin_step=0, compression={"density": 1 / 8, "chunk": 64, "min_numel": 100}
+    ),
+}
+
+
+class Scheduled(Tiny):
+    """With a learning rate that falls in each step, and batches that take some time.
+
+    Args:
+        number: of the group, or of the rank.
+        sleep_s: of each batch.
+    """
+
+    def __init__(self, number: int, sleep_s: float = 0.0) -> None:
+        super().__init__()
+        self.number, self.sleep_s = number, sleep_s
+        self.lrs: dict[int, float] = {}
+        self.validated: list[tuple[int, float]] = []
+
+    def configure_optimizers(self) -> Any:
+        optimizer = sgd([p for p in self.parameters() if p.requires_grad])
+        scheduler = LambdaLR(optimizer, lambda step: 1 / (1 + step))
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        time.sleep(self.sleep_s)
+        step = self.trainer.global_step
+        self.lrs[step] = self.optimizers().param_groups[0]["lr"]
+        generator = torch.Generator().manual_seed(100 * step + self.number)
+        x, y = torch.randn(batch[0].shape, generator=generator), torch.randint(0, 5, (BATCH,), generator=generator)
+        return nn.functional.cross_entropy(self(x), y)
+
+    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        self.validated.append((self.trainer.global_step, float(self.wide.weight.detach().sum())))
+
+
+def become_a_group(folder: str, ranks: int = 1) -> tuple[dist.Store, int]:
+    """Leave the world, and make one of this group alone; return the store of all groups, and the number of this one."""
+    number, rank = divmod(dist.get_rank(), ranks)
+    dist.destroy_process_group()
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
+    store = dist.FileStore(f"{folder}/of group {number}", ranks)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
+    return dist.PrefixStore(str(rank), dist.FileStore(f"{folder}/of all", -1)), number
+
+
+def data_of(steps: int) -> DataLoader:
+    return DataLoader(TensorDataset(torch.zeros(BATCH * steps, 16), torch.zeros(BATCH * steps)), batch_size=BATCH)
+
+
+def fit_group(
+    folder: str,
+    method: Any,
+    sleeps: Sequence[float] = (0, 0, 0),
+    begins: Sequence[float] = (0, 0, 0),
+    max_steps: int = STEPS,
+    ranks: int = 1,
+    resumes: bool = False,
+    **options: Any,
+) -> dict[str, Any]:
+    store, number = become_a_group(folder, ranks)
+    time.sleep(begins[number])
+    model = Scheduled(number * ranks + int(os.environ["RANK"]), sleeps[number])
+    strategy = ElasticStrategy(
+        method, membership=lambda _: PlainMembership(store, f"group {number}", grace_s=20.0), grace_s=1.0, **options
+    )
+    trainer = make_trainer(
+        strategy, ranks, max_steps=max_steps, max_epochs=-1, val_check_interval=7, limit_val_batches=1
+    )
+    path = f"{folder}/group {number}.ckpt"
+    trainer.fit(model, data_of(STEPS), data_of(1), ckpt_path=path if resumes else None)
+    trainer.save_checkpoint(path)
+    (worker,) = strategy.replicas
+    return {
+        "weights": [each.detach() for each in (*model.parameters(), model.norm.running_mean, model.norm.running_var)],
+        "global_step": trainer.global_step,
+        "rounds": worker.num_averages,
+        "seen": worker.tokens_seen,
+        "contributed": worker.contributed,
+        "lrs": model.lrs,
+        "validated": model.validated,
+    }
+
+
+def fit_fixed(method: Any) -> list[Tensor]:
+    model = Scheduled(dist.get_rank())
+    trainer = make_trainer(Strategy(method), dist.get_world_size(), max_steps=STEPS, max_epochs=-1)
+    trainer.fit(model, data_of(STEPS * dist.get_world_size()))
+    return [each.detach() for each in (*model.parameters(), model.norm.running_mean, model.norm.running_var)]
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_fit_of_fixed_groups_is_that_without_elasticity_to_the_bit(name: str, tmp_path: Path) -> None:
+    """Also where validation has shown the weights after the last round in between."""
+    fixed = run_ranks(fit_fixed, 2, METHODS[name])
+    results = run_ranks(fit_group, 2, str(tmp_path), METHODS[name], fresh=True)
+    for result in results:
+        assert all(map(torch.equal, result["weights"], fixed[0]))
+        assert (result["global_step"], result["rounds"]) == (STEPS, 5)
+        assert result["seen"] == 2 * STEPS * BATCH
+        assert result["validated"] == results[0]["validated"]
+    assert len({value for _, value in results[0]["validated"]}) > 1
+
+
+def test_a_slow_group_and_a_late_one_end_with_the_others(tmp_path: Path) -> None:
+    """Steps and learning rates are those of the fastest."""
+    sleeps, begins = (0.01, 0.07, 0.01), (0, 0, 0.6)
+    results = run_ranks(
+        *(partial(fit_group, round_s=0.3, max_steps=100), 3, str(tmp_path), METHODS["diloco"], sleeps, begins),
+        fresh=True,
+    )
+    for result in results:
+        assert all(map(torch.equal, result["weights"], results[0]["weights"]))
+        for name in ("rounds", "global_step", "seen", "contributed"):
+            assert result[name] == results[0][name], name
+        assert result["contributed"] == {f"group {number}": result["rounds"] for number in range(3)}
+        assert result["lrs"] == {step: pytest.approx(0.05 / (1 + step)) for step in result["lrs"]}
+    assert results[0]["global_step"] == 100
+    assert len(results[1]["lrs"]) < 50
+    assert min(results[2]["lrs"]) > 0, "the late one begins with the step of the others"
+
+
+def test_groups_resume_from_their_checkpoints_to_the_bit(tmp_path: Path) -> None:
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    whole.mkdir()
+    parts.mkdir()
+    method = METHODS["sparse_loco"]
+    at_once = run_ranks(fit_group, 2, str(whole), method, fresh=True)
+    for max_steps, resumes in ((2 * K_STEPS, False), (STEPS, True)):
+        for each in parts.glob("of *"):
+            each.unlink()
+        fitting = partial(fit_group, max_steps=max_steps, resumes=resumes)
+        results = run_ranks(fitting, 2, str(parts), method, fresh=True)
+    for result, whole_result in zip(results, at_once, strict=True):
+        assert all(map(torch.equal, result["weights"], whole_result["weights"]))
+        assert result["seen"] == whole_result["seen"]
+        assert result["lrs"] == {step: lr for step, lr in whole_result["lrs"].items() if step >= 2 * K_STEPS}
+
+
+def test_the_processes_of_a_group_step_together(tmp_path: Path) -> None:
+    """As nodes of two ranks do without elasticity, except for the order of sums."""
+    method = METHODS["local_sgd"]
+    nodes = run_ranks(fit_fixed, 4, method.at(2))
+    for result in run_ranks(partial(fit_group, ranks=2), 4, str(tmp_path), method, fresh=True):
+        torch.testing.assert_close(result["weights"], nodes[0])
+        assert result["rounds"] == 5
+
+
+def test_what_cannot_be_elastic_is_refused() -> None:
+    for method in (DGC(), LocalSGD(k_steps=4), LocalSGD(k_steps=4, begin_step=0, delay_steps=2)):
+        with pytest.raises(ConfigurationError):
+            ElasticStrategy(method)
