@@ -85,8 +85,9 @@ def test_it_runs_or_says_what_is_allowed(name: str, data: st.DataObject) -> None
     given_values = data.draw(
         st.dictionaries(st.sampled_from([*names, "nonsense"]), values | mappings | kinds, max_size=3)
     )
-    if name in ("Strategy", "ShardedStrategy") and (data.draw(st.booleans()) or "method" not in given_values):
-        given_values["method"] = lowbw.LocalSGD()
+    needs_method = name in ("Strategy", "ShardedStrategy", "ElasticStrategy")
+    if needs_method and (data.draw(st.booleans()) or "method" not in given_values):
+        given_values["method"] = lowbw.LocalSGD(begin_step=0)
     try:
         built = constructor(**given_values)
     except ConfigurationError as caught:

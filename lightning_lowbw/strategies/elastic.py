@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -12,6 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_lowbw.arguments import is_count, is_number
 from lightning_lowbw.elastic.membership import Membership
 from lightning_lowbw.elastic.sync import ElasticSync, Members, check_elastic
 from lightning_lowbw.errors import ConfigurationError
@@ -43,6 +45,8 @@ class ElasticStrategy(Strategy):
             cut off trains on alone.
         grace_s: for which a round waits for a group that is missing.
         group: the name of this group, which no other has, and which it keeps when it is restarted.
+        lighthouse: the address of torchft's, where groups meet, as "http://10.0.0.1:29510"; None is that of the
+            environment's TORCHFT_LIGHTHOUSE.
         membership: makes what finds the groups, given the bytes of what they share; None is torchft.
         **kwargs: as of `Strategy`, without `topology`.
 
@@ -68,6 +72,7 @@ class ElasticStrategy(Strategy):
         min_replicas: int = 2,
         grace_s: float = 10.0,
         group: str | None = None,
+        lighthouse: str | None = None,
         membership: Callable[[int], Membership] | None = None,
         **kwargs: Any,
     ) -> None:
@@ -75,10 +80,17 @@ class ElasticStrategy(Strategy):
         if k_steps is not None:
             self.method = self._given = self.method.replace(k_steps=k_steps)
         check_elastic(self.method)
-        if not 0 < participants <= 1:
+        if not (is_number(participants) and 0 < participants <= 1):
             raise ConfigurationError(f"participants={participants!r}: give a fraction above 0, at most 1.")
+        for name, value in (("round_s", 1 if round_s is None else round_s), ("grace_s", grace_s)):
+            if not (is_number(value) and value > 0):
+                raise ConfigurationError(f"{name}={value!r}: give a number of seconds above 0.")
+        if not is_count(min_replicas):
+            raise ConfigurationError(f"min_replicas={min_replicas!r}: give a number of groups, an integer >= 1.")
+        self._options |= {"round_s": round_s, "participants": participants, "min_replicas": min_replicas}
+        self._options |= {"grace_s": grace_s, "group": group}
         self.round_s, self.participants, self.grace_s = round_s, participants, grace_s
-        self._make_membership = membership or _torchft(group, min_replicas, grace_s)
+        self._make_membership = membership or partial(_torchft, lighthouse, group, min_replicas)
 
     @property
     def _replica(self) -> ElasticSync:
@@ -193,12 +205,10 @@ class ElasticStrategy(Strategy):
         return loop.manual_optimization.optim_step_progress.total
 
 
-def _torchft(group: str | None, min_replicas: int, grace_s: float) -> Callable[[int], Membership]:
-    def make(state_bytes: int) -> Membership:
-        from lightning_lowbw.elastic.torchft_membership import TorchftMembership
+def _torchft(lighthouse: str | None, group: str | None, min_replicas: int, state_bytes: int) -> Membership:
+    from lightning_lowbw.elastic.torchft_membership import TorchftMembership  # an extra
 
-        options = {"state_bytes": state_bytes, "min_replicas": min_replicas, "grace_s": grace_s}
-        membership: Membership = TorchftMembership(name=group, **options)
-        return membership
-
-    return make
+    membership: Membership = TorchftMembership(
+        lighthouse, name=group, min_replicas=min_replicas, state_bytes=state_bytes
+    )
+    return membership

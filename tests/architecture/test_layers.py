@@ -22,6 +22,7 @@ from lightning_lowbw import (
     AdaptiveLocalSGDStrategy,
     AutoStrategy,
     DGCStrategy,
+    ElasticStrategy,
     Hierarchical,
     HierarchicalStrategy,
     LocalSGD,
@@ -194,6 +195,7 @@ def test_what_is_exported() -> None:
         "DGC",
         "DGCStrategy",
         "DisagreementError",
+        "ElasticStrategy",
         "EveryK",
         "EveryStep",
         "Hierarchical",
@@ -274,13 +276,15 @@ NAMES = {
 }
 NAMES |= {f"{name}_hierarchical": cls for name, cls in NAMES.items()} | {"hierarchical": HierarchicalStrategy}
 OF_SHARDS = [f"{name}_fsdp" for name in ("dgc", "local_sgd", "diloco", "sparse_loco", "hierarchical", "int8", "int4")]
+OF_GROUPS = [f"{name}_elastic" for name in ("local_sgd", "diloco", "sparse_loco")]
 START_METHODS = {"": "popen", "_spawn": "spawn", "_fork": "fork", "_notebook": "fork"}
 SEARCHES = {"": None, "_find_unused_parameters_true": True, "_find_unused_parameters_false": False}
 
 
 def test_strategies_are_known_by_name() -> None:
     ours = [name for name, entry in StrategyRegistry.items() if entry["strategy"].__module__.startswith(PACKAGE)]
-    assert sorted(ours) == sorted([*map("".join, itertools.product(NAMES, START_METHODS, SEARCHES)), *OF_SHARDS])
+    named = map("".join, itertools.product(NAMES, START_METHODS, SEARCHES))
+    assert sorted(ours) == sorted([*named, *OF_SHARDS, *OF_GROUPS])
     endings = ("_hierarchical", "_spawn", "_fork", "_notebook", "_true", "_false")
     assert lightning_lowbw.names() == sorted(name for name in ours if not name.endswith(endings))
     assert not [name for name in NAMES if "ddp" in name or name != name.lower()]  # Lightning has ways with "ddp"
@@ -291,6 +295,7 @@ def test_strategies_are_known_by_name() -> None:
         assert strategy._start_method == START_METHODS[start]
         assert bool(strategy._ddp_kwargs.get("find_unused_parameters")) == bool(SEARCHES[search])
     assert {type(StrategyRegistry.get(name)) for name in OF_SHARDS} == {ShardedStrategy}
+    assert {type(StrategyRegistry.get(name)) for name in OF_GROUPS} == {ElasticStrategy}
 
 
 def test_registering_again_changes_nothing() -> None:
