@@ -39,7 +39,8 @@ from lightning_lowbw.namespaces import LOGGER
 from lightning_lowbw.sync.average import Average
 from lightning_lowbw.sync.exchange import TopKExchange, Whole
 from lightning_lowbw.sync.local import LocalSync
-from lightning_lowbw.sync.status import STOP, Status, any_of, status_message
+from lightning_lowbw.sync.state import on_cpu
+from lightning_lowbw.sync.status import SAVE, STOP, Status, any_of, status_message
 
 _logger = logging.getLogger(LOGGER)
 TOKENS, STEPS, FAULTS, ANCHOR = range(4)  # of a row: float64, which has integers up to 2^53
@@ -283,7 +284,8 @@ class ElasticSync(LocalSync):
         self._sent, self._began_s = None, time.monotonic()
         self._all.steps = self.steps_since_average = 0
         self.loss.clear()
-        self.agree_on(STOP * self._any_in_node([float(self.stop_requested)])[0])  # a signal ends this group only
+        stops, saves = self._any_in_node([float(self.stop_requested), float(self.save_requested)])
+        self.agree_on(STOP * stops | SAVE * saves)  # of this group only
 
     def _try_round(self) -> bool:
         """Try a round; return whether it counts. If not, nothing has changed, except that this member has healed."""
@@ -426,7 +428,7 @@ class ElasticSync(LocalSync):
             "steps": self._steps,
             "tokens_seen": self.tokens_seen,
             "contributed": dict(self.contributed),
-            "others": dict(self.share()),
+            "others": on_cpu(self.share()),
         }
 
     def _heal(self, shared: Mapping[str, Any], name: str) -> None:

@@ -29,7 +29,7 @@ class ElasticStrategy(Strategy):
     (give each group a `default_root_dir` of its own). In each step its processes reduce their gradients, as DDP does.
     After a round the groups that are there average their changes, weighted by samples. Who is missing is missing; who
     is slow, comes back, or is new takes the state of another group, and rebases its own work. A group begins when the
-    present round of the others ends.
+    present round of the others ends. A model that is sharded inside a group (`_fsdp`) is not supported.
 
     Steps and schedulers are those of the fastest group. The training ends for all with the same round, that in which
     the fastest has taken ``Trainer(max_steps=...)``. Validation, checkpoints and the end of the fit have the weights

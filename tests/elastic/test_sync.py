@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 
-from lightning_lowbw import LocalSGD
+from lightning_lowbw import DisagreementError, LocalSGD
 from lightning_lowbw.elastic.sync import ElasticSync, Members
 from lightning_lowbw.method import Method
 from tests.elastic.plain import KilledError, PlainMembership
@@ -72,6 +72,7 @@ class Member:
         try:
             self.worker.join()
             self.note()
+            self.kept = float(self.kept_change().abs().sum())
             step = 0
             while not (self.is_over(self) if self.is_over else self.worker.has_ended_all):
                 if self.before is not None:
@@ -96,6 +97,12 @@ class Member:
             self.moved += self.parameters["wide"].detach() - before
         if self.worker.has_met:
             self.note()
+
+    def kept_change(self) -> Tensor:
+        """Return what has not been averaged: of the weights, and of what sparse payloads keep back."""
+        weight, exchange = self.parameters["wide"], self.worker.compressed
+        residual = ({} if exchange is None else exchange.residuals).get("wide", torch.zeros(weight.numel()))
+        return weight.detach() - self.worker.start[weight] + residual.view_as(weight)
 
     def note(self) -> None:
         number = self.worker.num_averages
@@ -257,6 +264,52 @@ def test_who_is_not_drawn_keeps_its_work_for_the_next_round(store: dist.Store) -
     assert members[0].worker.tokens_seen + kept == 3 * 4 * K_STEPS * TOKENS
 
 
+def test_a_member_with_another_anchor_than_most_heals(store: dist.Store) -> None:
+    """As when a round has been committed by members that have then gone, and by the others without them."""
+
+    def tamper(member: Member, step: int) -> None:
+        if step == K_STEPS + 1:
+            member.worker.start[member.parameters["wide"]][2, 3] += 1.0
+
+    members = [Member(store, n, METHODS["diloco"], before=tamper if n == 0 else None) for n in range(3)]
+    train(members)
+    assert_equal_anchors(members)
+    assert [quorum.step for quorum in members[0].there.history if quorum.healed] == [1]
+    assert members[0].worker.contributed == {f"group {n}": 4 for n in range(3)}
+
+
+def test_other_weights_at_the_beginning_are_an_error_on_all(store: dist.Store) -> None:
+    members = [Member(store, n, METHODS["local_sgd"]) for n in range(2)]
+    members[1].parameters["bias"].data += 1.0
+    with pytest.raises(DisagreementError, match="begin with different weights"):
+        train(members)
+    assert all(isinstance(member.error, DisagreementError) for member in members)
+
+
+def test_all_restart_from_the_checkpoint_with_the_most_rounds(store: dist.Store) -> None:
+    """What a group's own checkpoint has not sent counts only if it has not been averaged since."""
+    states: list[dict[str, Any]] = [{}, {}]
+
+    def save(member: Member, step: int) -> None:
+        if step == (K_STEPS + 1, 4 * K_STEPS - 1)[member.number]:
+            states[member.number] = member.worker.state_dict()
+
+    members = [Member(store, n, METHODS["sparse_loco"], before=save) for n in range(2)]
+    train(members)
+    assert [state["num_averages"] for state in states] == [1, 3]
+    assert states[0]["tokens"] == TOKENS
+    again_store = dist.HashStore()
+    again = [Member(again_store, n, METHODS["sparse_loco"], last_step=5 * K_STEPS) for n in range(2)]
+    for member, state in zip(again, states, strict=True):
+        member.worker.load_state_dict(state)
+    train(again)
+    assert_equal_anchors(again)
+    assert [min(member.anchors) for member in again] == [4, 4], "with what the second had begun of the fourth"
+    assert again[0].kept == 0.0
+    assert again[1].kept > 0.0, "its residual"
+    assert again[1].worker.contributed == {"group 0": 6, "group 1": 6}
+
+
 @pytest.mark.parametrize("seed", range(8))
 def test_no_change_is_lost_or_counted_twice(seed: int, store: dist.Store) -> None:
     """Whatever fails: all steps = what has been committed + residuals + work that has not been averaged."""
@@ -286,9 +339,5 @@ def test_no_change_is_lost_or_counted_twice(seed: int, store: dist.Store) -> Non
     last = max(anchors)
     assert set(anchors) == set(range(last + 1))
     committed = sum(len(contributors[n]) * (anchors[n] - anchors[n - 1]) for n in range(1, last + 1))
-    kept = torch.zeros(20, 13)
-    for member in members:
-        worker, weight = member.worker, member.parameters["wide"]
-        residual = worker.compressed.residuals["wide"].view_as(kept)
-        kept += residual + weight.detach() - worker.start[weight]
+    kept = sum(member.kept_change() for member in members)
     torch.testing.assert_close(sum(member.moved for member in members), committed + kept, rtol=0, atol=1e-4)
