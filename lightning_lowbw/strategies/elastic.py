@@ -43,7 +43,7 @@ class ElasticStrategy(Strategy):
         participants: the fraction of the groups that is drawn to be averaged in a round; the others keep their work.
         min_replicas: groups that a round needs; with fewer all wait, and say so once a minute. With 1 a group that is
             cut off trains on alone.
-        grace_s: for which a round waits for a group that is missing.
+        grace_s: for which a round waits for a group that is missing; the same as the lighthouse's join_timeout_ms.
         group: the name of this group, which no other has, and which it keeps when it is restarted.
         lighthouse: the address of torchft's, where groups meet, as "http://10.0.0.1:29510"; None is that of the
             environment's TORCHFT_LIGHTHOUSE.
