@@ -70,14 +70,7 @@ class MemberCollectives(Collectives):
     def begin(self, quorum: Quorum) -> None:
         """Begin a round."""
         self.quorum, self.has_failed = quorum, False
-
-    @property
-    def num_ranks(self) -> int:
-        return len(self.quorum.members)
-
-    @property
-    def rank(self) -> int:
-        return self.quorum.rank
+        self.num_ranks, self.rank = len(quorum.members), quorum.rank
 
     def begin_all_reduce_(self, tensor: Tensor, *, exact: bool = True) -> TensorWork:
         here = tensor.cpu()

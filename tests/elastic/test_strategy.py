@@ -65,6 +65,8 @@ class Scheduled(Tiny):
 
 def become_a_group(folder: str, ranks: int = 1) -> tuple[dist.Store, int]:
     """Leave the world, and make one of this group alone; return the store of all groups, and the number of this one."""
+    # As Lightning sets it where ranks share a machine: with more threads sums have other bits.
+    os.environ["OMP_NUM_THREADS"] = "1"
     number, rank = divmod(dist.get_rank(), ranks)
     dist.destroy_process_group()
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
