@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from benchmarks.beside_ddp.accuracy import CONTROL, FIXED, payload_of
+from benchmarks.beside_ddp.accuracy import CONTROL, FIXED
 from benchmarks.beside_ddp.tasks import LINKS, STEPS, TASKS, Row, is_same
 
 LATER_SEEDS = 10  # the first of those that were added to judge the others by
@@ -98,7 +98,7 @@ def cells_of(results: dict[str, Any], constants: dict[str, float]) -> list[Cell]
                 rows = {}
                 for method, sent in (("ddp", None), ("dgc 99.9 %", FIXED), ("auto", schedule)):
                     name = "ddp" if sent is None else method  # to the bit
-                    key = {"method": name, "schedule": sent, "payload": payload_of(name, task)}
+                    key = {"method": name, "schedule": sent}
                     rows[method] = {row["seed"]: row for row in same if is_same(row, **key)}
                 cell = Cell(task, num_steps, links, schedule, rows)
                 if rows["ddp"] and rows["auto"] and cell.seeds:
@@ -116,7 +116,7 @@ def former_of(results: dict[str, Any], cells: list[Cell], *, are_trials: bool) -
     """
     found: list[Cell] = []
     for cell in {(cell.task, cell.steps): cell for cell in cells}.values():
-        key = {"task": cell.task, "steps": cell.steps, "method": "auto", "payload": payload_of("auto", cell.task)}
+        key = {"task": cell.task, "steps": cell.steps, "method": "auto"}
         rows = [row for row in results["rows"] if is_same(row, **key) and row["schedule"] is not None]
         known = [each.schedule for each in cells if (each.task, each.steps) == (cell.task, cell.steps)]
         former: list[Row] = []

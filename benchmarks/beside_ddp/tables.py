@@ -7,7 +7,7 @@ import statistics
 from dataclasses import replace
 from typing import Any
 
-from benchmarks.beside_ddp.accuracy import CONTROL, METHODS, VARIANTS, payload_of
+from benchmarks.beside_ddp.accuracy import CONTROL, METHODS, VARIANTS
 from benchmarks.beside_ddp.cells import NUM_SEEDS, Cell, Difference, beside_perturbed, error_of, is_beyond_ddp
 from benchmarks.beside_ddp.tasks import STEPS, Row, is_same
 from benchmarks.beside_ddp.wall_clock import DDP_KEY, DENSE_KEY, planned, ratios_of, seconds_of_run, step_s_of
@@ -48,11 +48,7 @@ def variants_to_markdown(results: dict[str, Any], cells: list[Cell]) -> str:
     for cell in cells:
         for variant in [name for name in VARIANTS if name not in METHODS]:
             key = {"task": cell.task, "steps": cell.steps, "schedule": cell.schedule, "method": variant}
-            rows = {
-                row["seed"]: row
-                for row in results["rows"]
-                if is_same(row, **key, payload=payload_of(variant, cell.task))
-            }
+            rows = {row["seed"]: row for row in results["rows"] if is_same(row, **key)}
             both = replace(cell, rows={**cell.rows, variant: rows})
             if not (rows and both.seeds):
                 continue
