@@ -19,6 +19,7 @@ import contextlib
 import logging
 import math
 import time
+import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -33,6 +34,7 @@ from lightning_lowbw.comm.peers import Peers
 from lightning_lowbw.compress.top_k import TopK
 from lightning_lowbw.elastic.membership import Membership, Quorum
 from lightning_lowbw.errors import ConfigurationError, DisagreementError
+from lightning_lowbw.kernels.reference import are_not_finite
 from lightning_lowbw.kernels.tensors import as_real, checksum, copy_all_
 from lightning_lowbw.method import Method
 from lightning_lowbw.namespaces import LOGGER
@@ -43,7 +45,7 @@ from lightning_lowbw.sync.state import on_cpu
 from lightning_lowbw.sync.status import SAVE, STOP, Status, any_of, status_message
 
 _logger = logging.getLogger(LOGGER)
-TOKENS, STEPS, FAULTS, ANCHOR = range(4)  # of a row: float64, which has integers up to 2^53
+TOKENS, STEPS, FAULTS, ANCHOR, NAMES = range(5)  # of a row: float64, which has integers up to 2^53
 ANCHORS = 1 << 32  # checksums are compared modulo this
 BEHIND = 0  # what a member claims to have completed that must be healed
 
@@ -262,7 +264,7 @@ class ElasticSync(LocalSync):
         return self._any_in_node([float(is_over)])[0]
 
     def _any_in_node(self, flags: Sequence[float]) -> list[bool]:
-        message = torch.tensor(flags)
+        message = torch.tensor(flags, device=self.device)
         self.members.node.all_reduce_(message)
         return [number > 0 for number in message.tolist()]
 
@@ -295,12 +297,18 @@ class ElasticSync(LocalSync):
         rows = self._gather_rows()
         weights, is_same = ([0.0], False) if rows is None else (self._weights(rows), self._compare(rows))
         residuals = self._residuals()
-        if is_same and any(weights):
-            self.members.weights = weights if len({*weights}) > 1 else None
-            self._all.moved = dict.fromkeys(p for p in self._all.parameters if p.requires_grad)  # the same on all
-            self._all.work = self._begin(self._all)
-        if not membership.commit(is_same and not members.has_failed):
-            self._sent = self._residuals()
+        try:
+            if is_same and any(weights):
+                self.members.weights = weights if len({*weights}) > 1 else None
+                self._all.moved = dict.fromkeys(p for p in self._all.parameters if p.requires_grad)  # the same on all
+                self._all.work = self._begin(self._all)
+            has_committed = membership.commit(is_same and not members.has_failed)
+        except BaseException:  # a checkpoint may follow
+            self._set_residuals(residuals)
+            raise
+        if not has_committed:
+            if self._all.work is not None:
+                self._sent = self._residuals()
             self._lose(self._all)
             self._set_residuals(residuals)
             return False
@@ -310,11 +318,13 @@ class ElasticSync(LocalSync):
 
     def _gather_rows(self) -> list[list[float]] | None:
         """Return the row of each member; None, on all processes of the group, if one could not gather them."""
-        anchor = int(checksum(self.start.values())) % ANCHORS
-        own = torch.tensor([self.tokens, float(self._has_faults)], dtype=torch.float64)
+        # On the CPU, because on a GPU it is summed in other chunks, and so another number.
+        anchor = int(checksum(start.cpu() for start in self.start.values())) % ANCHORS
+        names = zlib.crc32(" ".join(self.name_of(p) for p in self.start).encode())
+        own = torch.tensor([self.tokens, float(self._has_faults)], dtype=torch.float64, device=self.device)
         self.members.node.all_reduce_(own)
         tokens, faults = own.tolist()
-        row = torch.tensor([tokens, self._steps, faults, anchor], dtype=torch.float64)
+        row = torch.tensor([tokens, self._steps, faults, anchor, names], dtype=torch.float64)
         rows: list[list[float]] = self.members.members.all_gather(row).tolist()
         return None if self._any_in_node([float(self.members.members.has_failed)])[0] else rows
 
@@ -332,8 +342,14 @@ class ElasticSync(LocalSync):
         """Return whether all have the same anchor. Those that have not that of most, or of the first, are behind.
 
         Raises:
-            DisagreementError: on all members; before the first average.
+            DisagreementError: on all members; they train other parameters, or before the first average.
         """
+        if len({row[NAMES] for row in rows}) > 1:
+            trained = dict(zip(self.members.members.quorum.members, (int(row[NAMES]) for row in rows), strict=True))
+            raise DisagreementError(
+                f"The groups train different parameters; checksums of the names are {trained}. Freeze the same on all, "
+                "before the training: groups have epochs of their own."
+            )
         anchors = [row[ANCHOR] for row in rows]
         most = max(anchors, key=anchors.count)
         self._is_apart = anchors[self.members.members.rank] != most
@@ -354,6 +370,8 @@ class ElasticSync(LocalSync):
         for name, row in zip(names, rows, strict=True):
             if row[FAULTS]:
                 _logger.warning("Member %r had an inf or NaN after step %d: its work is left out.", name, self.step)
+        self.num_skipped += int(max(row[STEPS] for row in rows) - self._steps)
+        self.step += self.num_skipped
         if not any(weights):
             return
         work = None if weights[rank] or not rows[rank][TOKENS] else self._work()
@@ -367,8 +385,6 @@ class ElasticSync(LocalSync):
             self._add_(work)
         self.tokens_seen += sum(row[TOKENS] for row, weight in zip(rows, weights, strict=True) if weight)
         self.contributed |= {name: self.num_averages for name, weight in zip(names, weights, strict=True) if weight}
-        self.num_skipped += int(max(row[STEPS] for row in rows) - self._steps)
-        self.step += self.num_skipped
 
     # Overrides of one average, in which nothing may be communicated after the commit ----------------------------------
 
@@ -399,8 +415,8 @@ class ElasticSync(LocalSync):
 
     def _restart_if_not_finite(self) -> None:
         """Go on from the anchor where local steps have left an inf or NaN, without their tokens and momentum."""
-        nonfinite = self.nonfinite_weights(list(self.start))
-        (self._has_faults,) = self._any_in_node([float(any_of([*nonfinite.values(), *self.late_flags()], self.device))])
+        flags = [*are_not_finite(self._tensors()[0]), *self.late_flags()]
+        (self._has_faults,) = self._any_in_node([float(any_of(flags, self.device))])
         if self._has_faults:
             self._add_(None)
             self.optimizer.state.clear()
@@ -433,7 +449,7 @@ class ElasticSync(LocalSync):
         was_averaged = shared["contributed"].get(name, 0) > self.num_averages
         work = None if was_averaged or not self.tokens else self._work()
         for p, start in self.start.items():
-            start.copy_(shared["start"][self.name_of(p)])
+            start.copy_(shared["start"].get(self.name_of(p), start))  # of others all are told, in `_compare`
         by_name = self.by_name()
         self.velocity = {by_name[each]: u.to(self.device, copy=True) for each, u in shared["velocity"].items()}
         for each, start in self.buffers.start.items():
@@ -474,7 +490,7 @@ class ElasticSync(LocalSync):
         self.show_consensus()
         self.own, self._shown = None, {}
         self._all.moved.clear()
-        self.ending.step = None
+        self.tokens, self.ending.step = 0.0, None  # the work is not in the model
 
     def equal_state(self) -> dict[str, Any]:
         shared = {name: getattr(self, name) for name in ("num_averages", "tokens_seen", "contributed")}

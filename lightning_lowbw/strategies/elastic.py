@@ -43,11 +43,11 @@ class ElasticStrategy(Strategy):
         participants: the fraction of the groups that is drawn to be averaged in a round; the others keep their work.
         min_replicas: groups that a round needs; with fewer all wait, and say so once a minute. With 1 a group that is
             cut off trains on alone.
-        grace_s: for which a round waits for a group that is missing; the same as the lighthouse's join_timeout_ms.
+        grace_s: for which the last quorum waits for others; rounds wait for the lighthouse's join_timeout_ms.
         group: the name of this group, which no other has, and which it keeps when it is restarted.
         lighthouse: the address of torchft's, where groups meet, as "http://10.0.0.1:29510"; None is that of the
             environment's TORCHFT_LIGHTHOUSE.
-        membership: makes what finds the groups, given the bytes of what they share; None is torchft.
+        membership: makes what finds the groups, given the bytes that it sends to a new one; None is torchft.
         **kwargs: as of `Strategy`, without `topology`.
 
     Raises:
@@ -123,7 +123,7 @@ class ElasticStrategy(Strategy):
         assert model is not None
         numel = sum(each.numel() for each in (*model.parameters(), *model.buffers()))
         has_velocity = self.method.when.outer != "none"  # type: ignore[union-attr]  # checked above
-        membership = self._make_membership(4 * numel * (1 + has_velocity))
+        membership = self._make_membership(4 * numel * (1 + has_velocity) * self.world_size)  # each sends it all
         self.peers = self._worker_peers = Members(membership, self.ledger)
 
     @override

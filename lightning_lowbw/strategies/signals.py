@@ -147,8 +147,9 @@ class Signals:
         is_cuda = message.device.type == "cuda"
         with torch.cuda.stream(side_stream(message.device, "signals")) if is_cuda else contextlib.nullcontext():
             work.wait()
-            _, requests, is_same_batch = read_flags(message[:-1])
-            self._gap = max(1, min(MOST_STEPS, int(PERIOD_S / float(message[-1]))))
+            message = message.cpu()
+        _, requests, is_same_batch = read_flags(message[:-1])
+        self._gap = max(1, min(MOST_STEPS, int(PERIOD_S / float(message[-1]))))
         if not is_same_batch:
             raise_at_other_batches(worker.batch, worker.step, None)
         return requests

@@ -286,6 +286,42 @@ def test_other_weights_at_the_beginning_are_an_error_on_all(store: dist.Store) -
     assert all(isinstance(member.error, DisagreementError) for member in members)
 
 
+def test_groups_that_train_other_parameters_are_told_on_all(store: dist.Store) -> None:
+    """As when a callback unfreezes layers by epochs, of which each group has its own."""
+
+    def thaw(member: Member, step: int) -> None:
+        member.parameters["bias"].requires_grad_(member.number == 0 and step > K_STEPS)
+
+    members = [Member(store, n, METHODS["local_sgd"], before=thaw) for n in range(2)]
+    for member in members:
+        member.parameters["bias"].requires_grad_(False)
+    with pytest.raises(DisagreementError, match="train different parameters"):
+        train(members)
+    assert all(isinstance(member.error, DisagreementError) for member in members)
+
+
+def test_an_exception_in_a_round_leaves_the_residuals(store: dist.Store) -> None:
+    """A checkpoint may follow, and the weights still have the change."""
+    kept: list[Tensor] = []
+
+    def keep(member: Member, _: int) -> None:
+        kept.append(member.worker._residuals().get("wide", torch.zeros(1)))
+
+    member = Member(store, 0, METHODS["sparse_loco"], before=keep, membership={"min_replicas": 1})
+    commit = member.there.commit
+
+    def interrupted(is_ok: bool = True) -> bool:
+        if member.worker.num_averages == 2:
+            raise KeyboardInterrupt
+        return commit(is_ok)
+
+    member.there.commit = interrupted  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt):
+        train([member])
+    assert kept[-1].any()
+    assert torch.equal(member.worker._residuals()["wide"], kept[-1])
+
+
 def test_all_restart_from_the_checkpoint_with_the_most_rounds(store: dist.Store) -> None:
     """What a group's own checkpoint has not sent counts only if it has not been averaged since."""
     states: list[dict[str, Any]] = [{}, {}]
