@@ -194,6 +194,7 @@ def summarise(rows: list[Row]) -> list[Row]:
                         "step_s": run["seconds"][-1] / len(run["seconds"]),
                         "unlimited_step_s": mine[0]["seconds"][-1] / len(mine[0]["seconds"]),
                         "sent_bytes": run["sent_bytes"] / len(run["losses"]),
+                        "dense_bytes": timed["ddp"]["sent_bytes"] / len(run["losses"]),
                         "reached_s": [each for each in reached if each is not None],
                         "seeds": len(mine),
                         "loss": statistics.fmean(each["val_loss"] for each in mine.values()),
@@ -220,8 +221,10 @@ def in_words_of(chosen: Row) -> str:
 
 
 def with_error(values: list[float], form: str) -> str:
-    """Return the mean, and its standard error."""
-    error = statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else float("nan")
+    """Return the mean, and its standard error; of one value nobody knows it."""
+    if len(values) == 1:
+        return f"{values[0]:{form}}"
+    error = statistics.stdev(values) / len(values) ** 0.5
     return f"{statistics.fmean(values):{form}} ± {error:{form.lstrip('+')}}"
 
 
@@ -254,7 +257,7 @@ def to_markdown(found: list[Row]) -> str:
             f"{row['sent_bytes'] / 1e3:,.0f}",
             f"{statistics.fmean(row['reached_s']):.0f}"
             if reached
-            else f"{len(row['reached_s'])} of {row['seeds']} seeds reach it",
+            else f"{len(row['reached_s'])} of {row['seeds']} reach it",
             f"{statistics.fmean(dense['reached_s']) / statistics.fmean(row['reached_s']):.2f}" if reached else "-",
             f"{row['loss']:.4f}" if row is dense else with_error(row["loss_to_ddp"], "+.4f"),
             f"{row['accuracy']:.2%}" if row is dense else with_error(row["points_to_ddp"], "+.2f"),
@@ -273,12 +276,16 @@ def to_short(found: list[Row]) -> str:
         seconds = [
             f"{statistics.fmean(row['reached_s']):.0f}"
             if len(row["reached_s"]) == row["seeds"]
-            else f"{len(row['reached_s'])} of {row['seeds']} seeds"
+            else f"{len(row['reached_s'])} of {row['seeds']}"
             for row in (mine[method] for method in METHODS if method in mine)
         ]
-        millions = mine["ddp"]["sent_bytes"] / 4e6  # as many float32 as parameters, among two nodes
-        lines.append(f"| {title}, {millions:.1f}M; {link} | {' | '.join(seconds)} |")
+        lines.append(f"| {title}, {millions_of(mine['ddp'])}; {link} | {' | '.join(seconds)} |")
     return "\n".join([*lines, ""])
+
+
+def millions_of(row: Row) -> str:
+    """Return the number of parameters: among two nodes ddp sends as many float32."""
+    return f"{row['dense_bytes'] / 4e6:.1f}M"
 
 
 def draw(found: list[Row], path: Path) -> None:
@@ -288,20 +295,23 @@ def draw(found: list[Row], path: Path) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, axes = plt.subplots(1, len(SHOWN_TASKS), figsize=(10, 3.6), layout="constrained")
+    figure, axes = plt.subplots(1, len(SHOWN_TASKS), figsize=(11, 4), layout="constrained")
     for axis, (task, (title, _, _)) in zip(axes, SHOWN_TASKS.items(), strict=True):
+        links = [link for link in LINKS if any((row["task"], row["link"]) == (task, link) for row in found)]
         for number, method in enumerate(METHODS):
             mine = {row["link"]: row for row in found if (row["task"], row["method"]) == (task, method)}
             heights = [
-                statistics.fmean(mine[link]["reached_s"]) if link in mine and mine[link]["reached_s"] else float("nan")
-                for link in LINKS
+                statistics.fmean(mine[link]["reached_s"])
+                if len(mine[link]["reached_s"]) == mine[link]["seeds"]
+                else float("nan")
+                for link in links
             ]
-            places = [place + number / (len(METHODS) + 1) for place in range(len(LINKS))]
+            places = [place + number / (len(METHODS) + 1) for place in range(len(links))]
             axis.bar(places, heights, width=1 / (len(METHODS) + 1), label=method, color=colour_of(method))
-        axis.set(title=title, yscale="log", ylabel="seconds to ddp's final loss")
-        axis.set_xticks([place + 0.36 for place in range(len(LINKS))], list(LINKS))
+        axis.set(title=f"{title}, {millions_of(mine[links[0]])}", yscale="log", ylabel="seconds to ddp's final loss")
+        axis.set_xticks([place + 0.36 for place in range(len(links))], [link.replace(", ", ",\n") for link in links])
         axis.grid(axis="y", alpha=0.3)
-    axes[0].legend(fontsize=8)
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=len(METHODS))
     figure.savefig(path, dpi=120)
 
 
@@ -313,7 +323,7 @@ def report(results: Row) -> None:
     for name, (title, task, num_steps) in SHOWN_TASKS.items():
         mine = [row for row in found if row["task"] == name]
         if mine:
-            parts += [f"{title}: {task.note}; {num_steps} steps, {mine[0]['seeds']} seeds.\n", to_markdown(mine)]
+            parts += [f"{title}: {task.note}; {num_steps} steps, seeds: {mine[0]['seeds']}.\n", to_markdown(mine)]
     note = (
         f"{NUM_NODES} nodes on one machine ({environment['cpu']}, a core "
         f"each), torch {environment['torch']}, {environment['date']}; optimizers fused. x ddp: ddp's seconds divided "
@@ -327,8 +337,8 @@ def report(results: Row) -> None:
     chose = {(each["link"], each["chosen"] in ("", "whole")) for each in found}
     whole = [link.split(",")[0] for link in LINKS if (link, False) not in chose and (link, True) in chose]
     short = (
-        f"Two nodes of one core, fused optimizers, parameters in millions. At {' and '.join(whole)} `dgc` and `lowbw` "
-        "chose DDP. [All numbers](benchmarks/results/headline.md), steps and seeds of each model\n"
+        f'Two nodes of one core. "2 of 5": seeds that reach it. At {" and ".join(whole)} `dgc`, `lowbw` chose DDP: '
+        "[all](benchmarks/results/headline.md)\n"
     )
     replace_block("README.md", "headline", f"{textwrap.fill(short, 128)}\n\n{to_short(found)}")
     print(table)
