@@ -33,7 +33,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 import lightning_lowbw as lowbw
-from benchmarks.beside_ddp.tasks import TASKS, Curve, Row, Task, be_quiet, make_trainer, write
+from benchmarks.beside_ddp.tasks import TASKS, Curve, Row, Task, be_quiet, make_trainer
 from benchmarks.contestants import COMMON, HookStrategy, power_sgd
 from benchmarks.harness import RESULTS, describe_environment, replace_block, run_in_lab
 from benchmarks.worker import INTERFACE
@@ -161,7 +161,7 @@ def run(results: Row, path: Path, task: str, link: str, runs: list[Any]) -> None
     job = {"task": task, "link": link, "runs": runs}
     rates = [None if rate is None else parse_rate(rate)] * NUM_NODES
     results["rows"] += run_in_lab(rates, [__file__, "--rank"], job=job, what=f"{task}, {link}", rtt_ms=rtt_ms)
-    write(results, path)
+    path.write_text(json.dumps(results) + "\n")
 
 
 def smooth(losses: list[float]) -> list[float]:
