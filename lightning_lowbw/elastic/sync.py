@@ -138,7 +138,7 @@ class Members(Peers):
     @property
     def weight(self) -> float:
         if self.weights is None:
-            return 1.0 / self.num_ranks
+            return super().weight
         return self.weights[self.members.rank] / self.num_local_ranks
 
     def begin_all_reduce_(self, tensor: Tensor, *, exact: bool = True) -> TensorWork:
