@@ -38,8 +38,8 @@ GRACE_S = 4.0  # in which pytest writes what it has found until the limit
 SANITIZER = shutil.which("compute-sanitizer", path=f"{os.environ.get('PATH', '')}:/usr/local/cuda/bin")
 CAPTION = (
     "nccl: 2, 4 and 6 ranks share the device. Elsewhere the 7 peers of a rank are its echoes: their work on the device "
-    "is done, their network is not there. alone: a training without any exchange. Bytes: at most during a step, beyond "
-    "parameters, gradients, the optimizer's state and residuals."
+    "is done, their network is not there. alone: a training without any exchange; local SGD averages every 2 batches. "
+    "Bytes: at most during a step, beyond parameters, gradients, the optimizer's state and residuals."
 )
 NO_TESTS = 5  # pytest's exit status: a shard may be empty
 
@@ -98,6 +98,7 @@ KERNELS = (
 )
 TRAININGS = "tests/gpu/test_gpu.py"
 LIGHTNING = "tests/gpu/test_lightning.py"
+ELASTIC = "tests/elastic/test_strategy.py"
 STEPS = "benchmarks/steps_gpu.py"
 SELF = "benchmarks/gpu.py"
 PARTS = (
@@ -109,10 +110,10 @@ PARTS = (
     Part("memory", 30, program=(STEPS, "memory")),
     Part("speed", 75, program=("benchmarks/ops_gpu.py", "--repetitions", "10")),
     Part("profile", 20, program=(STEPS, "profile")),
-    Part("training", 75, program=(STEPS, "training")),
+    Part("training", 80, program=(STEPS, "training")),
     Part("memcheck", 40, program=(SELF, "--do", "kernels"), sanitizer="memcheck"),
     Part("racecheck", 30, program=(SELF, "--do", "kernels"), sanitizer="racecheck"),
-    Part("lightning-nccl", 60, (LIGHTNING, "-k", "nccl"), shards=2, needs_nccl=True),
+    Part("lightning-nccl", 80, (LIGHTNING, ELASTIC, "-k", "nccl"), shards=4, needs_nccl=True),
     Part("lightning-gloo", 90, (LIGHTNING, TRAININGS, "-k", "not nccl"), shards=4),
 )
 

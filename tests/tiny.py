@@ -180,7 +180,9 @@ def make_strategy(name: str, **kwargs: Any) -> DDPStrategy:
 
 
 def make_trainer(strategy: DDPStrategy, num_ranks: int, **kwargs: Any) -> pl.Trainer:
-    quiet = {
+    usual = {
+        "accelerator": "cpu",
+        "devices": num_ranks,
         "logger": False,
         "enable_checkpointing": False,
         "enable_progress_bar": False,
@@ -188,7 +190,7 @@ def make_trainer(strategy: DDPStrategy, num_ranks: int, **kwargs: Any) -> pl.Tra
         "max_epochs": 1,
         "use_distributed_sampler": False,
     }
-    return pl.Trainer(strategy=strategy, accelerator="cpu", devices=num_ranks, **{**quiet, **kwargs})
+    return pl.Trainer(strategy=strategy, **{**usual, **kwargs})
 
 
 def amp_with_scaler(init_scale: float = 2.0**10) -> MixedPrecision:

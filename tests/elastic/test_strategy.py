@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_lowbw import DGC, ConfigurationError, ElasticStrategy, LocalSGD, Strategy
 from tests.elastic.plain import PlainMembership
+from tests.gpu.problem import check_near, init_process_group
 from tests.ranks import run_ranks
 from tests.tiny import BATCH, Tiny, make_trainer, sgd
 
@@ -57,21 +58,25 @@ class Scheduled(Tiny):
         self.lrs[step] = self.optimizers().param_groups[0]["lr"]
         generator = torch.Generator().manual_seed(100 * step + self.number)
         x, y = torch.randn(batch[0].shape, generator=generator), torch.randint(0, 5, (BATCH,), generator=generator)
-        return nn.functional.cross_entropy(self(x), y)
+        return nn.functional.cross_entropy(self(x.to(self.device)), y.to(self.device))
 
     def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
         self.validated.append((self.trainer.global_step, float(self.wide.weight.detach().sum())))
 
 
-def become_a_group(folder: str, ranks: int = 1) -> tuple[dist.Store, int]:
+def become_a_group(folder: str, ranks: int = 1, backend: str = "gloo") -> tuple[dist.Store, int]:
     """Leave the world, and make one of this group alone; return the store of all groups, and the number of this one."""
     # As Lightning sets it where ranks share a machine: with more threads sums have other bits.
     os.environ["OMP_NUM_THREADS"] = "1"
     number, rank = divmod(dist.get_rank(), ranks)
     dist.destroy_process_group()
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
-    store = dist.FileStore(f"{folder}/of group {number}", ranks)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
+    path = f"{folder}/of group {number}"
+    if backend == "gloo":
+        dist.init_process_group("gloo", store=dist.FileStore(path, ranks), rank=rank, world_size=ranks)
+    else:  # on the first GPU, whatever number its processes have
+        os.environ |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "GROUP_RANK": str(rank)}
+        init_process_group(backend, path, rank, ranks, is_bound=True)
     return dist.PrefixStore(str(rank), dist.FileStore(f"{folder}/of all", -1)), number
 
 
@@ -88,24 +93,30 @@ def fit_group(
     ranks: int = 1,
     resumes: bool = False,
     lighthouse: str | None = None,
+    backend: str = "gloo",
     **options: Any,
 ) -> dict[str, Any]:
-    store, number = become_a_group(folder, ranks)
+    store, number = become_a_group(folder, ranks, backend)
     time.sleep(begins[number])
     model = Scheduled(number * ranks + int(os.environ["RANK"]), sleeps[number])
     name = f"group {number}"
     membership = None if lighthouse else (lambda _: PlainMembership(store, name, grace_s=20.0))
     options |= {"lighthouse": lighthouse, "membership": membership}
+    if backend != "gloo":
+        options |= {"process_group_backend": backend}
     strategy = ElasticStrategy(method, group=name, grace_s=1.0, **options)
+    there = {} if backend == "gloo" else {"accelerator": "gpu", "devices": [0], "num_nodes": ranks}
     trainer = make_trainer(
-        strategy, ranks, max_steps=max_steps, max_epochs=-1, val_check_interval=7, limit_val_batches=1
+        *(strategy, ranks), max_steps=max_steps, max_epochs=-1, val_check_interval=7, limit_val_batches=1, **there
     )
     path = f"{folder}/{name}.ckpt"
     trainer.fit(model, data_of(STEPS), data_of(1), ckpt_path=path if resumes else None)
     trainer.save_checkpoint(path)
     (worker,) = strategy.replicas
     return {
-        "weights": [each.detach() for each in (*model.parameters(), model.norm.running_mean, model.norm.running_var)],
+        "weights": [
+            each.detach().cpu() for each in (*model.parameters(), model.norm.running_mean, model.norm.running_var)
+        ],
         "global_step": trainer.global_step,
         "rounds": worker.num_averages,
         "seen": worker.tokens_seen,
@@ -186,6 +197,33 @@ def test_the_processes_of_a_group_step_together(tmp_path: Path) -> None:
     for result in run_ranks(partial(fit_group, ranks=2), 4, str(tmp_path), method, fresh=True):
         torch.testing.assert_close(result["weights"], nodes[0])
         assert result["rounds"] == 5
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("name", "ranks"), [("sparse_loco", 1), ("diloco", 2)])
+def test_groups_with_nccl_inside_get_the_weights_of_a_cpu(name: str, ranks: int, tmp_path: Path) -> None:
+    """All share one; the processes of a group by NCCL, the groups by gloo."""
+    here, there = tmp_path / "cpu", tmp_path / "gpu"
+    here.mkdir()
+    there.mkdir()
+    fitting = partial(fit_group, ranks=ranks)
+    expected, *_ = run_ranks(fitting, 2 * ranks, str(here), METHODS[name], fresh=True)
+    results = run_ranks(partial(fitting, backend="nccl"), 2 * ranks, str(there), METHODS[name], fresh=True)
+    for result in results:
+        assert all(map(torch.equal, result["weights"], results[0]["weights"]))
+        for key in ("rounds", "global_step", "seen", "contributed"):
+            assert result[key] == expected[key], key
+    check_near(results[0]["weights"], expected["weights"], rtol=1e-3, atol=1e-3, selects=name == "sparse_loco")
+
+
+@pytest.mark.gpu
+def test_a_late_group_with_nccl_inside_heals(tmp_path: Path) -> None:
+    fitting = partial(fit_group, round_s=0.3, max_steps=300, backend="nccl")
+    results = run_ranks(*(fitting, 3, str(tmp_path), METHODS["diloco"], (0.02, 0.07, 0.02), (0, 0, 1.0)), fresh=True)
+    for result in results:
+        assert all(map(torch.equal, result["weights"], results[0]["weights"]))
+        assert result["contributed"] == {f"group {number}": result["rounds"] for number in range(3)}
+    assert min(results[2]["lrs"]) > 0
 
 
 def test_what_cannot_be_elastic_is_refused() -> None:
