@@ -323,7 +323,10 @@ def run_parts(out: Path, device: str, names: list[str]) -> None:
 
 
 def report(folders: list[Path]) -> None:
-    """Write of each part, and each row, what the last run says that has it; with the names of the runs' folders."""
+    """Write of each part, and each row, what the last run says that has it; with the names of the runs' folders.
+
+    Times are kept of each device.
+    """
     parts: dict[str, dict[str, Any]] = {part.name: {} for part in PARTS}
     rows: dict[str, dict[str, dict[str, Any]]] = {kind: {} for kind in ("training", "memory", "waits", "profile")}
     environment: dict[str, Any] = {}
@@ -337,7 +340,11 @@ def report(folders: list[Path]) -> None:
                     parts[part["name"]] = {"commit": folder.name, "outcome": str(outcome)}
         for kind, of_kind in rows.items():
             for path in folder.rglob(f"{kind}.json"):
-                of_kind |= {row["name"]: {"commit": folder.name, **row} for row in json.loads(path.read_text())["rows"]}
+                found = json.loads(path.read_text())
+                device = found["environment"]["device"]
+                for row in found["rows"]:
+                    name = f"{row['name']}, {device}" if kind == "training" else row["name"]  # times are of one machine
+                    of_kind[name] = {"commit": folder.name, **row}
     results = {"environment": environment, "parts": parts, "rows": rows}
     path = ROOT / "benchmarks" / "results" / "gpu"
     path.with_suffix(".json").write_text(json.dumps(results, indent=1) + "\n")
