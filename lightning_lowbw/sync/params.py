@@ -19,7 +19,7 @@ from lightning_lowbw.compress.corrections import ErrorFeedback
 from lightning_lowbw.compress.top_k import TopK, small_numel
 from lightning_lowbw.errors import WITHOUT_RESIDUALS, ConfigurationError
 from lightning_lowbw.kernels.reference import Constants
-from lightning_lowbw.kernels.tensors import Order, as_real, copy_in_order_, flat_in_order, in_order, order_of
+from lightning_lowbw.kernels.tensors import Order, as_real, copy_in_order_, flat_in_order, order_of
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Row:
 
     def in_order(self, tensor: Tensor) -> Tensor:
         """Return a real view of a tensor of the parameter's shape; contiguous where laid out as the parameter is."""
-        return tensor if self.is_plain else in_order(as_real(tensor), as_real(self.parameter))
+        return tensor if self.is_plain else as_real(tensor).permute(self.order)
 
     def part(self, tensor: Tensor, own: slice) -> Tensor:
         """Return a part of a tensor in the parameter's order: contiguous, a copy where it is laid out unlike it.
