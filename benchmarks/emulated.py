@@ -3,8 +3,9 @@
     .venv/bin/python benchmarks/emulated.py
 
 Writes benchmarks/results/emulated.json and .md: seconds per step by number of nodes and link, beside what the planner
-predicts from the rate and the round trip that were asked for. At "unlimited" what remains is processor time, of which a
-cluster would have a machine per node; it is in the predictions for the other links.
+predicts from the rate and the round trip that were asked for. Rows of earlier runs that are not measured again stay. At
+"unlimited" what remains is processor time, of which a cluster would have a machine per node; it is in the predictions
+for the other links.
 """
 
 from __future__ import annotations
@@ -92,25 +93,25 @@ def main() -> None:
     parser.add_argument("--repetitions", type=int, default=3)
     parser.add_argument("--name", default="emulated")
     options = parser.parse_args()
-    cells: list[Cell] = []
+    path = RESULTS / f"{options.name}.json"
+    cells = [Cell(**cell) for cell in json.loads(path.read_text())["cells"]] if path.exists() else []
     for ranks_per_node in options.ranks_per_node:
         contestants = EMULATED if ranks_per_node == 1 else EMULATED_TWO_LEVEL
         for num_nodes in options.nodes:
             for link in options.links:
                 rate, _, rtt_ms = link.partition(":")
-                cells += run_cells(
-                    WORKLOAD,
-                    num_nodes,
-                    rate,
-                    contestants,
-                    options.repetitions,
+                here = num_nodes, ranks_per_node, rate, float(rtt_ms or 0)
+                found = run_cells(
+                    *(WORKLOAD, num_nodes, rate, contestants, options.repetitions),
                     ranks_per_node=ranks_per_node,
-                    rtt_ms=float(rtt_ms or 0),
+                    rtt_ms=here[-1],
                 )
+                others = [c for c in cells if (c.num_nodes, c.ranks_per_node, c.rate, c.rtt_ms) != here]
+                cells = sorted([*others, *found], key=lambda cell: (cell.ranks_per_node, cell.num_nodes))
                 results = {"environment": describe_environment(), "command": shlex.join(sys.argv)}
                 results["cells"] = [asdict(cell) for cell in cells]
-                (RESULTS / f"{options.name}.json").write_text(json.dumps(results, indent=1) + "\n")
-                (RESULTS / f"{options.name}.md").write_text(to_markdown(cells))
+                path.write_text(json.dumps(results, indent=1) + "\n")
+                path.with_suffix(".md").write_text(to_markdown(cells))
                 print(to_markdown(cells), flush=True)
 
 
