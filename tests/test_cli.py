@@ -110,6 +110,9 @@ def test_the_presets_of_the_command_line_are_those_of_the_names(composing: None)
         "sparse_loco",
         "streaming_diloco",
         "powersgd",
+        "local_sgd_elastic",
+        "diloco_elastic",
+        "sparse_loco_elastic",
     ):
         built = instantiate(compose_train(f"strategy={name}").strategy)
         assert built.method == StrategyRegistry.get(name).method

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Mapping
 from typing import Any
 
 import lightning.pytorch as pl
@@ -16,6 +15,7 @@ from typing_extensions import override
 from lightning_lowbw.arguments import is_count, is_number
 from lightning_lowbw.elastic.membership import Membership
 from lightning_lowbw.elastic.sync import ElasticSync, Members, check_elastic
+from lightning_lowbw.elastic.torchft_membership import TorchftMembership
 from lightning_lowbw.errors import ConfigurationError
 from lightning_lowbw.method import Method
 from lightning_lowbw.strategies.keywords import STRATEGY_KEYWORDS, shows
@@ -47,7 +47,10 @@ class ElasticStrategy(Strategy):
         group: the name of this group, which no other has, and which it keeps when it is restarted.
         lighthouse: the address of torchft's, where groups meet, as "http://10.0.0.1:29510"; None is that of the
             environment's TORCHFT_LIGHTHOUSE.
-        membership: makes what finds the groups, given the bytes that it sends to a new one; None is torchft.
+        gbit_per_s: the slowest uplink of a group, from which `timeout_s` is computed.
+        timeout_s: after which a collective is taken for lost; None computes it.
+        address: at which other groups reach this process; None is that of the interface GLOO_SOCKET_IFNAME, or of the
+            one that leads to the lighthouse.
         **kwargs: as of `Strategy`, without `topology`.
 
     Raises:
@@ -73,7 +76,9 @@ class ElasticStrategy(Strategy):
         grace_s: float = 10.0,
         group: str | None = None,
         lighthouse: str | None = None,
-        membership: Callable[[int], Membership] | None = None,
+        gbit_per_s: float = 0.1,
+        timeout_s: float | None = None,
+        address: str | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(method, **kwargs)
@@ -82,15 +87,26 @@ class ElasticStrategy(Strategy):
         check_elastic(self.method)
         if not (is_number(participants) and 0 < participants <= 1):
             raise ConfigurationError(f"participants={participants!r}: give a fraction above 0, at most 1.")
-        for name, value in (("round_s", 1 if round_s is None else round_s), ("grace_s", grace_s)):
+        for name, value, unit in (
+            ("round_s", 1 if round_s is None else round_s, "seconds"),
+            ("grace_s", grace_s, "seconds"),
+            ("gbit_per_s", gbit_per_s, "Gbit/s"),
+            ("timeout_s", 1 if timeout_s is None else timeout_s, "seconds"),
+        ):
             if not (is_number(value) and value > 0):
-                raise ConfigurationError(f"{name}={value!r}: give a number of seconds above 0.")
+                raise ConfigurationError(f"{name}={value!r}: give a number of {unit} above 0.")
         if not is_count(min_replicas):
             raise ConfigurationError(f"min_replicas={min_replicas!r}: give a number of groups, an integer >= 1.")
-        self._options |= {"round_s": round_s, "participants": participants, "min_replicas": min_replicas}
-        self._options |= {"grace_s": grace_s, "group": group}
-        self.round_s, self.participants, self.grace_s = round_s, participants, grace_s
-        self._make_membership = membership or partial(_torchft, lighthouse, group, min_replicas)
+        self._of_membership: dict[str, Any] = {
+            "lighthouse": lighthouse,
+            "min_replicas": min_replicas,
+            "gbit_per_s": gbit_per_s,
+            "timeout_s": timeout_s,
+            "address": address,
+        }
+        self.group, self.round_s, self.participants, self.grace_s = group, round_s, participants, grace_s
+        self._options |= {"round_s": round_s, "participants": participants, "grace_s": grace_s, "group": group}
+        self._options |= self._of_membership
 
     @property
     def _replica(self) -> ElasticSync:
@@ -123,8 +139,11 @@ class ElasticStrategy(Strategy):
         assert model is not None
         numel = sum(each.numel() for each in (*model.parameters(), *model.buffers()))
         has_velocity = self.method.when.outer != "none"  # type: ignore[union-attr]  # checked above
-        membership = self._make_membership(4 * numel * (1 + has_velocity) * self.world_size)  # each sends it all
-        self.peers = self._worker_peers = Members(membership, self.ledger)
+        state_bytes = 4 * numel * (1 + has_velocity) * self.world_size  # each process sends it all
+        self.peers = self._worker_peers = Members(self._make_membership(state_bytes), self.ledger)
+
+    def _make_membership(self, state_bytes: int) -> Membership:
+        return TorchftMembership(name=self.group, state_bytes=state_bytes, **self._of_membership)
 
     @override
     def _make_worker(self, optimizer: Optimizer, named_parameters: list[tuple[str, nn.Parameter]], buffers: Any) -> Any:
@@ -203,12 +222,3 @@ class ElasticStrategy(Strategy):
         if self.trainer.lightning_module.automatic_optimization:
             return loop.automatic_optimization.optim_progress.optimizer.step.total
         return loop.manual_optimization.optim_step_progress.total
-
-
-def _torchft(lighthouse: str | None, group: str | None, min_replicas: int, state_bytes: int) -> Membership:
-    from lightning_lowbw.elastic.torchft_membership import TorchftMembership  # an extra
-
-    membership: Membership = TorchftMembership(
-        lighthouse, name=group, min_replicas=min_replicas, state_bytes=state_bytes
-    )
-    return membership

@@ -100,11 +100,11 @@ def fit_group(
     time.sleep(begins[number])
     model = Scheduled(number * ranks + int(os.environ["RANK"]), sleeps[number])
     name = f"group {number}"
-    membership = None if lighthouse else (lambda _: PlainMembership(store, name, grace_s=20.0))
-    options |= {"lighthouse": lighthouse, "membership": membership}
+    if lighthouse is None:
+        ElasticStrategy._make_membership = lambda *_: PlainMembership(store, name, grace_s=20.0)
     if backend != "gloo":
         options |= {"process_group_backend": backend}
-    strategy = ElasticStrategy(method, group=name, grace_s=1.0, **options)
+    strategy = ElasticStrategy(method, group=name, grace_s=1.0, lighthouse=lighthouse, **options)
     there = {} if backend == "gloo" else {"accelerator": "gpu", "devices": [0], "num_nodes": ranks}
     trainer = make_trainer(
         *(strategy, ranks), max_steps=max_steps, max_epochs=-1, val_check_interval=7, limit_val_batches=1, **there
@@ -226,7 +226,19 @@ def test_a_late_group_with_nccl_inside_heals(tmp_path: Path) -> None:
     assert min(results[2]["lrs"]) > 0
 
 
-def test_what_cannot_be_elastic_is_refused() -> None:
-    for method in (DGC(), LocalSGD(k_steps=4), LocalSGD(k_steps=4, begin_step=0, delay_steps=2)):
-        with pytest.raises(ConfigurationError):
-            ElasticStrategy(method)
+@pytest.mark.parametrize(
+    ("method", "options", "message"),
+    [
+        (DGC(), {}, "Take a method that averages weights, with begin_step=0"),
+        (LocalSGD(k_steps=4), {}, "Take a method that averages weights, with begin_step=0"),
+        (LocalSGD(k_steps=4, begin_step=0, delay_steps=2), {}, "Leave out rule, delay_steps and num_fragments"),
+        (METHODS["diloco"], {"timeout_s": 0}, "timeout_s=0: give a number of seconds above 0"),
+        (METHODS["diloco"], {"gbit_per_s": "fast"}, "gbit_per_s='fast': give a number of Gbit/s above 0"),
+        (METHODS["diloco"], {"participants": 0}, "participants=0: give a fraction above 0, at most 1"),
+        (METHODS["diloco"], {"min_replicas": 1.5}, "min_replicas=1.5: give a number of groups"),
+        (METHODS["diloco"], {"topology": 2}, "each group is a node. Leave out others, and topology"),
+    ],
+)
+def test_what_cannot_be_elastic_is_refused(method: Any, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        ElasticStrategy(method, **options)
