@@ -16,6 +16,7 @@ import runpy
 import socket
 import subprocess
 import sys
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -56,15 +57,22 @@ def run_python(folder: Path, *arguments: str, timeout_s: float = 180.0) -> subpr
     return done
 
 
-def run_script(folder: Path, script: str, *arguments: str, num_ranks: int = 1, timeout_s: float = 180.0) -> str:
+def run_script(
+    folder: Path,
+    script: str,
+    *arguments: str,
+    num_ranks: int = 1,
+    timeout_s: float = 180.0,
+    environment: Mapping[str, str] | None = None,
+) -> str:
     """Run a script, or a module ("-m" and its name come first), to its end; return what rank 0 has printed.
 
     Args:
         num_ranks: processes, as torchrun starts them; one alone is not launched by anyone, and what its Trainer would
             spawn is forked, with what has been pickled and loaded.
     """
-    command = [script, *arguments]
-    return run_ranks(_run_script, num_ranks, str(folder), command, free_port(), timeout_s=timeout_s, fresh=True)[0]
+    options = str(folder), [script, *arguments], free_port(), environment or {}
+    return run_ranks(_run_script, num_ranks, *options, timeout_s=timeout_s, fresh=True)[0]
 
 
 def free_port() -> int:
@@ -75,7 +83,8 @@ def free_port() -> int:
             return port
 
 
-def _run_script(folder: str, command: list[str], port: int) -> str:
+def _run_script(folder: str, command: list[str], port: int, environment: Mapping[str, str]) -> str:
+    os.environ.update(environment)
     if dist.get_world_size() == 1:
         forget_launcher()
         torch.multiprocessing.start_processes = partial(_start_by_fork, torch.multiprocessing.start_processes)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import json
 from pathlib import Path
@@ -14,6 +15,7 @@ EXAMPLES = ROOT / "examples"
 # The number of processes, and the arguments.
 SHORT_COMMANDS: dict[str, tuple[int, list[str]]] = {
     "digits_dgc.py": (2, ["--devices=2", "--max-epochs=1"]),
+    "elastic.py": (2, ["--max-steps=20", "--min-replicas=1", "--round-s=0.2"]),
     "digits_local_sgd.py": (2, ["--devices=2", "--max-epochs=2", "--strategy=adaptive_local_sgd"]),
     "lora.py": (2, ["--devices=2", "--steps=4", "--width=64"]),
     "gan_manual.py": (2, ["--devices=2", "--max-epochs=1"]),
@@ -23,13 +25,14 @@ SHORT_COMMANDS: dict[str, tuple[int, list[str]]] = {
     "sharded_text.py": (4, ["--steps=4", "--width=32"]),
     "slow_link.py": (2, ["--steps=12"]),
 }
-NEEDS = {"lora.py": ("transformers", "peft")}  # half of PyPI: it runs where they are installed
+# Half of PyPI, and an extra: it runs where they are installed.
+NEEDS = {"lora.py": ("transformers", "peft"), "elastic.py": ("torchft",)}
 MAX_LINES = 100
 
 
-def run_example(name: str, folder: Path) -> str:
+def run_example(name: str, folder: Path, **environment: str) -> str:
     num_ranks, arguments = SHORT_COMMANDS[name]
-    return run_script(folder, str(EXAMPLES / name), *arguments, num_ranks=num_ranks)
+    return run_script(folder, str(EXAMPLES / name), *arguments, num_ranks=num_ranks, environment=environment)
 
 
 def test_each_example_has_a_short_command() -> None:
@@ -46,7 +49,12 @@ def test_examples_run(name: str, tmp_path: Path) -> None:
     for package in NEEDS.get(name, ()):
         if importlib.util.find_spec(package) is None:
             pytest.skip(f"needs {package}")
-    run_example(name, tmp_path)
+    if name == "elastic.py":
+        server = importlib.import_module("torchft.coordination").LighthouseServer(bind="127.0.0.1:0", min_replicas=1)
+        run_example(name, tmp_path, TORCHFT_LIGHTHOUSE=server.address())
+        server.shutdown()
+    else:
+        run_example(name, tmp_path)
     assert not list(tmp_path.iterdir()), "an example leaves nothing behind"
 
 

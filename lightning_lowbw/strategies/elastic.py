@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+import socket
+import zlib
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import lightning.pytorch as pl
@@ -29,7 +32,8 @@ class ElasticStrategy(Strategy):
     (give each group a `default_root_dir` of its own). In each step its processes reduce their gradients, as DDP does.
     After a round the groups that are there average their changes, weighted by samples. Who is missing is missing; who
     is slow, comes back, or is new takes the state of another group, and rebases its own work. A group begins when the
-    present round of the others ends. A model that is sharded inside a group (`_fsdp`) is not supported.
+    present round of the others ends. Groups begin with the same weights, so with one seed; Lightning's own sampler
+    shuffles differently in each. A model that is sharded inside a group (`_fsdp`) is not supported.
 
     Steps and schedulers are those of the fastest group. The training ends for all with the same round, that in which
     the fastest has taken ``Trainer(max_steps=...)``. Validation, checkpoints and the end of the fit have the weights
@@ -40,6 +44,7 @@ class ElasticStrategy(Strategy):
         method: averages weights, with begin_step=0: `LocalSGD(k_steps=8, begin_step=0)`.
         k_steps: local steps of a round; None is the method's.
         round_s: seconds after which a round ends instead, with as many steps as each group has taken.
+        num_tokens: returns what a batch counts in the means; None is its number of samples, as Lightning finds it.
         participants: the fraction of the groups that is drawn to be averaged in a round; the others keep their work.
         min_replicas: groups that a round needs; with fewer all wait, and say so once a minute. With 1 a group that is
             cut off trains on alone.
@@ -71,6 +76,7 @@ class ElasticStrategy(Strategy):
         *,
         k_steps: int | None = None,
         round_s: float | None = None,
+        num_tokens: Callable[[Any], float] | None = None,
         participants: float = 1.0,
         min_replicas: int = 2,
         grace_s: float = 10.0,
@@ -83,6 +89,10 @@ class ElasticStrategy(Strategy):
     ) -> None:
         super().__init__(method, **kwargs)
         if k_steps is not None:
+            if round_s is not None:
+                raise ConfigurationError(
+                    f"k_steps={k_steps} and round_s={round_s}: a round ends after steps or after seconds. Give one."
+                )
             self.method = self._given = self.method.replace(k_steps=k_steps)
         check_elastic(self.method)
         if not (is_number(participants) and 0 < participants <= 1):
@@ -104,7 +114,9 @@ class ElasticStrategy(Strategy):
             "timeout_s": timeout_s,
             "address": address,
         }
-        self.group, self.round_s, self.participants, self.grace_s = group, round_s, participants, grace_s
+        self.group = group or socket.gethostname()
+        self.round_s, self.participants, self.grace_s = round_s, participants, grace_s
+        self._num_tokens = num_tokens or extract_batch_size
         self._options |= {"round_s": round_s, "participants": participants, "grace_s": grace_s, "group": group}
         self._options |= self._of_membership
 
@@ -118,6 +130,13 @@ class ElasticStrategy(Strategy):
     @override
     def _kind(self) -> str:
         return "elastic"
+
+    @property
+    @override
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        # Its default is the seed of all groups, with which they would train on the same batches.
+        seed = int(os.environ.get("PL_GLOBAL_SEED", 0)) + zlib.crc32(f"{self.group}".encode())
+        return {**super().distributed_sampler_kwargs, "seed": seed}
 
     @override
     def is_search(self, trainer: pl.Trainer) -> bool:  # the first callback is needed with one rank, too
@@ -172,7 +191,7 @@ class ElasticStrategy(Strategy):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_start(batch, batch_idx)
         self._choose_backward_sync()
-        self._replica.tokens += extract_batch_size(batch)
+        self._replica.tokens += self._num_tokens(batch)
 
     @override
     def _end_step(self, worker: Any) -> None:

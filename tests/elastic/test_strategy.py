@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from lightning_lowbw import DGC, ConfigurationError, ElasticStrategy, LocalSGD, Strategy
 from tests.elastic.plain import PlainMembership
@@ -82,6 +82,10 @@ def become_a_group(folder: str, ranks: int = 1, backend: str = "gloo") -> tuple[
 
 def data_of(steps: int) -> DataLoader:
     return DataLoader(TensorDataset(torch.zeros(BATCH * steps, 16), torch.zeros(BATCH * steps)), batch_size=BATCH)
+
+
+def num_tokens(batch: list[Tensor]) -> int:
+    return batch[0].numel()
 
 
 def fit_group(
@@ -194,9 +198,21 @@ def test_the_processes_of_a_group_step_together(tmp_path: Path) -> None:
     """As nodes of two ranks do without elasticity, except for the order of sums."""
     method = METHODS["local_sgd"]
     nodes = run_ranks(fit_fixed, 4, method.at(2))
-    for result in run_ranks(partial(fit_group, ranks=2), 4, str(tmp_path), method, fresh=True):
+    fitting = partial(fit_group, ranks=2, num_tokens=num_tokens)
+    for result in run_ranks(fitting, 4, str(tmp_path), method, fresh=True):
         torch.testing.assert_close(result["weights"], nodes[0])
-        assert result["rounds"] == 5
+        assert (result["rounds"], result["seen"]) == (5, 4 * STEPS * BATCH * 16)
+
+
+def test_groups_with_one_seed_shuffle_differently(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PL_GLOBAL_SEED", "1")
+    strategies = [ElasticStrategy(METHODS["diloco"], group=group) for group in ("site_a", "site_b", "site_b")]
+    orders = []
+    for strategy in strategies:
+        sampler = DistributedSampler(range(20), **make_trainer(strategy, 1).distributed_sampler_kwargs)
+        orders.append([*sampler])
+    assert orders[0] != orders[1] == orders[2]
+    assert sorted(orders[0]) == [*range(20)]
 
 
 @pytest.mark.gpu
@@ -232,6 +248,7 @@ def test_a_late_group_with_nccl_inside_heals(tmp_path: Path) -> None:
         (DGC(), {}, "Take a method that averages weights, with begin_step=0"),
         (LocalSGD(k_steps=4), {}, "Take a method that averages weights, with begin_step=0"),
         (LocalSGD(k_steps=4, begin_step=0, delay_steps=2), {}, "Leave out rule, delay_steps and num_fragments"),
+        (METHODS["diloco"], {"k_steps": 20, "round_s": 60}, "k_steps=20 and round_s=60: .* Give one"),
         (METHODS["diloco"], {"timeout_s": 0}, "timeout_s=0: give a number of seconds above 0"),
         (METHODS["diloco"], {"gbit_per_s": "fast"}, "gbit_per_s='fast': give a number of Gbit/s above 0"),
         (METHODS["diloco"], {"participants": 0}, "participants=0: give a fraction above 0, at most 1"),

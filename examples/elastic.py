@@ -1,0 +1,63 @@
+"""Train in groups that come, go and are slow: each is a Lightning run of its own, and they average now and then.
+
+1. Once, on a machine that stays; times are in milliseconds:
+         torchft_lighthouse --bind 10.0.0.1:29510 --min_replicas 2 --join_timeout_ms 10000 --heartbeat_timeout_ms 5000
+2. On each machine:
+         export TORCHFT_LIGHTHOUSE=http://10.0.0.1:29510
+3. On each machine, now or later:
+         torchrun --nproc-per-node 1 examples/elastic.py --group site_a
+Kill one, and start it again: the others go on, and it takes their state. At the end all have the same weights.
+On one machine: 127.0.0.1 for both addresses, and torchrun --standalone --local-addr 127.0.0.1 in several terminals.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import socket
+import zlib
+
+from lightning.pytorch import Trainer, seed_everything
+from torch.nn.utils import parameters_to_vector
+
+import lightning_lowbw as lowbw
+from lightning_lowbw.zoo import DigitsClassifier, DigitsData
+
+
+def main() -> None:
+    """Train a small classifier with those who are there, and say what came of it."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--group", default=socket.gethostname(), help="another name for each")
+    parser.add_argument("--min-replicas", type=int, default=2)
+    parser.add_argument("--round-s", type=float, default=2.0, help="seconds after which a round ends")
+    parser.add_argument("--max-steps", type=int, default=2000)
+    options = parser.parse_args()
+
+    seed_everything(1, workers=True, verbose=False)  # all groups begin with the same weights
+    strategy = lowbw.ElasticStrategy(
+        lowbw.LocalSGD(begin_step=0, outer="nesterov"),
+        group=options.group,
+        round_s=options.round_s,  # with as many steps as each has taken: a slow group delays nobody
+        min_replicas=options.min_replicas,
+    )
+    trainer = Trainer(
+        strategy=strategy,
+        devices=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
+        max_steps=options.max_steps,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    model, data = DigitsClassifier(), DigitsData()
+    trainer.fit(model, datamodule=data)
+    (found,) = trainer.validate(model, datamodule=data, verbose=False)
+    if trainer.is_global_zero:
+        (worker,) = strategy.workers
+        weights = zlib.crc32(parameters_to_vector(model.parameters()).detach().cpu().numpy().tobytes())
+        print(f"{options.group}: {trainer.global_step} steps, {worker.num_averages} rounds, ", end="")
+        print(f"accuracy {found['val_acc']:.3f}, checksum of the weights {weights:08x}")
+
+
+if __name__ == "__main__":
+    main()
