@@ -1,6 +1,6 @@
 """What a step of each method waits for, holds in memory and launches on a GPU, with echoes for ranks (`ops_gpu`).
 
-    python benchmarks/steps_gpu.py waits      # where the host waits; more often than docs/launches.md says fails
+    python benchmarks/steps_gpu.py waits      # where the host waits; more often than results/launches.md says fails
     python benchmarks/steps_gpu.py memory     # bytes per parameter at most, at 100M and 1B, beside their formulas
     python benchmarks/steps_gpu.py profile    # three steps of dgc on ResNet-50: launches, idle time, time per kernel
     python benchmarks/steps_gpu.py training   # milliseconds per batch of real trainings, beside those without peers

@@ -48,7 +48,7 @@ from tests.shapes import resnet50_shapes, transformer_shapes
 
 triton_kernels = pytest.importorskip("lightning_lowbw.kernels.triton_kernels")
 
-DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "launches.md"
+DOCUMENT = Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "launches.md"
 HEADING = "| | launches | waits | bytes |\n| --- | --- | --- | --- |\n"
 BYTES = "tenths of bytes per parameter"  # at most in use, beyond what there is before the step
 # Operations that only look at a tensor otherwise, or make room for one.
@@ -562,7 +562,7 @@ for each, limit in ((8, 640), (64, 1250)):  # some ten for each tensor of an own
 def test_launches(
     name: str, rows: dict[str, str], request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Not one more than the table in docs/launches.md says, and never more than is promised."""
+    """Not one more than the table in benchmarks/results/launches.md says, and never more than is promised."""
     count_launches, num_ranks, most = COUNTS[name]
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=num_ranks)
     try:
