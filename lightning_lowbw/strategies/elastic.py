@@ -46,8 +46,8 @@ class ElasticStrategy(Strategy):
         round_s: seconds after which a round ends instead, with as many steps as each group has taken.
         num_tokens: returns what a batch counts in the means; None is its number of samples, as Lightning finds it.
         participants: the fraction of the groups that is drawn to be averaged in a round; the others keep their work.
-        min_replicas: groups that a round needs; with fewer all wait, and say so once a minute. With 1 a group that is
-            cut off trains on alone.
+        min_replicas: groups that a round needs; with fewer all wait, and say so once a minute. With 1 one that is left
+            alone with the lighthouse trains on.
         grace_s: for which the last quorum waits for others; rounds wait for the lighthouse's join_timeout_ms.
         group: the name of this group, which no other has, and which it keeps when it is restarted.
         lighthouse: the address of torchft's, where groups meet, as "http://10.0.0.1:29510"; None is that of the
@@ -159,9 +159,10 @@ class ElasticStrategy(Strategy):
         numel = sum(each.numel() for each in (*model.parameters(), *model.buffers()))
         has_velocity = self.method.when.outer != "none"  # type: ignore[union-attr]  # checked above
         state_bytes = 4 * numel * (1 + has_velocity) * self.world_size  # each process sends it all
-        self.peers = self._worker_peers = Members(self._make_membership(state_bytes), self.ledger)
+        self.peers = self._worker_peers = Members(self.make_membership(state_bytes), self.ledger)
 
-    def _make_membership(self, state_bytes: int) -> Membership:
+    def make_membership(self, state_bytes: int) -> Membership:
+        """Return what finds the groups, given the bytes that it sends to a new one; for other engines than torchft."""
         return TorchftMembership(name=self.group, state_bytes=state_bytes, **self._of_membership)
 
     @override

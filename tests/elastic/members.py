@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import logging
 import multiprocessing
 import os
 import signal
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import wait
@@ -22,6 +23,7 @@ import torch.distributed as dist
 from lightning_lowbw.comm.collectives import Collectives
 from lightning_lowbw.elastic import torchft_membership
 from lightning_lowbw.elastic.torchft_membership import TorchftMembership, _import_torchft
+from lightning_lowbw.lab.network import INTERFACE, Network
 from lightning_lowbw.namespaces import LOGGER
 
 SIZE = 300_000  # more than the buffers of a socket hold: who waits for a member does not get ahead of it
@@ -108,7 +110,7 @@ def run_member(
 
     keep_stderr_in(folder)
     os.environ["TORCHFT_USE_OTEL"] = "true"  # which ends in an error where torchft is imported
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    os.environ["GLOO_SOCKET_IFNAME"] = options.pop("interface")
     for name, value in options.pop("constants", {}).items():
         setattr(torchft_membership, name, value)
     said = logging.Handler(logging.WARNING)
@@ -163,6 +165,17 @@ def _is_link(descriptor: str) -> bool:
     return os.path.islink(f"/proc/self/fd/{descriptor}")
 
 
+def run_on_node(words: Sequence[str], function: Callable[..., None], *arguments: Any) -> None:
+    """Enter the namespaces that `nsenter` would with these words, and call a function."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    for word in words:
+        name, _, path = word.partition("=")
+        if name in ("--user", "--net"):
+            with open(path) as file:
+                assert libc.setns(file.fileno(), 0) == 0, os.strerror(ctypes.get_errno())
+    function(*arguments)
+
+
 def run_lighthouse(connection: Any, folder: str, options: dict[str, Any]) -> None:
     """Serve until killed; tell the port."""
     keep_stderr_in(folder)
@@ -180,8 +193,9 @@ def keep_stderr_in(folder: str) -> None:
 class Groups:
     """Groups of processes with one lighthouse."""
 
-    def __init__(self, folder: str, **lighthouse: Any) -> None:
-        self.folder, self.port = folder, 0
+    def __init__(self, folder: str, network: Network | None, **lighthouse: Any) -> None:
+        self.folder, self.network, self.port = folder, network, 0
+        self.host = "127.0.0.1" if network is None else network.address(0)
         self.events: list[Event] = []
         self.processes: dict[tuple[int, int], Any] = {}
         self.connections: list[Any] = []
@@ -193,19 +207,20 @@ class Groups:
         self.lighthouse: Any = None
         self.start_lighthouse()
 
-    def _start(self, function: Callable[..., None], *arguments: Any) -> tuple[Any, Any]:
+    def _start(self, node: int, function: Callable[..., None], *arguments: Any) -> tuple[Any, Any]:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["tests.preloaded"])
         ours, theirs = context.Pipe(duplex=False)
-        process = context.Process(target=function, args=(theirs, self.folder, *arguments))
+        words = [] if self.network is None else self.network.enter(node)
+        process = context.Process(target=run_on_node, args=(words, function, theirs, self.folder, *arguments))
         process.start()
         theirs.close()
         return process, ours
 
     def start_lighthouse(self) -> None:
         """Start it, the second time at the same address."""
-        options = {"bind": f"127.0.0.1:{self.port}", **self.lighthouse_options}
-        self.lighthouse, connection = self._start(run_lighthouse, options)
+        options = {"bind": f"{self.host}:{self.port}", **self.lighthouse_options}
+        self.lighthouse, connection = self._start(0, run_lighthouse, options)
         self.port = connection.recv()
         connection.close()
 
@@ -214,9 +229,10 @@ class Groups:
         self.lighthouse.join()
 
     def start(self, group: int, num_processes: int = 1, **options: Any) -> None:
-        options = {"lighthouse": f"127.0.0.1:{self.port}", "timeout_s": 5.0, **options}
+        options = {"lighthouse": f"{self.host}:{self.port}", "timeout_s": 5.0, **options}
+        options["interface"] = "lo" if self.network is None else INTERFACE
         for process in range(num_processes):
-            child, connection = self._start(run_member, group, process, num_processes, options)
+            child, connection = self._start(group + 1, run_member, group, process, num_processes, options)
             self.processes[group, process] = child
             self.connections.append(connection)
 
@@ -261,10 +277,15 @@ class Groups:
 
 
 @contextlib.contextmanager
-def groups(**lighthouse: Any) -> Iterator[Groups]:
-    """Give groups, and end all their processes."""
+def groups(network: Network | None = None, **lighthouse: Any) -> Iterator[Groups]:
+    """Give groups, and end all their processes.
+
+    Args:
+        network: the lighthouse is on its node 0, group n on node n + 1; None is the loopback.
+        **lighthouse: its options.
+    """
     with tempfile.TemporaryDirectory() as folder:
-        made = Groups(folder, **lighthouse)
+        made = Groups(folder, network, **lighthouse)
         try:
             yield made
         finally:

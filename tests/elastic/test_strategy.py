@@ -105,7 +105,7 @@ def fit_group(
     model = Scheduled(number * ranks + int(os.environ["RANK"]), sleeps[number])
     name = f"group {number}"
     if lighthouse is None:
-        ElasticStrategy._make_membership = lambda *_: PlainMembership(store, name, grace_s=20.0)
+        ElasticStrategy.make_membership = lambda *_: PlainMembership(store, name, grace_s=20.0)
     if backend != "gloo":
         options |= {"process_group_backend": backend}
     strategy = ElasticStrategy(method, group=name, grace_s=1.0, lighthouse=lighthouse, **options)

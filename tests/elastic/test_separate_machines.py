@@ -1,0 +1,93 @@
+"""Groups as separate programs on machines of their own (network namespaces), and a network that is cut in two."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from lightning_lowbw.lab import Network
+from lightning_lowbw.lab.network import INTERFACE
+from tests.elastic import members
+from tests.lab.namespaces import needs_lab
+from tests.programs import ROOT
+
+pytestmark = [
+    *needs_lab,
+    pytest.mark.skipif(
+        importlib.util.find_spec("torchft") is None, reason='needs torchft: pip install "lightning-lowbw[elastic]"'
+    ),
+]
+CUT_S = 4.0
+NOWHERE = "02:00:00:00:00:01"  # the hardware address of nobody
+
+
+def commands_of_the_docs() -> list[str]:
+    (block,) = re.findall(r"## Three commands\n+```bash\n(.*?)```", (ROOT / "docs/elastic.md").read_text(), re.DOTALL)
+    return [line for line in block.splitlines() if not line.startswith("#")]
+
+
+def test_the_three_commands_of_the_documentation(tmp_path: Path) -> None:
+    """As they are typed, with the example; only addresses and names of files are others."""
+    lighthouse, variables, training = commands_of_the_docs()
+    # Neither a launcher's environment, nor what the tests have set.
+    environment = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
+    with Network([1e9] * 3) as network:
+
+        def start(node: int, command: str) -> subprocess.Popen[str]:
+            for old, new in (("10.0.0.1", network.address(0)), ("=wg0", f"={INTERFACE}")):
+                command = command.replace(old, new)
+            with (tmp_path / f"node{node}").open("w") as file:
+                words = [*network.enter(node), "bash", "-c", command]
+                return subprocess.Popen(words, cwd=tmp_path, env=environment, stdout=file, stderr=file, text=True)
+
+        service, groups = start(0, lighthouse), []
+        for node in (1, 2):
+            example = f"{ROOT}/examples/elastic.py --group site_{node} --round-s 0.5 --max-steps 120"
+            groups.append(start(node, f"{variables}\n{training}".replace("train.py", example)))
+        statuses = [group.wait(120) for group in groups]
+        assert service.poll() is None
+    service.wait()  # which the network has ended
+    said = [(tmp_path / f"node{node}").read_text() for node in range(3)]
+    assert statuses == [0, 0], said
+    lines = [re.findall(r"^site_\d: (.*)$", each, re.MULTILINE) for each in said[1:]]
+    assert lines[0] == lines[1]
+    assert re.fullmatch(r"120 steps, \d+ rounds, accuracy 0\.\d+, checksum of the weights [0-9a-f]{8}", lines[0][0])
+
+
+def cut(network: Network, nodes: Sequence[int], others: Sequence[int], what: str) -> None:
+    """Let packets from some nodes to others go nowhere ("replace"), or to them again ("del")."""
+    for node in nodes:
+        for other in others:
+            where = ["lladdr", NOWHERE, "nud", "permanent"] if what == "replace" else []
+            words = ["ip", "neigh", what, network.address(other), *where, "dev", INTERFACE]
+            subprocess.run([*network.enter(node), *words], check=True)
+
+
+@pytest.mark.parametrize("min_replicas", [2, 3])
+def test_a_network_that_is_cut_in_two_has_no_two_trainings(min_replicas: int) -> None:
+    """Of four groups two keep the lighthouse: they go on if they are enough; the others wait for it in any case."""
+    with Network([1e9] * 5) as network, members.groups(network, min_replicas=min_replicas) as made:
+        for group in range(4):
+            made.start(group, min_replicas=min_replicas, timeout_s=2.0)
+        made.committed(0, size=4)
+        cut(network, (3, 4), (0, 1, 2), "replace")
+        began_s = time.monotonic() + 1.0  # a round may have been nearly over
+        for group in (0, 1) if min_replicas == 2 else ():
+            made.committed(group, size=2, after_s=began_s)
+        time.sleep(max(0.0, began_s + CUT_S - time.monotonic()))
+        ended_s = time.monotonic()
+        cut(network, (3, 4), (0, 1, 2), "del")
+        together = [made.committed(group, size=4, after_s=ended_s) for group in range(4)]
+        latest = max(event.step for event in together)
+        assert len({made.committed(group, step=latest, size=4).value[0] for group in range(4)}) == 1
+    between = [each for each in made.events if each.kind == "committed" and began_s < each.at_s < ended_s]
+    assert {each.group for each in between} == ({0, 1} if min_replicas == 2 else set())
+    assert {len(each.members) for each in between} <= {2}
