@@ -23,6 +23,7 @@ from lightning_lowbw.errors import ConfigurationError
 from lightning_lowbw.method import Method
 from lightning_lowbw.strategies.keywords import STRATEGY_KEYWORDS, shows
 from lightning_lowbw.strategies.strategy import Strategy
+from lightning_lowbw.sync.local_view import DTensor
 
 
 class ElasticStrategy(Strategy):
@@ -146,6 +147,11 @@ class ElasticStrategy(Strategy):
     @override
     def _check_trainer(self, trainer: pl.Trainer) -> None:
         super()._check_trainer(trainer)
+        if any(isinstance(each, DTensor) for each in trainer.lightning_module.parameters()):
+            raise ConfigurationError(
+                "The model is sharded, and each process of an elastic group has a whole one. Leave fully_shard out, or "
+                "take ShardedStrategy, or a name that ends with _fsdp; its nodes stay the same."
+            )
         if trainer.max_steps < 0 or trainer.max_epochs not in (None, -1):
             raise ConfigurationError(
                 f"Trainer(max_steps={trainer.max_steps}, max_epochs={trainer.max_epochs}): the groups have epochs of "

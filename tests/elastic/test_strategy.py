@@ -13,10 +13,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from lightning_lowbw import DGC, ConfigurationError, ElasticStrategy, LocalSGD, Strategy
+from tests.conftest import HAS_FULLY_SHARD
 from tests.elastic.plain import PlainMembership
 from tests.gpu.problem import check_near, init_process_group
 from tests.ranks import run_ranks
@@ -202,6 +204,23 @@ def test_the_processes_of_a_group_step_together(tmp_path: Path) -> None:
     for result in run_ranks(fitting, 4, str(tmp_path), method, fresh=True):
         torch.testing.assert_close(result["weights"], nodes[0])
         assert (result["rounds"], result["seen"]) == (5, 4 * STEPS * BATCH * 16)
+
+
+class Sharded(Scheduled):
+    def configure_model(self) -> None:
+        from torch.distributed.fsdp import fully_shard  # since torch 2.6
+
+        fully_shard(self.wide, mesh=init_device_mesh("cpu", (1,)))
+
+
+def fit_shards() -> None:
+    with pytest.raises(ConfigurationError, match=r"The model is sharded, .* Leave fully_shard out"):
+        make_trainer(ElasticStrategy(METHODS["diloco"]), 1, max_steps=1, max_epochs=-1).fit(Sharded(0), data_of(1))
+
+
+@pytest.mark.skipif(not HAS_FULLY_SHARD, reason="needs fully_shard")
+def test_shards_inside_a_group_are_refused() -> None:
+    run_ranks(fit_shards, 1)
 
 
 def test_groups_with_one_seed_shuffle_differently(monkeypatch: pytest.MonkeyPatch) -> None:
