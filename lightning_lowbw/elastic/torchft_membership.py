@@ -13,6 +13,7 @@ import importlib.metadata
 import io
 import logging
 import os
+import re
 import socket
 import struct
 import threading
@@ -121,10 +122,10 @@ class TorchftMembership:
         timeout_s: float | None = None,
         address: str | None = None,
     ) -> None:
-        lighthouse = lighthouse or os.environ.get(LIGHTHOUSE)
-        if not lighthouse:
+        lighthouse = str(lighthouse or os.environ.get(LIGHTHOUSE, ""))
+        if not re.fullmatch(r"(https?://)?[^/:]+:\d+", lighthouse):
             raise ConfigurationError(
-                f"No lighthouse is given. Give its address, or set {LIGHTHOUSE}=http://HOST:29510."
+                f"lighthouse={lighthouse!r}: give its address with the port, or set {LIGHTHOUSE}=http://10.0.0.1:29510."
             )
         needed_s = timeout_s_of(state_bytes, gbit_per_s)
         if timeout_s is not None and timeout_s < needed_s:
@@ -136,7 +137,7 @@ class TorchftMembership:
         self.min_replicas, self.state_bytes, self.gbit_per_s = min_replicas, state_bytes, gbit_per_s
         self.timeout_s = max(MIN_TIMEOUT_S, needed_s) if timeout_s is None else timeout_s
         self._lighthouse = _Lighthouse(torchft, lighthouse if "//" in lighthouse else f"http://{lighthouse}")
-        self._address = address or _address_towards(self._lighthouse.url)
+        self._address = _own_address(address, self._lighthouse.url)
         self._process, self._num_processes = dist.get_rank(), dist.get_world_size()
         (self._name, *_) = gather(f"{name or socket.gethostname()}:{uuid.uuid4()}", "name of the group")
         self._key: tuple[Any, ...] = ()  # of the quorum for which the group was made
@@ -418,15 +419,30 @@ def _import_torchft() -> Any:
     return torchft
 
 
-def _address_towards(lighthouse: str) -> str:
-    """Return this host's IPv4 address on the way to the lighthouse, or that of the interface GLOO_SOCKET_IFNAME."""
-    parts = urlsplit(lighthouse)
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        interface = os.environ.get("GLOO_SOCKET_IFNAME")
-        if interface:
-            import fcntl
+def _own_address(address: str | None, lighthouse: str) -> str:
+    """Return the given address of this host, that of the interface GLOO_SOCKET_IFNAME, or of the way to the lighthouse.
 
-            request = struct.pack("256s", interface.split(",")[0].encode()[:15])
-            return socket.inet_ntoa(fcntl.ioctl(probe.fileno(), SIOCGIFADDR, request)[20:24])
-        probe.connect((parts.hostname, parts.port or 29510))  # sends nothing
-        return str(probe.getsockname()[0])
+    Raises:
+        ConfigurationError: there is none.
+    """
+    interface = os.environ.get("GLOO_SOCKET_IFNAME")
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            if address:
+                probe.bind((address, 0))
+                return address
+            if interface:
+                import fcntl
+
+                request = struct.pack("256s", interface.split(",")[0].encode()[:15])
+                return socket.inet_ntoa(fcntl.ioctl(probe.fileno(), SIOCGIFADDR, request)[20:24])
+            parts = urlsplit(lighthouse)
+            probe.connect((parts.hostname, parts.port))  # sends nothing
+            return str(probe.getsockname()[0])
+        except OSError as error:
+            given = f"address={address}" if address else f"GLOO_SOCKET_IFNAME={interface}" if interface else lighthouse
+            names = ", ".join(name for _, name in socket.if_nameindex())
+            raise ConfigurationError(
+                f"{given}: {error.strerror}. Other groups reach this one at an IPv4 address of this host, whose "
+                f"interfaces are {names}. Give another."
+            ) from error

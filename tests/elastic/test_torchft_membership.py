@@ -164,7 +164,24 @@ def test_another_torchft_is_refused(monkeypatch: pytest.MonkeyPatch, version: st
         TorchftMembership("127.0.0.1:1", state_bytes=1)
 
 
-def test_a_lighthouse_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("given", "interface", "message"),
+    [
+        ({}, "", r"lighthouse='': give its address with the port, or set TORCHFT_LIGHTHOUSE=http"),
+        ({"lighthouse": "http://10.0.0.1"}, "", r"lighthouse='http://10.0.0.1': give its address with the port"),
+        (
+            {"lighthouse": "127.0.0.1:1"},
+            "wg7",
+            r"GLOO_SOCKET_IFNAME=wg7: No such device. .* interfaces are .*lo.*\. Give",
+        ),
+        ({"lighthouse": "127.0.0.1:1", "address": "192.0.2.1"}, "", r"address=192.0.2.1: Cannot assign .* Give"),
+    ],
+)
+def test_addresses_that_cannot_be(
+    monkeypatch: pytest.MonkeyPatch, given: dict[str, str], interface: str, message: str
+) -> None:
     monkeypatch.delenv("TORCHFT_LIGHTHOUSE", raising=False)
-    with pytest.raises(ConfigurationError, match="TORCHFT_LIGHTHOUSE"):
-        TorchftMembership(state_bytes=1)
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", interface)
+    monkeypatch.setenv("RUST_LOG", "warn")  # or the first one sets it
+    with pytest.raises(ConfigurationError, match=message):
+        TorchftMembership(state_bytes=1, **given)
