@@ -198,7 +198,7 @@ class ElasticStrategy(Strategy):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_start(batch, batch_idx)
         self._choose_backward_sync()
-        self._replica.tokens += self._num_tokens(batch)
+        self._replica.tokens += float(self._num_tokens(batch))
 
     @override
     def _end_step(self, worker: Any) -> None:
