@@ -7,7 +7,8 @@
 
 Each group is a program on a node of the lab, on which it trains a small transformer with `sparse_loco_elastic`; the
 lighthouse has a node of its own. Loss, messages and faults are real, the time of a step is a wait. Writes
-benchmarks/results/elastic.json, .md and .png; a case that is measured again replaces its row.
+benchmarks/results/elastic.json, .md and .png, and the table of docs/elastic.md; a case that is measured again replaces
+its row.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ from torch.nn import functional as F
 from torch.optim.lr_scheduler import LambdaLR
 
 import lightning_lowbw as lowbw
-from benchmarks.harness import RESULTS, describe_environment
+from benchmarks.harness import RESULTS, describe_environment, replace_block
 from lightning_lowbw.elastic.torchft_membership import TorchftMembership
 from lightning_lowbw.lab import Network, parse_rate
 from lightning_lowbw.lab.network import INTERFACE
@@ -590,6 +591,7 @@ def report(results: Row) -> None:
     )
     text = "\n".join([to_markdown(rows), goodput_table(rows), note, ""])
     (RESULTS / "elastic.md").write_text(text)
+    replace_block("docs/elastic.md", "elastic", text)
     draw(rows, RESULTS / "elastic.png")
     print(text)
 
