@@ -50,16 +50,16 @@ def test_the_three_commands_of_the_documentation(tmp_path: Path) -> None:
 
         service, groups = start(0, lighthouse), []
         for node in (1, 2):
-            example = f"{ROOT}/examples/elastic.py --group site_{node} --round-s 0.5 --max-steps 120"
+            example = f"{ROOT}/examples/elastic.py --group site_{node} --round-s 0.5 --max-steps 40"
             groups.append(start(node, f"{variables}\n{training}".replace("train.py", example)))
-        statuses = [group.wait(120) for group in groups]
+        statuses = [group.wait(300) for group in groups]
         assert service.poll() is None
     service.wait()  # which the network has ended
     said = [(tmp_path / f"node{node}").read_text() for node in range(3)]
     assert statuses == [0, 0], said
     lines = [re.findall(r"^site_\d: (.*)$", each, re.MULTILINE) for each in said[1:]]
     assert lines[0] == lines[1]
-    assert re.fullmatch(r"120 steps, \d+ rounds, accuracy 0\.\d+, checksum of the weights [0-9a-f]{8}", lines[0][0])
+    assert re.fullmatch(r"40 steps, \d+ rounds, accuracy 0\.\d+, checksum of the weights [0-9a-f]{8}", lines[0][0])
 
 
 def cut(network: Network, nodes: Sequence[int], others: Sequence[int], what: str) -> None:
