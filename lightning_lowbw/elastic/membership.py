@@ -35,16 +35,13 @@ class Membership(Protocol):
     meets the processes with its rank in the other groups.
     """
 
-    def quorum(self, step: int, shared: Callable[[], Mapping[str, Any]], timeout_s: float | None = None) -> Quorum:
-        """Wait for the members of the next round, at least `min_replicas`.
+    def quorum(self, step: int, shared: Callable[[], Mapping[str, Any]], gives_up: Callable[[], bool]) -> Quorum | None:
+        """Wait for the members of the next round, at least `min_replicas`; None if this group has given up.
 
         Args:
             step: outer steps that this group has completed.
             shared: returns what members that are behind are given: tensors and plain values, by name.
-            timeout_s: for which is waited; None is for ever.
-
-        Raises:
-            TimeoutError: there is no quorum by then.
+            gives_up: whether to wait no longer, asked about once a second; of one process it holds for its group.
         """
         ...
 

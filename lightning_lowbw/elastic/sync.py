@@ -15,7 +15,6 @@ tokens seen, and the round in which each member was last averaged. Everything el
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import math
 import time
@@ -47,6 +46,7 @@ from lightning_lowbw.sync.status import SAVE, STOP, Status, any_of, status_messa
 _logger = logging.getLogger(LOGGER)
 TOKENS, STEPS, FAULTS, ANCHOR, NAMES = range(5)  # of a row: float64, which has integers up to 2^53
 ANCHORS = 1 << 32  # checksums are compared modulo this
+END_S = 0.2  # between two last quorums
 BEHIND = 0  # what a member claims to have completed that must be healed
 
 
@@ -180,6 +180,8 @@ class ElasticSync(LocalSync):
         last_step: after which the training ends, for all with the same round; None if never.
         share: returns what else is shared, for a member that is behind: plain values and tensors.
         healed: what another member has shared so, for the caller to take; None if there is nothing.
+        should_stop: returns whether this process is asked to stop: then no quorum is waited for.
+        max_wait_s: for which a quorum is waited for after the first round.
         num_skipped: steps that the last round has added to `step`, which the fastest member has taken and this has not.
     """
 
@@ -206,6 +208,8 @@ class ElasticSync(LocalSync):
         self.share: Callable[[], Mapping[str, Any]] = dict
         self.healed: Mapping[str, Any] | None = None
         self.num_skipped = 0
+        self.should_stop: Callable[[], bool] = lambda: False
+        self.max_wait_s = math.inf
         self._began_s = time.monotonic()
         self._has_faults = False  # whether local steps have left an inf or NaN
         self._is_apart = False  # whether other members of as many rounds have another anchor
@@ -243,12 +247,21 @@ class ElasticSync(LocalSync):
         """Whether the last step has been averaged."""
         return self.last_step is not None and self.step >= self.last_step and not self._steps
 
-    def end(self, timeout_s: float) -> None:
-        """Take part in a last quorum: a member that has lost the others in the last round heals in it."""
-        if self.has_ended_all:
-            with contextlib.suppress(TimeoutError):
-                self.members.members.begin(self.membership.quorum(self.num_averages, self.shared_state, timeout_s))
-                self._leave_together()
+    def end(self, grace_s: float) -> None:
+        """Take part in last quorums, in which members heal that have missed the last round.
+
+        For at most `grace_s`, and until all have come that were ever averaged.
+        """
+        ends_s = time.monotonic() + grace_s
+        while self.has_ended_all and not self._any_in_node(time.monotonic() >= ends_s)[0]:
+            quorum = self._next_quorum(lambda: time.monotonic() >= ends_s)
+            if quorum is None:
+                return
+            self.members.members.begin(quorum)
+            self._leave_together()
+            if self.contributed.keys() <= {*quorum.members}:
+                return
+            time.sleep(END_S)
 
     def _leave_together(self) -> None:
         """Wait for the members, who may still be connecting to this one."""
@@ -261,10 +274,10 @@ class ElasticSync(LocalSync):
         if self.round_s is None:
             return is_over or self._steps >= self.k_steps
         is_over = is_over or time.monotonic() - self._began_s >= self.round_s
-        return self._any_in_node([float(is_over)])[0]
+        return self._any_in_node(is_over)[0]
 
-    def _any_in_node(self, flags: Sequence[float]) -> list[bool]:
-        message = torch.tensor(flags, device=self.device)
+    def _any_in_node(self, *flags: bool | Tensor) -> list[bool]:
+        message = torch.tensor(flags, dtype=torch.float32, device=self.device)
         self.members.node.all_reduce_(message)
         return [number > 0 for number in message.tolist()]
 
@@ -273,19 +286,39 @@ class ElasticSync(LocalSync):
         return self._all.steps or 0
 
     def _take_round(self) -> None:
+        """Take part in a round; if this member is to stop or save before there is one, nothing has changed.
+
+        Raises:
+            TimeoutError: on all processes of the group; others have been there before, and have not come.
+        """
         self.num_skipped, self.healed = 0, None
-        while not self._try_round():
+        ends_s = time.monotonic() + (self.max_wait_s if self.num_averages else math.inf)
+
+        def gives_up() -> bool:
+            return bool(self.requests) or self.should_stop() or time.monotonic() >= ends_s
+
+        while (quorum := self._next_quorum(gives_up)) is not None and not self._try_round(quorum):
             pass
+        stops, saves, is_over = self._any_in_node(self.stop_requested, self.save_requested, self.should_stop())
+        self.agree_on(STOP * stops | SAVE * saves)  # of this group only
+        if quorum is None:
+            if not (stops or saves or is_over):
+                raise TimeoutError(
+                    f"Too few groups have come to the end of round {self.num_averages + 1} in {self.max_wait_s:g} s: "
+                    "the others have ended the training, or are lost. If they come back later, raise "
+                    "ElasticStrategy(timeout=...), and start this group again."
+                )
+            return  # nothing has changed
         self._sent, self._began_s = None, time.monotonic()
         self._all.steps = self.steps_since_average = 0
         self.loss.clear()
-        stops, saves = self._any_in_node([float(self.stop_requested), float(self.save_requested)])
-        self.agree_on(STOP * stops | SAVE * saves)  # of this group only
 
-    def _try_round(self) -> bool:
+    def _next_quorum(self, gives_up: Callable[[], bool]) -> Quorum | None:
+        return self.membership.quorum(BEHIND if self._is_apart else self.num_averages, self.shared_state, gives_up)
+
+    def _try_round(self, quorum: Quorum) -> bool:
         """Try a round; return whether it counts. If not, nothing has changed, except that this member has healed."""
         members, membership = self.members.members, self.membership
-        quorum = membership.quorum(BEHIND if self._is_apart else self.num_averages, self.shared_state)
         members.begin(quorum)
         if quorum.healed is not None:
             self._heal(quorum.healed, quorum.members[quorum.rank])
@@ -326,7 +359,7 @@ class ElasticSync(LocalSync):
         tokens, faults = own.tolist()
         row = torch.tensor([tokens, self._steps, faults, anchor, names], dtype=torch.float64)
         rows: list[list[float]] = self.members.members.all_gather(row).tolist()
-        return None if self._any_in_node([float(self.members.members.has_failed)])[0] else rows
+        return None if self._any_in_node(self.members.members.has_failed)[0] else rows
 
     def _weights(self, rows: Sequence[Sequence[float]]) -> list[float]:
         """Return what each member counts in the mean: its tokens, if it is drawn; the sum is 1, or all are 0."""
@@ -416,7 +449,7 @@ class ElasticSync(LocalSync):
     def _restart_if_not_finite(self) -> None:
         """Go on from the anchor where local steps have left an inf or NaN, without their tokens and momentum."""
         flags = [*are_not_finite(self._tensors()[0]), *self.late_flags()]
-        (self._has_faults,) = self._any_in_node([float(any_of(flags, self.device))])
+        (self._has_faults,) = self._any_in_node(any_of(flags, self.device))
         if self._has_faults:
             self._add_(None)
             self.optimizer.state.clear()

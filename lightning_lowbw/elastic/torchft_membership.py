@@ -21,7 +21,7 @@ import time
 import uuid
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -45,7 +45,7 @@ LIGHTHOUSE = "TORCHFT_LIGHTHOUSE"  # torchft's own variable: the lighthouse's ad
 HEARTBEAT_S = 0.25  # between two; the lighthouse takes a member for dead after 5 s, if not started otherwise
 CONNECT_S = 5.0  # to connect to the lighthouse, or to other members, who come at the same moment
 WAIT_S = 75.0  # of one request for a quorum. In the lighthouse each begins anew to wait for others, by default 60 s.
-RETRY_S, WARN_S = 0.5, 60.0
+POLL_S, RETRY_S, WARN_S = 1.0, 0.5, 60.0
 SIOCGIFADDR = 0x8915  # Linux: the address of an interface
 MIN_TIMEOUT_S = 10.0  # for pauses of an operating system and of a link
 ROUND_STATES = 2.0  # the bytes of a round by those of the state: at most an all-reduce of all of it
@@ -151,26 +151,27 @@ class TorchftMembership:
             options: dict[str, Any] = {"is_master": True, "wait_for_workers": False}
             self._store = dist.TCPStore(self._address, self._port, master_listen_fd=listener.detach(), **options)
 
-    def quorum(self, step: int, shared: Callable[[], Mapping[str, Any]], timeout_s: float | None = None) -> Quorum:
+    def quorum(self, step: int, shared: Callable[[], Mapping[str, Any]], gives_up: Callable[[], bool]) -> Quorum | None:
         began_s = said_s = time.monotonic()
         while True:
             quorum, error = None, None
             try:
-                quorum = self._meet(*self._ask(step, timeout_s), shared)
+                # At first it is taken for granted that the others are on their way.
+                answer = self._ask(step, lambda: time.monotonic() - began_s >= POLL_S and gives_up())
+                if answer is None:
+                    return None
+                quorum = self._meet(*answer, shared)
             except RuntimeError as raised:
                 error = raised.with_traceback(None)  # which refers to the group
                 self._fail()
             if self._vote(quorum is not None):
                 assert quorum is not None
                 return quorum
-            waited_s = time.monotonic() - began_s
-            if timeout_s is not None and gather(waited_s, "time without a quorum")[0] >= timeout_s:
-                raise TimeoutError(f"There was no quorum within {timeout_s:g} s: {error}")
             if time.monotonic() - said_s >= WARN_S:
                 said_s = time.monotonic()
                 _logger.warning(
                     "Waiting for %.0f s now for a round of at least %d members, at the lighthouse %s. Last attempt: %s",
-                    *(waited_s, self.min_replicas, self._lighthouse.url, error),
+                    *(said_s - began_s, self.min_replicas, self._lighthouse.url, error),
                 )
 
     def collective(self, fn: Callable[[dist.ProcessGroup], T]) -> T:
@@ -211,8 +212,8 @@ class TorchftMembership:
 
     # Members --------------------------------------------------------------------------------------------------------
 
-    def _ask(self, step: int, timeout_s: float | None) -> tuple[int, Sequence[_Member]]:
-        """Return the number of the next quorum, and its members.
+    def _ask(self, step: int, gives_up: Callable[[], bool]) -> tuple[int, Sequence[_Member]] | None:
+        """Return the number of the next quorum, and its members; None if a process of this group has given up.
 
         Raises:
             RuntimeError: on all processes; there is none yet.
@@ -222,14 +223,13 @@ class TorchftMembership:
         if self._process == 0:
             store = f"{self._address}:{self._port}"
             own = _Member(self._name, step, store, self._num_processes, self._num_failures, TORCHFT)
-            try:
-                answer = self._lighthouse.quorum(own, WAIT_S if timeout_s is None else min(WAIT_S, timeout_s))
-            except TimeoutError as error:
-                answer = f"{error}"  # ask again at once: the lighthouse still counts on this member
-            except RuntimeError as error:
-                answer = f"{error}"
-                time.sleep(RETRY_S)
-        (answer, *_) = gather(answer, "quorum")
+            request = self._lighthouse.begin_quorum(own)
+        while answer is None:
+            if self._process == 0 and wait([request], POLL_S).done:
+                answer = request.result()
+            ((answer, _), *_) = answers = gather((answer, gives_up()), "quorum")
+            if any(given_up for _, given_up in answers):
+                return None
         if isinstance(answer, str):
             raise RuntimeError(answer)
         number, members = answer
@@ -330,27 +330,20 @@ class _Lighthouse:
     def _connected(self) -> Any:
         return self._torchft.LighthouseClient(self.url, connect_timeout=timedelta(seconds=CONNECT_S))
 
-    def quorum(self, own: _Member, wait_s: float) -> tuple[int, Sequence[_Member]]:
-        """Wait for the next quorum; return its number and members, in the same order for all.
-
-        Raises:
-            RuntimeError: the lighthouse is lost.
-            TimeoutError: too few members have come.
-        """
+    def begin_quorum(self, own: _Member) -> Future[Any]:
+        """Begin to ask for the next quorum: its number and members, in the same order for all; or why there is none."""
         answer: Future[Any] = Future()
         # In a thread, because a signal would be handled only after torchft has returned.
-        threading.Thread(target=self._request, args=(own, wait_s, answer), name="lowbw-quorum", daemon=True).start()
-        found = answer.result()
-        members = [_Member(m.replica_id, m.step, m.store_address, m.world_size, **m.data) for m in found.participants]
-        return found.quorum_id, sorted(members, key=lambda member: member.name)
+        threading.Thread(target=self._request, args=(own, answer), name="lowbw-quorum", daemon=True).start()
+        return answer
 
-    def _request(self, own: _Member, wait_s: float, answer: Future[Any]) -> None:
+    def _request(self, own: _Member, answer: Future[Any]) -> None:
         client, self._client = self._client, None
         try:
             client = client or self._connected()
             found = client.quorum(
                 replica_id=own.name,
-                timeout=timedelta(seconds=wait_s),
+                timeout=timedelta(seconds=WAIT_S),
                 address=own.store,
                 store_address=own.store,
                 step=own.step,
@@ -358,9 +351,14 @@ class _Lighthouse:
                 data={"failures": own.failures, "torchft": own.torchft},
             )
             self._client = client
-            answer.set_result(found)
-        except Exception as error:  # noqa: BLE001 - it is raised where the answer is waited for
-            answer.set_exception(error)
+            members = [
+                _Member(m.replica_id, m.step, m.store_address, m.world_size, **m.data) for m in found.participants
+            ]
+            answer.set_result((found.quorum_id, sorted(members, key=lambda member: member.name)))
+        except Exception as error:  # noqa: BLE001 - it is told where the answer is waited for
+            if not isinstance(error, TimeoutError):  # after which the lighthouse still counts on this member
+                time.sleep(RETRY_S)
+            answer.set_result(f"{error}")
 
     def start_heartbeats(self, name: str) -> None:
         """Tell the lighthouse that this member is alive, until `close`."""

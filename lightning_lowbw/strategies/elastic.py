@@ -10,6 +10,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch.distributed as dist
+from lightning.pytorch.callbacks import Timer
 from lightning.pytorch.utilities.data import extract_batch_size
 from torch import nn
 from torch.optim import Optimizer
@@ -49,7 +50,7 @@ class ElasticStrategy(Strategy):
         participants: the fraction of the groups that is drawn to be averaged in a round; the others keep their work.
         min_replicas: groups that a round needs; with fewer all wait, and say so once a minute. With 1 one that is left
             alone with the lighthouse trains on.
-        grace_s: for which the last quorum waits for others; rounds wait for the lighthouse's join_timeout_ms.
+        grace_s: for which a group that has ended waits for others; rounds wait for the lighthouse's join_timeout_ms.
         group: the name of this group, which no other has, and which it keeps when it is restarted.
         lighthouse: the address of torchft's, where groups meet, as "http://10.0.0.1:29510"; None is that of the
             environment's TORCHFT_LIGHTHOUSE.
@@ -57,7 +58,8 @@ class ElasticStrategy(Strategy):
         timeout_s: after which a collective is taken for lost; None computes it.
         address: at which other groups reach this process; None is that of the interface GLOO_SOCKET_IFNAME, or of the
             one that leads to the lighthouse.
-        **kwargs: as of `Strategy`, without `topology`.
+        **kwargs: as of `Strategy`, without `topology`. A group that has taken part in a round ends with an error when
+            it has waited for others for `timeout` (30 minutes).
 
     Raises:
         ConfigurationError: a value is out of range, or the method communicates in every step.
@@ -157,6 +159,11 @@ class ElasticStrategy(Strategy):
                 f"Trainer(max_steps={trainer.max_steps}, max_epochs={trainer.max_epochs}): the groups have epochs of "
                 "their own, and end with the same round. Give max_steps, and no max_epochs."
             )
+        if any(isinstance(each, Timer) for each in trainer.callbacks):  # type: ignore[attr-defined]  # by a connector
+            raise ConfigurationError(
+                "Trainer(max_time=...), or a Timer: each group has a clock of its own, and the others would train on "
+                "without it. Give max_steps."
+            )
 
     @override
     def _make_peers(self, group: dist.ProcessGroup | None) -> None:
@@ -190,8 +197,13 @@ class ElasticStrategy(Strategy):
         self._hide_mean()  # of a checkpoint
         worker = self._replica
         worker.last_step, worker.share = self.trainer.max_steps, self._schedules
+        worker.should_stop = lambda: self.trainer.received_sigterm
+        if self._timeout is not None:
+            worker.max_wait_s = self._timeout.total_seconds()
         worker.join()
         self._follow(worker, is_in_step=False)
+        if self.world_size > 1:
+            self.signals.read_requests(worker, self.trainer)
         self._choose_backward_sync()
 
     @override

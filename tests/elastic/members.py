@@ -32,7 +32,7 @@ PATIENCE_S = 120.0
 
 @dataclass(frozen=True)
 class Event:
-    """What a process has come to: joined, healed, lost, committed or failed (a round), said, ended, raised."""
+    """What a process has come to: joined, healed, lost, committed or failed (a round), said, gave up, ended, raised."""
 
     group: int
     process: int
@@ -41,6 +41,10 @@ class Event:
     members: tuple[str, ...]
     value: Any
     at_s: float
+
+
+def gives_up(at_s: float) -> bool:
+    return time.monotonic() >= at_s
 
 
 def average(weights: torch.Tensor, rank: int, group: dist.ProcessGroup) -> torch.Tensor:
@@ -99,10 +103,11 @@ def run_member(
 
     Args:
         options: of the membership, and of this loop: `rounds` to commit; `pause_s` between two; `act`: what happens in
-            the collective of the round number `act_in`, counted from 0.
+            the collective of the round number `act_in`, counted from 0; `patience_s` of each process.
     """
     rounds, pause_s = options.pop("rounds", 10**6), options.pop("pause_s", 0.05)
     act, act_in = options.pop("act", average), options.pop("act_in", 0)
+    patience_s = options.pop("patience_s", [PATIENCE_S] * num_processes)
     step, members, weights = 0, (), torch.full((SIZE,), float(options.pop("value", 0.0)))
 
     def tell(kind: str, value: Any = None) -> None:
@@ -124,7 +129,10 @@ def run_member(
             time.sleep(pause_s)
             began_s = time.monotonic()
             shared = {"weights": weights, "step": step, "name": "plain"}
-            quorum = membership.quorum(step, partial(dict, shared))
+            quorum = membership.quorum(step, partial(dict, shared), partial(gives_up, began_s + patience_s[process]))
+            if quorum is None:
+                tell("gave up", time.monotonic() - began_s)
+                break
             took_s, step, members = time.monotonic() - began_s, quorum.step, quorum.members
             if quorum.healed is not None:
                 assert (quorum.healed["step"], quorum.healed["name"]) == (step, "plain")

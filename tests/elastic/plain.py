@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import math
 import pickle
 import time
 from collections.abc import Callable, Mapping
@@ -13,6 +12,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from lightning_lowbw.comm.agreement import gather
 from lightning_lowbw.elastic.membership import Quorum
 
 T = TypeVar("T")
@@ -52,11 +52,13 @@ class PlainMembership:
         self.group: Any = None
         store.add("alive", 1)
 
-    def quorum(self, step: int, shared: Callable[[], Mapping[str, Any]], timeout_s: float | None = None) -> Quorum:
+    def quorum(self, step: int, shared: Callable[[], Mapping[str, Any]], gives_up: Callable[[], bool]) -> Quorum | None:
         self.num_rounds, self.num_collectives, self.has_failed = self.num_rounds + 1, 0, False
         self.group = None
-        while (epoch := self._meet(step, math.inf if timeout_s is None else timeout_s)) is None:
+        while (epoch := self._meet(step, gives_up)) is None:
             pass
+        if epoch < 0:
+            return None
         arrived: list[tuple[str, int]] = sorted(pickle.loads(self.store.get(f"{epoch}/members")))
         names, steps = zip(*arrived, strict=True)
         rank, latest, healed = names.index(self.name), max(steps), None
@@ -75,20 +77,24 @@ class PlainMembership:
         self.history.append(Quorum(latest, rank, names, healed))
         return self.history[-1]
 
-    def _meet(self, step: int, timeout_s: float) -> int | None:
-        """Come to the next round; return its number, None if it has begun without this member."""
+    def _meet(self, step: int, gives_up: Callable[[], bool]) -> int | None:
+        """Come to the next round; return its number, None if it began without this member, -1 if that gave up."""
         store, epoch, came_s = self.store, self.store.add("epoch", 0), time.monotonic()
         index = store.add(f"{epoch}/count", 1)
         store.set(f"{epoch}/arrival{index}", pickle.dumps((self.name, step)))
-        while not store.check([f"{epoch}/members"]):
+        while True:
+            # Whether it has begun, and who gives up: on all processes of the group.
+            begun, given_up = zip(*gather((store.check([f"{epoch}/members"]), gives_up()), "patience"), strict=True)
+            if all(begun):
+                break
+            if any(given_up):
+                return -1
             count, is_late = store.add(f"{epoch}/count", 0), time.monotonic() - came_s > self.grace_s
             if count >= max(self.min_replicas, 1 if is_late else store.add("alive", 0)):
                 arrived = [pickle.loads(store.get(f"{epoch}/arrival{each}")) for each in range(1, count + 1)]
                 if store.add(f"{epoch}/claimed", 1) == 1:
                     store.set(f"{epoch}/members", pickle.dumps(arrived))
                     store.add("epoch", 1)
-            if time.monotonic() - came_s > timeout_s:
-                raise TimeoutError
             time.sleep(0.002)
         members = [name for name, _ in pickle.loads(store.get(f"{epoch}/members"))]
         while store.add("epoch", 0) <= epoch:

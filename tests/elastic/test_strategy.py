@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import signal
+import threading
 import time
 from collections.abc import Sequence
 from functools import partial
@@ -12,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.optim.lr_scheduler import LambdaLR
@@ -234,6 +237,26 @@ def test_groups_with_one_seed_shuffle_differently(monkeypatch: pytest.MonkeyPatc
     assert sorted(orders[0]) == [*range(20)]
 
 
+def fit_alone(folder: str, ranks: int) -> tuple[str, int]:
+    """Begin a fit that no other group joins; the last process of the group receives SIGTERM."""
+    store, _ = become_a_group(folder, ranks)
+    ElasticStrategy._make_membership = lambda *_: PlainMembership(store, "group 0")
+    if int(os.environ["RANK"]) == ranks - 1:
+        threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGTERM)).start()
+    strategy = ElasticStrategy(METHODS["sparse_loco"], group="group 0")
+    trainer = make_trainer(strategy, ranks, max_steps=STEPS, max_epochs=-1)
+    try:
+        trainer.fit(Scheduled(0), data_of(STEPS))
+    except SIGTERMException:
+        return "stopped", trainer.global_step
+    return "ended", trainer.global_step
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_sigterm_ends_a_group_that_waits_for_others(ranks: int, tmp_path: Path) -> None:
+    assert run_ranks(fit_alone, ranks, str(tmp_path), ranks, fresh=True) == ranks * [("stopped", 1)]
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize(("name", "ranks"), [("sparse_loco", 1), ("diloco", 2)])
 def test_groups_with_nccl_inside_get_the_weights_of_a_cpu(name: str, ranks: int, tmp_path: Path) -> None:
@@ -278,3 +301,10 @@ def test_a_late_group_with_nccl_inside_heals(tmp_path: Path) -> None:
 def test_what_cannot_be_elastic_is_refused(method: Any, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         ElasticStrategy(method, **options)
+
+
+def test_a_clock_that_ends_one_group_is_refused() -> None:
+    strategy = ElasticStrategy(METHODS["local_sgd"])
+    trainer = make_trainer(strategy, 1, max_steps=4, max_epochs=-1, max_time="00:01:00:00")
+    with pytest.raises(ConfigurationError, match="max_time"):
+        strategy._check_trainer(trainer)

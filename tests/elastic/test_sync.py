@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from lightning_lowbw import DisagreementError, LocalSGD
+from lightning_lowbw.elastic.membership import Quorum
 from lightning_lowbw.elastic.sync import ElasticSync, Members
 from lightning_lowbw.method import Method
 from tests.elastic.plain import KilledError, PlainMembership
@@ -44,6 +45,7 @@ class Member:
         membership: more arguments.
         options: more arguments of `ElasticSync`.
         is_even: whether it has one token in every round, whatever it has done.
+        grace_s: for which it waits for others at the end.
     """
 
     store: dist.Store
@@ -55,6 +57,7 @@ class Member:
     membership: Mapping[str, Any] = field(default_factory=dict)
     options: Mapping[str, Any] = field(default_factory=dict)
     is_even: bool = False
+    grace_s: float = 1.0
     anchors: dict[int, list[Tensor]] = field(default_factory=dict)
     error: BaseException | None = None
     has_left: bool = False
@@ -79,7 +82,7 @@ class Member:
                     self.before(self, step)
                 self.take_step(step)
                 step += 1
-            self.worker.end(timeout_s=1.0)
+            self.worker.end(grace_s=self.grace_s)
             self.there.close()
             self.has_left = True
         except BaseException as error:  # noqa: BLE001 - the test looks at it
@@ -123,7 +126,7 @@ def set_gradients(parameters: Mapping[str, Parameter], number: int, step: int) -
 
 
 def train(members: Sequence[Member]) -> None:
-    threads = [threading.Thread(target=member.run, name=f"member {member.number}") for member in members]
+    threads = [threading.Thread(target=member.run, name=f"member {member.number}", daemon=True) for member in members]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -224,6 +227,53 @@ def test_a_slow_member_contributes_what_it_has_done_and_delays_nobody(store: dis
     assert contributions == len(slow.anchors) - 1 >= 2
     last = slow.worker.num_averages
     assert slow.worker.tokens_seen == TOKENS * K_STEPS * (2 * last + contributions)
+
+
+def test_those_that_have_ended_wait_for_a_slow_one(store: dist.Store) -> None:
+    there = {"grace_s": 0.1}
+    fast = [Member(store, n, METHODS["local_sgd"], grace_s=20.0, membership=there) for n in (1, 2)]
+    slow = Member(
+        *(store, 0, METHODS["local_sgd"]), before=lambda _, n: time.sleep(0.3 if n > 2 else 0.0), membership=there
+    )
+    train([slow, *fast])
+    assert_equal_anchors([slow, *fast])
+    assert slow.contributors[1] == {"group 0", "group 1", "group 2"}
+    assert slow.worker.num_averages == 4, "it has healed in the end"
+
+
+def test_who_finds_no_others_any_more_ends_with_an_error(store: dist.Store) -> None:
+    """Not before its first round: groups may start hours apart."""
+
+    def leaves(member: Member) -> bool:
+        return member.number == 1 and member.worker.num_averages == 2
+
+    first = Member(store, 0, METHODS["local_sgd"])
+    first.worker.max_wait_s = 0.3
+    late = threading.Timer(0.6, lambda: Member(store, 1, METHODS["local_sgd"], is_over=leaves).run())
+    late.start()
+    with pytest.raises(TimeoutError, match="Too few groups have come to the end of round 3 in"):
+        train([first])
+
+
+def test_a_stop_is_heard_where_others_are_waited_for(store: dist.Store) -> None:
+    """Work and residuals are as they were: a checkpoint follows."""
+    kept: list[Tensor] = []
+    members = [
+        Member(store, 0, METHODS["sparse_loco"], is_over=lambda member: member.worker.stop_agreed),
+        Member(store, 1, METHODS["sparse_loco"], is_over=lambda member: member.worker.num_averages == 2),
+    ]
+    worker, ask = members[0].worker, members[0].there.quorum
+
+    def asked(*arguments: Any) -> Quorum | None:
+        if worker.num_averages == 2:
+            kept.append(members[0].kept_change())
+            worker.stop_requested = True
+        return ask(*arguments)
+
+    members[0].there.quorum = asked  # type: ignore[method-assign]
+    train(members)
+    assert (worker.num_averages, worker.step, worker.tokens) == (2, 3 * K_STEPS, TOKENS * K_STEPS)
+    assert torch.equal(members[0].kept_change(), kept[0])
 
 
 def test_rounds_of_a_time_end_with_as_many_steps_as_each_has_taken(store: dist.Store) -> None:

@@ -123,6 +123,14 @@ def test_too_few_members_wait_and_say_so() -> None:
         assert made.processes[0, 0].exitcode == 1  # of Ctrl-C, although it waits
 
 
+def test_the_processes_of_a_group_give_up_together() -> None:
+    with groups() as made:
+        made.start(0, 2, patience_s=[LONG_S, 0.5])
+        for process in range(2):
+            gave_up = made.until(lambda event, process=process: (event.process, event.kind) == (process, "gave up"))
+            assert gave_up.value < LONG_S / 2
+
+
 def test_the_processes_of_a_group_fail_together() -> None:
     with groups(min_replicas=2) as made:
         made.start(0, 2, act=fail_in_process_1, act_in=1, rounds=3)
