@@ -149,11 +149,6 @@ class ElasticStrategy(Strategy):
     @override
     def _check_trainer(self, trainer: pl.Trainer) -> None:
         super()._check_trainer(trainer)
-        if any(isinstance(each, DTensor) for each in trainer.lightning_module.parameters()):
-            raise ConfigurationError(
-                "The model is sharded, and each process of an elastic group has a whole one. Leave fully_shard out, or "
-                "take ShardedStrategy, or a name that ends with _fsdp; its nodes stay the same."
-            )
         if trainer.max_steps < 0 or trainer.max_epochs not in (None, -1):
             raise ConfigurationError(
                 f"Trainer(max_steps={trainer.max_steps}, max_epochs={trainer.max_epochs}): the groups have epochs of "
@@ -163,6 +158,11 @@ class ElasticStrategy(Strategy):
             raise ConfigurationError(
                 "Trainer(max_time=...), or a Timer: each group has a clock of its own, and the others would train on "
                 "without it. Give max_steps."
+            )
+        if any(isinstance(each, DTensor) for each in trainer.lightning_module.parameters()):
+            raise ConfigurationError(
+                "The model is sharded, and each process of an elastic group has a whole one. Leave fully_shard out, or "
+                "take ShardedStrategy, or a name that ends with _fsdp; its nodes stay the same."
             )
 
     @override

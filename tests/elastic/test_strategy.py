@@ -240,7 +240,7 @@ def test_groups_with_one_seed_shuffle_differently(monkeypatch: pytest.MonkeyPatc
 def fit_alone(folder: str, ranks: int) -> tuple[str, int]:
     """Begin a fit that no other group joins; the last process of the group receives SIGTERM."""
     store, _ = become_a_group(folder, ranks)
-    ElasticStrategy._make_membership = lambda *_: PlainMembership(store, "group 0")
+    ElasticStrategy.make_membership = lambda *_: PlainMembership(store, "group 0")
     if int(os.environ["RANK"]) == ranks - 1:
         threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGTERM)).start()
     strategy = ElasticStrategy(METHODS["sparse_loco"], group="group 0")
