@@ -15,6 +15,7 @@ import logging
 import os
 import re
 import socket
+import stat
 import struct
 import threading
 import time
@@ -286,6 +287,7 @@ class TorchftMembership:
     def _connect(self, address: str, path: str, rank: int, size: int) -> None:
         """Make the group of these members, which meet in a store."""
         self._disconnect()
+        before = _open_sockets()
         host, _, port = address.rpartition(":")
         limit = timedelta(seconds=CONNECT_S)
         store = dist.TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=limit)
@@ -294,6 +296,8 @@ class TorchftMembership:
         options = gloo._Options()
         options._devices, options._timeout = [gloo.create_device(hostname=self._address)], limit
         backend = gloo(prefixed, rank, size, options)
+        _of_group.clear()
+        _of_group.update(_open_sockets() - before)
         group = dist.ProcessGroup(prefixed, rank, size)
         group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
         for device in ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",):
@@ -394,6 +398,31 @@ def _unpacked(message: Tensor) -> dict[str, Any]:
     """Return what `_packed` was given; nothing in it is executed."""
     state: dict[str, Any] = torch.load(io.BytesIO(message.numpy().tobytes()), map_location="cpu", weights_only=True)
     return state
+
+
+# Forked processes -----------------------------------------------------------------------------------------------------
+# A DataLoader's workers inherit all sockets. While one of these is open there, nobody notices that it is left here.
+
+_of_group: set[tuple[int, int]] = set()  # gloo's, as `_open_sockets` returns them
+
+
+def _open_sockets() -> set[tuple[int, int]]:
+    """Return the descriptor and the inode of each."""
+    found = set()
+    for name in os.listdir("/dev/fd"):
+        with suppress(OSError):  # that of the listing itself
+            status = os.fstat(int(name))
+            if stat.S_ISSOCK(status.st_mode):
+                found.add((int(name), status.st_ino))
+    return found
+
+
+def _close_in_child() -> None:
+    for descriptor, _ in _of_group & _open_sockets():
+        os.close(descriptor)
+
+
+os.register_at_fork(after_in_child=_close_in_child)
 
 
 # Surroundings ---------------------------------------------------------------------------------------------------------

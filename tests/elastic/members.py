@@ -63,6 +63,16 @@ def stop_in_the_middle(weights: torch.Tensor, rank: int, group: dist.ProcessGrou
     return average(weights, rank, group)
 
 
+def fork_and_fail(weights: torch.Tensor, rank: int, group: dist.ProcessGroup) -> torch.Tensor:
+    """Start a process, as a DataLoader does, that lives as long as this one; then leave the round."""
+    here = os.getpid()
+    if os.fork() == 0:
+        while os.getppid() == here:
+            time.sleep(0.1)
+        os._exit(0)
+    raise RuntimeError("a fault")
+
+
 def fail_in_process_1(weights: torch.Tensor, rank: int, group: dist.ProcessGroup) -> torch.Tensor:
     if dist.get_rank() == 1:
         raise RuntimeError("a fault of this process only")

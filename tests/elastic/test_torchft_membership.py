@@ -20,6 +20,7 @@ from tests.elastic.members import (
     all_collectives,
     die_in_the_middle,
     fail_in_process_1,
+    fork_and_fail,
     groups,
     stop_in_the_middle,
 )
@@ -77,6 +78,14 @@ def test_a_kill_in_a_collective_fails_the_round_on_all_at_once() -> None:
         assert [event.step for event in lost] == [2, 2, 2]
         failed = [event for event in made.events if event.kind == "committed" and event.step > 2]
         assert not failed
+
+
+def test_who_leaves_a_round_is_noticed_at_once_although_it_has_forked() -> None:
+    with groups(min_replicas=2) as made:
+        made.start(0, timeout_s=LONG_S)
+        made.start(1, timeout_s=LONG_S, act=fork_and_fail, act_in=2)
+        lost = made.until(lambda event: (event.group, event.kind) == (0, "lost"))
+        assert lost.at_s - made.committed(0, 2).at_s < LONG_S / 2
 
 
 def test_who_hangs_in_a_collective_costs_the_timeout_and_is_healed() -> None:
