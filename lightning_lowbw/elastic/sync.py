@@ -375,7 +375,8 @@ class ElasticSync(LocalSync):
         """Return whether all have the same anchor. Those that have not that of most, or of the first, are behind.
 
         Raises:
-            DisagreementError: on all members; they train other parameters, or before the first average.
+            DisagreementError: they train other parameters, on all members; or before the first average, on those that
+                have not the weights of a majority.
         """
         if len({row[NAMES] for row in rows}) > 1:
             trained = dict(zip(self.members.members.quorum.members, (int(row[NAMES]) for row in rows), strict=True))
@@ -388,7 +389,7 @@ class ElasticSync(LocalSync):
         self._is_apart = anchors[self.members.members.rank] != most
         if len({*anchors}) == 1:
             return True
-        if not self.num_averages:
+        if not self.num_averages and (self._is_apart or 2 * anchors.count(most) <= len(anchors)):
             checksums = dict(zip(self.members.members.quorum.members, anchors, strict=True))
             raise DisagreementError(
                 f"The groups begin with different weights; checksums of these are {checksums}. "
