@@ -34,7 +34,7 @@ from lightning_lowbw.compress.top_k import TopK
 from lightning_lowbw.elastic.membership import Membership, Quorum
 from lightning_lowbw.errors import ConfigurationError, DisagreementError
 from lightning_lowbw.kernels.reference import are_not_finite
-from lightning_lowbw.kernels.tensors import as_real, checksum, copy_all_
+from lightning_lowbw.kernels.tensors import CPU, as_real, checksum, copy_all_
 from lightning_lowbw.method import Method
 from lightning_lowbw.namespaces import LOGGER
 from lightning_lowbw.sync.average import Average
@@ -95,7 +95,9 @@ class MemberCollectives(Collectives):
         if self.num_ranks == 1 or self.has_failed:
             return
         try:
-            self._membership.collective(lambda group: begin(group).wait())
+            # One after the other: what still runs when a round fails would keep its connections open.
+            with self.ledger.waiting(CPU):
+                self._membership.collective(lambda group: begin(group).wait())
         except RuntimeError as error:
             _logger.warning("A member of the round was lost, and it is tried again: %s", error)
             self.has_failed = True
@@ -314,7 +316,8 @@ class ElasticSync(LocalSync):
         self.loss.clear()
 
     def _next_quorum(self, gives_up: Callable[[], bool]) -> Quorum | None:
-        return self.membership.quorum(BEHIND if self._is_apart else self.num_averages, self.shared_state, gives_up)
+        with self.members.ledger.waiting(CPU):
+            return self.membership.quorum(BEHIND if self._is_apart else self.num_averages, self.shared_state, gives_up)
 
     def _try_round(self, quorum: Quorum) -> bool:
         """Try a round; return whether it counts. If not, nothing has changed, except that this member has healed."""
