@@ -55,7 +55,7 @@ class ElasticStrategy(Strategy):
         lighthouse: the address of torchft's, where groups meet, as "http://10.0.0.1:29510"; None is that of the
             environment's TORCHFT_LIGHTHOUSE.
         gbit_per_s: the slowest uplink of a group, from which `timeout_s` is computed.
-        timeout_s: after which a collective is taken for lost; None computes it.
+        timeout_s: after which a collective between groups is lost; None computes it. Not `timeout`, see below.
         address: at which other groups reach this process; None is that of the interface GLOO_SOCKET_IFNAME, or of the
             one that leads to the lighthouse.
         **kwargs: as of `Strategy`, without `topology`. A group that has taken part in a round ends with an error when
