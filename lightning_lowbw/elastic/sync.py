@@ -20,7 +20,7 @@ import math
 import time
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -162,6 +162,22 @@ class Members(Peers):
         self.membership.close()
 
 
+class _Averaged(NamedTuple):
+    """What a member has sent in a round, until the next one shows that the others have its result.
+
+    Attributes:
+        number: of the round.
+        work: the change of each tensor.
+        tokens: of these steps.
+        residuals: before the exchange.
+    """
+
+    number: int
+    work: list[Tensor]
+    tokens: float
+    residuals: Mapping[str, Tensor]
+
+
 # One member -----------------------------------------------------------------------------------------------------------
 
 
@@ -216,6 +232,7 @@ class ElasticSync(LocalSync):
         self._has_faults = False  # whether local steps have left an inf or NaN
         self._is_apart = False  # whether other members of as many rounds have another anchor
         self._sent: dict[str, Tensor] | None = None  # residuals after an exchange that was not committed here
+        self._averaged: _Averaged | None = None  # in the last round
 
     is_alone = False
     needs_start = True
@@ -407,18 +424,20 @@ class ElasticSync(LocalSync):
         for name, row in zip(names, rows, strict=True):
             if row[FAULTS]:
                 _logger.warning("Member %r had an inf or NaN after step %d: its work is left out.", name, self.step)
+        self._averaged = None  # all have it: their anchors are equal
         self.num_skipped += int(max(row[STEPS] for row in rows) - self._steps)
         self.step += self.num_skipped
         if not any(weights):
             return
-        work = None if weights[rank] or not rows[rank][TOKENS] else self._work()
+        work = self._work() if rows[rank][TOKENS] else None
         if not weights[rank]:
             self._set_residuals(residuals)  # what was sent did not count
         self._apply(self._all)
         self._all.moved = {}
-        if work is None:
+        if work is not None and weights[rank]:
+            self._averaged = _Averaged(self.num_averages, work, self.tokens, residuals)
             self.tokens = 0.0
-        else:
+        elif work is not None:
             self._add_(work)
         self.tokens_seen += sum(row[TOKENS] for row, weight in zip(rows, weights, strict=True) if weight)
         self.contributed |= {name: self.num_averages for name, weight in zip(names, weights, strict=True) if weight}
@@ -481,10 +500,15 @@ class ElasticSync(LocalSync):
         """Take the state of another member, and rebase this one's work.
 
         Work that was averaged, in a round that this member has not seen the end of, is dropped, and with it what was
-        sent of the residuals.
+        sent of the residuals. Work that was averaged in a round that the others have not seen the end of is taken back.
         """
-        was_averaged = shared["contributed"].get(name, 0) > self.num_averages
+        last, lost = shared["contributed"].get(name, 0), self._averaged
+        was_averaged = last > self.num_averages
         work = None if was_averaged or not self.tokens else self._work()
+        if lost is not None and last < lost.number:
+            work = lost.work if work is None else torch._foreach_add(lost.work, work)
+            self.tokens += lost.tokens
+            self._set_residuals(lost.residuals)
         for p, start in self.start.items():
             start.copy_(shared["start"].get(self.name_of(p), start))  # of others all are told, in `_compare`
         by_name = self.by_name()
@@ -495,7 +519,7 @@ class ElasticSync(LocalSync):
         if was_averaged:
             self.tokens = 0.0
             self._set_residuals(self._sent or {})
-        self._sent, self._is_apart = None, False
+        self._sent, self._averaged, self._is_apart = None, None, False
         self.num_averages, self.step = shared["num_averages"], shared["step"]
         self._all.steps, self.tokens_seen = shared["steps"], shared["tokens_seen"]
         self.contributed, self.healed = dict(shared["contributed"]), shared["others"]

@@ -399,6 +399,34 @@ def test_all_restart_from_the_checkpoint_with_the_most_rounds(store: dist.Store)
     assert again[1].worker.contributed == {"group 0": 6, "group 1": 6}
 
 
+def test_work_that_was_averaged_only_here_is_not_lost(store: dist.Store) -> None:
+    """A member alone has committed a round, and is away while the others repeat it."""
+    method = LocalSGD(k_steps=K_STEPS, begin_step=0, compression={**SPARSE, "mean_over": "ranks"})
+
+    def be_away(member: Member, step: int) -> None:
+        if member.number == 0 and step == 2 * K_STEPS:
+            time.sleep(1.0)
+            member.worker.join()  # with nothing else, so that it counts as before
+
+    def membership(number: int) -> dict[str, Any]:
+        return {"grace_s": 0.3, "fail_in": {(3, 2): True} if number else {}}
+
+    members = [
+        Member(store, n, method, 9 * K_STEPS, before=be_away, is_even=True, membership=membership(n)) for n in range(3)
+    ]
+    train(members)
+    alone, other, _ = members
+    assert any(not torch.equal(*each) for each in zip(alone.anchors[2], other.anchors[2], strict=True))
+    assert other.contributors[2] == {"group 1", "group 2"}
+    assert all(map(torch.equal, alone.parameters.values(), other.parameters.values()))
+    anchors = other.anchors
+    committed = sum(
+        len(other.contributors[n]) * (anchors[n][0] - anchors[n - 1][0]) for n in range(1, max(anchors) + 1)
+    )
+    kept = sum(member.kept_change() for member in members)
+    torch.testing.assert_close(sum(member.moved for member in members), committed + kept, rtol=0, atol=1e-4)
+
+
 @pytest.mark.parametrize("seed", range(8))
 def test_no_change_is_lost_or_counted_twice(seed: int, store: dist.Store) -> None:
     """Whatever fails: all steps = what has been committed + residuals + work that has not been averaged."""
