@@ -506,7 +506,7 @@ class ElasticSync(LocalSync):
         was_averaged = last > self.num_averages
         work = None if was_averaged or not self.tokens else self._work()
         if lost is not None and last < lost.number:
-            work = lost.work if work is None else torch._foreach_add(lost.work, work)
+            work = lost.work if work is None else list(torch._foreach_add(lost.work, work))
             self.tokens += lost.tokens
             self._set_residuals(lost.residuals)
         for p, start in self.start.items():
