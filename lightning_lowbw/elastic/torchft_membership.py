@@ -46,6 +46,7 @@ LIGHTHOUSE = "TORCHFT_LIGHTHOUSE"  # torchft's own variable: the lighthouse's ad
 HEARTBEAT_S = 0.25  # between two; the lighthouse takes a member for dead after 5 s, if not started otherwise
 CONNECT_S = 5.0  # to connect to the lighthouse, or to other members, who come at the same moment
 WAIT_S = 75.0  # of one request for a quorum. In the lighthouse each begins anew to wait for others, by default 60 s.
+OWN_DATA = frozenset({"failures", "torchft"})  # of a member: what torchft has no field for
 POLL_S, RETRY_S, WARN_S = 1.0, 0.5, 60.0
 SIOCGIFADDR = 0x8915  # Linux: the address of an interface
 MIN_TIMEOUT_S = 10.0  # for pauses of an operating system and of a link
@@ -231,8 +232,8 @@ class TorchftMembership:
             ((answer, _), *_) = answers = gather((answer, gives_up()), "quorum")
             if any(given_up for _, given_up in answers):
                 return None
-        if isinstance(answer, str):
-            raise RuntimeError(answer)
+        if isinstance(answer, Exception):
+            raise answer
         number, members = answer
         kinds = [f"torchft {member.torchft} and {member.num_processes} processes" for member in members]
         ((usual, _), *_) = Counter(kinds).most_common()
@@ -352,9 +353,14 @@ class _Lighthouse:
                 store_address=own.store,
                 step=own.step,
                 world_size=own.num_processes,
-                data={"failures": own.failures, "torchft": own.torchft},
+                data={name: getattr(own, name) for name in OWN_DATA},
             )
             self._client = client
+            others = [m.replica_id for m in found.participants if not {*(m.data or {})} >= OWN_DATA]
+            if others:
+                raise ConfigurationError(
+                    f"The lighthouse {self.url} has members of another program: {others}. Start one for each training."
+                )
             members = [
                 _Member(m.replica_id, m.step, m.store_address, m.world_size, **m.data) for m in found.participants
             ]
@@ -362,7 +368,7 @@ class _Lighthouse:
         except Exception as error:  # noqa: BLE001 - it is told where the answer is waited for
             if not isinstance(error, TimeoutError):  # after which the lighthouse still counts on this member
                 time.sleep(RETRY_S)
-            answer.set_result(f"{error}")
+            answer.set_result(error if isinstance(error, ConfigurationError) else RuntimeError(f"{error}"))
 
     def start_heartbeats(self, name: str) -> None:
         """Tell the lighthouse that this member is alive, until `close`."""

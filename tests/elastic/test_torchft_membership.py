@@ -7,6 +7,7 @@ import importlib.util
 import pickle
 import signal
 import time
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -138,6 +139,20 @@ def test_the_processes_of_a_group_give_up_together() -> None:
         for process in range(2):
             gave_up = made.until(lambda event, process=process: (event.process, event.kind) == (process, "gave up"))
             assert gave_up.value < LONG_S / 2
+
+
+def test_members_of_another_program_are_named_on_all_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RUST_LOG", "warn")
+    with groups(min_replicas=2) as made:
+        made.start(0, 2)
+        client = torchft_membership._import_torchft().LighthouseClient(
+            f"http://127.0.0.1:{made.port}", connect_timeout=timedelta(seconds=LONG_S)
+        )
+        client.quorum(replica_id="stranger", timeout=timedelta(seconds=3 * LONG_S))
+        for connection in made.connections:
+            joined, raised = connection.recv(), connection.recv()
+            assert (joined.kind, raised.kind) == ("joined", "raised")
+            assert "members of another program: ['stranger']" in raised.value
 
 
 def test_the_processes_of_a_group_fail_together() -> None:
