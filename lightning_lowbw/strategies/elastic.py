@@ -200,6 +200,7 @@ class ElasticStrategy(Strategy):
         worker.should_stop = lambda: self.trainer.received_sigterm
         if self._timeout is not None:
             worker.max_wait_s = self._timeout.total_seconds()
+        self._num_followed = 0  # steps, of which a scheduler takes one in `frequency`
         worker.join()
         self._follow(worker, is_in_step=False)
         if self.world_size > 1:
@@ -247,9 +248,10 @@ class ElasticStrategy(Strategy):
             for group, lr in zip(worker.optimizer.param_groups, healed["lrs"], strict=True):
                 group["lr"] = lr
             num_steps = step - healed["step"]
+        before, self._num_followed = self._num_followed, self._num_followed + num_steps
         for config in configs:
             if config.interval == "step" and not config.reduce_on_plateau:
-                for _ in range(num_steps // config.frequency):
+                for _ in range((before + num_steps) // config.frequency - before // config.frequency):
                     config.scheduler.step()  # type: ignore[call-arg]  # no metric
         progress.completed, progress.ready = step, worker.step
 

@@ -44,18 +44,20 @@ class Scheduled(Tiny):
     Args:
         number: of the group, or of the rank.
         sleep_s: of each batch.
+        frequency: steps after which the learning rate falls.
     """
 
-    def __init__(self, number: int, sleep_s: float = 0.0) -> None:
+    def __init__(self, number: int, sleep_s: float = 0.0, frequency: int = 1) -> None:
         super().__init__()
-        self.number, self.sleep_s = number, sleep_s
+        self.number, self.sleep_s, self.frequency = number, sleep_s, frequency
         self.lrs: dict[int, float] = {}
         self.validated: list[tuple[int, float]] = []
 
     def configure_optimizers(self) -> Any:
         optimizer = sgd([p for p in self.parameters() if p.requires_grad])
         scheduler = LambdaLR(optimizer, lambda step: 1 / (1 + step))
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+        how = {"scheduler": scheduler, "interval": "step", "frequency": self.frequency}
+        return {"optimizer": optimizer, "lr_scheduler": how}
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         time.sleep(self.sleep_s)
@@ -103,11 +105,12 @@ def fit_group(
     resumes: bool = False,
     lighthouse: str | None = None,
     backend: str = "gloo",
+    frequency: int = 1,
     **options: Any,
 ) -> dict[str, Any]:
     store, number = become_a_group(folder, ranks, backend)
     time.sleep(begins[number])
-    model = Scheduled(number * ranks + int(os.environ["RANK"]), sleeps[number])
+    model = Scheduled(number * ranks + int(os.environ["RANK"]), sleeps[number], frequency)
     name = f"group {number}"
     if lighthouse is None:
         ElasticStrategy.make_membership = lambda *_: PlainMembership(store, name, grace_s=20.0)
@@ -146,12 +149,13 @@ def fit_fixed(method: Any) -> list[Tensor]:
     ("name", "by_torchft"), [("local_sgd", False), ("diloco", False), ("sparse_loco", False), ("sparse_loco", True)]
 )
 def test_a_fit_of_fixed_groups_is_that_without_elasticity_to_the_bit(
-    name: str, by_torchft: bool, tmp_path: Path
+    name: str, by_torchft: bool, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     """Also where validation has shown the weights after the last round in between."""
     if by_torchft:
         coordination = pytest.importorskip("torchft.coordination")
         server = coordination.LighthouseServer(bind="127.0.0.1:0", min_replicas=2, join_timeout_ms=20_000)
+        request.addfinalizer(server.shutdown)
     fixed = run_ranks(fit_fixed, 2, METHODS[name])
     given = {"lighthouse": server.address()} if by_torchft else {}
     results = run_ranks(partial(fit_group, **given), 2, str(tmp_path), METHODS[name], fresh=True)
@@ -160,8 +164,6 @@ def test_a_fit_of_fixed_groups_is_that_without_elasticity_to_the_bit(
         assert (result["global_step"], result["rounds"]) == (STEPS, 5)
         assert result["seen"] == 2 * STEPS * BATCH
         assert result["validated"] == results[0]["validated"]
-    if by_torchft:
-        server.shutdown()
 
 
 def test_a_slow_group_and_a_late_one_end_with_the_others(tmp_path: Path) -> None:
@@ -180,6 +182,13 @@ def test_a_slow_group_and_a_late_one_end_with_the_others(tmp_path: Path) -> None
     assert results[0]["global_step"] == 100
     assert len(results[1]["lrs"]) < 50
     assert min(results[2]["lrs"]) > 0, "the late one begins with the step of the others"
+
+
+def test_a_slow_group_follows_schedules_that_take_one_of_several_steps(tmp_path: Path) -> None:
+    fitting = partial(fit_group, round_s=0.1, max_steps=100, frequency=10)
+    _, slow = run_ranks(fitting, 2, str(tmp_path), METHODS["local_sgd"], (0.01, 0.06), fresh=True)
+    for step, lr in slow["lrs"].items():
+        assert abs(0.05 / lr - 1 - step // 10) <= 1.01, (step, lr)
 
 
 def test_groups_resume_from_their_checkpoints_to_the_bit(tmp_path: Path) -> None:
