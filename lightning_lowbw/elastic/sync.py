@@ -318,8 +318,10 @@ class ElasticSync(LocalSync):
 
         while (quorum := self._next_quorum(gives_up)) is not None and not self._try_round(quorum):
             pass
-        stops, saves, is_over = self._any_in_node(self.stop_requested, self.save_requested, self.should_stop())
-        self.agree_on(STOP * stops | SAVE * saves)  # of this group only
+        flags = self.stop_requested, self.save_requested, self.should_stop(), not self.has_ended
+        stops, saves, is_over, has_data = self._any_in_node(*flags)  # of this group only
+        self.agree_on(STOP * stops | SAVE * saves)
+        self.all_have_ended = not has_data
         if quorum is None:
             if not (stops or saves or is_over):
                 raise TimeoutError(

@@ -6,7 +6,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.optim.lr_scheduler import LambdaLR
-from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset
 
 from lightning_lowbw import DGC, ConfigurationError, ElasticStrategy, LocalSGD, Strategy
 from tests.conftest import HAS_FULLY_SHARD
@@ -91,6 +91,17 @@ def data_of(steps: int) -> DataLoader:
     return DataLoader(TensorDataset(torch.zeros(BATCH * steps, 16), torch.zeros(BATCH * steps)), batch_size=BATCH)
 
 
+class Stream(IterableDataset):
+    """Batches of an unknown number: 6, or 7 on process 1 of a group."""
+
+    def __iter__(self) -> Iterator[list[Tensor]]:
+        return iter([[torch.zeros(BATCH, 16), torch.zeros(BATCH)]] * (6 + int(os.environ["RANK"])))
+
+
+def stream_of(steps: int) -> DataLoader:
+    return DataLoader(Stream(), batch_size=None)
+
+
 def num_tokens(batch: list[Tensor]) -> int:
     return batch[0].numel()
 
@@ -106,6 +117,7 @@ def fit_group(
     lighthouse: str | None = None,
     backend: str = "gloo",
     frequency: int = 1,
+    loader: Callable[[int], DataLoader] = data_of,
     **options: Any,
 ) -> dict[str, Any]:
     store, number = become_a_group(folder, ranks, backend)
@@ -122,7 +134,7 @@ def fit_group(
         *(strategy, ranks), max_steps=max_steps, max_epochs=-1, val_check_interval=7, limit_val_batches=1, **there
     )
     path = f"{folder}/{name}.ckpt"
-    trainer.fit(model, data_of(STEPS), data_of(1), ckpt_path=path if resumes else None)
+    trainer.fit(model, loader(STEPS), data_of(1), ckpt_path=path if resumes else None)
     trainer.save_checkpoint(path)
     (worker,) = strategy.replicas
     return {
@@ -130,6 +142,7 @@ def fit_group(
             each.detach().cpu() for each in (*model.parameters(), model.norm.running_mean, model.norm.running_var)
         ],
         "global_step": trainer.global_step,
+        "epochs": trainer.current_epoch,
         "rounds": worker.num_averages,
         "seen": worker.tokens_seen,
         "contributed": worker.contributed,
@@ -259,6 +272,13 @@ def fit_alone(folder: str, ranks: int) -> tuple[str, int]:
     except SIGTERMException:
         return "stopped", trainer.global_step
     return "ended", trainer.global_step
+
+
+def test_an_epoch_of_an_unknown_length_ends_with_a_round(tmp_path: Path) -> None:
+    """In which the data of all processes of the group have ended: 6 and 7 batches, after 8 of 20 steps."""
+    fitting = partial(fit_group, ranks=2, loader=stream_of)
+    for result in run_ranks(fitting, 4, str(tmp_path), METHODS["local_sgd"], fresh=True):
+        assert (result["global_step"], result["epochs"]) == (STEPS, 3)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
