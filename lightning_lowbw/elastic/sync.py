@@ -47,6 +47,7 @@ _logger = logging.getLogger(LOGGER)
 TOKENS, STEPS, FAULTS, ANCHOR, NAMES = range(5)  # of a row: float64, which has integers up to 2^53
 ANCHORS = 1 << 32  # checksums are compared modulo this
 END_S = 0.2  # between two last quorums
+OFTEN = 5  # that weights after a round differ; a lost round may be the reason once
 BEHIND = 0  # what a member claims to have completed that must be healed
 
 
@@ -231,6 +232,7 @@ class ElasticSync(LocalSync):
         self._began_s = time.monotonic()
         self._has_faults = False  # whether local steps have left an inf or NaN
         self._is_apart = False  # whether other members of as many rounds have another anchor
+        self._num_apart = 0  # how often it was so
         self._sent: dict[str, Tensor] | None = None  # residuals after an exchange that was not committed here
         self._averaged: _Averaged | None = None  # in the last round
 
@@ -411,6 +413,13 @@ class ElasticSync(LocalSync):
         self._is_apart = anchors[self.members.members.rank] != most
         if len({*anchors}) == 1:
             return True
+        self._num_apart += self._is_apart
+        if self._is_apart and self._num_apart == OFTEN:
+            _logger.warning(
+                "After round %d this group (%r) has other weights than most, for the %dth time, and takes theirs each "
+                "time. If no rounds were lost, its processor rounds otherwise: take the same kind for all groups.",
+                *(self.num_averages, self.members.members.quorum.members[self.members.members.rank], OFTEN),
+            )
         if not self.num_averages and (self._is_apart or 2 * anchors.count(most) <= len(anchors)):
             checksums = dict(zip(self.members.members.quorum.members, anchors, strict=True))
             raise DisagreementError(

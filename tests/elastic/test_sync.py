@@ -328,6 +328,18 @@ def test_a_member_with_another_anchor_than_most_heals(store: dist.Store) -> None
     assert members[0].worker.contributed == {f"group {n}": 4 for n in range(3)}
 
 
+def test_a_member_that_rounds_otherwise_is_told(store: dist.Store, caplog: pytest.LogCaptureFixture) -> None:
+    def tamper(member: Member, step: int) -> None:
+        if member.worker.num_averages:
+            member.worker.start[member.parameters["wide"]][2, 3] += 1e-6
+
+    members = [Member(store, n, METHODS["local_sgd"], 8 * K_STEPS, before=tamper if n == 0 else None) for n in range(3)]
+    train(members)
+    assert_equal_anchors(members)
+    assert caplog.text.count("this group ('group 0') has other weights than most, for the 5th time") == 1
+    assert "'group 1') has other" not in caplog.text
+
+
 @pytest.mark.parametrize("num_members", [2, 3])
 def test_other_weights_at_the_beginning_are_an_error_where_there_is_no_majority(
     num_members: int, store: dist.Store
