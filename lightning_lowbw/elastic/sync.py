@@ -264,7 +264,7 @@ class ElasticSync(LocalSync):
         return self.has_met
 
     @property
-    def has_ended_all(self) -> bool:
+    def is_complete(self) -> bool:
         """Whether the last step has been averaged."""
         return self.last_step is not None and self.step >= self.last_step and not self._steps
 
@@ -274,7 +274,7 @@ class ElasticSync(LocalSync):
         For at most `grace_s`, and until all have come that were ever averaged.
         """
         ends_s = time.monotonic() + grace_s
-        while self.has_ended_all and not self._any_in_node(time.monotonic() >= ends_s)[0]:
+        while self.is_complete and not self._any_in_node(time.monotonic() >= ends_s)[0]:
             quorum = self._next_quorum(lambda: time.monotonic() >= ends_s)
             if quorum is None:
                 return
@@ -346,7 +346,7 @@ class ElasticSync(LocalSync):
         members.begin(quorum)
         if quorum.healed is not None:
             self._heal(quorum.healed, quorum.members[quorum.rank])
-            if self.has_ended_all:  # the others wait for nothing else
+            if self.is_complete:  # the others wait for nothing else
                 self._add_(None)
                 self._leave_together()
                 return True

@@ -77,7 +77,7 @@ class Member:
             self.note()
             self.kept = float(self.kept_change().abs().sum())
             step = 0
-            while not (self.is_over(self) if self.is_over else self.worker.has_ended_all):
+            while not (self.is_over(self) if self.is_over else self.worker.is_complete):
                 if self.before is not None:
                     self.before(self, step)
                 self.take_step(step)
