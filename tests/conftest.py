@@ -22,10 +22,10 @@ from tests.reliability import Recorder
 NOT_OURS = ("PYTEST_", "KMP_", "TORCHINDUCTOR_", "TRITON_", "CUDA_", "TZ")
 LONG = (
     *("golden/test_golden.py", "contract/test_promises.py", "test_examples.py", "test_cli.py", "kernels/test_gpu.py"),
+    *("elastic/test_goodput.py", "elastic/test_separate_machines.py"),
     *("sync/test_launches.py", "sync/test_optimizers.py", "strategies/test_launchers.py", "test_lab.py"),
     *("strategies/test_levels.py", "strategies/test_auto.py", "strategies/test_sharded.py"),
     *("test_sharded_checkpoint.py", "strategies/test_signals.py", "test_lost_peers.py", "strategies/test_uneven.py"),
-    "elastic/test_separate_machines.py",
 )
 HAS_FULLY_SHARD = hasattr(torch.distributed.fsdp, "fully_shard")  # since torch 2.6
 collect_ignore_glob = [] if HAS_FULLY_SHARD else ["strategies/*sharded*.py"]
