@@ -514,7 +514,8 @@ def to_markdown(rows: Row) -> str:
     """Return the table of the faults, and the time without any."""
     undisturbed: Any = rows.get("undisturbed")
     lines = [
-        "| fault | s that the others lose, each event | rounds averaged, each group | loss | after every round |",
+        "| fault | s that the others lose, each event | rounds averaged, each group | loss, then beside it "
+        "| weights after every round |",
         "| --- | --- | --- | --- | --- |",
     ]
     for name in CASES:
@@ -539,13 +540,17 @@ def to_markdown(rows: Row) -> str:
         elastic_s, fixed_s = undisturbed["exchange_s"], rows["fixed"]["exchange_s"]
         more_s, round_s = elastic_s - fixed_s, K_STEPS * STEP_S + fixed_s
         lines += ["", f"Without faults the exchange of a round takes {elastic_s:.2f} s; not elastic, {fixed_s:.2f} s."]
-        lines += [f"This is {100 * more_s / round_s:.1f} % of a round of {round_s:.1f} s; the goal is 3 %."]
+        lines += [f"The difference is {100 * more_s / round_s:.1f} % of a round of {round_s:.1f} s; the goal is 3 %."]
     return "\n".join([*lines, ""])
 
 
 def goodput_table(rows: Row) -> str:
-    """Return a row for each way to go on after a fault."""
+    """Return a row for each way to go on after a fault; nothing if none has been measured."""
+    if not any(name in rows for name in LONG):
+        return ""
     lines = [
+        "Goodput: the part of the time that groups spent in steps and exchanges that counted, each as long as usual.",
+        "",
         "| after a fault | minutes | faults | goodput | s from a kill to the next round of the killed |",
         "| --- | --- | --- | --- | --- |",
     ]
@@ -585,7 +590,9 @@ def draw(rows: Row, path: Path) -> None:
 def report(results: Row) -> None:
     """Write the tables and the plot."""
     rows, environment = results["rows"], results["environment"]
+    numel = sum(p.numel() for p in Model().parameters())
     note = (
+        f"`sparse_loco_elastic`, a transformer of {numel / 1e6:.1f}M parameters. "
         f"Groups on one machine of {environment['num_cpus']} cores ({environment['cpu']}), {RATE}, {RTT_MS:g} ms, "
         f"torch {environment['torch']}, {environment['date']}. A step takes {STEP_S:g} s, most of it a wait; a round "
         f"{K_STEPS} steps, or with a slow group as many seconds as these take."

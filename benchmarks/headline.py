@@ -337,8 +337,8 @@ def report(results: Row) -> None:
     chose = {(each["link"], each["chosen"] in ("", "whole")) for each in found}
     whole = [link.split(",")[0] for link in LINKS if (link, False) not in chose and (link, True) in chose]
     short = (
-        f'Two nodes of one core. "2 of 5": seeds that reach it. At {" and ".join(whole)} `dgc`, `lowbw` chose DDP: '
-        "[all](benchmarks/results/headline.md)\n"
+        f"Two nodes of one core, the limit at {' and '.join(whole)} (`dgc`, `lowbw` chose DDP). "
+        '"2 of 5": seeds. [All](benchmarks/results/headline.md)\n'
     )
     replace_block("README.md", "headline", f"{textwrap.fill(short, 128)}\n\n{to_short(found)}")
     print(table)
