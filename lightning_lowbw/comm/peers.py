@@ -62,7 +62,10 @@ class Peers:
         num_local_ranks: how many ranks of this node keep parts.
         is_two_level: whether gradients are summed inside the node before the method sees them, and each rank keeps and
             exchanges its part of what the node has.
+        may_grow: whether there may be more participants than there are now.
     """
+
+    may_grow = False
 
     def __init__(
         self,

@@ -44,7 +44,7 @@ from lightning_lowbw.sync.state import on_cpu
 from lightning_lowbw.sync.status import SAVE, STOP, Status, any_of, status_message
 
 _logger = logging.getLogger(LOGGER)
-TOKENS, STEPS, FAULTS, ANCHOR, NAMES = range(5)  # of a row: float64, which has integers up to 2^53
+TOKENS, STEP, FAULTS, ANCHOR, NAMES = range(5)  # of a row: float64, which has integers up to 2^53
 ANCHORS = 1 << 32  # checksums are compared modulo this
 END_S = 0.2  # between two last quorums
 OFTEN = 5  # that weights after a round differ; a lost round may be the reason once
@@ -124,7 +124,7 @@ class Members(Peers):
         self.members = self._between = MemberCollectives(membership, self.ledger)
         self.node = Collectives(None, self.ledger, "intra")
         self.local_rank, self.num_local_ranks = self.node.rank, self.node.num_ranks
-        self.is_two_level = self.num_local_ranks > 1
+        self.is_two_level, self.may_grow = self.num_local_ranks > 1, True
 
     @property
     def num_ranks(self) -> int:
@@ -280,7 +280,8 @@ class ElasticSync(LocalSync):
                 return
             self.members.members.begin(quorum)
             self._leave_together()
-            if self.contributed.keys() <= {*quorum.members}:
+            has_failed = self._any_in_node(self.members.members.has_failed)[0]
+            if not has_failed and self.contributed.keys() <= {*quorum.members}:
                 return
             time.sleep(END_S)
 
@@ -381,7 +382,7 @@ class ElasticSync(LocalSync):
         own = torch.tensor([self.tokens, float(self._has_faults)], dtype=torch.float64, device=self.device)
         self.members.node.all_reduce_(own)
         tokens, faults = own.tolist()
-        row = torch.tensor([tokens, self._steps, faults, anchor, names], dtype=torch.float64)
+        row = torch.tensor([tokens, self.step, faults, anchor, names], dtype=torch.float64)
         rows: list[list[float]] = self.members.members.all_gather(row).tolist()
         return None if self._any_in_node(self.members.members.has_failed)[0] else rows
 
@@ -399,15 +400,19 @@ class ElasticSync(LocalSync):
         """Return whether all have the same anchor. Those that have not that of most, or of the first, are behind.
 
         Raises:
-            DisagreementError: they train other parameters, on all members; or before the first average, on those that
-                have not the weights of a majority.
+            DisagreementError: on those that train other parameters than a majority, or that have other weights before
+                the first average.
         """
-        if len({row[NAMES] for row in rows}) > 1:
+        names = [row[NAMES] for row in rows]
+        usual = max(names, key=names.count)
+        if names[self.members.members.rank] != usual or 2 * names.count(usual) <= len(names):
             trained = dict(zip(self.members.members.quorum.members, (int(row[NAMES]) for row in rows), strict=True))
             raise DisagreementError(
                 f"The groups train different parameters; checksums of the names are {trained}. Freeze the same on all, "
                 "before the training: groups have epochs of their own."
             )
+        if len({*names}) > 1:
+            return False
         anchors = [row[ANCHOR] for row in rows]
         most = max(anchors, key=anchors.count)
         self._is_apart = anchors[self.members.members.rank] != most
@@ -436,8 +441,8 @@ class ElasticSync(LocalSync):
             if row[FAULTS]:
                 _logger.warning("Member %r had an inf or NaN after step %d: its work is left out.", name, self.step)
         self._averaged = None  # all have it: their anchors are equal
-        self.num_skipped += int(max(row[STEPS] for row in rows) - self._steps)
-        self.step += self.num_skipped
+        latest = int(max(row[STEP] for row in rows))
+        self.num_skipped, self.step = latest - self.step, latest
         if not any(weights):
             return
         work = self._work() if rows[rank][TOKENS] else None
@@ -579,7 +584,7 @@ class ElasticSync(LocalSync):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         super().load_state_dict(state)
-        self.tokens = state["tokens"]
+        self.tokens = state["tokens"] if state["own"] else 0.0
 
 
 def check_elastic(method: Method) -> None:

@@ -48,6 +48,7 @@ CONNECT_S = 5.0  # to connect to the lighthouse, or to other members, who come a
 WAIT_S = 75.0  # of one request for a quorum. In the lighthouse each begins anew to wait for others, by default 60 s.
 OWN_DATA = frozenset({"failures", "torchft"})  # of a member: what torchft has no field for
 POLL_S, RETRY_S, WARN_S = 1.0, 0.5, 60.0
+GONE_S = 20.0  # after which a group with this one's name is not this one, before it was restarted
 SIOCGIFADDR = 0x8915  # Linux: the address of an interface
 MIN_TIMEOUT_S = 10.0  # for pauses of an operating system and of a link
 ROUND_STATES = 2.0  # the bytes of a round by those of the state: at most an all-reduce of all of it
@@ -147,7 +148,6 @@ class TorchftMembership:
         self._num_failures = 0
         self._has_failed = False
         if self._process == 0:
-            self._lighthouse.start_heartbeats(self._name)
             listener = socket.create_server((self._address, 0))  # not at other addresses of the host
             self._port = listener.getsockname()[1]
             options: dict[str, Any] = {"is_master": True, "wait_for_workers": False}
@@ -158,8 +158,7 @@ class TorchftMembership:
         while True:
             quorum, error = None, None
             try:
-                # At first it is taken for granted that the others are on their way.
-                answer = self._ask(step, lambda: time.monotonic() - began_s >= POLL_S and gives_up())
+                answer = self._ask(step, began_s, gives_up)
                 if answer is None:
                     return None
                 quorum = self._meet(*answer, shared)
@@ -214,7 +213,7 @@ class TorchftMembership:
 
     # Members --------------------------------------------------------------------------------------------------------
 
-    def _ask(self, step: int, gives_up: Callable[[], bool]) -> tuple[int, Sequence[_Member]] | None:
+    def _ask(self, step: int, began_s: float, gives_up: Callable[[], bool]) -> tuple[int, Sequence[_Member]] | None:
         """Return the number of the next quorum, and its members; None if a process of this group has given up.
 
         Raises:
@@ -229,9 +228,12 @@ class TorchftMembership:
         while answer is None:
             if self._process == 0 and wait([request], POLL_S).done:
                 answer = request.result()
-            ((answer, _), *_) = answers = gather((answer, gives_up()), "quorum")
-            if any(given_up for _, given_up in answers):
+            # At first it is taken for granted that the others are on their way.
+            waited_s = time.monotonic() - began_s
+            answers = gather((answer, waited_s, waited_s >= POLL_S and gives_up()), "quorum")
+            if any(given_up for *_, given_up in answers):
                 return None
+            answer, waited_s, _ = answers[0]
         if isinstance(answer, Exception):
             raise answer
         number, members = answer
@@ -241,6 +243,10 @@ class TorchftMembership:
         labels = [member.label for member in members]
         if kinds[[member.name for member in members].index(self._name)] != usual:
             raise ConfigurationError(f"Most other groups have {usual}. Make it the same on these: {others}.")
+        label = self._name.rpartition(":")[0]
+        latest = max((member.step, member.name) for member in members if member.label == label)
+        if waited_s > GONE_S and latest[1] != self._name:
+            raise ConfigurationError(f"Another group has the name {label!r}, too. Give each one of its own: group=...")
         if others or len(members) < self.min_replicas or len({*labels}) < len(labels):
             time.sleep(RETRY_S)
             raise RuntimeError(
@@ -337,6 +343,8 @@ class _Lighthouse:
 
     def begin_quorum(self, own: _Member) -> Future[Any]:
         """Begin to ask for the next quorum: its number and members, in the same order for all; or why there is none."""
+        if self._heartbeats is None:
+            self._start_heartbeats(own.name)
         answer: Future[Any] = Future()
         # In a thread, because a signal would be handled only after torchft has returned.
         threading.Thread(target=self._request, args=(own, answer), name="lowbw-quorum", daemon=True).start()
@@ -370,8 +378,8 @@ class _Lighthouse:
                 time.sleep(RETRY_S)
             answer.set_result(error if isinstance(error, ConfigurationError) else RuntimeError(f"{error}"))
 
-    def start_heartbeats(self, name: str) -> None:
-        """Tell the lighthouse that this member is alive, until `close`."""
+    def _start_heartbeats(self, name: str) -> None:
+        """Tell the lighthouse that this member is alive, until `close`: not before it can come to a round."""
         self._heartbeats = threading.Thread(
             target=self._send_heartbeats, args=(name,), name="lowbw-heartbeats", daemon=True
         )

@@ -50,7 +50,8 @@ class ElasticStrategy(Strategy):
         participants: the fraction of the groups that is drawn to be averaged in a round; the others keep their work.
         min_replicas: groups that a round needs; with fewer all wait, and say so once a minute. With 1 one that is left
             alone with the lighthouse trains on.
-        grace_s: for which a group that has ended waits for others; rounds wait for the lighthouse's join_timeout_ms.
+        grace_s: for which a group that has ended waits for others; longer than the lighthouse's join_timeout_ms, for
+            which rounds wait.
         group: the name of this group, which no other has, and which it keeps when it is restarted.
         lighthouse: the address of torchft's, where groups meet, as "http://10.0.0.1:29510"; None is that of the
             environment's TORCHFT_LIGHTHOUSE.
@@ -82,7 +83,7 @@ class ElasticStrategy(Strategy):
         num_tokens: Callable[[Any], float] | None = None,
         participants: float = 1.0,
         min_replicas: int = 2,
-        grace_s: float = 10.0,
+        grace_s: float = 20.0,
         group: str | None = None,
         lighthouse: str | None = None,
         gbit_per_s: float = 0.1,
@@ -190,6 +191,10 @@ class ElasticStrategy(Strategy):
             round_s=self.round_s,
             participants=self.participants,
         )
+
+    @override
+    def _start_workers(self, num_participants: int, *, measures: bool = False) -> None:
+        super()._start_workers(max(2, num_participants), measures=measures)  # there will be others
 
     @override
     def on_train_start(self) -> None:

@@ -76,7 +76,7 @@ def uses_of(workers: Sequence[Synchronizer], *, measures: bool = False) -> Uses:
     what, num_participants = method.what, peers.num_participants
     linear = make_format(what.value_dtype) if isinstance(what, Quantized) else None
     bits = [linear.bits] if isinstance(linear, LinearFormat) else [8] if measures else []  # int8 is timed, too
-    if not isinstance(what, TopK) or num_participants == 1:
+    if not isinstance(what, TopK) or (num_participants == 1 and not peers.may_grow):
         return Uses(kinds=(), value_dtypes=(), num_messages=(), steps=(), scaled_bits=tuple(bits), chunks=())
     # An ordered set is a dict here: the same order on all ranks.
     kinds = dict.fromkeys(kind for worker in workers for kind in _kinds_of(worker, what))
@@ -86,6 +86,8 @@ def uses_of(workers: Sequence[Synchronizer], *, measures: bool = False) -> Uses:
     mean_dtypes = dict.fromkeys(each.dtype for each in parameters if each.dtype in DTYPES)
     value_format = make_value_format(what.value_dtype)
     num_messages, over_senders = [num_participants], what.mean_over == "senders"
+    if num_participants == 1:  # nobody else is known yet
+        num_messages = [2, 4, 8]
     if what.may_scatter(num_participants, is_two_level=peers.is_two_level) and not method.averages_weights:
         num_messages.append(1)  # the sums of a reduce-scatter
     return Uses(

@@ -922,8 +922,8 @@ class LocalSync(Synchronizer):
                 "which need the last consensus. Resume without these, from a checkpoint written after an average, or "
                 f"{WITHOUT_RESIDUALS}."
             )
-        has_no_averages = self.peers.num_participants == 1 or self.when.is_always_synchronous
-        if state["own"] and self.peers.num_ranks > 1 and has_no_averages:
+        is_one_node = self.peers.num_participants == 1 and not self.peers.may_grow
+        if state["own"] and self.peers.num_ranks > 1 and (is_one_node or self.when.is_always_synchronous):
             raise ConfigurationError(
                 "The state was written between two averages, where each rank has weights of its own, and here no "
                 f"average would ever make them equal: {self.method}. Resume with the schedule and the topology of that "

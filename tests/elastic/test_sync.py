@@ -351,18 +351,44 @@ def test_other_weights_at_the_beginning_are_an_error_where_there_is_no_majority(
     assert [member.has_left for member in members] == [False, *[num_members == 3] * (num_members - 1)]
 
 
-def test_groups_that_train_other_parameters_are_told_on_all(store: dist.Store) -> None:
-    """As when a callback unfreezes layers by epochs, of which each group has its own."""
+@pytest.mark.parametrize("num_members", [2, 3])
+def test_who_trains_other_parameters_than_a_majority_is_told(num_members: int, store: dist.Store) -> None:
+    """As when a callback unfreezes layers by epochs, which groups count by themselves. Without a majority all are."""
 
     def thaw(member: Member, step: int) -> None:
         member.parameters["bias"].requires_grad_(member.number == 0 and step > K_STEPS)
 
-    members = [Member(store, n, METHODS["local_sgd"], before=thaw) for n in range(2)]
+    members = [Member(store, n, METHODS["local_sgd"], before=thaw) for n in range(num_members)]
     for member in members:
         member.parameters["bias"].requires_grad_(False)
     with pytest.raises(DisagreementError, match="train different parameters"):
         train(members)
-    assert all(isinstance(member.error, DisagreementError) for member in members)
+    assert [member.has_left for member in members] == [False, *[num_members == 3] * (num_members - 1)]
+
+
+def test_groups_that_resume_at_different_steps_end_together(store: dist.Store) -> None:
+    """As from checkpoints of one round, without the work of the next one that they had begun."""
+
+    def resume(member: Member, step: int) -> None:
+        member.worker.step += 7 * (step == 0 and member.number == 0)
+
+    members = [Member(store, n, METHODS["local_sgd"], before=resume) for n in range(2)]
+    train(members)
+    assert [member.worker.step for member in members] == [4 * K_STEPS] * 2
+
+
+def resume_inside_a_round() -> bool:
+    rank = dist.get_rank()
+    alone = {"min_replicas": 1, "grace_s": 0.1}
+    member, again = (Member(dist.HashStore(), rank, METHODS["diloco"], membership=alone) for _ in range(2))
+    member.worker.join()
+    member.take_step(0)
+    again.worker.load_state_dict(member.worker.state_dict())
+    return all(map(torch.equal, member.parameters.values(), again.parameters.values()))
+
+
+def test_a_group_of_two_processes_resumes_inside_a_round() -> None:
+    assert run_ranks(resume_inside_a_round, 2) == [True, True]
 
 
 def test_an_exception_in_a_round_leaves_the_residuals(store: dist.Store) -> None:

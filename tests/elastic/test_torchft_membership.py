@@ -133,6 +133,16 @@ def test_too_few_members_wait_and_say_so() -> None:
         assert made.processes[0, 0].exitcode == 1  # of Ctrl-C, although it waits
 
 
+def test_of_two_groups_with_one_name_the_newcomer_ends() -> None:
+    with groups() as made:
+        for group in range(2):
+            made.start(group)
+        made.committed(0, size=2)
+        made.start(2, name="group1", constants={"GONE_S": 1.0})
+        with pytest.raises(AssertionError, match=r"Another group has the name .*group1"):
+            made.until(lambda event: event.group == 2 and event.kind == "committed")
+
+
 def test_the_processes_of_a_group_give_up_together() -> None:
     with groups() as made:
         made.start(0, 2, patience_s=[LONG_S, 0.5])
