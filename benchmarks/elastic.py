@@ -288,7 +288,13 @@ class Site:
         if name in self.processes and not self.case.is_elastic:
             return
         if name == "lighthouse":
-            command = ["torchft_lighthouse", "--bind", f"{self.network.address(node)}:{PORT}", "--min_replicas", "2"]
+            command = [
+                str(Path(sys.executable).with_name("torchft_lighthouse")),
+                "--bind",
+                f"{self.network.address(node)}:{PORT}",
+                "--min_replicas",
+                "2",
+            ]
             command += ["--join_timeout_ms", f"{1000 * GRACE_S}", "--heartbeat_timeout_ms", f"{1000 * HEARTBEAT_S}"]
         else:
             command = [sys.executable] if self.case.is_elastic else self._torchrun(node)
