@@ -526,7 +526,7 @@ class ElasticSync(LocalSync):
             self.tokens += lost.tokens
             self._set_residuals(lost.residuals)
         for p, start in self.start.items():
-            start.copy_(shared["start"].get(self.name_of(p), start))  # of others all are told, in `_compare`
+            start.copy_(shared["start"].get(self.name_of(p), start))  # who trains others is told so, in `_compare`
         by_name = self.by_name()
         self.velocity = {by_name[each]: u.to(self.device, copy=True) for each, u in shared["velocity"].items()}
         for each, start in self.buffers.start.items():
@@ -584,7 +584,7 @@ class ElasticSync(LocalSync):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         super().load_state_dict(state)
-        self.tokens = state["tokens"] if state["own"] else 0.0
+        self.tokens = state["tokens"] if state["own"] else 0.0  # without the work they count for nothing
 
 
 def check_elastic(method: Method) -> None:

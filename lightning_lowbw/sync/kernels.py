@@ -85,9 +85,8 @@ def uses_of(workers: Sequence[Synchronizer], *, measures: bool = False) -> Uses:
     parameters = (each for worker in workers for each in worker.parameters() if not method.averages_weights)
     mean_dtypes = dict.fromkeys(each.dtype for each in parameters if each.dtype in DTYPES)
     value_format = make_value_format(what.value_dtype)
-    num_messages, over_senders = [num_participants], what.mean_over == "senders"
-    if num_participants == 1:  # nobody else is known yet
-        num_messages = [2, 4, 8]
+    # Of one that may get others it is not known how many.
+    num_messages = [2, 4, 8] if num_participants == 1 else [num_participants]
     if what.may_scatter(num_participants, is_two_level=peers.is_two_level) and not method.averages_weights:
         num_messages.append(1)  # the sums of a reduce-scatter
     return Uses(
@@ -96,7 +95,7 @@ def uses_of(workers: Sequence[Synchronizer], *, measures: bool = False) -> Uses:
         value_dtypes=(value_format.dtype if isinstance(value_format, FloatFormat) else value_format.bits,),
         num_messages=tuple(num_messages),
         steps=(False,) if method.averages_weights else (False, True),
-        over_senders=over_senders,
+        over_senders=what.mean_over == "senders",
         scaled_bits=tuple(bits),
         chunks=() if what.chunk is None or what.chunk > LONGEST_CHUNK else (what.chunk,),
     )
