@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
@@ -20,12 +20,14 @@ class Quorum:
         rank: of this group among the members.
         members: their names, in the order of their ranks; the same on all. A group that restarts keeps its name.
         healed: the shared state of a member with this step, if this group had completed fewer; else None.
+        rows: what each member has told, in the order of their ranks; None if one has healed, and tells otherwise now.
     """
 
     step: int
     rank: int
     members: tuple[str, ...]
     healed: Mapping[str, Any] | None = None
+    rows: tuple[Sequence[float], ...] | None = None
 
 
 class Membership(Protocol):
@@ -35,11 +37,18 @@ class Membership(Protocol):
     meets the processes with its rank in the other groups.
     """
 
-    def quorum(self, step: int, shared: Callable[[], Mapping[str, Any]], gives_up: Callable[[], bool]) -> Quorum | None:
+    def quorum(
+        self,
+        step: int,
+        row: Sequence[float],
+        shared: Callable[[], Mapping[str, Any]],
+        gives_up: Callable[[], bool],
+    ) -> Quorum | None:
         """Wait for the members of the next round, at least `min_replicas`; None if this group has given up.
 
         Args:
             step: outer steps that this group has completed.
+            row: numbers that this group tells the members; the same on all its processes.
             shared: returns what members that are behind are given: tensors and plain values, by name.
             gives_up: whether to wait no longer, asked about once a second; of one process it holds for its group.
         """

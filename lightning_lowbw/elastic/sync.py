@@ -2,9 +2,10 @@
 
 A round of one member, after its local steps:
 
-    quorum      who takes part; who is behind takes the shared state of one that is not, and rebases its own work:
-                w = new anchor + (w - old anchor)
-    rows        tokens, steps and anchor of each member; from these, on all alike, the weights of the mean
+    quorum      who takes part, with a row of each: its tokens, steps and anchor; from these, on all alike, the weights
+                of the mean
+    heal        who is behind takes the shared state of one that is not, and rebases its own work:
+                w = new anchor + (w - old anchor);  then all begin again
     exchange    the changes of the weights, as `sync.local` does; a member is one participant
     commit      or nothing has happened: residuals as they were before, and the round is tried again
     apply       anchor = outer(anchor, mean);  w = anchor, or with work that has not been averaged rebased
@@ -44,7 +45,7 @@ from lightning_lowbw.sync.state import on_cpu
 from lightning_lowbw.sync.status import SAVE, STOP, Status, any_of, status_message
 
 _logger = logging.getLogger(LOGGER)
-TOKENS, STEP, FAULTS, ANCHOR, NAMES = range(5)  # of a row: float64, which has integers up to 2^53
+TOKENS, FAULTS, ANCHOR, NAMES, STEP = range(5)  # of a row: sums over a group's processes, except the last
 ANCHORS = 1 << 32  # checksums are compared modulo this
 END_S = 0.2  # between two last quorums
 OFTEN = 5  # that weights after a round differ; a lost round may be the reason once
@@ -81,13 +82,13 @@ class MemberCollectives(Collectives):
         return TensorWork(tensor if here is tensor else tensor.copy_(here))
 
     def begin_all_gather(self, message: Tensor, out: Tensor | None = None) -> TensorWork:
-        sent = message.contiguous().cpu().view(torch.uint8)
+        sent = message.contiguous().cpu()
         rows = sent.new_zeros(self.num_ranks, sent.numel())
         rows[self.rank] = sent
         nbytes = all_gather_bytes(message.nbytes, self.num_ranks)
         self._run(lambda group: group.allgather([list(rows.unbind())], [sent]), nbytes)
-        received = rows.view(-1).view(message.dtype).to(message.device)
-        return TensorWork(received.view(self.num_ranks, -1) if out is None else out.copy_(received.view(out.shape)))
+        received = rows.to(message.device)
+        return TensorWork(received if out is None else out.copy_(received.view(out.shape)))
 
     def all_gather(self, message: Tensor, out: Tensor | None = None) -> Tensor:
         return self.begin_all_gather(message, out).wait()
@@ -237,12 +238,8 @@ class ElasticSync(LocalSync):
         self._averaged: _Averaged | None = None  # in the last round
 
     is_alone = False
-    needs_start = True
+    is_local = needs_start = True
     may_have_late_faults = False  # they are part of each round's row
-
-    @property
-    def is_local(self) -> bool:
-        return True
 
     # Rounds -----------------------------------------------------------------------------------------------------------
 
@@ -275,20 +272,16 @@ class ElasticSync(LocalSync):
         """
         ends_s = time.monotonic() + grace_s
         while self.is_complete and not self._any_in_node(time.monotonic() >= ends_s)[0]:
-            quorum = self._next_quorum(lambda: time.monotonic() >= ends_s)
+            quorum = self._next_quorum([], lambda: time.monotonic() >= ends_s)
             if quorum is None:
                 return
             self.members.members.begin(quorum)
-            self._leave_together()
+            self._meet()
+            self.membership.commit(False)
             has_failed = self._any_in_node(self.members.members.has_failed)[0]
             if not has_failed and self.contributed.keys() <= {*quorum.members}:
                 return
             time.sleep(END_S)
-
-    def _leave_together(self) -> None:
-        """Wait for the members, who may still be connecting to this one."""
-        self.members.members.all_gather(torch.zeros(1))
-        self.membership.commit(False)
 
     def _is_over(self) -> bool:
         """Return whether the round ends with this step; the same on all processes of the group."""
@@ -308,7 +301,7 @@ class ElasticSync(LocalSync):
         return self._all.steps or 0
 
     def _take_round(self) -> None:
-        """Take part in a round; if this member is to stop or save before there is one, nothing has changed.
+        """Take part in a round; if this member is to stop or save before there is one, nothing has been averaged.
 
         Raises:
             TimeoutError: on all processes of the group; others have been there before, and have not come.
@@ -319,8 +312,11 @@ class ElasticSync(LocalSync):
         def gives_up() -> bool:
             return bool(self.requests) or self.should_stop() or time.monotonic() >= ends_s
 
-        while (quorum := self._next_quorum(gives_up)) is not None and not self._try_round(quorum):
-            pass
+        while True:
+            self._restart_if_not_finite()
+            quorum = self._next_quorum(self._row(), gives_up)
+            if quorum is None or self._try_round(quorum):
+                break
         flags = self.stop_requested, self.save_requested, self.should_stop(), not self.has_ended
         stops, saves, is_over, has_data = self._any_in_node(*flags)  # of this group only
         self.agree_on(STOP * stops | SAVE * saves)
@@ -332,35 +328,40 @@ class ElasticSync(LocalSync):
                     "the others have ended the training, or are lost. If they come back later, raise "
                     "ElasticStrategy(timeout=...), and start this group again."
                 )
-            return  # nothing has changed
-        self._sent, self._began_s = None, time.monotonic()
+            return
+        self._sent, self._has_faults, self._began_s = None, False, time.monotonic()
         self._all.steps = self.steps_since_average = 0
         self.loss.clear()
 
-    def _next_quorum(self, gives_up: Callable[[], bool]) -> Quorum | None:
+    def _next_quorum(self, row: Sequence[float], gives_up: Callable[[], bool]) -> Quorum | None:
+        step = BEHIND if self._is_apart else self.num_averages
         with self.members.ledger.waiting(CPU):
-            return self.membership.quorum(BEHIND if self._is_apart else self.num_averages, self.shared_state, gives_up)
+            return self.membership.quorum(step, row, self.shared_state, gives_up)
 
     def _try_round(self, quorum: Quorum) -> bool:
         """Try a round; return whether it counts. If not, nothing has changed, except that this member has healed."""
-        members, membership = self.members.members, self.membership
+        members, membership, rows = self.members.members, self.membership, quorum.rows
         members.begin(quorum)
         if quorum.healed is not None:
             self._heal(quorum.healed, quorum.members[quorum.rank])
-            if self.is_complete:  # the others wait for nothing else
-                self._add_(None)
-                self._leave_together()
-                return True
-        self._restart_if_not_finite()
-        rows = self._gather_rows()
-        weights, is_same = ([0.0], False) if rows is None else (self._weights(rows), self._compare(rows))
-        residuals = self._residuals()
+        if rows is None or not all(rows):  # one has healed, and tells other numbers now; or has ended
+            self._meet()
+            membership.commit(not self.is_complete)  # for which the others do not wait
+            return self.is_complete
+        weights, residuals = self._weights(rows), self._residuals()
+        is_same = len({(row[ANCHOR], row[NAMES]) for row in rows}) == 1
+        if not (is_same and any(weights)):
+            self._meet()
+            if self._any_in_node(members.has_failed)[0]:  # the rows may be those of a request that was given up
+                membership.commit(False)
+                return False
+            self._compare(rows)
         try:
             if is_same and any(weights):
                 self.members.weights = weights if len({*weights}) > 1 else None
                 self._all.moved = dict.fromkeys(p for p in self._all.parameters if p.requires_grad)  # the same on all
                 self._all.work = self._begin(self._all)
-            has_committed = membership.commit(is_same and not members.has_failed)
+            has_committed = membership.commit(is_same)
         except BaseException:  # a checkpoint may follow
             self._set_residuals(residuals)
             raise
@@ -370,21 +371,22 @@ class ElasticSync(LocalSync):
             self._lose(self._all)
             self._set_residuals(residuals)
             return False
-        assert rows is not None
         self._end_round(rows, weights, residuals)
         return True
 
-    def _gather_rows(self) -> list[list[float]] | None:
-        """Return the row of each member; None, on all processes of the group, if one could not gather them."""
+    def _meet(self) -> None:
+        """Wait for the members, who may still be receiving the state or connecting to this one."""
+        self.members.members.all_gather(torch.zeros(1))
+
+    def _row(self) -> list[float]:
+        """Return what this member tells the others."""
         # On the CPU, because on a GPU it is summed in other chunks, and so another number.
         anchor = int(checksum(start.cpu() for start in self.start.values())) % ANCHORS
         names = zlib.crc32(" ".join(self.name_of(p) for p in self.start).encode())
-        own = torch.tensor([self.tokens, float(self._has_faults)], dtype=torch.float64, device=self.device)
+        row = torch.tensor([self.tokens, float(self._has_faults), anchor, names], dtype=torch.float64)
+        own = row.to(self.device)
         self.members.node.all_reduce_(own)
-        tokens, faults = own.tolist()
-        row = torch.tensor([tokens, self.step, faults, anchor, names], dtype=torch.float64)
-        rows: list[list[float]] = self.members.members.all_gather(row).tolist()
-        return None if self._any_in_node(self.members.members.has_failed)[0] else rows
+        return [*own.tolist(), float(self.step)]
 
     def _weights(self, rows: Sequence[Sequence[float]]) -> list[float]:
         """Return what each member counts in the mean: its tokens, if it is drawn; the sum is 1, or all are 0."""
@@ -396,42 +398,36 @@ class ElasticSync(LocalSync):
         total = sum(tokens[number] for number in chosen)
         return [each / total if number in chosen else 0.0 for number, each in enumerate(tokens)]
 
-    def _compare(self, rows: Sequence[Sequence[float]]) -> bool:
-        """Return whether all have the same anchor. Those that have not that of most, or of the first, are behind.
+    def _compare(self, rows: Sequence[Sequence[float]]) -> None:
+        """Note whether this member has another anchor than most, or than the first: then it is behind.
 
         Raises:
             DisagreementError: on those that train other parameters than a majority, or that have other weights before
                 the first average.
         """
-        names = [row[NAMES] for row in rows]
-        usual = max(names, key=names.count)
-        if names[self.members.members.rank] != usual or 2 * names.count(usual) <= len(names):
-            trained = dict(zip(self.members.members.quorum.members, (int(row[NAMES]) for row in rows), strict=True))
+        quorum = self.members.members.quorum
+        names, anchors = ([row[each] for row in rows] for each in (NAMES, ANCHOR))
+        usual, most = (max(each, key=each.count) for each in (names, anchors))
+        if names[quorum.rank] != usual or 2 * names.count(usual) <= len(names):
             raise DisagreementError(
-                f"The groups train different parameters; checksums of the names are {trained}. Freeze the same on all, "
-                "before the training: groups have epochs of their own."
+                f"The groups train different parameters; checksums of the names are {_by_name(quorum, names)}. Freeze "
+                "the same on all, before the training: groups have epochs of their own."
             )
         if len({*names}) > 1:
-            return False
-        anchors = [row[ANCHOR] for row in rows]
-        most = max(anchors, key=anchors.count)
-        self._is_apart = anchors[self.members.members.rank] != most
-        if len({*anchors}) == 1:
-            return True
+            return
+        self._is_apart = anchors[quorum.rank] != most
         self._num_apart += self._is_apart
         if self._is_apart and self._num_apart == OFTEN:
             _logger.warning(
                 "After round %d this group (%r) has other weights than most, for the %dth time, and takes theirs each "
                 "time. If no rounds were lost, its processor rounds otherwise: take the same kind for all groups.",
-                *(self.num_averages, self.members.members.quorum.members[self.members.members.rank], OFTEN),
+                *(self.num_averages, quorum.members[quorum.rank], OFTEN),
             )
         if not self.num_averages and (self._is_apart or 2 * anchors.count(most) <= len(anchors)):
-            checksums = dict(zip(self.members.members.quorum.members, anchors, strict=True))
             raise DisagreementError(
-                f"The groups begin with different weights; checksums of these are {checksums}. "
+                f"The groups begin with different weights; checksums of these are {_by_name(quorum, anchors)}. "
                 "Begin with the same on all: seed_everything with one number, or load one file."
             )
-        return False
 
     def _end_round(
         self, rows: Sequence[Sequence[float]], weights: Sequence[float], residuals: Mapping[str, Tensor]
@@ -471,10 +467,8 @@ class ElasticSync(LocalSync):
 
     def _tensors(self) -> tuple[list[Tensor], list[Tensor]]:
         """Return the tensors that are averaged, and their anchors."""
-        now = [as_real(p.detach()) for p in self.start] + [
-            as_real(self.buffers.floating[n]) for n in self.buffers.start
-        ]
-        return now, [*self.start.values(), *self.buffers.start.values()]
+        now = [*(p.detach() for p in self.start), *(self.buffers.floating[n] for n in self.buffers.start)]
+        return [as_real(each) for each in now], [*self.start.values(), *self.buffers.start.values()]
 
     def _work(self) -> list[Tensor]:
         return [each.to(anchor.dtype) - anchor for each, anchor in zip(*self._tensors(), strict=True)]
@@ -488,8 +482,8 @@ class ElasticSync(LocalSync):
     def _restart_if_not_finite(self) -> None:
         """Go on from the anchor where local steps have left an inf or NaN, without their tokens and momentum."""
         flags = [*are_not_finite(self._tensors()[0]), *self.late_flags()]
-        (self._has_faults,) = self._any_in_node(any_of(flags, self.device))
-        if self._has_faults:
+        if self._any_in_node(any_of(flags, self.device))[0]:
+            self._has_faults = True
             self._add_(None)
             self.optimizer.state.clear()
             self.tokens = 0.0
@@ -585,6 +579,10 @@ class ElasticSync(LocalSync):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         super().load_state_dict(state)
         self.tokens = state["tokens"] if state["own"] else 0.0  # without the work they count for nothing
+
+
+def _by_name(quorum: Quorum, checksums: Sequence[float]) -> dict[str, int]:
+    return dict(zip(quorum.members, map(int, checksums), strict=True))
 
 
 def check_elastic(method: Method) -> None:

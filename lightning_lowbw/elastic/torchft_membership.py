@@ -46,7 +46,7 @@ LIGHTHOUSE = "TORCHFT_LIGHTHOUSE"  # torchft's own variable: the lighthouse's ad
 HEARTBEAT_S = 0.25  # between two; the lighthouse takes a member for dead after 5 s, if not started otherwise
 CONNECT_S = 5.0  # to connect to the lighthouse, or to other members, who come at the same moment
 WAIT_S = 75.0  # of one request for a quorum. In the lighthouse each begins anew to wait for others, by default 60 s.
-OWN_DATA = frozenset({"failures", "torchft"})  # of a member: what torchft has no field for
+OWN_DATA = frozenset({"row", "failures", "torchft"})  # of a member: what torchft has no field for
 POLL_S, RETRY_S, WARN_S = 1.0, 0.5, 60.0
 GONE_S = 20.0  # after which a group with this one's name is not this one, before it was restarted
 SIOCGIFADDR = 0x8915  # Linux: the address of an interface
@@ -76,6 +76,7 @@ class _Member:
         step: outer steps that it has completed.
         store: address of the store in which its processes and those of others meet.
         num_processes: of the group.
+        row: as given to `Membership.quorum`.
         failures: rounds that have failed there. After each the members make a new group.
         torchft: its version.
     """
@@ -84,6 +85,7 @@ class _Member:
     step: int
     store: str
     num_processes: int
+    row: Sequence[float]
     failures: int
     torchft: str
 
@@ -146,20 +148,26 @@ class TorchftMembership:
         self._key: tuple[Any, ...] = ()  # of the quorum for which the group was made
         self._group: Any = None
         self._num_failures = 0
-        self._has_failed = False
         if self._process == 0:
             listener = socket.create_server((self._address, 0))  # not at other addresses of the host
             self._port = listener.getsockname()[1]
             options: dict[str, Any] = {"is_master": True, "wait_for_workers": False}
             self._store = dist.TCPStore(self._address, self._port, master_listen_fd=listener.detach(), **options)
 
-    def quorum(self, step: int, shared: Callable[[], Mapping[str, Any]], gives_up: Callable[[], bool]) -> Quorum | None:
+    def quorum(
+        self,
+        step: int,
+        row: Sequence[float],
+        shared: Callable[[], Mapping[str, Any]],
+        gives_up: Callable[[], bool],
+    ) -> Quorum | None:
         began_s = said_s = time.monotonic()
         while True:
             quorum, error = None, None
             try:
-                answer = self._ask(step, began_s, gives_up)
+                answer = self._ask(step, row, began_s, gives_up)
                 if answer is None:
+                    self._fail()  # others may wait for this one; and the next request differs from this one
                     return None
                 quorum = self._meet(*answer, shared)
             except RuntimeError as raised:
@@ -191,7 +199,7 @@ class TorchftMembership:
         Args:
             is_ok: False lets the round fail.
         """
-        return self._vote(is_ok and not self._has_failed)
+        return self._vote(is_ok and self._group is not None)
 
     def close(self) -> None:
         self._disconnect()
@@ -202,18 +210,18 @@ class TorchftMembership:
         if not all(gather(is_ok, "success of the round")):
             self._fail()
             return False
-        self._has_failed = False
         return True
 
     def _fail(self) -> None:
         """Leave the group, so that those fail, too, that wait for this member; a new one is made for the next round."""
         self._num_failures += 1
-        self._has_failed = True
         self._disconnect()
 
     # Members --------------------------------------------------------------------------------------------------------
 
-    def _ask(self, step: int, began_s: float, gives_up: Callable[[], bool]) -> tuple[int, Sequence[_Member]] | None:
+    def _ask(
+        self, step: int, row: Sequence[float], began_s: float, gives_up: Callable[[], bool]
+    ) -> tuple[int, Sequence[_Member]] | None:
         """Return the number of the next quorum, and its members; None if a process of this group has given up.
 
         Raises:
@@ -223,7 +231,7 @@ class TorchftMembership:
         answer: Any = None
         if self._process == 0:
             store = f"{self._address}:{self._port}"
-            own = _Member(self._name, step, store, self._num_processes, self._num_failures, TORCHFT)
+            own = _Member(self._name, step, store, self._num_processes, list(row), self._num_failures, TORCHFT)
             request = self._lighthouse.begin_quorum(own)
         while answer is None:
             if self._process == 0 and wait([request], POLL_S).done:
@@ -289,7 +297,7 @@ class TorchftMembership:
                 state = torch.empty(int(size), dtype=torch.uint8)
                 backend.recv([state], giver, 0).wait()
                 healed = _unpacked(state)
-        return Quorum(latest, rank, names, healed)
+        return Quorum(latest, rank, names, healed, None if takers else tuple(member.row for member in members))
 
     def _connect(self, address: str, path: str, rank: int, size: int) -> None:
         """Make the group of these members, which meet in a store."""
@@ -343,8 +351,11 @@ class _Lighthouse:
 
     def begin_quorum(self, own: _Member) -> Future[Any]:
         """Begin to ask for the next quorum: its number and members, in the same order for all; or why there is none."""
-        if self._heartbeats is None:
-            self._start_heartbeats(own.name)
+        if self._heartbeats is None:  # not before this member can come to a round
+            self._heartbeats = threading.Thread(
+                target=self._send_heartbeats, args=(own.name,), name="lowbw-heartbeats", daemon=True
+            )
+            self._heartbeats.start()
         answer: Future[Any] = Future()
         # In a thread, because a signal would be handled only after torchft has returned.
         threading.Thread(target=self._request, args=(own, answer), name="lowbw-quorum", daemon=True).start()
@@ -357,7 +368,6 @@ class _Lighthouse:
             found = client.quorum(
                 replica_id=own.name,
                 timeout=timedelta(seconds=WAIT_S),
-                address=own.store,
                 store_address=own.store,
                 step=own.step,
                 world_size=own.num_processes,
@@ -372,20 +382,16 @@ class _Lighthouse:
             members = [
                 _Member(m.replica_id, m.step, m.store_address, m.world_size, **m.data) for m in found.participants
             ]
+            if (own.name, own.failures) not in {(member.name, member.failures) for member in members}:
+                raise RuntimeError("the lighthouse has answered an older request of this group")
             answer.set_result((found.quorum_id, sorted(members, key=lambda member: member.name)))
         except Exception as error:  # noqa: BLE001 - it is told where the answer is waited for
             if not isinstance(error, TimeoutError):  # after which the lighthouse still counts on this member
                 time.sleep(RETRY_S)
             answer.set_result(error if isinstance(error, ConfigurationError) else RuntimeError(f"{error}"))
 
-    def _start_heartbeats(self, name: str) -> None:
-        """Tell the lighthouse that this member is alive, until `close`: not before it can come to a round."""
-        self._heartbeats = threading.Thread(
-            target=self._send_heartbeats, args=(name,), name="lowbw-heartbeats", daemon=True
-        )
-        self._heartbeats.start()
-
     def _send_heartbeats(self, name: str) -> None:
+        """Tell the lighthouse that this member is alive, until `close`."""
         client = None
         while not self._is_closed.wait(HEARTBEAT_S):
             with suppress(RuntimeError, TimeoutError):

@@ -141,10 +141,13 @@ def run_member(
             time.sleep(pause_s)
             began_s = time.monotonic()
             shared = {"weights": weights, "step": step, "name": "plain"}
-            quorum = membership.quorum(step, partial(dict, shared), partial(gives_up, began_s + patience_s[process]))
+            row, patience = [float(group), 0.1 * step], partial(gives_up, began_s + patience_s[process])
+            quorum = membership.quorum(step, row, partial(dict, shared), patience)
             if quorum is None:
                 tell("gave up", time.monotonic() - began_s)
                 break
+            assert quorum.rows is None or quorum.healed is None
+            assert (quorum.rows or [row] * 9)[quorum.rank] == row
             took_s, step, members = time.monotonic() - began_s, quorum.step, quorum.members
             if quorum.healed is not None:
                 assert (quorum.healed["step"], quorum.healed["name"]) == (step, "plain")

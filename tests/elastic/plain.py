@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import pickle
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -52,15 +52,21 @@ class PlainMembership:
         self.group: Any = None
         store.add("alive", 1)
 
-    def quorum(self, step: int, shared: Callable[[], Mapping[str, Any]], gives_up: Callable[[], bool]) -> Quorum | None:
+    def quorum(
+        self,
+        step: int,
+        row: Sequence[float],
+        shared: Callable[[], Mapping[str, Any]],
+        gives_up: Callable[[], bool],
+    ) -> Quorum | None:
         self.num_rounds, self.num_collectives, self.has_failed = self.num_rounds + 1, 0, False
         self.group = None
-        while (epoch := self._meet(step, gives_up)) is None:
+        while (epoch := self._meet(step, row, gives_up)) is None:
             pass
         if epoch < 0:
             return None
-        arrived: list[tuple[str, int]] = sorted(pickle.loads(self.store.get(f"{epoch}/members")))
-        names, steps = zip(*arrived, strict=True)
+        arrived: list[tuple[str, int, Sequence[float]]] = sorted(pickle.loads(self.store.get(f"{epoch}/members")))
+        names, steps, rows = zip(*arrived, strict=True)
         rank, latest, healed = names.index(self.name), max(steps), None
         if min(steps) < latest and rank == steps.index(latest):
             file = io.BytesIO()
@@ -74,14 +80,14 @@ class PlainMembership:
                 self.group = dist.ProcessGroupGloo(own, rank, len(names), timedelta(seconds=self.grace_s))
             except RuntimeError:  # one has been killed meanwhile
                 self.has_failed = True
-        self.history.append(Quorum(latest, rank, names, healed))
+        self.history.append(Quorum(latest, rank, names, healed, rows if min(steps) == latest else None))
         return self.history[-1]
 
-    def _meet(self, step: int, gives_up: Callable[[], bool]) -> int | None:
+    def _meet(self, step: int, row: Sequence[float], gives_up: Callable[[], bool]) -> int | None:
         """Come to the next round; return its number, None if it began without this member, -1 if that gave up."""
         store, epoch, came_s = self.store, self.store.add("epoch", 0), time.monotonic()
         index = store.add(f"{epoch}/count", 1)
-        store.set(f"{epoch}/arrival{index}", pickle.dumps((self.name, step)))
+        store.set(f"{epoch}/arrival{index}", pickle.dumps((self.name, step, row)))
         while True:
             # Whether it has begun, and who gives up: on all processes of the group.
             begun, given_up = zip(*gather((store.check([f"{epoch}/members"]), gives_up()), "patience"), strict=True)
@@ -96,7 +102,7 @@ class PlainMembership:
                     store.set(f"{epoch}/members", pickle.dumps(arrived))
                     store.add("epoch", 1)
             time.sleep(0.002)
-        members = [name for name, _ in pickle.loads(store.get(f"{epoch}/members"))]
+        members = [name for name, *_ in pickle.loads(store.get(f"{epoch}/members"))]
         while store.add("epoch", 0) <= epoch:
             time.sleep(0.002)
         return epoch if self.name in members else None

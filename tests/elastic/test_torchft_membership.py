@@ -9,12 +9,13 @@ import signal
 import time
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from lightning_lowbw.elastic import torchft_membership
-from lightning_lowbw.elastic.torchft_membership import TorchftMembership, timeout_s_of
+from lightning_lowbw.elastic.torchft_membership import TORCHFT, TorchftMembership, _Lighthouse, _Member, timeout_s_of
 from lightning_lowbw.errors import ConfigurationError
 from tests.elastic.members import (
     SIZE,
@@ -175,6 +176,22 @@ def test_the_processes_of_a_group_fail_together() -> None:
                 assert last.value[0] == 1.5 * SIZE
         failed = [(event.group, event.process, event.step) for event in made.events if event.kind == "failed"]
         assert sorted(failed) == [(0, 0, 1), (0, 1, 1), (1, 0, 1), (1, 1, 1)]
+
+
+def test_an_answer_to_an_older_request_is_not_taken() -> None:
+    own = _Member("site:1", 3, "127.0.0.1:1", 1, [8.0], 2, TORCHFT)
+    data = {"row": [4.0], "failures": 1, "torchft": TORCHFT}
+    old = SimpleNamespace(replica_id=own.name, step=3, store_address=own.store, world_size=1, data=data)
+    client = SimpleNamespace(quorum=lambda **_: SimpleNamespace(quorum_id=1, participants=[old]))
+    lighthouse = _Lighthouse(SimpleNamespace(LighthouseClient=lambda *_, **__: client), "http://127.0.0.1:1")
+    lighthouse._is_closed.set()  # no heartbeats
+    answers = []
+    for _ in range(2):
+        answers.append(lighthouse.begin_quorum(own).result(10.0))
+        data["failures"] = own.failures
+    assert "an older request" in f"{answers[0]}"
+    assert [member.row for member in answers[1][1]] == [[4.0]]
+    lighthouse.close()
 
 
 def test_a_state_is_data() -> None:
