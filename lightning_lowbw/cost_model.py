@@ -130,7 +130,7 @@ class Candidate:
     """A method, and what it is predicted to take.
 
     Attributes:
-        name: in `CANDIDATES`.
+        name: for the user: that in `CANDIDATES`; on two levels "ddp" is "hierarchical".
         method: the method.
         mean_s: seconds of a step, on average to the end of the run.
         last_s: seconds of a step at the end of the run.
@@ -202,7 +202,8 @@ def written(method: Method) -> str:
 
 def ddp(measured: Measured, run: Run, given: Method) -> Candidate:
     """Return whole gradients in each step: nothing changes."""
-    return Candidate("ddp", Method(where=given.where), measured.dense_s, measured.dense_s)
+    name = "ddp" if given.where.topology == "flat" else "hierarchical"
+    return Candidate(name, Method(where=given.where), measured.dense_s, measured.dense_s)
 
 
 def _every_step(name: str, measured: Measured, run: Run, given: Method) -> Candidate:

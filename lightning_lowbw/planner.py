@@ -110,7 +110,7 @@ class Plan:
             measured = predict(self.shapes, self.cluster, self.step_s, given)
             why = why_dense(measured, self.run, BUDGET)
             chosen, sentence = choose(measured, self.run, given, ("ddp",) if why else (*CANDIDATES,), {})
-            name = f"{chosen.name}{ending}".removeprefix("ddp_")
+            name = chosen.name if chosen.name in ON_TWO_LEVELS else f"{chosen.name}{ending}"
             found.append((name, chosen, f"{measured}: {why}" if why else sentence))
             if why or ON_TWO_LEVELS[0] not in self.names():
                 break

@@ -154,7 +154,7 @@ class AutoChoice:
             found, sentence = choose(measured, run, given, self._names, refused)
         else:
             found = ddp(measured, run, given)
-            sentence = f"{measured}: ddp, because {why}. To write it down: {written(found.method)}"
+            sentence = f"{measured}: {found.name}, because {why}. To write it down: {written(found.method)}"
         rank_zero_info(f"{type(trainer.strategy).__name__}: {sentence}.")
         return found
 

@@ -155,7 +155,7 @@ class TrafficMonitor(Callback):
         auto = getattr(strategy, "auto", None)
         if isinstance(strategy, BaseStrategy) and auto is not None and auto.chosen is not None:
             # Of several optimizers "auto" has timed the steps of all together.
-            is_compared = auto.chosen.name != "ddp" and len(strategy.workers) == 1
+            is_compared = auto.chosen.method.kind != "whole" and len(strategy.workers) == 1
             dense_s = auto.dense_s if is_compared else None
             report = replace(report, dense_s=dense_s, predicted_s=auto.chosen.last_s, last_s=auto.mean_s)
         show(report)
