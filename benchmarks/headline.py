@@ -160,7 +160,8 @@ def run(results: Row, path: Path, task: str, link: str, runs: list[Any]) -> None
     rate, rtt_ms = LINKS.get(link, (None, 0.0))
     job = {"task": task, "link": link, "runs": runs}
     rates = [None if rate is None else parse_rate(rate)] * NUM_NODES
-    results["rows"] += run_in_lab(rates, [__file__, "--rank"], job=job, what=f"{task}, {link}", rtt_ms=rtt_ms)
+    rows = run_in_lab(rates, [__file__, "--rank"], job=job, what=f"{task}, {link}", rtt_ms=rtt_ms)
+    results["rows"] += [{**row, "cpu": describe_environment()["cpu"]} for row in rows]
     path.write_text(json.dumps(results) + "\n")
 
 
@@ -172,39 +173,43 @@ def smooth(losses: list[float]) -> list[float]:
 def summarise(rows: list[Row]) -> list[Row]:
     """Return one row for each task, link and method; differences are to ddp with the same seed."""
     found = []
-    for task in SHOWN_TASKS:
+    for task, link in product(SHOWN_TASKS, LINKS):
+        timed = {row["method"]: row for row in rows if (row["task"], row["link"]) == (task, link)}
+        if not timed:
+            continue
         unlimited = {
-            (row["method"], row["seed"]): row for row in rows if (row["task"], row["link"]) == (task, UNLIMITED)
+            (row["method"], row["seed"]): row
+            for row in rows
+            if (row["task"], row["link"], row["cpu"]) == (task, UNLIMITED, timed["ddp"]["cpu"])
         }
         seeds = sorted({seed for name, seed in unlimited if name == "ddp"})
         dense = {seed: unlimited["ddp", seed] for seed in seeds}
         targets = {seed: SLACK * smooth(run["losses"])[-1] for seed, run in dense.items()}
-        for link in LINKS:
-            timed = {row["method"]: row for row in rows if (row["task"], row["link"]) == (task, link)}
-            for name, run in timed.items():
-                key = name_of(run["chosen"]) if name in CHOOSING else name
-                mine = {seed: unlimited[key, seed] for seed in seeds if (key, seed) in unlimited}
-                reached = [reached_s(each, targets[seed], run["seconds"]) for seed, each in mine.items()]
-                found.append(
-                    {
-                        "task": task,
-                        "link": link,
-                        "method": name,
-                        "chosen": in_words_of(run["chosen"]) if name in CHOOSING else "",
-                        "step_s": run["seconds"][-1] / len(run["seconds"]),
-                        "unlimited_step_s": mine[0]["seconds"][-1] / len(mine[0]["seconds"]),
-                        "sent_bytes": run["sent_bytes"] / len(run["losses"]),
-                        "dense_bytes": timed["ddp"]["sent_bytes"] / len(run["losses"]),
-                        "reached_s": [each for each in reached if each is not None],
-                        "seeds": len(mine),
-                        "loss": statistics.fmean(each["val_loss"] for each in mine.values()),
-                        "loss_to_ddp": [each["val_loss"] - dense[seed]["val_loss"] for seed, each in mine.items()],
-                        "points_to_ddp": [
-                            100 * (each["test_accuracy"] - dense[seed]["test_accuracy"]) for seed, each in mine.items()
-                        ],
-                        "accuracy": statistics.fmean(each["test_accuracy"] for each in mine.values()),
-                    }
-                )
+        for name, run in timed.items():
+            key = name_of(run["chosen"]) if name in CHOOSING else name
+            mine = {seed: unlimited[key, seed] for seed in seeds if (key, seed) in unlimited}
+            reached = [reached_s(each, targets[seed], run["seconds"]) for seed, each in mine.items()]
+            found.append(
+                {
+                    "task": task,
+                    "link": link,
+                    "cpu": run["cpu"],
+                    "method": name,
+                    "chosen": in_words_of(run["chosen"]) if name in CHOOSING else "",
+                    "step_s": run["seconds"][-1] / len(run["seconds"]),
+                    "unlimited_step_s": mine[0]["seconds"][-1] / len(mine[0]["seconds"]),
+                    "sent_bytes": run["sent_bytes"] / len(run["losses"]),
+                    "dense_bytes": timed["ddp"]["sent_bytes"] / len(run["losses"]),
+                    "reached_s": [each for each in reached if each is not None],
+                    "seeds": len(mine),
+                    "loss": statistics.fmean(each["val_loss"] for each in mine.values()),
+                    "loss_to_ddp": [each["val_loss"] - dense[seed]["val_loss"] for seed, each in mine.items()],
+                    "points_to_ddp": [
+                        100 * (each["test_accuracy"] - dense[seed]["test_accuracy"]) for seed, each in mine.items()
+                    ],
+                    "accuracy": statistics.fmean(each["test_accuracy"] for each in mine.values()),
+                }
+            )
     return found
 
 
@@ -323,7 +328,9 @@ def report(results: Row) -> None:
     for name, (title, task, num_steps) in SHOWN_TASKS.items():
         mine = [row for row in found if row["task"] == name]
         if mine:
-            parts += [f"{title}: {task.note}; {num_steps} steps, seeds: {mine[0]['seeds']}.\n", to_markdown(mine)]
+            elsewhere = {f"; {row['link']}: on {row['cpu']}" for row in mine if row["cpu"] != environment["cpu"]}
+            of = f"{title}: {task.note}; {num_steps} steps, seeds: {mine[0]['seeds']}{''.join(sorted(elsewhere))}.\n"
+            parts += [of, to_markdown(mine)]
     note = (
         f"{NUM_NODES} nodes on one machine ({environment['cpu']}, a core "
         f"each), torch {environment['torch']}, {environment['date']}; optimizers fused. x ddp: ddp's seconds divided "
@@ -337,7 +344,7 @@ def report(results: Row) -> None:
     chose = {(each["link"], each["chosen"] in ("", "whole")) for each in found}
     whole = [link.split(",")[0] for link in LINKS if (link, False) not in chose and (link, True) in chose]
     short = (
-        f"Two nodes of one core, the limit at {' and '.join(whole)} (`dgc`, `lowbw` chose DDP). "
+        f"Two nodes, a core each; at {' and '.join(whole)} `dgc`, `lowbw` chose DDP. "
         '"2 of 5": seeds. [All](benchmarks/results/headline.md)\n'
     )
     replace_block("README.md", "headline", f"{textwrap.fill(short, 128)}\n\n{to_short(found)}")
