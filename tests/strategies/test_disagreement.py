@@ -209,7 +209,7 @@ def fit_unequal(strategy: str, **kwargs: Any) -> str | int:
 
 @pytest.mark.fault(
     "numbers of batches that differ between ranks, with a method that communicates in every step",
-    "refused before the first step, on all ranks, with the numbers of each and what to do",
+    "without `max_steps` refused before the first step, on all ranks, with the numbers of each and what to do",
 )
 @pytest.mark.parametrize("strategy", ["dgc", "int8"])
 def test_unequal_numbers_of_batches_are_refused_where_all_steps_communicate(strategy: str) -> None:
