@@ -562,7 +562,7 @@ def goodput_table(rows: Row) -> str:
         "| --- | --- | --- | --- | --- |",
     ]
     for name, row in ((name, rows[name]) for name in LONG if name in rows):
-        cells = [LONG[name].title, f"{row['seconds'] / 60:.0f}", f"{len(row['faults_s'])}"]
+        cells = [f"{LONG[name].title}, {row['cpu']}", f"{row['seconds'] / 60:.0f}", f"{len(row['faults_s'])}"]
         cells += [f"{row['goodput'][-1][1]:.1%}", f"{statistics.median(row['back_s']):.0f}" if row["back_s"] else "-"]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join([*lines, ""])
@@ -629,7 +629,7 @@ def main() -> None:
         # Read now: another process may have measured another case meanwhile.
         results = json.loads(path.read_text()) if path.exists() else {"rows": {}}
         results["environment"] = describe_environment()
-        results["rows"][name] = row
+        results["rows"][name] = {**row, "cpu": results["environment"]["cpu"]}
         path.write_text(json.dumps(results) + "\n")
         shown = {key: value for key, value in row.items() if key not in ("losses", "goodput")}
         print(f"{name}: {shown}, goodput {row['goodput'][-1][1]:.1%}", flush=True)
