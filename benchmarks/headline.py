@@ -161,7 +161,8 @@ def run(results: Row, path: Path, task: str, link: str, runs: list[Any]) -> None
     job = {"task": task, "link": link, "runs": runs}
     rates = [None if rate is None else parse_rate(rate)] * NUM_NODES
     rows = run_in_lab(rates, [__file__, "--rank"], job=job, what=f"{task}, {link}", rtt_ms=rtt_ms)
-    results["rows"] += [{**row, "cpu": describe_environment()["cpu"]} for row in rows]
+    cpu = describe_environment()["cpu"]
+    results["rows"] += [{**row, "cpu": cpu} for row in rows]
     path.write_text(json.dumps(results) + "\n")
 
 

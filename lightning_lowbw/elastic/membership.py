@@ -9,6 +9,7 @@ from typing import Any, Protocol, TypeVar
 import torch.distributed as dist
 
 T = TypeVar("T")
+Share = Callable[[], Mapping[str, Any]]  # returns what a member that is behind is given
 
 
 @dataclass(frozen=True)
@@ -37,13 +38,7 @@ class Membership(Protocol):
     meets the processes with its rank in the other groups.
     """
 
-    def quorum(
-        self,
-        step: int,
-        row: Sequence[float],
-        shared: Callable[[], Mapping[str, Any]],
-        gives_up: Callable[[], bool],
-    ) -> Quorum | None:
+    def quorum(self, step: int, row: Sequence[float], shared: Share, gives_up: Callable[[], bool]) -> Quorum | None:
         """Wait for the members of the next round, at least `min_replicas`; None if this group has given up.
 
         Args:

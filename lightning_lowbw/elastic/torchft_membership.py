@@ -34,7 +34,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_lowbw.comm.agreement import gather
-from lightning_lowbw.elastic.membership import Quorum
+from lightning_lowbw.elastic.membership import Quorum, Share
 from lightning_lowbw.errors import ConfigurationError
 from lightning_lowbw.namespaces import LOGGER
 
@@ -154,13 +154,7 @@ class TorchftMembership:
             options: dict[str, Any] = {"is_master": True, "wait_for_workers": False}
             self._store = dist.TCPStore(self._address, self._port, master_listen_fd=listener.detach(), **options)
 
-    def quorum(
-        self,
-        step: int,
-        row: Sequence[float],
-        shared: Callable[[], Mapping[str, Any]],
-        gives_up: Callable[[], bool],
-    ) -> Quorum | None:
+    def quorum(self, step: int, row: Sequence[float], shared: Share, gives_up: Callable[[], bool]) -> Quorum | None:
         began_s = said_s = time.monotonic()
         while True:
             quorum, error = None, None
@@ -262,7 +256,7 @@ class TorchftMembership:
             )
         return number, members
 
-    def _meet(self, number: int, members: Sequence[_Member], shared: Callable[[], Mapping[str, Any]]) -> Quorum:
+    def _meet(self, number: int, members: Sequence[_Member], shared: Share) -> Quorum:
         """Connect to the members of a quorum, and give or take the state.
 
         Raises:

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_lowbw.comm.agreement import gather
-from lightning_lowbw.elastic.membership import Quorum
+from lightning_lowbw.elastic.membership import Quorum, Share
 
 T = TypeVar("T")
 
@@ -52,13 +52,7 @@ class PlainMembership:
         self.group: Any = None
         store.add("alive", 1)
 
-    def quorum(
-        self,
-        step: int,
-        row: Sequence[float],
-        shared: Callable[[], Mapping[str, Any]],
-        gives_up: Callable[[], bool],
-    ) -> Quorum | None:
+    def quorum(self, step: int, row: Sequence[float], shared: Share, gives_up: Callable[[], bool]) -> Quorum | None:
         self.num_rounds, self.num_collectives, self.has_failed = self.num_rounds + 1, 0, False
         self.group = None
         while (epoch := self._meet(step, row, gives_up)) is None:
