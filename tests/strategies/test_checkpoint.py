@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import os
 import shutil
 from functools import partial
@@ -15,7 +14,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
-from torch import Tensor
 
 from lightning_lowbw import LocalSGDStrategy
 from lightning_lowbw.comm.agreement import digest
@@ -24,10 +22,7 @@ from tests.ranks import run_ranks
 from tests.tiny import Tiny, Watcher, amp_with_scaler, make_data, make_strategy, make_trainer, sgd, weights_of
 
 STEPS = 10
-OPTIMIZERS: dict[str, Any] = {
-    "sgd": sgd,
-    "adamw": partial(torch.optim.AdamW, lr=1e-2),
-}
+ADAMW = partial(torch.optim.AdamW, lr=1e-2)
 
 
 def state_of(trainer: pl.Trainer) -> dict[str, Any]:
@@ -48,16 +43,17 @@ def state_of(trainer: pl.Trainer) -> dict[str, Any]:
 
 
 def fit(
-    optimizer: str,
     path: str = "",
     save_at: tuple[int, ...] = (),
     resume: str | None = None,
+    *,
+    optimizer: Any = sgd,
     amp: bool = False,
     looks: bool = False,
     dropout: float = 0.3,
 ) -> dict[str, Any]:
     num_ranks = dist.get_world_size()
-    model = Tiny(OPTIMIZERS[optimizer], dropout=dropout, data_by_step=True)
+    model = Tiny(optimizer, dropout=dropout, data_by_step=True)
     torch.manual_seed(7 + dist.get_rank() if resume is None else 99)
     options: dict[str, Any] = {"plugins": [amp_with_scaler()]} if amp else {}
     options |= {"max_steps": STEPS, "max_epochs": -1}
@@ -69,72 +65,39 @@ def fit(
     return state_of(trainer)
 
 
-def test_resume_with_a_scaler_continues_to_the_bit(tmp_path: Path) -> None:
-    """Each rank has random numbers of its own; of all methods: tests/golden."""
+def test_a_resume_continues_to_the_bit_also_from_files_that_were_moved(tmp_path: Path) -> None:
+    """With a scaler, and random numbers of its own on each rank; of all methods: tests/golden."""
     path = str(tmp_path / "step{}.ckpt")
-    steps = (1, 4, 7)
-    whole = run_ranks(fit, 2, "sgd", path, steps, None, True)
+    whole = run_ranks(partial(fit, path, (1, 7), amp=True), 2)
     assert whole[0]["weights"] == whole[1]["weights"]
     assert whole[0]["residuals"] != whole[1]["residuals"]
-    for step in steps:  # dense phase, in the warm-up (or at its begin), after it
-        assert run_ranks(fit, 2, "sgd", path, (), path.format(step), True) == whole, step
-
-
-def test_saving_and_validating_change_nothing(tmp_path: Path) -> None:
-    path = str(tmp_path / "step{}.ckpt")
-    # Without dropout: making a validation loader draws a random number, with stock Lightning too.
-    blind = run_ranks(fit, 2, "sgd", "", (), None, False, False, 0.0)
-    assert run_ranks(fit, 2, "sgd", path, tuple(range(STEPS)), None, False, True, 0.0) == blind
-
-
-def test_a_checkpoint_is_a_plain_file_and_may_be_moved_with_its_shards(tmp_path: Path) -> None:
-    path = str(tmp_path / "step{}.ckpt")
-    whole = run_ranks(fit, 2, "sgd", path, (7,))
     checkpoint = torch.load(path.format(7), weights_only=True)
     Tiny().load_state_dict(checkpoint["state_dict"])
     metadata = checkpoint["lightning_lowbw"]
     assert metadata["num_ranks"] == 2
     names = [f"rank-{rank}-of-2-{metadata['save_id']}.pt" for rank in (0, 1)]
     assert sorted(os.listdir(tmp_path / "step7.ckpt.ranks")) == names
-    torch.load(tmp_path / "step7.ckpt.ranks" / names[1], weights_only=True)
-    moved = tmp_path / "elsewhere"
-    moved.mkdir()
-    (tmp_path / "step7.ckpt").rename(moved / "renamed.ckpt")
-    (tmp_path / "step7.ckpt.ranks").rename(moved / "renamed.ckpt.ranks")
-    assert run_ranks(fit, 2, "sgd", "", (), str(moved / "renamed.ckpt")) == whole
+    moved = tmp_path / "elsewhere" / "renamed.ckpt"
+    moved.parent.mkdir()
+    (tmp_path / "step7.ckpt").rename(moved)
+    (tmp_path / "step7.ckpt.ranks").rename(f"{moved}.ranks")
+    for saved in (path.format(1), str(moved)):  # in the dense phase, after the warm-up
+        assert run_ranks(partial(fit, resume=saved, amp=True), 2) == whole, saved
 
 
-def mean_update(path: str, resume: str) -> dict[str, Tensor]:
-    """Resume and return this rank's residuals as they are before the first step."""
-    num_ranks = dist.get_world_size()
-    trainer = make_trainer(make_strategy("dgc"), num_ranks, max_steps=7, max_epochs=-1)
-    trainer.fit(Tiny(OPTIMIZERS["sgd"]), make_data(num_ranks, STEPS), ckpt_path=resume)
-    (worker,) = trainer.strategy.workers
-    parameters = worker.by_name()
-    buffers = {f"u {name}": worker.optimizer.state[parameters[name]]["momentum_buffer"] for name in worker.residuals}
-    return {**{f"v {name}": v for name, v in worker.residuals.items()}, **buffers}
-
-
-def test_resume_with_another_number_of_ranks_keeps_the_mean_residual(tmp_path: Path) -> None:
+def test_saving_and_validating_change_nothing(tmp_path: Path) -> None:
     path = str(tmp_path / "step{}.ckpt")
-    run_ranks(fit, 3, "sgd", path, (7,))
-    shards = [torch.load(path, weights_only=True) for path in sorted((tmp_path / "step7.ckpt.ranks").iterdir())]
-    for residuals in run_ranks(mean_update, 2, path, path.format(7)):
-        assert residuals
-        for name, value in residuals.items():
-            key = {"v": "residuals", "u": "velocities"}[name[0]]
-            expected = torch.stack([shard["workers"][0][key][name[2:]] for shard in shards]).mean(0)
-            torch.testing.assert_close(value.flatten(), expected, rtol=0, atol=1e-7)
-            assert float(value.abs().max()) > 0
+    # Without dropout: making a validation loader draws a random number, with stock Lightning too.
+    blind = run_ranks(partial(fit, dropout=0.0), 2)
+    assert run_ranks(partial(fit, path, tuple(range(STEPS)), looks=True, dropout=0.0), 2) == blind
 
 
 def fit_linking_the_last(folder: str) -> list[str]:
     num_ranks = dist.get_world_size()
-    keep = ModelCheckpoint(dirpath=folder, every_n_train_steps=2, monitor="val_loss", save_top_k=-1, save_last="link")
+    keep = ModelCheckpoint(folder, every_n_train_steps=2, monitor="val_loss", save_top_k=-1, save_last="link")
     options: dict[str, Any] = {"callbacks": [keep], "enable_checkpointing": True, "val_check_interval": 2}
-    make_trainer(make_strategy("dgc"), num_ranks, **options).fit(
-        Tiny(), make_data(num_ranks, STEPS), make_data(num_ranks, 2)
-    )
+    trainer = make_trainer(make_strategy("dgc"), num_ranks, **options)
+    trainer.fit(Tiny(), make_data(num_ranks, 6), make_data(num_ranks, 2))
     dist.barrier()
     return sorted(os.listdir(folder))
 
@@ -171,26 +134,20 @@ def test_a_linked_last_checkpoint_resumes(tmp_path: Path) -> None:
     target = (tmp_path / "last.ckpt").resolve()
     stale = next(tmp_path / name for name in names if name.endswith(".ranks") and name != f"{target.name}.ranks")
     shutil.copytree(stale, tmp_path / "last.ckpt.ranks", dirs_exist_ok=True)
-    states = run_ranks(fit, 2, "sgd", "", (), str(tmp_path / "last.ckpt"))
+    states = run_ranks(fit, 2, "", (), str(tmp_path / "last.ckpt"))
     assert [state["step"] for state in states] == [STEPS, STEPS]
 
 
 def fit_in_memory() -> tuple[dict[str, Any], dict[str, Any], list[str], list[str]]:
     """Each rank has a file system of its own, as nodes without a shared disk do."""
     path = "memory://deep/step{}.ckpt"
-    if dist.get_rank() != 0:  # a file of rank 0, copied to each node
-        whole = fit("sgd", path, (7,))
-        checkpoint: list[Any] = [None]
-    else:
-        whole = fit("sgd", path, (7,))
-        checkpoint = [fsspec.filesystem("memory").cat("/deep/step7.ckpt")]
-    dist.broadcast_object_list(checkpoint, src=0)
-    memory = fsspec.filesystem("memory")
+    whole, memory = fit(path, (7,)), fsspec.filesystem("memory")
+    checkpoint = [memory.cat("/deep/step7.ckpt") if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(checkpoint, src=0)  # a file of rank 0, copied to each node
     memory.pipe("/deep/step7.ckpt", checkpoint[0])
     before = sorted(memory.find("/deep"))
-    resumed = fit("sgd", resume=path.format(7))
-    strategy = make_strategy("dgc")
-    strategy.remove_checkpoint(path.format(7))
+    resumed = fit(resume=path.format(7))
+    make_strategy("dgc").remove_checkpoint(path.format(7))
     return whole, resumed, before, sorted(memory.find("/deep"))
 
 
@@ -202,66 +159,46 @@ def test_remote_file_systems() -> None:
         assert after == []
 
 
-def resume_from_ddp(path: str) -> tuple[int, str]:
-    num_ranks = dist.get_world_size()
-    options = {"max_steps": STEPS, "max_epochs": -1}
-    stock = make_trainer(make_strategy("ddp"), num_ranks, callbacks=[Watcher(path, (4,))], **options)
-    stock.fit(Tiny(), make_data(num_ranks, STEPS))
-    trainer = make_trainer(make_strategy("dgc"), num_ranks, **options)
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        said: list[str] = []
-        monkeypatch.setattr(checkpoint, "rank_zero_info", said.append)
-        trainer.fit(Tiny(), make_data(num_ranks, STEPS), ckpt_path=path)
-        assert said == [
-            "The checkpoint was written by another program. DGCStrategy, of kind 'gradients', begins with the weights, "
-            "the optimizer and the step in it, and with nothing else."
-        ]
-        local = make_trainer(LocalSGDStrategy(k_steps=2, begin_step=0), num_ranks, max_steps=2)
-        local.fit(Tiny(), make_data(num_ranks, 2), ckpt_path=None)
-        local.save_checkpoint(path)
-        again = make_trainer(make_strategy("dgc"), num_ranks, max_steps=3)
-        again.fit(Tiny(), make_data(num_ranks, 3), ckpt_path=path)
-        assert "was written by a method of kind 'replicas'. DGCStrategy" in said[-1]
-    return trainer.strategy.workers[0].step, weights_of(trainer.lightning_module)
+def resume_under_dgc(path: str) -> list[tuple[int, str]]:
+    """Begin with DDP, then with replicas; return the last step and the weights."""
+    found, said = [], list[str]()
+    options: dict[str, Any] = {"max_steps": STEPS, "max_epochs": -1}
+    begins = [(make_strategy("ddp"), "another program")]
+    begins += [(LocalSGDStrategy(k_steps=2, begin_step=0), "a method of kind 'replicas'")]
+    for strategy, writer in begins:
+        saving = make_trainer(strategy, 2, callbacks=[Watcher(path, (4,))], **options)
+        saving.fit(Tiny(), make_data(2, STEPS))
+        trainer = make_trainer(make_strategy("dgc"), 2, **options)
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            monkeypatch.setattr(checkpoint, "rank_zero_info", said.append)
+            trainer.fit(Tiny(), make_data(2, STEPS), ckpt_path=path)
+        assert f"was written by {writer}. DGCStrategy, of kind 'gradients', begins with the weights" in said[-1]
+        found.append((trainer.strategy.workers[0].step, weights_of(trainer.lightning_module)))
+    return found
 
 
-class SeesOptimizer(pl.Callback):
-    """What the optimizer has before its first step."""
-
-    def on_train_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
-        self.state = copy.deepcopy(trainer.optimizers[0].state_dict()["state"])
-
-
-def resume_in_ddp(optimizer: str, path: str) -> tuple[str, dict[int, dict[str, Any]]]:
-    num_ranks = dist.get_world_size()
-    seen = SeesOptimizer()
-    trainer = make_trainer(make_strategy("ddp"), num_ranks, callbacks=[seen], max_steps=STEPS, max_epochs=-1)
-    trainer.fit(Tiny(OPTIMIZERS[optimizer]), make_data(num_ranks, STEPS), ckpt_path=path)
-    assert trainer.global_step == STEPS
-    return weights_of(trainer.lightning_module), seen.state
-
-
-def test_a_run_can_change_to_dgc_and_back(tmp_path: Path) -> None:
-    results = run_ranks(resume_from_ddp, 2, str(tmp_path / "ddp.ckpt"))
-    assert results[0] == results[1]
-    assert results[0][0] == STEPS
-
-
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_a_run_can_go_on_under_plain_ddp(tmp_path: Path, optimizer: str) -> None:
-    path = str(tmp_path / "step{}.ckpt")
-    run_ranks(fit, 2, optimizer, path, (7,))
-    # As the optimizer has it after any 7 steps, under any strategy.
-    keys = {"exp_avg", "exp_avg_sq", "step"} if optimizer == "adamw" else {"momentum_buffer"}
-    saved = torch.load(path.format(7), weights_only=True)["optimizer_states"][0]["state"]
-    (first, states), (second, _) = run_ranks(resume_in_ddp, 2, optimizer, path.format(7))
+def test_a_run_can_change_to_dgc(tmp_path: Path) -> None:
+    first, second = run_ranks(resume_under_dgc, 2, str(tmp_path / "some.ckpt"))
     assert first == second
+    assert [step for step, _ in first] == [STEPS] * 2
+
+
+def resume_in_ddp(path: str) -> tuple[int, str]:
+    trainer = make_trainer(make_strategy("ddp"), 2, max_steps=STEPS, max_epochs=-1)
+    trainer.fit(Tiny(ADAMW), make_data(2, STEPS), ckpt_path=path)
+    return trainer.global_step, weights_of(trainer.lightning_module)
+
+
+def test_a_run_can_go_on_under_plain_ddp(tmp_path: Path) -> None:
+    """With the state that AdamW has after any 7 steps, under any strategy. With momentum: test_levels.py."""
+    path = str(tmp_path / "step{}.ckpt")
+    run_ranks(partial(fit, path, (7,), optimizer=ADAMW), 2)
+    states = torch.load(path.format(7), weights_only=True)["optimizer_states"][0]["state"]
     assert len(states) == 8
-    for index, state in states.items():
-        assert set(state) == keys
-        for key, value in state.items():
-            assert torch.equal(value, saved[index][key])
-            assert value.isfinite().all()
-            assert value.count_nonzero() > 0
-    if optimizer == "adamw":
-        assert {float(state["step"]) for state in states.values()} == {7.0}
+    for state in states.values():
+        assert set(state) == {"exp_avg", "exp_avg_sq", "step"}
+        assert float(state["step"]) == 7.0
+        assert all(value.isfinite().all() and value.count_nonzero() > 0 for value in state.values())
+    first, second = run_ranks(resume_in_ddp, 2, path.format(7))
+    assert first == second
+    assert first[0] == STEPS

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -34,14 +35,14 @@ class ClipsInItsOwnWay(Tiny):
         self.seen.append(("step", not self.trainer.strategy.workers[0].reduces_in_backward, own_norm(self)))
 
 
-def clip_in_its_own_way() -> list[tuple[str, bool, float]]:
+def clip_in_its_own_way(**options: Any) -> tuple[list[tuple[str, bool, float]], str]:
     model = ClipsInItsOwnWay()
-    fit(model)
-    return model.seen
+    fit(model, **options)
+    return model.seen, weights_of(model)
 
 
 def test_a_modules_own_clipping_acts_on_the_local_gradient() -> None:
-    for seen in run_ranks(clip_in_its_own_way, 2):
+    for seen, _ in run_ranks(clip_in_its_own_way, 2):
         dense = [entry for entry in seen if not entry[1]]
         sparse = [entry for entry in seen if entry[1]]
         # Once per step; DDP clips the mean after the hook, DGC clips its own gradient before the exchange.
@@ -52,20 +53,13 @@ def test_a_modules_own_clipping_acts_on_the_local_gradient() -> None:
         assert all(norm == pytest.approx(0.1 * math.sqrt(2), rel=1e-3) for norm in clipped)
 
 
-def clip_quantized_gradients() -> tuple[list[tuple[str, bool, float]], str]:
-    model = ClipsInItsOwnWay()
-    fit(model, strategy=Strategy(QuantizedGradients()))
-    return model.seen, weights_of(model)
-
-
 def test_gradients_in_few_bits_are_clipped_after_the_exchange() -> None:
     """The mean, which is the same on all ranks, as in DDP."""
-    (first, weights), (second, other_weights) = run_ranks(clip_quantized_gradients, 2)
-    assert first == second
-    assert weights == other_weights
-    assert [name for name, _, _ in first] == ["step", "clip"] * STEPS
-    assert all(norm == pytest.approx(0.1, rel=1e-3) for name, _, norm in first if name == "clip")
-    assert all(norm > 0.1 for name, _, norm in first if name == "step")
+    (seen, weights), other = run_ranks(partial(clip_in_its_own_way, strategy=Strategy(QuantizedGradients())), 2)
+    assert (seen, weights) == other
+    assert [name for name, _, _ in seen] == ["step", "clip"] * STEPS
+    assert all(norm == pytest.approx(0.1, rel=1e-3) for name, _, norm in seen if name == "clip")
+    assert all(norm > 0.1 for name, _, norm in seen if name == "step")
 
 
 class ClipsByHand(Tiny):

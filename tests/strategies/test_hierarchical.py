@@ -14,7 +14,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_lowbw import ConfigurationError, HierarchicalStrategy, Topology, TrafficMonitor
+from lightning_lowbw import HierarchicalStrategy, Topology, TrafficMonitor
 from lightning_lowbw.comm.agreement import digest
 from lightning_lowbw.comm.collectives import all_reduce_bytes
 from tests.ranks import run_ranks
@@ -40,10 +40,11 @@ def fit(kwargs: dict[str, Any] | None, trainer_options: dict[str, Any]) -> dict[
 @pytest.mark.parametrize(
     ("kwargs", "options"),
     [
-        ({"topology": 2, "algorithm": "leader"}, {}),
-        ({"topology": Topology(((0, 2), (1, 3))), "gradient_as_bucket_view": True}, {}),
         ({"topology": Topology(((0, 1, 2), (3,)))}, {}),  # nobody has asked for parts
-        ({"topology": 2, "bucket_cap_mb": 0.001}, {"accumulate_grad_batches": 2, "gradient_clip_val": 0.5}),
+        (
+            {"topology": Topology(((0, 2), (1, 3))), "bucket_cap_mb": 0.001, "gradient_as_bucket_view": True},
+            {"accumulate_grad_batches": 2, "gradient_clip_val": 0.5},
+        ),
     ],
 )
 def test_equal_to_ddp_within_rounding(kwargs: dict[str, Any], options: dict[str, Any]) -> None:
@@ -81,7 +82,7 @@ def fit_deep(algorithm: Any) -> tuple[str, list[float]]:
     model = Deep()
     strategy = HierarchicalStrategy(2, algorithm, bucket_cap_mb=0.005, broadcast_buffers=False)
     trainer = make_trainer(strategy, num_ranks, callbacks=[TrafficMonitor(prog_bar=False)])
-    trainer.fit(model, make_data(num_ranks, 12))
+    trainer.fit(model, make_data(num_ranks, STEPS))
     return digest(model.parameters()), [float(trainer.callback_metrics["traffic/bytes_inter_node"])]
 
 
@@ -134,9 +135,3 @@ def test_large_gradients_in_half_types_between_nodes(
     for weights, last_scale in run_ranks(fit_large, 4, gradients, precision):
         assert weights == pytest.approx([mean] * 10, rel=2.0**-8)
         assert last_scale == scale
-
-
-@pytest.mark.parametrize("wrong", [{"algorithm": "ring"}, {"inter_dtype": "int8"}, {"topology": 0}])
-def test_wrong_arguments_are_refused(wrong: Any) -> None:
-    with pytest.raises(ConfigurationError, match=next(iter(wrong))):
-        HierarchicalStrategy(**wrong)
