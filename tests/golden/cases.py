@@ -102,87 +102,60 @@ def by_name(name: str) -> str:
 DGC = {"sparsity": (0.8,), "min_numel": 100, "exchange": "all_gather", "value_dtype": "float32"}
 
 
-OF_DDP = ("find_unused_parameters", "broadcast_buffers", "bucket_cap_mb")
+STAIRS = {"rampup_begin_step": 2, "rampup_step": 4, "sparsity": (0.5, 0.75, 0.9)}
+SHARED = {"find_unused_parameters": True}
 
 
 def dgc(name: str, options: Mapping[str, Any] = {}, group: str = "dgc", **fields: Any) -> None:
     is_sgd = fields.get("optimizer", "momentum") in ("sgd", "momentum", "nesterov")
     knobs = {**DGC, **({"momentum_masking": True} if is_sgd else {}), **options}  # at all densities
-    of_ddp = {knob: knobs.pop(knob) for knob in OF_DDP if knob in knobs}
+    of_ddp = {knob: knobs.pop(knob) for knob in SHARED if knob in knobs}
     add(f"{group}/{name}", lowbw.Strategy, {"method": lowbw.DGC(**knobs), **of_ddp}, **fields)
 
 
-STAIRS = {"rampup_begin_step": 2, "rampup_step": 4, "sparsity": (0.5, 0.75, 0.9)}
-SHARED = {"find_unused_parameters": True}
-
-for _optimizer in OPTIMIZERS:
+for _optimizer in ("momentum", "adamw"):
     dgc(_optimizer, optimizer=_optimizer)
 for _optimizer in ("momentum", "adam", "rmsprop"):
     dgc(f"{_optimizer}-stairs-int8", {**STAIRS, "value_dtype": "int8"}, optimizer=_optimizer)
-for _optimizer in ("sgd", "adam"):
-    dgc(f"{_optimizer}-two-levels", {"topology": 2, **STAIRS}, "dgc_two_levels", optimizer=_optimizer, ranks=4)
+dgc("sgd-two-levels", {"topology": 2, **STAIRS}, "dgc_two_levels", optimizer="sgd", ranks=4)
 
 dgc("bfloat16-conv", {"value_dtype": "bfloat16"}, optimizer="nesterov", model=Conv)
-dgc("bfloat16-exact-adamw", {"value_dtype": "bfloat16"}, optimizer="adamw")
 dgc("float16-four-ranks", {"value_dtype": "float16"}, ranks=4, model=Conv)
-dgc("int4-nesterov", {"value_dtype": "int4"}, optimizer="nesterov")
 dgc("int4-adamw-channels-last", {"value_dtype": "int4"}, optimizer="adamw", model=ChannelsLast)
 dgc("int2-sgd", {"value_dtype": "int2"}, optimizer="sgd")
 
-dgc("sampled-wide", {"sparsity": (0.98,), "value_dtype": "bfloat16"}, model=Wide, optimizer="nesterov")
-dgc("sampled-wide-adamw-int8", {"sparsity": (0.9, 0.99), "rampup_step": 4, "value_dtype": "int8"}, model=Wide,
-    optimizer="adamw")  # fmt: skip
 dgc("sampled-wide-reduce-scatter", {"sparsity": (0.98,), "exchange": "reduce_scatter"}, model=Wide, steps=6)
 
-dgc("reduce-scatter", {"exchange": "reduce_scatter"})
-dgc("reduce-scatter-int8-adamw", {"exchange": "reduce_scatter", "value_dtype": "int8"}, optimizer="adamw")
-dgc("reduce-scatter-four-ranks", {"exchange": "reduce_scatter", "value_dtype": "bfloat16"}, ranks=4,
-    optimizer="nesterov")  # fmt: skip
 dgc("reduce-scatter-four-ranks-int4-adam", {"exchange": "reduce_scatter", "value_dtype": "int4", **STAIRS}, ranks=4,
     optimizer="adam")  # fmt: skip
 dgc("reduce-scatter-clip-rmsprop", {"exchange": "reduce_scatter"}, optimizer="rmsprop", trainer=CLIP_NORM)
 
-dgc("no-masking", {"momentum_masking": False})
 dgc("no-masking-nesterov-int4", {"momentum_masking": False, "value_dtype": "int4"}, optimizer="nesterov")
 dgc("masking-adamw", {"momentum_masking": True}, optimizer="adamw")
 dgc("exclude", {"exclude": ["body.3.*"], **STAIRS}, optimizer="nesterov")
-dgc("exclude-adamw", {"exclude": ["*.weight"], "value_dtype": "int8"}, optimizer="adamw", model=Conv)
 dgc("tied-unused", {**SHARED, **STAIRS}, optimizer="nesterov", model=Tied)
-dgc("tied-unused-adamw", SHARED, optimizer="adamw", model=Tied)
 dgc("groups", STAIRS, optimizer="nesterov", model=Groups, lr_milestones=(4,))
 dgc("two-optimizers", STAIRS, optimizer="momentum", model=TwoOptimizers, steps=12)
-dgc("broadcast-buffers", {"broadcast_buffers": True}, model=Conv)
-dgc("buckets", {"bucket_cap_mb": 0.005, "rampup_begin_step": 4}, ranks=4)
 
 dgc("clip-norm", STAIRS, trainer=CLIP_NORM, optimizer="nesterov")
 dgc("clip-value-adamw", {"value_dtype": "int8"}, trainer=CLIP_VALUE, optimizer="adamw")
 dgc("accumulate-adam", STAIRS, trainer=ACCUMULATE, optimizer="adam")
 dgc("bf16", STAIRS, precision="bf16-mixed", optimizer="nesterov")
-dgc("bf16-adamw-accumulate", {"value_dtype": "int4"}, precision="bf16-mixed", optimizer="adamw", trainer=ACCUMULATE)
 dgc("scaler", STAIRS, precision="scaler", optimizer="momentum")
 dgc("scaler-skips-adamw", {"value_dtype": "int8"}, precision="scaler", init_scale=2.0**20, optimizer="adamw", steps=10)
-dgc("scaler-clip-reduce-scatter", {"exchange": "reduce_scatter"}, precision="scaler", trainer=CLIP_NORM)
-dgc("validate", {}, model=Conv, trainer=VALIDATE)
 
 dgc("resume-stairs", STAIRS, optimizer="nesterov", resume_at=4, model=Dropout)
-dgc("resume-dense-phase", STAIRS, resume_at=1, steps=6)
 dgc("resume-adamw-int8", {"value_dtype": "int8"}, optimizer="adamw", resume_at=4)
-dgc("resume-scaler", {}, precision="scaler", resume_at=4, optimizer="adam")
 dgc("resume-reduce-scatter-four-ranks", {"exchange": "reduce_scatter", "value_dtype": "bfloat16"}, ranks=4, resume_at=4)
 dgc("resume-wide", {"sparsity": (0.98,)}, model=Wide, resume_at=3, steps=6)
 
 for _name, _options, _fields in (
-    ("interleaved", {"topology": INTERLEAVED}, {"optimizer": "nesterov"}),
     ("interleaved-adamw-int8", {"topology": INTERLEAVED, "value_dtype": "int8", **STAIRS}, {"optimizer": "adamw"}),
-    ("bfloat16-conv", {"topology": 2, "value_dtype": "bfloat16"}, {"model": Conv, "optimizer": "nesterov"}),
     ("int4-clip", {"topology": 2, "value_dtype": "int4"}, {"trainer": CLIP_NORM}),
-    ("clip-value-adamw", {"topology": 2}, {"trainer": CLIP_VALUE, "optimizer": "adamw"}),
     ("accumulate-bf16", {"topology": 2}, {"trainer": ACCUMULATE, "precision": "bf16-mixed"}),
     ("scaler-nesterov", {"topology": 2, **STAIRS}, {"precision": "scaler", "optimizer": "nesterov"}),
     ("wide", {"topology": 2, "sparsity": (0.98,), "value_dtype": "bfloat16"}, {"model": Wide, "steps": 6}),
-    ("no-masking-exclude", {"topology": INTERLEAVED, "momentum_masking": False, "exclude": ["body.3.*"]}, {}),
     ("tied-unused", {"topology": 2, **SHARED}, {"model": Tied, "optimizer": "adamw"}),
-    ("resume", {"topology": 2, **STAIRS}, {"resume_at": 4, "optimizer": "nesterov"}),
     ("resume-adamw-bfloat16", {"topology": INTERLEAVED, "value_dtype": "bfloat16"},
      {"resume_at": 4, "optimizer": "adamw"}),
 ):  # fmt: skip
@@ -191,22 +164,17 @@ for _name, _options, _fields in (
 add("dgc/by-name-warm-up", by_name, {"name": "dgc"}, optimizer="nesterov", model=Wide,
     callbacks=lambda: [lowbw.SparsityWarmup(begin_step=2, steps=3, sparsity=[0.5, 0.9])])  # fmt: skip
 
-CHUNKS = {"density": 0.1, "chunk": 64, "decay": 0.9, "min_numel": 100}
+CHUNKS = {"density": 0.1, "chunk": 64, "decay": 0.9, "value_dtype": "int8"}
 for _name, _options, _fields in (
-    ("chunks-decay", {**CHUNKS, "momentum_masking": True, "value_dtype": "float32"}, {"optimizer": "nesterov"}),
-    ("chunks-over-senders-adamw", {**CHUNKS, "value_dtype": "int8", "mean_over": "senders"}, {"optimizer": "adamw"}),
-    (
-        "over-senders-resume",
-        {**STAIRS, "momentum_masking": True, "min_numel": 100, "mean_over": "senders"},
-        {"resume_at": 4},
-    ),
+    ("chunks-over-senders-adamw", CHUNKS, {"optimizer": "adamw"}),
+    ("over-senders-resume", {**STAIRS, "momentum_masking": True}, {"resume_at": 4}),
 ):
-    add(f"dgc/{_name}", lowbw.Strategy, {"method": lowbw.DGC(**_options)}, **_fields)
+    _method = lowbw.DGC(min_numel=100, mean_over="senders", **_options)
+    add(f"dgc/{_name}", lowbw.Strategy, {"method": _method}, **_fields)
 
 # Few bits per value, every step -----------------------------------------------------------------------------------
 
 for _name, _method, _fields in (
-    ("int8", lowbw.QuantizedGradients(), {}),
     ("int8-adamw-four-ranks-conv", lowbw.QuantizedGradients(), {"optimizer": "adamw", "ranks": 4, "model": Conv}),
     ("int8-rmsprop-clip", lowbw.QuantizedGradients(), {"optimizer": "rmsprop", "trainer": CLIP_NORM}),
     ("int8-scaler-skips", lowbw.QuantizedGradients(), {"precision": "scaler", "init_scale": 2.0**20, "steps": 10}),
@@ -221,7 +189,6 @@ add("quantized/int4-by-name-wide", by_name, {"name": "int4"}, model=Wide, steps=
 # Low rank ---------------------------------------------------------------------------------------------------------
 
 for _name, _method, _fields in (
-    ("momentum", lowbw.PowerSGD(), {}),
     ("adamw-two-levels", lowbw.PowerSGD(1, topology=INTERLEAVED), {"optimizer": "adamw", "ranks": 4}),
     ("clip-conv", lowbw.PowerSGD(1), {"optimizer": "nesterov", "trainer": CLIP_NORM, "model": Conv}),
     ("begins-dense-accumulate-bf16", lowbw.PowerSGD(start_step=3), {"precision": "bf16-mixed", "trainer": ACCUMULATE}),
@@ -235,43 +202,29 @@ for _name, _method, _fields in (
 
 def local(name: str, options: Mapping[str, Any] = {}, group: str = "local_sgd", **fields: Any) -> None:
     knobs = {"k_steps": 2, **options}
-    of_strategy = {knob: knobs.pop(knob) for knob in OF_DDP if knob in knobs}
-    add(f"{group}/{name}", lowbw.Strategy, {"method": lowbw.LocalSGD(**knobs), **of_strategy}, **fields)
+    of_ddp = {knob: knobs.pop(knob) for knob in SHARED if knob in knobs}
+    add(f"{group}/{name}", lowbw.Strategy, {"method": lowbw.LocalSGD(**knobs), **of_ddp}, **fields)
 
 
 def named(name: str, preset: str, k_steps: int, **fields: Any) -> None:
     add(name, by_name, {"name": preset}, callbacks=lambda: [lowbw.AveragingSchedule(k_steps=k_steps)], **fields)
 
 
-for _optimizer in ("sgd", "adam", "rmsprop", "adagrad"):
-    local(_optimizer, {"k_steps": 3}, optimizer=_optimizer)
-local("adagrad", {"topology": 2}, "local_two_levels", optimizer="adagrad", ranks=4)
-
 local("four-ranks-conv", {"k_steps": 3}, ranks=4, model=Conv, optimizer="nesterov")
 local("channels-last-adamw", {}, model=ChannelsLast, optimizer="adamw")
 local("tied-unused", {**SHARED, "begin_step": 2}, model=Tied, optimizer="adamw")
-local("every-step", {"k_steps": 1}, optimizer="nesterov")
-local("fraction", {"begin_step": 0.5}, optimizer="adamw")
 local("groups", {"begin_step": 0}, model=Groups, optimizer="nesterov", lr_milestones=(4,))
 local("two-optimizers", {}, model=TwoOptimizers, optimizer="adamw", steps=12)
-local("delayed", {"k_steps": 3, "delay_steps": 1}, optimizer="nesterov")
 local("delayed-mixing-adamw", {"k_steps": 3, "delay_steps": 2, "mixing": 0.5}, optimizer="adamw")
-local("bfloat16", {"compression": "bfloat16"}, optimizer="nesterov")
-local("int8", {"compression": "int8"}, optimizer="nesterov")
 local("int4-adamw-conv", {"compression": "int4"}, optimizer="adamw", model=Conv)
-local("clip-value", {}, trainer=CLIP_VALUE, optimizer="nesterov")
 local("accumulate-adamw", {"begin_step": 2}, trainer=ACCUMULATE, optimizer="adamw")
 local("bf16", {}, precision="bf16-mixed", optimizer="nesterov", model=Conv)
 local("scaler-skips", {}, precision="scaler", init_scale=2.0**20, steps=10)
-local("scaler-adamw", {"begin_step": 2}, precision="scaler", optimizer="adamw", trainer=CLIP_NORM)
-local("validate", {"k_steps": 2}, model=Conv, trainer=VALIDATE)
 local("uneven", {}, batches=(5, 3), trainer={"max_epochs": 2})
 local("resume", {"k_steps": 3}, resume_at=5, steps=10, model=Dropout, optimizer="nesterov")
 local("resume-delayed-adamw", {"k_steps": 3, "delay_steps": 2}, resume_at=5, steps=10, optimizer="adamw")
 local("resume-bfloat16", {"compression": "bfloat16", "k_steps": 3}, resume_at=5, steps=10)
 
-add("post_local_sgd/momentum", lowbw.LocalSGDStrategy, {"k_steps": 2, "begin_step": "first_lr_decay"},
-    lr_milestones=(3,))  # fmt: skip
 named("post_local_sgd/by-name-adamw", "post_local_sgd", 2, optimizer="adamw", lr_milestones=(3,), model=Conv)
 add("post_local_sgd/two-levels", lowbw.LocalSGDStrategy, {"k_steps": 2, "begin_step": "first_lr_decay", "topology": 2},
     lr_milestones=(3,), ranks=4, optimizer="nesterov")  # fmt: skip
@@ -279,10 +232,7 @@ add("post_local_sgd/resume-before", lowbw.LocalSGDStrategy, {"k_steps": 2, "begi
     lr_milestones=(5,), resume_at=4, steps=10)  # fmt: skip
 
 for _name, _options, _fields in (
-    ("fleet", {"init_k_steps": 2}, {"optimizer": "nesterov", "lr_milestones": (4,)}),
-    ("adacomm", {"rule": "adacomm", "init_k_steps": 4}, {"optimizer": "adamw"}),
     ("adacomm-slowmo", {"rule": "adacomm", "init_k_steps": 3, "outer": "slowmo"}, {"trainer": CLIP_NORM}),
-    ("qsr", {"rule": "qsr", "qsr_alpha": 0.1, "init_k_steps": 2}, {"lr_milestones": (5,)}),
     ("qsr-delayed", {"rule": "qsr", "qsr_alpha": 0.08, "init_k_steps": 2, "delay_steps": 1}, {"lr_milestones": (5,)}),
     ("fleet-two-levels", {"init_k_steps": 2, "topology": 2}, {"ranks": 4, "optimizer": "adamw"}),
     ("fleet-compressed", {"init_k_steps": 2, "compression": {"density": 0.2, "min_numel": 100}}, {}),
@@ -291,18 +241,9 @@ for _name, _options, _fields in (
     add(f"adaptive/{_name}", lowbw.AdaptiveLocalSGDStrategy, _options, **{"steps": 10, **_fields})
 
 for _name, _options, _fields in (
-    ("slowmo", {"outer": "slowmo"}, {"optimizer": "nesterov"}),
     ("slowmo-two-levels", {"outer": "slowmo", "topology": INTERLEAVED}, {"ranks": 4}),
     ("slowmo-resume", {"outer": "slowmo", "outer_momentum": 0.7}, {"resume_at": 5, "steps": 10}),
-    ("diloco-adamw", {"outer": "nesterov"}, {"optimizer": "adamw"}),
-    ("diloco-bfloat16", {"outer": "nesterov", "compression": "bfloat16"}, {"optimizer": "adamw", "model": Conv}),
-    ("diloco-delayed", {"outer": "nesterov", "k_steps": 3, "delay_steps": 1}, {"trainer": CLIP_NORM}),
-    ("diloco-scaler", {"outer": "nesterov"}, {"precision": "scaler", "optimizer": "adam"}),
-    ("diloco-two-levels", {"outer": "nesterov", "topology": 2}, {"ranks": 4, "optimizer": "adamw"}),
     ("diloco-resume", {"outer": "nesterov", "k_steps": 3}, {"resume_at": 5, "steps": 10, "optimizer": "adamw"}),
-    ("streaming", {"num_fragments": 2}, {"optimizer": "nesterov"}),
-    ("streaming-diloco-adamw", {"num_fragments": 3, "k_steps": 3, "outer": "nesterov", "delay_steps": 2, "mixing": 0.5},
-     {"optimizer": "adamw", "steps": 10}),
     ("streaming-slowmo", {"num_fragments": 2, "outer": "slowmo", "k_steps": 3, "delay_steps": 1}, {}),
     ("streaming-bfloat16", {"num_fragments": 2, "compression": "bfloat16"}, {"model": Conv, "precision": "bf16-mixed"}),
     ("streaming-two-levels", {"num_fragments": 2, "k_steps": 3, "delay_steps": 1, "mixing": 0.3, "topology": 2},
@@ -318,7 +259,6 @@ for _name, _options, _fields in (
     ("nodes-of-two-sizes", {"topology": [[0, 1, 2], [3]]}, {"optimizer": "adamw"}),
     ("delayed", {"topology": 2, "k_steps": 3, "delay_steps": 1}, {"bytes_by_step": False}),
     ("int8-slowmo", {"topology": 2, "compression": "int8", "outer": "slowmo"}, {}),
-    ("scaler", {"topology": 2}, {"precision": "scaler", "optimizer": "nesterov"}),
     ("resume-bf16", {"topology": 2, "k_steps": 3}, {"resume_at": 5, "steps": 10, "precision": "bf16-mixed"}),
 ):  # fmt: skip
     local(_name, _options, "local_two_levels", ranks=4, **_fields)
@@ -327,16 +267,10 @@ for _name, _options, _fields in (
 
 LOCO = {"density": 0.1, "chunk": 256, "min_numel": 100}
 for _name, _compression, _options, _fields in (
-    ("int2-adamw", {}, {}, {"optimizer": "adamw"}),
     ("int4", {"value_dtype": "int4"}, {}, {"optimizer": "nesterov", "model": Conv}),
     ("float32-sgd", {"value_dtype": "float32", "decay": 1.0}, {}, {"optimizer": "sgd"}),
-    ("bfloat16-whole", {"value_dtype": "bfloat16", "chunk": None}, {}, {"optimizer": "adamw"}),
     ("whole-wide", {"chunk": None, "density": 0.02}, {}, {"optimizer": "adamw", "model": Wide, "steps": 6}),
-    ("int8-wide", {"chunk": 4096, "density": 1 / 64, "value_dtype": "int8"}, {}, {"model": Wide, "steps": 6}),
     ("over-ranks", {"mean_over": "ranks"}, {}, {"optimizer": "adamw", "ranks": 4}),
-    ("over-ranks-diloco", {"mean_over": "ranks", "value_dtype": "float32"}, {"outer": "nesterov"}, {}),
-    ("delayed", {}, {"k_steps": 3, "delay_steps": 1}, {"optimizer": "adamw"}),
-    ("streaming", {"value_dtype": "int4"}, {"num_fragments": 2}, {"optimizer": "adamw", "trainer": CLIP_NORM}),
     ("streaming-mixing", {}, {"num_fragments": 2, "k_steps": 3, "delay_steps": 1, "mixing": 0.5},
      {"optimizer": "nesterov"}),
     ("bf16-post", {}, {"begin_step": 2}, {"precision": "bf16-mixed", "optimizer": "adamw"}),
@@ -353,8 +287,6 @@ named("sparse_loco/by-name-wide", "sparse_loco", 3, optimizer="adamw", model=Wid
 # Dense on two levels ----------------------------------------------------------------------------------------------
 
 for _name, _options, _fields in (
-    ("sharded", {}, {"optimizer": "nesterov"}),
-    ("leader-adamw", {"algorithm": "leader"}, {"optimizer": "adamw"}),
     ("leader-nodes-of-two-sizes", {"algorithm": "leader", "topology": [[0, 1, 2], [3]]},
      {"model": Conv}),
     ("interleaved-bfloat16", {"inter_dtype": "bfloat16", "topology": INTERLEAVED},
