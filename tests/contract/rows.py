@@ -51,10 +51,8 @@ ROWS = {
     "dgc adamw": Row(DGC(**STAIRS, value_dtype="int8"), ADAMW),
     "dgc by error feedback": Row(DGC(**STAIRS), RMSPROP),
     "dgc by reduce-scatter": Row(DGC(**STAIRS, exchange="reduce_scatter")),
-    "dgc on two levels": Row(DGC(**STAIRS, **TWO_LEVELS), SGD, 4),
     "dgc adamw on two levels": Row(DGC(**STAIRS, **TWO_LEVELS), ADAMW, 4),
     "chunks every step": Row(DGC(density=0.1, chunk=64, decay=0.9, mean_over="senders", **SMALL)),
-    "int8": Row(QuantizedGradients()),
     "int8 by rmsprop on four ranks": Row(QuantizedGradients(), RMSPROP, 4),
     "int4 after two dense steps": Row(QuantizedGradients("int4", rampup_begin_step=2), ADAMW),
     "int4 on two levels": Row(QuantizedGradients("int4", **TWO_LEVELS), ADAMW, 4),
@@ -66,13 +64,11 @@ ROWS = {
     "slowmo, hidden": Row(LocalSGD(4, 0, outer="slowmo", delay_steps=3)),
     "streaming": Row(LocalSGD(4, 0, outer="nesterov", num_fragments=2, delay_steps=3, mixing=0.5)),
     "int8 every k": Row(LocalSGD(3, compression="int8"), SGD, 3),
-    "bfloat16 every k on two levels": Row(LocalSGD(3, compression="bfloat16", **TWO_LEVELS), SGD, 4),
     "int4 every k on two levels": Row(LocalSGD(5, 0, compression="int4", **TWO_LEVELS), ADAMW, 4),
     "sparse_loco": Row(LocalSGD(3, 0, compression={"min_numel": 100, "chunk": 128}), ADAMW, 3),
     "sparse_loco, hidden, of tensors": Row(
         Method(when=EveryK(k_steps=4, delay_steps=3), what=TopK(density=0.1, value_dtype="int4", min_numel=100))
     ),
-    "sparse_loco on two levels": Row(LocalSGD(3, compression={"min_numel": 100}, **TWO_LEVELS), SGD, 4),
     "sparse_loco, hidden, on two levels": Row(
         LocalSGD(4, 0, delay_steps=2, compression={"min_numel": 100, "value_dtype": "int2"}, **TWO_LEVELS), ADAMW, 4
     ),
