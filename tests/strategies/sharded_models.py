@@ -17,7 +17,6 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from tests.tiny import sgd
 
-NODES = 2
 BATCH = 4
 
 
@@ -86,17 +85,13 @@ class Configured(Plain):
         """Make the layers."""
         super().build()
 
-    def policy(self) -> dict[str, Any]:
-        """Return more arguments of `fully_shard`."""
-        return {}
-
     def configure_model(self) -> None:
         if self.net is not None:
             return
         self.make()
         mesh = self.device_mesh["data_parallel"]
         for layer in (self.net[0], self.net[2], self.net, self.head, self.frozen):
-            fully_shard(layer, mesh=mesh, **self.policy())
+            fully_shard(layer, mesh=mesh)
 
 
 class Listed(Plain):

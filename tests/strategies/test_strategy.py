@@ -8,7 +8,6 @@ from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
-import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch.tuner import Tuner
@@ -18,15 +17,17 @@ from lightning_lowbw import DGC, DGCStrategy
 from lightning_lowbw.comm.agreement import digest
 from tests.ranks import run_ranks
 from tests.strategies.fits import STEPS, fit
+from tests.sync.problem import each
 from tests.tiny import BATCH, MIN_NUMEL, Tiny, make_data, make_strategy, make_trainer, sgd, weights_of
 
 
-def trainer_and_plain_loop(optimizer: Any, accumulate: int, clip: float | None) -> tuple[list[Tensor], list[Tensor]]:
+def trainer_and_plain_loop() -> tuple[list[Tensor], list[Tensor]]:
     """Train the same by Lightning, and by a plain loop around the method that has its own tests."""
-    by_trainer = Tiny(optimizer)
+    nesterov, accumulate, clip = partial(sgd, nesterov=True), 2, 0.3
+    by_trainer = Tiny(nesterov)
     fit(by_trainer, accumulate_grad_batches=accumulate, gradient_clip_val=clip)
 
-    model = Tiny(optimizer)
+    model = Tiny(nesterov)
     optimizer = model.configure_optimizers()
     method = DGC(rampup_begin_step=2, rampup_step=4, sparsity=(0.5, 0.95), min_numel=MIN_NUMEL)
     worker = method.attach(optimizer, model.named_parameters())
@@ -41,21 +42,13 @@ def trainer_and_plain_loop(optimizer: Any, accumulate: int, clip: float | None) 
             worker.prepare()
         else:
             worker.exchange()
-        nn.utils.clip_grad_norm_(list(model.parameters()), (clip or 1e9) * worker.clip_factor)
+        nn.utils.clip_grad_norm_(list(model.parameters()), clip * worker.clip_factor)
         optimizer.step()
     return [p.detach() for p in by_trainer.parameters()], [p.detach() for p in model.parameters()]
 
 
-@pytest.mark.parametrize(
-    ("optimizer", "accumulate", "clip"),
-    [
-        (partial(sgd, nesterov=True), 2, 0.3),
-        (partial(torch.optim.AdamW, lr=1e-2), 1, None),
-    ],
-)
-def test_the_trainer_does_what_the_method_says(optimizer: Any, accumulate: int, clip: float | None) -> None:
-    results = run_ranks(trainer_and_plain_loop, 2, optimizer, accumulate, clip)
-    for by_trainer, by_loop in results:
+def test_the_trainer_does_what_the_method_says() -> None:
+    for by_trainer, by_loop in run_ranks(trainer_and_plain_loop, 2):
         for a, b in zip(by_trainer, by_loop, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
 
@@ -63,11 +56,10 @@ def test_the_trainer_does_what_the_method_says(optimizer: Any, accumulate: int, 
 class Gan(pl.LightningModule):
     """Two optimizers with toggling; the discriminator steps every other batch."""
 
-    def __init__(self, kinds: tuple[Any, Any]) -> None:
+    def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.automatic_optimization = False
-        self.kinds = kinds
         self.generator = nn.Sequential(nn.Linear(4, 32), nn.ReLU(), nn.Linear(32, 16))
         self.discriminator = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 1))
         self.closures = 0
@@ -97,24 +89,24 @@ class Gan(pl.LightningModule):
         self.untoggle_optimizer(judge)
 
     def configure_optimizers(self) -> list[torch.optim.Optimizer]:
-        return [self.kinds[0](self.generator.parameters()), self.kinds[1](self.discriminator.parameters())]
+        return [sgd(self.generator.parameters()), torch.optim.AdamW(self.discriminator.parameters(), lr=1e-2)]
 
 
-def train_gan(kinds: tuple[Any, Any], name: str) -> tuple[str, list[int], int]:
-    model = Gan(kinds)
+def train_gan(name: str) -> tuple[str, list[int], int]:
+    model = Gan()
     trainer = fit(model, strategy=make_strategy(name, find_unused_parameters=True), max_epochs=2)
     steps = [worker.step for worker in trainer.strategy.workers] if name != "ddp" else []
     return weights_of(model), steps, model.closures
 
 
 def test_two_optimizers_in_manual_optimization() -> None:
-    kinds = sgd, partial(torch.optim.AdamW, lr=1e-2)
-    results = run_ranks(train_gan, 2, kinds, "dgc")
-    assert results[0] == results[1]
-    assert results[0][1] == [18, 10]  # a counter per optimizer: each goes through the warm-up at its own pace
-    assert results[0][2] == 10
+    first, second = run_ranks(each, 2, train_gan, [("dgc",), ("dense",), ("ddp",)])
+    assert first == second
+    (_, steps, closures), dense, ddp = first
+    assert steps == [18, 10]  # a counter per optimizer: each goes through the warm-up at its own pace
+    assert closures == 10
     # While both are dense it is DDP, also with one optimizer's gradients in buckets of the other.
-    assert run_ranks(train_gan, 2, kinds, "dense")[0][0] == run_ranks(train_gan, 2, kinds, "ddp")[0][0]
+    assert dense[0] == ddp[0]
 
 
 def fit_twice_and_evaluate() -> list[str]:
@@ -151,21 +143,18 @@ class Thawing(pl.Callback):
             trainer.optimizers[0].add_param_group({"params": list(module.frozen.parameters()), "lr": 0.01})
 
 
-def unfreeze(name: str) -> tuple[str, bool]:
+def unfreeze() -> tuple[str, bool]:
     model = Tiny()
     before = model.frozen.weight.detach().clone()
-    fit(model, strategy=make_strategy(name), callbacks=[Thawing()])
+    fit(model, callbacks=[Thawing()])
     return weights_of(model), bool((model.frozen.weight != before).any())
 
 
 def test_a_layer_unfrozen_later_stays_the_same_on_all_ranks() -> None:
     """Stock DDP lets it drift apart: parameters that are frozen when it wraps are never reduced."""
-    for name in ("dgc", "dense"):
-        results = run_ranks(unfreeze, 2, name)
-        assert results[0] == results[1], name
-        assert results[0][1]
-    stock = run_ranks(unfreeze, 2, "ddp")
-    assert stock[0][0] != stock[1][0]
+    first, second = run_ranks(unfreeze, 2)
+    assert first == second
+    assert first[1]
 
 
 class Swapping(Thawing):
@@ -199,44 +188,12 @@ def train_unusually(what: str) -> tuple[str, int]:
     return weights_of(model), trainer.global_step
 
 
-@pytest.mark.parametrize("what", ["swapped layers", "no backward", "other lengths"])
-def test_unusual_trainings_are_no_errors(what: str) -> None:
+def test_unusual_trainings_are_no_errors() -> None:
     """In dense steps, and the last one in sparse ones, too."""
-    first, second = run_ranks(train_unusually, 2, what)
+    cases = {"swapped layers": STEPS, "no backward": STEPS, "other lengths": 20}
+    first, second = run_ranks(each, 2, train_unusually, [(what,) for what in cases])
     assert first == second
-    assert first[1] == (20 if what == "other lengths" else STEPS)
-
-
-class Scheduled(Tiny):
-    """OneCycleLR rewrites the momentum after every step."""
-
-    def configure_optimizers(self) -> Any:
-        optimizer = super().configure_optimizers()
-        scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=STEPS)
-        self.momenta: list[float] = []
-        return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
-
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        self.momenta.append(self.trainer.optimizers[0].param_groups[0]["momentum"])
-
-
-def cycle() -> tuple[str, list[float]]:
-    model = Scheduled()
-    fit(model)
-    return weights_of(model), model.momenta
-
-
-def test_the_user_sees_their_own_momentum() -> None:
-    (weights, momenta), other = run_ranks(cycle, 2)
-    assert (weights, momenta) == other
-    reference = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1, momentum=0.9)
-    scheduler = torch.optim.lr_scheduler.OneCycleLR(reference, max_lr=0.1, total_steps=STEPS)
-    expected = []
-    for _ in range(STEPS):
-        expected.append(reference.param_groups[0]["momentum"])
-        reference.step()
-        scheduler.step()
-    assert momenta == expected
+    assert [steps for _, steps in first] == list(cases.values())
 
 
 class HasLearningRate(Tiny):
@@ -259,34 +216,10 @@ def find_learning_rate(num_training: int) -> tuple[str, int]:
 
 
 def test_the_tuner_leaves_no_trace() -> None:
-    blind = run_ranks(find_learning_rate, 2, 0)
-    assert run_ranks(find_learning_rate, 2, 12) == blind
-    assert blind[0] == blind[1]
-
-
-class FailsOnRankOne(Tiny):
-    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        if batch_idx == 3 and self.global_rank == 1:
-            raise RuntimeError("this rank has had enough")
-        return super().training_step(batch, batch_idx)
-
-
-def fail() -> str:
-    with pytest.raises(RuntimeError) as caught:
-        make_trainer(make_strategy("dgc"), dist.get_world_size()).fit(FailsOnRankOne(), make_data(2, 8))
-    return str(caught.value)
-
-
-def test_an_error_on_one_rank_unwinds_without_a_collective() -> None:
-    """The rank that failed leaves at once; its peers are ended by their launcher, or by the closed connection."""
-    with pytest.raises(AssertionError, match="Rank 1 left"):
-        run_ranks(fail_and_leave, 2, timeout_s=30.0)
-
-
-def fail_and_leave() -> None:
-    if dist.get_rank() == 1:
-        raise AssertionError(f"Rank 1 left: {fail()}")
-    make_trainer(make_strategy("dgc"), dist.get_world_size()).fit(FailsOnRankOne(), make_data(2, 8))
+    first, second = run_ranks(each, 2, find_learning_rate, [(0,), (12,)])
+    assert first == second
+    blind, tuned = first
+    assert tuned == blind
 
 
 def test_a_strategy_can_be_copied_and_pickled_before_the_fit() -> None:

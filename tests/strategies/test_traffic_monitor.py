@@ -34,6 +34,7 @@ from lightning_lowbw.strategies import traffic_monitor
 from lightning_lowbw.strategies.traffic_monitor import Report, draw, show, size
 from tests.measured import give_measured, make_measured
 from tests.ranks import run_ranks
+from tests.sync.problem import each
 from tests.tiny import MIN_NUMEL, Tiny, make_data, make_strategy, make_trainer
 
 
@@ -57,7 +58,7 @@ def monitor(name: str) -> tuple[list[dict[str, float]], list[int], list[int], in
     return logged.rows, [n for n in trained if n >= MIN_NUMEL], [n for n in trained if n < MIN_NUMEL], buffers
 
 
-@pytest.mark.parametrize("name", ["ddp", "dense", "dgc"])
+@pytest.mark.parametrize("name", ["ddp", "dgc"])
 def test_bytes_are_those_of_the_formula(name: str) -> None:
     for rows, sparse, dense, buffers in run_ranks(monitor, 2, name):
         gradients = all_reduce_bytes(4 * (sum(sparse) + sum(dense)), 2)
@@ -91,28 +92,25 @@ def monitor_on_two_levels(method: Method) -> list[dict[str, float]]:
     return logged.rows
 
 
-@pytest.mark.parametrize(
-    ("method", "ratios"),
-    [
-        (Hierarchical(algorithm="leader"), [1.0] * 8),
-        (Hierarchical(inter_dtype="bfloat16"), [2.0] * 8),
-        (LocalSGD(k_steps=3, begin_step=2), [1.0, None, None, None, 3.0, None, None, 3.0]),  # None: buffers, or nothing
-        (DGC(sparsity=[0.9], min_numel=MIN_NUMEL, rampup_begin_step=7), [1.0] * 7 + [7.5]),
-    ],
+RATIOS: tuple[tuple[Method, list[float | None]], ...] = (  # None: buffers, or nothing
+    (Hierarchical(algorithm="leader"), [1.0] * 8),
+    (LocalSGD(k_steps=3, begin_step=2), [1.0, None, None, None, 3.0, None, None, 3.0]),
 )
-def test_the_ratio_is_that_of_the_network_between_nodes(method: Method, ratios: list[float | None]) -> None:
+
+
+def test_the_ratio_is_that_of_the_network_between_nodes() -> None:
     """Where a step sends as much between nodes as "hierarchical" does it is 1, whatever is sent inside them."""
-    for rank, rows in enumerate(run_ranks(monitor_on_two_levels, 4, method)):
-        seen = [row["traffic/compression_ratio"] for row in rows if row.get("traffic/bytes_inter_node")]
-        if method.where.algorithm == "leader" and rank in (1, 3):
-            assert seen == []  # these send nothing between nodes
-            continue
-        assert len(rows) == len(ratios)
-        for row, ratio in zip(rows, ratios, strict=True):
-            if ratio is not None:  # a ratio stays among the Trainer's metrics until the next one
-                assert row["traffic/bytes_inter_node"] > 0
-                assert row["traffic/compression_ratio"] == pytest.approx(ratio, rel=0.02 if ratio < 3 else 0.15)
-        assert any(row["traffic/bytes_intra_node"] for row in rows)
+    results = run_ranks(each, 4, monitor_on_two_levels, [(method,) for method, _ in RATIOS])
+    for rank, of_rank in enumerate(results):
+        for (method, ratios), rows in zip(RATIOS, of_rank, strict=True):
+            assert any(row["traffic/bytes_intra_node"] for row in rows)
+            if method.where.algorithm == "leader" and rank in (1, 3):
+                assert not any(row.get("traffic/bytes_inter_node") for row in rows)
+                continue
+            for row, ratio in zip(rows, ratios, strict=True):
+                if ratio is not None:  # a ratio stays among the Trainer's metrics until the next one
+                    assert row["traffic/bytes_inter_node"] > 0
+                    assert row["traffic/compression_ratio"] == pytest.approx(ratio, rel=0.02 if ratio < 3 else 0.15)
 
 
 def count_collectives() -> int:
@@ -154,28 +152,26 @@ def report_of(name: str, **options: Any) -> tuple[list[str], dict[str, str]]:
 
 
 def reports() -> None:
-    is_first = dist.get_rank() == 0
-    for name in ("lowbw", "dgc"):
-        for given in ([], [TrafficMonitor()]):  # one of the user's is enough
-            lines, rows = report_of(name, enable_progress_bar=True, callbacks=given)
-            sentences = [line for line in lines if line.startswith("Sent ")]
-            assert len(sentences) == is_first, lines
-            if not is_first:
-                continue
-            table = dict(line.strip("│ ").split(" │ ") for line in map(" ".join, map(str.split, lines)) if "│" in line)
-            assert rows.items() <= table.items()
-            known = {"a step took", "waited for the network"}
-            known |= {"a step of DDP took", "predicted for it"} if name == "lowbw" else set()  # which has measured it
-            assert {*table} == {*rows, *known}
-            assert table.get("a step of DDP took", "1 s") == "1 s"
-            assert table.get("predicted for it", "0.5 s") == "0.5 s"
-            assert f"Sent {rows['sent']} instead of {rows['DDP would send']}, waited " in sentences[0]
-            assert ("times as fast as DDP on this link." in sentences[0]) == (name == "lowbw")
+    is_first, logged = dist.get_rank() == 0, Logged()
+    given: dict[str, list[pl.Callback]] = {"lowbw": [logged], "dgc": [TrafficMonitor()]}  # one of the user's is enough
+    for name, callbacks in given.items():
+        lines, rows = report_of(name, enable_progress_bar=True, callbacks=callbacks)
+        sentences = [line for line in lines if line.startswith("Sent ")]
+        assert len(sentences) == is_first, lines
+        if not is_first:
+            continue
+        table = dict(line.strip("│ ").split(" │ ") for line in map(" ".join, map(str.split, lines)) if "│" in line)
+        assert rows.items() <= table.items()
+        known = {"a step took", "waited for the network"}
+        known |= {"a step of DDP took", "predicted for it"} if name == "lowbw" else set()  # which has measured it
+        assert {*table} == {*rows, *known}
+        assert table.get("a step of DDP took", "1 s") == "1 s"
+        assert table.get("predicted for it", "0.5 s") == "0.5 s"
+        assert f"Sent {rows['sent']} instead of {rows['DDP would send']}, waited " in sentences[0]
+        assert ("times as fast as DDP on this link." in sentences[0]) == (name == "lowbw")
+    assert not any(logged.rows), "metrics of rank 0 alone, which nobody has asked for"
     lines, _ = report_of("dgc")  # without a progress bar
     assert not lines
-    logged = Logged()
-    report_of("dgc", enable_progress_bar=True, callbacks=[logged])
-    assert not any(logged.rows), "metrics of rank 0 alone, which nobody has asked for"
 
 
 def test_a_fit_ends_with_one_report_by_rank_0_of_what_is_in_the_ledger() -> None:

@@ -18,6 +18,7 @@ from lightning_lowbw import AveragingSchedule, ConfigurationError, LocalSGDStrat
 from tests.programs import free_port
 from tests.ranks import run_ranks
 from tests.strategies.fits import SPARSE, Trace, uneven_loader, weights
+from tests.sync.problem import each
 from tests.tiny import BATCH, Tiny, TwoOptimizers, make_trainer
 
 
@@ -61,7 +62,6 @@ class Two(TwoOptimizers):
 METHODS: dict[str, dict[str, Any]] = {
     "local_sgd": {},
     "begins later": {"begin_step": 4},
-    "first_lr_decay": {"begin_step": "first_lr_decay"},
     "k_steps=1": {"k_steps": 1},
     "sparse_loco": {"compression": SPARSE},
     "streaming_diloco": {"outer": "nesterov", "num_fragments": 2, "delay_steps": 1},
@@ -99,17 +99,15 @@ def fit_known_and_unknown(*args: Any, **options: Any) -> list[dict[str, Any]]:
 @pytest.mark.parametrize(
     ("method", "model", "unknown"),
     [
-        ("local_sgd", Scheduled, [24]),  # a stream ends with the average after the tenth batch
-        ("begins later", Scheduled, [22]),
-        ("first_lr_decay", Scheduled, [24]),  # averages after steps 6, 9, 12
-        ("k_steps=1", Scheduled, [20]),
-        ("sparse_loco", Two, [24, 12]),
-        ("streaming_diloco", Scheduled, [24]),
+        ("begins later", Scheduled, [13]),
+        ("k_steps=1", Scheduled, [10]),
+        ("sparse_loco", Two, [12, 6]),  # a stream ends with the average after the fifth batch
+        ("streaming_diloco", Scheduled, [12]),
     ],
 )
 def test_all_ranks_take_the_batches_of_the_longest_epoch(method: str, model: type[Tiny], unknown: list[int]) -> None:
-    known, streamed = agreed(run_ranks(fit_known_and_unknown, 2, method, [7, 10], model))
-    assert (known["batches"], known["steps"]) == (20, [20] if model is Scheduled else [20, 10])
+    known, streamed = agreed(run_ranks(fit_known_and_unknown, 2, method, [4, 5], model))
+    assert (known["batches"], known["steps"]) == (10, [10] if model is Scheduled else [10, 4])
     assert (streamed["batches"], streamed["steps"]) == (unknown[0], unknown)
 
 
@@ -155,16 +153,15 @@ def test_data_that_are_loaded_anew_may_have_other_lengths() -> None:
     assert first[0] == 5 + 4 + 6
 
 
-def fit_and_resume(load: Callable[[int], DataLoader], folder: str) -> list[dict[str, Any]]:
+def fit_and_resume(folder: str) -> list[dict[str, Any]]:
     """Return a run, and its resume from the checkpoint of its first epoch."""
     save = ModelCheckpoint(folder, filename="{epoch}", save_top_k=-1)
-    whole = fit("local_sgd", load, [5, 7], callbacks=[save], enable_checkpointing=True)
-    return [whole, fit("local_sgd", load, [5, 7], ckpt_path=f"{folder}/epoch=0.ckpt")]
+    whole = fit("local_sgd", stream, [5, 7], callbacks=[save], enable_checkpointing=True)
+    return [whole, fit("local_sgd", stream, [5, 7], ckpt_path=f"{folder}/epoch=0.ckpt")]
 
 
-@pytest.mark.parametrize("load", [stream, uneven_loader])
-def test_a_resume_after_an_uneven_epoch_is_exact(load: Callable[[int], DataLoader], tmp_path: Path) -> None:
-    for whole, resumed in run_ranks(fit_and_resume, 2, load, str(tmp_path)):
+def test_a_resume_after_an_uneven_epoch_is_exact(tmp_path: Path) -> None:
+    for whole, resumed in run_ranks(fit_and_resume, 2, str(tmp_path)):
         for name in ("steps", "lr", "end"):
             assert resumed[name] == whole[name]
 
@@ -173,14 +170,14 @@ def fit_on_nodes() -> list[tuple[int, str]]:
     ends = []
     for load in (uneven_loader, stream):
         trainer, model = make_trainer(LocalSGDStrategy(3, begin_step=1, topology=2), 4, max_epochs=2), Scheduled()
-        trainer.fit(model, load([6, 5, 9, 11][dist.get_rank()]), uneven_loader(1))
+        trainer.fit(model, load([3, 2, 4, 5][dist.get_rank()]), uneven_loader(1))
         ends.append((trainer.global_step, weights(model)))
     return ends
 
 
 def test_the_ranks_of_a_node_may_have_different_lengths_too() -> None:
     known, unknown = agreed(run_ranks(fit_on_nodes, 4))
-    assert (known[0], unknown[0]) == (22, 25)
+    assert (known[0], unknown[0]) == (10, 13)
 
 
 # What is refused ---------------------------------------------------------------------------------------------------
@@ -231,7 +228,7 @@ def begin_in_epochs(num_batches: list[int]) -> tuple[int, str]:
 
 
 def test_epochs_are_counted_by_the_longest_and_not_without_a_length() -> None:
-    assert run_ranks(begin_in_epochs, 2, [6, 8], timeout_s=60.0) == [(4, "")] * 2
-    for begin, message in run_ranks(begin_in_epochs, 2, [-1, -1], timeout_s=60.0):
+    for known, (begin, message) in run_ranks(each, 2, begin_in_epochs, [([6, 8],), ([-1, -1],)], timeout_s=60.0):
+        assert known == (4, "")
         assert begin == -1
         assert "the training data has no length. Give it in steps: AveragingSchedule(begin_step=...)" in message

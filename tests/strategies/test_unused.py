@@ -13,8 +13,8 @@ from lightning.pytorch.overrides import distributed as lightning_ddp
 from torch.nn.parallel import distributed as torch_ddp
 
 from lightning_lowbw import AveragingSchedule, DGCStrategy, LocalSGDStrategy, SparsityWarmup
-from lightning_lowbw.presets import PRESETS
 from tests.ranks import run_ranks
+from tests.sync.problem import each
 from tests.tiny import MIN_NUMEL, ManualTiny, Tiny, make_data, make_trainer, weights_of
 
 STEPS = 8
@@ -64,16 +64,17 @@ def fit(strategy: Any, make_model: Callable[..., Tiny], callback: pl.Callback | 
     return searches.by_batch, weights_of(model)
 
 
-def callback_of(name: str) -> pl.Callback | None:
-    """Return what gives both phases to a short run."""
-    if name == "dgc":
-        return SparsityWarmup(begin_step=3, steps=1, sparsity=[0.9])
-    return AveragingSchedule(k_steps=6, begin_step=3) if PRESETS[name].family.endswith("local_sgd") else None
+# By name: what gives both phases to a short run, and how many steps are dense then.
+NAMES: dict[str, tuple[pl.Callback | None, int]] = {
+    "dgc": (SparsityWarmup(begin_step=3, steps=1, sparsity=[0.9]), 3),
+    "int8": (None, 0),
+    "local_sgd": (AveragingSchedule(k_steps=6, begin_step=3), 3),
+    "hierarchical": (None, STEPS),
+}
 
 
-def fit_by_names(names: list[str], make_model: Callable[..., Tiny]) -> dict[str, Any]:
-    ending = "_find_unused_parameters_true"
-    return {name: fit(name + ending, make_model, callback_of(name)) for name in names}
+def fit_by_names(make_model: Callable[..., Tiny]) -> list[Any]:
+    return [fit(f"{name}_find_unused_parameters_true", make_model, NAMES[name][0]) for name in NAMES]
 
 
 def check(results: list[tuple[list[tuple[bool, int]], str]], dense: int) -> None:
@@ -86,19 +87,16 @@ def check(results: list[tuple[list[tuple[bool, int]], str]], dense: int) -> None
 
 @pytest.mark.parametrize("make_model", [Tiny, ManualTiny])
 def test_only_dense_steps_search(make_model: Callable[..., Tiny]) -> None:
-    names = list(PRESETS) if make_model is Tiny else ["dgc", "int8", "local_sgd"]
-    results = run_ranks(fit_by_names, 2, names, make_model)
-    for name in names:
-        dense = STEPS if name == "hierarchical" else 3 if callback_of(name) else 0
-        check([result[name] for result in results], dense)
+    for (_, dense), *results in zip(NAMES.values(), *run_ranks(fit_by_names, 2, make_model), strict=True):
+        check(results, dense)
 
 
 def fit_sparse_from_the_start(make_model: Callable[..., Tiny]) -> list[Any]:
-    strategies = [DGCStrategy(sparsity=[0.9], min_numel=MIN_NUMEL), "int8", LocalSGDStrategy(2, begin_step=0)]
+    strategies = [DGCStrategy(sparsity=[0.9], min_numel=MIN_NUMEL), LocalSGDStrategy(2, begin_step=0)]
     return [fit(strategy, make_model, None) for strategy in strategies]
 
 
-@pytest.mark.parametrize("make_model", [Tiny, ManualTiny])
-def test_without_dense_steps_nothing_need_be_asked_for(make_model: Callable[..., Tiny]) -> None:
-    for results in zip(*run_ranks(fit_sparse_from_the_start, 2, make_model), strict=True):
-        check(list(results), 0)
+def test_without_dense_steps_nothing_need_be_asked_for() -> None:
+    for by_model in zip(*run_ranks(each, 2, fit_sparse_from_the_start, [(Tiny,), (ManualTiny,)]), strict=True):
+        for results in zip(*by_model, strict=True):
+            check(list(results), 0)

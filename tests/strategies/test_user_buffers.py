@@ -10,7 +10,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback
-from lightning.pytorch.strategies import DDPStrategy
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_lowbw import QuantizedGradients, Strategy
@@ -19,107 +18,67 @@ from lightning_lowbw.strategies import shared_buffers
 from tests.ranks import run_ranks
 from tests.tiny import Tiny, make_data, make_trainer
 
-METHODS = ("ddp", "dgc", "int8", "local_sgd", "diloco")
-
 
 class Hooks(Tiny):
-    """Sets a buffer when an epoch begins, and two after each validation."""
+    """Sets a buffer when an epoch begins, and three after each validation; writes down what the training sees."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(data_by_step=True)
         self.register_buffer("temperature", torch.tensor(-1.0))
-        self.register_buffer("best", torch.tensor(float("inf")))
+        self.register_buffer("best", torch.tensor(100.0))
         self.register_buffer("patience", torch.tensor(0))
-        self.seen: list[float] = []
+        self.seen: list[list[float]] = []
 
     def on_train_epoch_start(self) -> None:
         self.temperature.fill_(float(self.current_epoch))
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        self.seen.append(float(self.temperature))
-        return super().training_step(batch, batch_idx)
-
-    def on_validation_epoch_end(self) -> None:
-        self.best.fill_(1.0)
-        self.patience += 1
-
-
-class SaveEpoch(Callback):
-    """Saves when the first epoch ends."""
-
-    def __init__(self, path: str) -> None:
-        self.path = path
-
-    def on_train_epoch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        if trainer.current_epoch == 0:
-            trainer.save_checkpoint(self.path)
-
-
-def set_in_hooks(strategy: str, path: str) -> tuple[list[float], list[float], float, int]:
-    """Return what a resumed fit has seen of a buffer, and what validation has made of two others."""
-    num_ranks = dist.get_world_size()
-    options: dict[str, Any] = {"max_epochs": 3, "val_check_interval": 2, "num_sanity_val_steps": 0}
-    models = [Hooks(), Hooks()]
-    for model, resume in zip(models, (None, path), strict=True):
-        callbacks = [] if resume else [SaveEpoch(path)]
-        trainer = make_trainer(strategy, num_ranks, callbacks=callbacks, **options)  # type: ignore[arg-type]
-        trainer.fit(model, make_data(num_ranks, 4), make_data(num_ranks, 1), ckpt_path=resume)
-    whole, resumed = models
-    return whole.seen, resumed.seen, float(resumed.best), int(resumed.patience)
-
-
-@pytest.mark.parametrize("strategy", METHODS)
-def test_what_hooks_set_stays(strategy: str, tmp_path: Path) -> None:
-    for whole, resumed, best, patience in run_ranks(set_in_hooks, 2, strategy, str(tmp_path / "epoch.ckpt")):
-        assert whole == [0.0] * 4 + [1.0] * 4 + [2.0] * 4
-        assert resumed == whole[4:]
-        assert (best, patience) == (1.0, 6)
-
-
-class Marks(Tiny):
-    """Sets buffers after each validation; writes down what the training sees of them."""
-
-    def __init__(self) -> None:
-        super().__init__(data_by_step=True)
-        self.register_buffer("best", torch.tensor(100.0))
-        self.seen: list[tuple[float, float]] = []
-
-    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        self.seen.append((float(self.best), float(self.norm.running_mean[0])))
+        self.seen.append(
+            [float(each) for each in (self.temperature, self.best, self.patience, self.norm.running_mean[0])]
+        )
         return super().training_step(batch, batch_idx)
 
     def on_validation_epoch_end(self) -> None:
         self.best.fill_(7.0 + self.global_step)
+        self.patience += 1
         self.norm.running_mean.fill_(50.0 + self.global_step)
 
 
-class SaveFirst(Callback):
-    """Saves when the first validation ends."""
+class Save(Callback):
+    """Saves when the first validation ends, and when the first epoch does."""
 
-    def __init__(self, path: str) -> None:
-        self.path = path
+    def __init__(self, folder: str) -> None:
+        self.folder = folder
 
     def on_validation_end(self, trainer: pl.Trainer, *_: Any) -> None:
         if trainer.global_step == 3:
-            trainer.save_checkpoint(self.path)
+            trainer.save_checkpoint(f"{self.folder}/validated.ckpt")
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        if trainer.current_epoch == 0:
+            trainer.save_checkpoint(f"{self.folder}/epoch.ckpt")
 
 
-def set_in_validation(strategy: str, path: str) -> list[list[tuple[float, float]]]:
+def set_in_hooks(strategy: str, folder: str) -> list[list[list[float]]]:
+    """Return what a fit has seen of the buffers, and fits that were resumed after its validation and its epoch."""
     num_ranks, seen = dist.get_world_size(), []
-    for resume in (None, path):
-        model, callbacks = Marks(), [] if resume else [SaveFirst(path)]
-        options: dict[str, Any] = {"max_epochs": 1, "val_check_interval": 3, "num_sanity_val_steps": 0}
+    options: dict[str, Any] = {"max_epochs": 2, "val_check_interval": 3, "num_sanity_val_steps": 0}
+    for resume in (None, f"{folder}/validated.ckpt", f"{folder}/epoch.ckpt"):
+        model, callbacks = Hooks(), [] if resume else [Save(folder)]
         trainer = make_trainer(strategy, num_ranks, callbacks=callbacks, **options)  # type: ignore[arg-type]
-        trainer.fit(model, make_data(num_ranks, 8), make_data(num_ranks, 1), ckpt_path=resume)
+        trainer.fit(model, make_data(num_ranks, 5), make_data(num_ranks, 1), ckpt_path=resume)
         seen.append(model.seen)
     return seen
 
 
-@pytest.mark.parametrize("strategy", METHODS)
-def test_what_validation_sets_is_in_its_checkpoint(strategy: str, tmp_path: Path) -> None:
-    for whole, resumed in run_ranks(set_in_validation, 2, strategy, str(tmp_path / "validated.ckpt")):
-        assert whole[3] == (10.0, 53.0)
-        assert resumed == whole[3:]
+@pytest.mark.parametrize("strategy", ["int8", "local_sgd"])  # compressed from the first step on; with local steps
+def test_what_hooks_set_stays_and_is_in_the_checkpoint(strategy: str, tmp_path: Path) -> None:
+    for whole, after_validation, after_epoch in run_ranks(set_in_hooks, 2, strategy, str(tmp_path)):
+        assert [temperature for temperature, *_ in whole] == [0.0] * 5 + [1.0] * 5
+        assert [patience for _, _, patience, _ in whole] == [0.0] * 3 + [1.0] * 5 + [2.0] * 2
+        assert whole[3][1:] == [10.0, 1.0, 53.0]
+        assert after_validation == whole[3:]
+        assert after_epoch == whole[5:]
 
 
 class Buffers(Tiny):
@@ -143,7 +102,7 @@ class Buffers(Tiny):
         return super().forward(x * self.scale.sum().sigmoid())
 
 
-def count_broadcasts(strategy: str, options: dict[str, Any]) -> tuple[list[int], list[int], list[str], list[str]]:
+def count_broadcasts(options: dict[str, Any]) -> tuple[list[int], list[int], list[str], list[str]]:
     """Return the bytes of buffers before each forward pass, by DDP and the ledger; the buffers seen; what was said."""
     sent: list[int] = []
     broadcast = DistributedDataParallel._distributed_broadcast_coalesced
@@ -153,12 +112,7 @@ def count_broadcasts(strategy: str, options: dict[str, Any]) -> tuple[list[int],
             sent.append(sum(tensor.nbytes for tensor in tensors))
         broadcast(model, tensors, *args)
 
-    DistributedDataParallel._distributed_broadcast_coalesced = watched  # put back by `run_ranks`
     num_ranks, model, said, counted = dist.get_world_size(), Buffers(), list[str](), list[int]()
-    shared_buffers.rank_zero_info = said.append  # put back as well
-    made = {"ddp": DDPStrategy, "int8": lambda **each: Strategy(QuantizedGradients("int8"), **each)}[strategy](
-        **options
-    )
 
     class Count(Callback):
         def on_before_backward(self, trainer: pl.Trainer, *_: Any) -> None:
@@ -167,14 +121,17 @@ def count_broadcasts(strategy: str, options: dict[str, Any]) -> tuple[list[int],
         def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
             counted.append(-trainer.strategy.ledger.sent_bytes)  # type: ignore[attr-defined]
 
-    callbacks = [Count()] if strategy != "ddp" else []
-    make_trainer(made, num_ranks, callbacks=callbacks).fit(model, make_data(num_ranks, 10))
+    strategy = Strategy(QuantizedGradients("int8"), **options)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(DistributedDataParallel, "_distributed_broadcast_coalesced", watched)
+        patch.setattr(shared_buffers, "rank_zero_info", said.append)
+        make_trainer(strategy, num_ranks, callbacks=[Count()]).fit(model, make_data(num_ranks, 10))
     return sent, [start + end for start, end in zip(counted[::2], counted[1::2], strict=True)], model.seen, said
 
 
 def test_buffers_that_ranks_change_differently_are_broadcast_and_counted() -> None:
     """Not batch norm's statistics, nor what all ranks compute alike; this is looked at after steps 1, 2, 4 and 8."""
-    results = run_ranks(count_broadcasts, 2, "int8", {})
+    results = run_ranks(count_broadcasts, 2, {})
     assert results[0][2] == results[1][2], "the training has read different buffers"
     for sent, counted, _, _ in results:
         assert sent == [4 * 108] + [4 * 3] * 7 + [4 * 8] * 2
@@ -188,7 +145,6 @@ def test_buffers_that_ranks_change_differently_are_broadcast_and_counted() -> No
 
 
 def test_all_buffers_are_broadcast_or_none_where_that_is_asked() -> None:
-    for strategy in ("int8", "ddp"):
-        (everything, *_), _ = run_ranks(count_broadcasts, 2, strategy, {"broadcast_buffers": True})
-        assert min(everything) > 4 * 108
-        assert run_ranks(count_broadcasts, 2, strategy, {"broadcast_buffers": False})[0][0] == []
+    (everything, *_), _ = run_ranks(count_broadcasts, 2, {"broadcast_buffers": True})
+    assert min(everything) > 4 * 108
+    assert run_ranks(count_broadcasts, 2, {"broadcast_buffers": False})[0][0] == []
