@@ -462,26 +462,25 @@ OPTIMIZERS: dict[str, tuple[Callable[..., Optimizer], int]] = {
         60,
     ),
 }
-PLACES = {"2 ranks": (2, 2), "8 ranks": (8, 8), "64 ranks": (64, 64), "8 nodes of 8": (64, 8)}  # ranks, nodes
+PLACES = {"8 ranks": (8, 8), "64 ranks": (64, 64), "8 nodes of 8": (64, 8)}  # ranks, nodes
 GRAD_SCALER = "GradScaler"
 AT_A_QUARTER = "25 % of the elements"
 BF16_TRUE = "bf16-true"
 SHARDED = "sharded inside nodes"
 CELLS = [
-    *(("SGD", "ResNet-50", where, "") for where in ("2 ranks", "64 ranks", "8 nodes of 8")),
-    ("AdamW", "ResNet-50", "64 ranks", ""),
+    ("SGD", "ResNet-50", "64 ranks", ""),
+    ("SGD", "ResNet-50", "8 nodes of 8", ""),
     ("SGD", "transformer", "8 nodes of 8", ""),
     ("AdamW", f"ResNet-50{CHANNELS_LAST}", "8 nodes of 8", ""),
     ("SGD", "ResNet-50", "8 nodes of 8", GRAD_SCALER),
-    ("AdamW", "transformer", "8 ranks", GRAD_SCALER),
     ("AdamW(fused=True)", "ResNet-50", "8 ranks", GRAD_SCALER),
     ("AdamW(capturable=True)", "ResNet-50", "8 ranks", ""),
-    *(("SGD", "transformer", where, AT_A_QUARTER) for where in ("8 ranks", "8 nodes of 8")),
-    *(("SGD", "transformer", where, BF16_TRUE) for where in ("8 ranks", "8 nodes of 8")),
-    *(("SGD", "ResNet-50", "8 ranks", name) for name in ("int8", "int4", "bfloat16")),
+    ("SGD", "transformer", "8 ranks", AT_A_QUARTER),
+    ("SGD", "transformer", "8 nodes of 8", BF16_TRUE),
+    *(("SGD", "ResNet-50", "8 ranks", name) for name in ("int8", "bfloat16")),
     ("SGD", "ResNet-50", "8 nodes of 8", "int8"),
     ("SGD", "transformer", "8 ranks", SHARDED),
-    *(("SGD", "transformer", "8 ranks", name) for name in ("int8", "bfloat16")),
+    ("SGD", "transformer", "8 ranks", "int8"),
 ]
 
 
@@ -500,9 +499,7 @@ def rows(request: pytest.FixtureRequest) -> Iterator[dict[str, str]]:
 K_STEPS = 2
 AVERAGES = {
     "local SGD": LocalSGD(K_STEPS, 0),
-    "local SGD, outer Nesterov": LocalSGD(K_STEPS, 0, outer="nesterov"),
-    "local SGD, hidden by a step": LocalSGD(K_STEPS, 0, delay_steps=1),
-    "top-k": LocalSGD(K_STEPS, 0, compression=TopK(density=0.01)),
+    "local SGD, outer Nesterov, hidden by a step": LocalSGD(K_STEPS, 0, outer="nesterov", delay_steps=1),
     "int8": LocalSGD(K_STEPS, 0, compression="int8"),
     "SparseLoCo": LocalSGD(K_STEPS, 0, compression=Compression()),
 }
@@ -553,9 +550,9 @@ for kind, begin, options, limit in (
     count_kind = partial(count_local_step, begin_step=begin, **options)
     COUNTS[f"a {kind}, ResNet-50, 8 ranks"] = (count_kind, 8, limit)
     WAITS[f"a {kind}, ResNet-50, 8 ranks"] = 0
-for each, limit in ((8, 640), (64, 1250)):  # some ten for each tensor of an owner, and for each owner
-    name = f"a reduce-scatter of what has been selected, ResNet-50, {each} ranks"
-    COUNTS[name], WAITS[name] = (partial(count_reduce_scatter, num_ranks=each), each, limit), 10
+SCATTERED = "a reduce-scatter of what has been selected, ResNet-50, 8 ranks"
+# Some ten for each tensor of an owner, and for each owner.
+COUNTS[SCATTERED], WAITS[SCATTERED] = (partial(count_reduce_scatter, num_ranks=8), 8, 640), 10
 
 
 @pytest.mark.parametrize("name", COUNTS)
@@ -620,14 +617,3 @@ def test_whole_velocities_are_gathered_one_by_one(monkeypatch: pytest.MonkeyPatc
         assert {each.device.type for each in whole.values()} == {"cpu"}
         largest = max(4 * p.numel() for p in parameters)
         assert operations.most - operations.start < 4 * largest  # whatever their number: all would be eleven times it
-
-
-def test_the_count_sees_what_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    count: Counter[str] = Counter()
-    stand_in_for_the_device(monkeypatch, count, 0)
-    with torch.no_grad(), FakeTensorMode(), Operations(count):
-        tensor = torch.empty(3, device="cuda").mul_(2.0)
-        bool(tensor.view(3)[0] > 0)
-        torch.empty(2).to("cpu").to(torch.device("cuda"))
-        torch.empty(2).to(torch.device("cuda"), non_blocking=True)
-    assert count == {"mul_": 1, "gt": 1, "wait: __bool__": 1, "wait: upload from pageable memory": 1, "upload": 1}
