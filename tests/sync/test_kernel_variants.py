@@ -32,7 +32,6 @@ SHAPES = [(33, 37), (64, 40), (40,), (17, 128), (16, 80)]  # large ones of odd a
 NODES = ((0, 2), (1, 3))
 NUM_STEPS = 6
 OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
-    "SGD": lambda parameters: SGD(parameters, lr=0.1),
     "momentum": lambda parameters: SGD(parameters, lr=0.1, momentum=0.9),
     "decay of some": lambda parameters: SGD(
         [{"params": parameters[:2], "weight_decay": 0.0}, {"params": parameters[2:]}],
@@ -133,11 +132,9 @@ def train(optimizer: str, dtypes: list[torch.dtype], method: Any, nodes: Any) ->
 
 LOCAL = LocalSGD(k_steps=2, compression=TopK(density=0.01, min_numel=1000))
 CASES: dict[str, tuple[str, list[torch.dtype], Any, Any]] = {
-    "SGD": ("SGD", [FLOAT32], DGC(**STAIRS), "flat"),
     "decay of some in bfloat16": ("decay of some", [BFLOAT16], DGC(**STAIRS), "flat"),  # masks at some densities
     "mixed dtypes": ("momentum", [FLOAT32, BFLOAT16, FLOAT16], DGC(**STAIRS), "flat"),
     "Adam on two levels": ("Adam", [FLOAT32], DGC(**STAIRS), NODES),
-    "momentum on two levels": ("decay of some", [FLOAT32], DGC(**STAIRS, value_dtype="int8"), NODES),
     "int8": ("momentum", [FLOAT32], DGC(**STAIRS, value_dtype="int8"), "flat"),
     "reduce-scatter": ("momentum", [FLOAT32], DGC(**STAIRS, exchange="reduce_scatter"), "flat"),
     "error feedback": ("RMSprop", [BFLOAT16], DGC(**STAIRS), "flat"),

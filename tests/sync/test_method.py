@@ -96,40 +96,28 @@ def test_what_makes_sense_is_not_refused(arguments: dict[str, Any]) -> None:
     assert Method(**Method(**arguments).describe()) == Method(**arguments)
 
 
-TOP_K, FEW, NODE_WISE = TopK(), Quantized(), Where(topology="auto", algorithm="leader")
+FEW, NODE_WISE = Quantized(), Where(topology="auto", algorithm="leader")
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         ({"what": FEW, "when": EveryStep(sparsity=(0.9,))}, r"sparsity=\[0\.9\] with Quantized\(.*what=TopK\(\)"),
-        ({"when": EveryStep(sparsity=(0.9,))}, r"sparsity=\[0\.9\] with Whole\(\)"),
         ({"when": EveryStep(rampup_begin_step=3)}, r"rampup_begin_step=3 with Whole\(\): every step is dense"),
         ({"what": FEW, "when": EveryK(delay_steps=2)}, r"delay_steps=2 with Quantized\(.*cannot be hidden"),
         ({"what": FEW, "when": EveryK(k_steps=1)}, r"k_steps=1 with Quantized\(.*nothing would be compressed"),
-        ({"what": TOP_K, "when": EveryK(k_steps=1)}, r"k_steps=1 with TopK\(.*use when=EveryStep\(\)"),
         ({"what": TopK(momentum_masking=True), "when": EveryK()}, r"momentum_masking=True every k steps"),
         ({"where": Where(inter_dtype="bfloat16")}, r"inter_dtype='bfloat16' with topology='flat': .*Leave it out"),
-        ({"where": Where(topology=1, inter_dtype="bfloat16")}, r"inter_dtype='bfloat16' with topology=1"),
-        ({"where": Where(algorithm="leader")}, r"algorithm='leader' with topology='flat'"),
         ({"where": Where(topology=[[0], [1]], algorithm="leader")}, r"algorithm='leader' with topology=Topology"),
         ({"when": EveryK(), "where": BFLOAT16}, r"inter_dtype='bfloat16' every k.*Quantized\(value_dtype='bfloat16'\)"),
         ({"what": FEW, "where": BFLOAT16}, r"inter_dtype='bfloat16' with Quantized\(.*from step 0: .*begin_step > 0"),
-        ({"what": TOP_K, "where": BFLOAT16}, r"inter_dtype='bfloat16' with TopK\(.*from step 0"),
         ({"what": FEW, "when": EveryStep(), "where": NODE_WISE}, "'leader' with .*'sharded'"),
-        ({"what": TOP_K, "when": EveryK(), "where": NODE_WISE}, "'leader' with .*'sharded'"),
         ({"what": TopK(exchange="reduce_scatter"), "where": NODES}, r"'reduce_scatter' does not exist on two levels"),
         ({"when": "step"}, r"when='step': give one of EveryStep, EveryK, or a mapping with 'every'"),
         ({"what": {"payload": "top"}}, r"what: payload='top': choose one of whole, top_k, quantized, low_rank"),
-        ({"what": {"density": 0.1}}, r"what: payload='None': choose one of"),
         ({"what": {"payload": "quantized", "bits": 8}}, r"what has no bits: choose among value_dtype"),
-        ({"what": {"payload": "quantized", "value_dtype": "int2"}}, r"value_dtype='int2': choose one of bfloat16"),
-        ({"when": {"every": "step", "k_steps": 8}}, r"when has no k_steps: choose among"),
         ({"where": {"nodes": 2}}, r"where has no nodes: choose among topology, algorithm, inter_dtype"),
-        ({"where": "two"}, r"topology='two': give 'flat', 'auto'"),
-        ({"where": [[0, 1], [1, 2]]}, r"each rank from 0 on belongs to exactly one node"),
         ({"where": {"algorithm": "ring"}}, r"algorithm='ring': choose one of sharded, leader"),
-        ({"where": {"inter_dtype": "int8"}}, r"inter_dtype='int8': choose one of float32, bfloat16\."),
         ({"where": {"topology": 2, "inter_dtype": "float16"}}, r"inter_dtype='float16': .*65504.*Take 'bfloat16'"),
     ],
 )
@@ -138,28 +126,16 @@ def test_what_makes_no_sense_is_refused(arguments: dict[str, Any], message: str)
         Method(**arguments)
 
 
-def test_an_unknown_axis_raises() -> None:
-    with pytest.raises(ConfigurationError, match=r"argument 'how'\. Its arguments are: when, what, where"):
-        Method(how="fast")  # type: ignore[call-arg]
-
-
 @pytest.mark.parametrize(
     ("make", "arguments", "message"),
     [
         (DGC, {"k_steps": 8}, r"DGC has no k_steps: choose among rampup_begin_step"),
-        (DGC, {"min_numel": 1.5}, r"min_numel=1\.5: give a number of elements, an integer >= 1"),
-        (DGC, {"min_numel": True}, r"min_numel=True: "),
         (DGC, {"exclude": "*.bias"}, r"exclude='\*\.bias': give a list of parameter name patterns"),
-        (DGC, {"exclude": [1]}, r"exclude=\[1\]: "),
         (DGC, {"value_dtype": torch.float16}, r"value_dtype=torch\.float16: choose one of float32, bfloat16"),
         (DGC, {"momentum_masking": 1}, r"momentum_masking=1: give True, False or None"),
         (DGC, {"exchange": "dense"}, r"exchange='dense': choose one of auto, all_gather, reduce_scatter"),
-        (DGC, {"sparsity": [1.0]}, r"outside \[0, 1\)"),
-        (DGC, {"sparsity": 0.999}, r"sparsity=0\.999: give a list of numbers"),
         (DGC, {"density": 0.1, "sparsity": [0.9]}, r"both say how much is sent; give one"),
-        (LocalSGD, {"sparsity": [0.9]}, r"LocalSGD has no sparsity"),
         (LocalSGD, {"compression": "int2"}, r"value_dtype='int2': choose one of .*int4"),
-        (LocalSGD, {"compression": {"bits": 2}}, r"compression has no bits: choose among density"),
         (AdaptiveLocalSGD, {"k_steps": 2}, r"k_steps=2: the first k is init_k_steps here"),
         (preset, {"name": "dcg"}, r"method 'dcg': choose one of dgc, float16, int8, int4, "),
     ],
