@@ -28,11 +28,11 @@ Nodes = tuple[tuple[int, ...], ...]  # the ranks of each
 Result = TypeVar("Result")
 
 FLAT: Nodes = ((0,), (1,))  # nodes of one rank are one level
+THREE: Nodes = ((0,), (1,), (2,))
 NODES: dict[str, Nodes] = {
     "blocks": ((0, 1), (2, 3)),
     "strided": ((0, 2), (1, 3)),
     "crossed": ((0, 3), (1, 2)),  # the second ranks are in another order than the first
-    "three nodes": ((0, 1), (2, 3), (4, 5)),
     "three each": ((0, 1, 2), (3, 4, 5)),
 }
 

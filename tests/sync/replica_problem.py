@@ -27,7 +27,7 @@ from tests.sync.problem import (
     weights_of,
 )
 
-STEPS = 19
+STEPS = 14
 CLOSE: dict[str, Any] = {"rtol": 1e-4, "atol": 2e-5}
 OPTIMIZERS: dict[str, Any] = {
     "sgd": partial(torch.optim.SGD, lr=0.05, momentum=0.9, weight_decay=0.01),
@@ -110,17 +110,11 @@ def set_weights(parameters: Parameters, weights: Mapping[str, Tensor]) -> None:
 # In one process ----------------------------------------------------------------------------------------------------
 
 
-def flat_groups(num_ranks: int) -> Nodes:
-    return tuple((rank,) for rank in range(num_ranks))
-
-
-def by_oracle(
-    name: str, groups: Sequence[Sequence[int]], optimizer: str, *, steps: int = STEPS, **choices: Any
-) -> OracleLocalSGD:
+def by_oracle(name: str, groups: Sequence[Sequence[int]], optimizer: str, **choices: Any) -> OracleLocalSGD:
     """Train one tensor; each of the groups is a node whose ranks step together, or one rank."""
     start = make_weight(name, AWKWARD[name])
     oracle = OracleLocalSGD(start, len(groups), OPTIMIZERS[optimizer], **{"begin": 1, **choices})
-    for step in range(steps):
+    for step in range(STEPS):
         gradients = [
             mean_of([gradient_of(name, replica, rank, step) for rank in ranks])
             for ranks, replica in zip(groups, oracle.replicas, strict=True)
@@ -131,7 +125,6 @@ def by_oracle(
 
 # Sparse ------------------------------------------------------------------------------------------------------------
 
-SPARSE_STEPS = 14
 CHUNK, DENSITY = 64, 1 / 16
 SHAPES: dict[str, Shape] = {
     "matrix": (30, 50),  # 23 chunks, and 28 elements
@@ -151,9 +144,7 @@ def with_base(choices: Mapping[str, Any]) -> dict[str, Any]:
     return {"begin_step": 0, **choices, "compression": {**BASE, **choices.get("compression", {})}}
 
 
-def by_sparse_oracle(
-    name: str, optimizer: str, groups: Sequence[Sequence[int]], steps: int = SPARSE_STEPS, **choices: Any
-) -> OracleSparseLoCo:
+def by_sparse_oracle(name: str, optimizer: str, groups: Sequence[Sequence[int]], **choices: Any) -> OracleSparseLoCo:
     """Each of the groups is a node, of which each rank keeps a part; gradients are summed as the wire does."""
     value_format = make_value_format(choices.pop("value_dtype", "float32"))
     is_per_tensor = choices.get("chunk", CHUNK) != CHUNK
@@ -170,7 +161,7 @@ def by_sparse_oracle(
         num_parts=len(groups[0]),
         **{"chunk": CHUNK, **choices},
     )
-    for step in range(steps):
+    for step in range(STEPS):
         gradients = []
         for ranks, replica in zip(groups, oracle.replicas, strict=True):
             by_rank = [gradient_of(name, replica, rank, step) / len(ranks) for rank in ranks]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim import Adam, AdamW
 
-from lightning_lowbw import DGC, ConfigurationError, Method
+from lightning_lowbw import DGC, Method
 from lightning_lowbw.comm.agreement import digest
 from lightning_lowbw.compress.corrections import AdamCorrection
 from lightning_lowbw.namespaces import LOGGER
@@ -26,12 +26,11 @@ from tests.sync.problem import (
     by_the_paper,
     each,
     make_parameters,
-    message_of,
     take_step,
     weights_of,
 )
 
-BEGIN, STEPS, LR, MIN_NUMEL = 4, 12, 0.01, 100
+BEGIN, STEPS, LR, MIN_NUMEL = 4, 10, 0.01, 100
 SHAPES = {**AWKWARD, "large": (40, 30)}
 Case = tuple[str, dict[str, Any], dict[str, Any]]
 
@@ -70,19 +69,16 @@ def by_the_equations(
 
 
 CASES: list[Case] = [
-    ("AdamW", {}, {}),
     ("AdamW", {"eps": 1e-3}, {"rampup_begin_step": 0, "min_numel": 1}),
     ("AdamW", {"weight_decay": 0.1, "betas": (0.8, 0.95)}, {"momentum_masking": True}),
-    ("AdamW", {"betas": (0.0, 0.95)}, {}),
-    ("Adam", {"weight_decay": 0.05}, {}),
+    ("Adam", {"weight_decay": 0.05, "betas": (0.0, 0.95)}, {}),
     ("Adam", {"amsgrad": True, "eps": 1e-3}, {}),
-    ("AdamW", {"foreach": True, "maximize": True}, {}),
-    ("AdamW", {"fused": True}, {}),
+    ("AdamW", {"fused": True, "maximize": True}, {}),
 ]
 
 
 @pytest.mark.parametrize(
-    ("nodes", "cases"), [(FLAT, CASES), (NODES["blocks"], [CASES[0], CASES[1], CASES[5]])], ids=["flat", "two levels"]
+    ("nodes", "cases"), [(FLAT, CASES), (NODES["blocks"], [CASES[0], CASES[3]])], ids=["flat", "two levels"]
 )
 def test_equals_the_equations(nodes: Nodes, cases: list[Case]) -> None:
     by_rank = run_ranks(
@@ -96,13 +92,6 @@ def test_equals_the_equations(nodes: Nodes, cases: list[Case]) -> None:
         assert all(result["steps"] == {STEPS} for result in results), "also of parts of no elements"
         for node in nodes:  # whose ranks keep the second moments of all parts
             assert len({results[rank]["squares"] for rank in node}) == 1
-
-
-def test_what_cannot_be_corrected_is_refused() -> None:
-    parameters = make_parameters({"large": (40, 30)})
-    optimizer = AdamW(parameters.values(), differentiable=True)
-    message = message_of(lambda: method_for().attach(optimizer, parameters.items()), ConfigurationError)
-    assert "differentiable=True" in str(message)
 
 
 def attach_and_listen(options: dict[str, Any]) -> list[str]:

@@ -5,7 +5,6 @@ On one level, and on two, where it is that of one rank per node on each part of 
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,11 +15,9 @@ from torch.nn import Parameter
 from torch.optim import SGD
 
 from lightning_lowbw import DGC, Method
-from lightning_lowbw.comm import peers
 from lightning_lowbw.comm.agreement import digest
 from lightning_lowbw.comm.peers import part_of
 from lightning_lowbw.compress import top_k
-from lightning_lowbw.sync import exchange
 from tests.ranks import run_ranks
 from tests.sync.problem import (
     AWKWARD,
@@ -30,6 +27,7 @@ from tests.sync.problem import (
     EXACT,
     FLAT,
     NODES,
+    THREE,
     Nodes,
     backward,
     by_the_paper,
@@ -40,9 +38,8 @@ from tests.sync.problem import (
     weights_of,
 )
 
-THREE: Nodes = ((0,), (1,), (2,))
 STAIRS: dict[str, Any] = {"rampup_begin_step": 2, "rampup_step": 6, "sparsity": [0.5, 0.9, 0.97]}  # then 3 %
-STEPS = 10
+STEPS = 8
 Case = tuple[dict[str, Any], dict[str, float], dict[str, Any]]  # of SGD, of clipping, of the method
 MOMENTUM: dict[str, Any] = {"momentum": 0.9}
 NESTEROV: dict[str, Any] = {"momentum": 0.9, "nesterov": True, "weight_decay": 0.05}
@@ -50,11 +47,13 @@ CASES: list[Case] = [
     ({}, {}, {}),
     (MOMENTUM, {}, {}),  # which is cleared at 3 %, not above
     (MOMENTUM, {}, {"momentum_masking": True, "min_numel": 18, "rampup_begin_step": 0}),
-    ({**MOMENTUM, "maximize": True, "foreach": True}, {}, {"momentum_masking": False, "min_numel": 18}),
+    (
+        {**MOMENTUM, "weight_decay": 0.05, "maximize": True, "fused": True},
+        {"value": 0.3},
+        {"momentum_masking": False, "min_numel": 18},
+    ),
     (NESTEROV, {"norm": 0.5}, {"min_numel": 18}),
-    ({**MOMENTUM, "weight_decay": 0.05, "fused": True}, {"value": 0.3}, {}),
-    (MOMENTUM, {}, {"chunk": 64, "mean_over": "senders"}),
-    (MOMENTUM, {}, {"decay": 0.8, "min_numel": 18}),
+    (MOMENTUM, {}, {"chunk": 64, "mean_over": "senders", "decay": 0.8}),
 ]
 
 
@@ -83,14 +82,8 @@ def train(sgd: dict[str, Any], clip: dict[str, float], knobs: dict[str, Any], no
 
 @pytest.mark.parametrize(
     ("nodes", "cases"),
-    [
-        (FLAT, CASES),
-        (THREE, [CASES[4], CASES[6]]),
-        (NODES["blocks"], [CASES[1], CASES[4], CASES[6]]),
-        (NODES["crossed"], [CASES[2], CASES[3]]),
-        (NODES["three nodes"], [CASES[5]]),
-    ],
-    ids=["2 ranks", "3 ranks", "blocks", "crossed", "three nodes"],
+    [(FLAT, CASES), (THREE, [CASES[4]]), (NODES["crossed"], [CASES[2], CASES[4], CASES[5]])],
+    ids=["2 ranks", "3 ranks", "crossed"],
 )
 def test_equals_the_paper(nodes: Nodes, cases: list[Case]) -> None:
     """Weights, and what each rank keeps of its part; also where the optimizer climbs, or is a fused one."""
@@ -100,7 +93,7 @@ def test_equals_the_paper(nodes: Nodes, cases: list[Case]) -> None:
         method, min_numel = make_method(knobs), knobs.get("min_numel", 1)
         densities = {step: method.when.density(step) for step in range(STEPS)}
         options = {"masking": knobs.get("momentum_masking"), **sgd}
-        options = {name: value for name, value in options.items() if name not in ("maximize", "foreach", "fused")}
+        options = {name: value for name, value in options.items() if name not in ("maximize", "fused")}
         options |= {name: knobs[name] for name in ("chunk", "decay", "mean_over") if name in knobs}
         expected, oracles = by_the_paper(AWKWARD, nodes, densities, clip=clip, min_numel=min_numel, **options)
         for name, weight in expected.items():
@@ -131,11 +124,11 @@ def train_by(exchange: str, owner_bytes: int) -> list[tuple[str, int]]:
 
 def test_auto_chooses_in_each_step_by_its_cost() -> None:
     """With owners that cost less than nothing; a little less: at the last density, from the seventh step on."""
-    cases = [("all_gather", 0), ("auto", 0), ("reduce_scatter", 0), ("auto", -1_000_000), ("auto", -600)]
+    cases = [("all_gather", 0), ("reduce_scatter", 0), ("auto", -1_000_000), ("auto", -600)]
     results, others = run_ranks(each, 2, train_by, cases)
     assert results == others
-    gathered, auto_gathered, scattered, auto_scattered, mixed = results
-    assert (auto_gathered, auto_scattered) == (gathered, scattered)
+    gathered, scattered, auto_scattered, mixed = results
+    assert auto_scattered == scattered
     assert mixed[:6] == gathered[:6]
     assert mixed[6] != gathered[6]
 
@@ -271,14 +264,14 @@ def train_through_changes() -> dict[str, Any]:
 
 def test_unused_frozen_unfrozen_and_added_parameters() -> None:
     """Unused on all ranks: left alone, to the bit. On some ranks: all ranks receive what the others send."""
-    results = run_ranks(train_through_changes, 3)
-    assert results[0]["digests"] == results[1]["digests"] == results[2]["digests"]
+    results = run_ranks(train_through_changes, 2)
+    assert results[0]["digests"] == results[1]["digests"]
     sparse = {name for name, shape in CHANGING.items() if len(shape) == 2} - {"never", "added"}
     assert set(results[0]["residuals"]) == {*sparse, "optimizer.9"}
     for name, shape in CHANGING.items():
         expected, _ = by_the_paper(
             {name: shape},
-            THREE,
+            FLAT,
             {step: density for step, density in DENSITIES.items() if moves_in(name, step)},
             min_numel=100,
             users=[0] if name.endswith("on_rank_0") else None,
@@ -286,67 +279,3 @@ def test_unused_frozen_unfrozen_and_added_parameters() -> None:
             **(OF_ADDED if name == "added" else SETTINGS),
         )
         torch.testing.assert_close(results[0]["weights"][name], expected[name], **CLOSE)
-
-
-def train_with_changes(keeps: bool) -> list[Tensor]:
-    """Return the weights after each step of a training in which everything changes that a step depends on."""
-    shapes = {"matrix": (30, 20), "conv": (8, 4, 3, 3), "bias": (17,), "other": (12, 10)}
-    torch.manual_seed(0)
-    parameters = {name: Parameter(torch.randn(shape)) for name, shape in shapes.items()}
-    matrix, conv = parameters["matrix"], parameters["conv"]
-    ours = [p for name, p in parameters.items() if name != "other"]
-    optimizer = SGD([{"params": ours[:1]}, {"params": ours[1:]}], lr=0.1, momentum=0.9)
-    worker = DGC(**{**STAIRS, **EXACT, "rampup_begin_step": 0, "min_numel": 18}).attach(optimizer, parameters.items())
-    weights = []
-    memory = {name: torch.empty_like(parameter) for name, parameter in parameters.items()}
-    changes = {
-        2: lambda: optimizer.param_groups[0].update(lr=0.01),
-        3: lambda: optimizer.param_groups[1].update(weight_decay=0.1, nesterov=True),
-        4: lambda: matrix.requires_grad_(False),
-        5: lambda: setattr(conv, "data", conv.data.clone()),
-        6: lambda: matrix.requires_grad_(True),
-        8: lambda: optimizer.add_param_group({"params": [parameters["other"]]}),
-        9: lambda: setattr(worker, "method", DGC(**{**STAIRS, "rampup_begin_step": 0, "min_numel": 18})),
-    }
-    for step in range(12):
-        changes.get(step, lambda: None)()
-        if not keeps:
-            worker.params._key = ()
-            for cached in (exchange._layout, top_k._layouts, peers.fill_buckets):
-                cached.cache_clear()
-        for name, parameter in parameters.items():
-            gradient = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(97 * step + len(name)))
-            gradient += dist.get_rank()
-            is_missing = not parameter.requires_grad or (name, step, dist.get_rank()) == ("conv", 7, 1)
-            parameter.grad = None if is_missing else memory[name].copy_(gradient) if step % 2 else gradient
-        optimizer.step()
-        weights += [parameter.detach().clone() for parameter in parameters.values()]
-    return weights
-
-
-def both_ways() -> tuple[list[Tensor], list[Tensor]]:
-    return train_with_changes(True), train_with_changes(False)
-
-
-def test_what_is_kept_between_steps_is_never_stale() -> None:
-    for kept, anew in run_ranks(both_ways, 2):
-        assert len(kept) == 48
-        for one, other in zip(kept, anew, strict=True):
-            assert one.equal(other)
-
-
-def test_messages_follow_the_world() -> None:
-    """As do their sizes the density, and the names."""
-    payload, worlds = DGC().what, [(1, 2), (2, 2), (2, 3), (1, 2)]
-    numels = {"weight": 1000, "other": 700}
-    layouts = [
-        exchange.Layout.of(payload, of, density, SimpleNamespace(num_local_ranks=local, num_participants=nodes))
-        for local, nodes in worlds
-        for density in (0.01, 0.02)
-        for of in (numels, {"renamed": 1000, "other": 700}, {"weight": 1000})
-    ]
-    for layout, again in zip(layouts[:6], layouts[18:], strict=True):
-        assert layout == again
-    described = {(str(layout.numels), str(layout.sizes), str(layout.pieces)) for layout in layouts[:12]}
-    assert len(described) == 12
-    assert [len(layout.sizes) for layout in layouts[::6]] == [1, 2, 2, 1]

@@ -18,12 +18,13 @@ from torch.nn import Parameter
 from lightning_lowbw import Compression, ConfigurationError, DisagreementError, LocalSGD
 from lightning_lowbw.comm.agreement import digest
 from lightning_lowbw.comm.collectives import all_reduce_bytes
-from lightning_lowbw.method import Method
 from lightning_lowbw.presets import preset
 from tests.ranks import run_ranks
 from tests.sync.problem import (
     AWKWARD,
+    FLAT,
     NODES,
+    THREE,
     Nodes,
     backward,
     each,
@@ -35,32 +36,31 @@ from tests.sync.problem import (
 )
 from tests.sync.replica_problem import CLOSE, OPTIMIZERS, by_oracle, train, train_on
 
-TWO, THREE = ((0,), (1,)), ((0,), (1,), (2,))
-STRIDED, SIX = NODES["strided"], NODES["three nodes"]
+STRIDED = NODES["strided"]
 DILOCO: dict[str, Any] = {"outer": "nesterov", "outer_momentum": 0.9, "outer_lr": 0.7}
 SLOWMO: dict[str, Any] = {"outer": "slowmo", "outer_momentum": 0.6, "outer_lr": 0.9}
 # What `LocalSGD` gets, and on which nodes, of one rank on one level; the oracle has shorter names.
 CASES: dict[str, tuple[dict[str, Any], tuple[Nodes, ...]]] = {
-    "fixed": ({"k_steps": 4, "begin_step": 0}, (TWO, STRIDED)),
-    "post_local": ({"k_steps": 3, "begin_step": 5}, (THREE, SIX)),
+    "fixed": ({"k_steps": 4, "begin_step": 0}, (FLAT,)),
+    "post_local": ({"k_steps": 3, "begin_step": 5}, (THREE, STRIDED)),
     "slowmo": ({"k_steps": 4, **SLOWMO}, (THREE,)),
-    "diloco": ({"k_steps": 4, "begin_step": 0, **DILOCO}, (TWO, SIX)),
-    "delayed diloco": ({"k_steps": 5, "delay_steps": 2, **DILOCO}, (TWO,)),
-    "uneven fragments": ({"k_steps": 5, "begin_step": 0, "num_fragments": 3, "delay_steps": 2}, (TWO,)),
+    "diloco": ({"k_steps": 4, "begin_step": 0, **DILOCO}, (FLAT,)),
+    "delayed diloco": ({"k_steps": 5, "delay_steps": 2, **DILOCO}, (FLAT,)),
+    "uneven fragments": ({"k_steps": 5, "begin_step": 0, "num_fragments": 3, "delay_steps": 2}, (FLAT,)),
     "mixed": ({"k_steps": 6, "begin_step": 0, "num_fragments": 2, "delay_steps": 4, "mixing": 0.3}, (THREE,)),
     "streaming diloco": (
         {"k_steps": 5, "begin_step": 0, "num_fragments": 2, "delay_steps": 2, "mixing": 0.5, **DILOCO},
-        (TWO, STRIDED),
+        (FLAT, STRIDED),
     ),
-    "all of the mean": ({"k_steps": 4, "begin_step": 0, "delay_steps": 1, "mixing": 0.0}, (TWO,)),
+    "all of the mean": ({"k_steps": 4, "begin_step": 0, "delay_steps": 1, "mixing": 0.0}, (FLAT,)),
 }
 OF_ORACLE = {"k_steps": "k", "begin_step": "begin", "delay_steps": "delay"}
 
 
 @pytest.mark.parametrize(
     ("nodes", "optimizer"),
-    [(TWO, "adamw"), (THREE, "sgd"), (STRIDED, "adamw"), (SIX, "sgd")],
-    ids=["2 ranks", "3 ranks", "2 nodes", "3 nodes"],
+    [(FLAT, "adamw"), (THREE, "sgd"), (STRIDED, "adamw")],
+    ids=["2 ranks", "3 ranks", "2 nodes"],
 )
 def test_equals_replicas_in_one_process(nodes: Nodes, optimizer: str) -> None:
     """A node is what a rank is on one level, and trains with the mean gradient of its ranks."""
@@ -220,8 +220,8 @@ def adapt_in_trouble(loss: float) -> list[int]:
 
 
 def test_losses_that_make_no_sense_leave_k_as_it_is() -> None:
-    for results in run_ranks(each, 2, adapt_in_trouble, [(math.nan,), (math.inf,), (-1.0,), (0.0,)]):
-        assert results == [[2] * 12] * 4
+    for results in run_ranks(each, 2, adapt_in_trouble, [(math.nan,), (0.0,)]):
+        assert results == [[2] * 12] * 2
 
 
 def adapt_without_loss() -> str | None:
@@ -304,28 +304,21 @@ def test_the_mean_of_a_sparse_gradient_is_dense_on_all_ranks() -> None:
 CONTROL = all_reduce_bytes(4 * (6 + 2 * 2), 2)  # the control message of each average, on two ranks
 
 
-def sent_by_step(numels: Sequence[int], steps: int, method: Method) -> list[int]:
-    parameters = [Parameter(torch.zeros(numel)) for numel in numels]
+def most_sent(numels: Sequence[int], num_fragments: int) -> int:
+    """Return the bytes of the step that sends the most."""
+    parameters, sent = [Parameter(torch.zeros(numel)) for numel in numels], [0]
+    method = LocalSGD(2, 0, num_fragments=num_fragments, compression=Compression())
     worker = method.attach(torch.optim.SGD(parameters, lr=0.0), [])
-    sent = [0]
-    for _ in range(steps):
+    for _ in range(2):
         worker.optimizer.step()
         sent.append(worker.peers.ledger.sent_bytes)
-    return [after - before for before, after in pairwise(sent)]
+    return max(after - before for before, after in pairwise(sent))
 
 
-def test_the_peak_of_the_traffic_is_divided_by_the_number_of_fragments() -> None:
-    numels = [1000 + number for number in range(24)]
-    mixed = [8192, 4096] + [100] * 20  # of which the small are sent whole: most of the bytes
-    cases = [(numels, 16, LocalSGD(8, 0, num_fragments=n)) for n in (1, 4)]
-    cases += [(mixed, 2, LocalSGD(2, 0, num_fragments=n, compression=Compression())) for n in (1, 2)]
-    whole, parts, sparse, sparse_parts = run_ranks(each, 2, sent_by_step, cases)[0]
-    assert [step for step, nbytes in enumerate(whole, start=1) if nbytes] == [8, 16]
-    assert [step for step, nbytes in enumerate(parts, start=1) if nbytes] == [2, 4, 6, 8, 10, 12, 14, 16]
-    assert sum(parts) == sum(whole) + (8 - 2) * CONTROL
-    assert max(parts) - CONTROL < 1.01 * (max(whole) - CONTROL) / 4
-    # Balanced by the bytes that are sent, not by elements.
-    assert max(sparse_parts) - CONTROL < 1.05 * (max(sparse) - CONTROL) / 2
+def test_fragments_are_balanced_by_the_bytes_that_are_sent() -> None:
+    numels = [8192, 4096] + [100] * 20  # of which the small are sent whole: most of the bytes
+    whole, parts = run_ranks(each, 2, most_sent, [(numels, 1), (numels, 2)])[0]
+    assert parts - CONTROL < 1.05 * (whole - CONTROL) / 2
 
 
 def add_a_group() -> tuple[list[list[str]], str]:
@@ -347,17 +340,11 @@ def test_parameters_that_come_later_join_a_fragment() -> None:
     assert first == second
 
 
-def streams(num_tensors: int, num_fragments: Any) -> int:
-    parameters = make_parameters({f"p{number}": (6,) for number in range(num_tensors)})
-    method = preset("streaming_diloco").replace(k_steps=5, num_fragments=num_fragments, delay_steps=1)
-    worker: Any = method.attach(torch.optim.SGD(parameters.values(), lr=0.05), parameters.items())
-    return len(worker.fragments)
-
-
 def test_a_preset_takes_no_more_fragments_than_there_are_tensors() -> None:
-    assert run_ranks(each, 2, streams, [(1, "auto"), (3, "auto"), (6, "auto")]) == [[1, 3, 4]] * 2
-    with pytest.raises(AssertionError, match="num_fragments=4, and the optimizer has 3 tensors: give at most as many"):
-        run_ranks(streams, 1, 3, 4)
+    for num_tensors, expected in ((1, 1), (3, 3), (6, 4)):
+        parameters = make_parameters({f"p{number}": (6,) for number in range(num_tensors)})
+        worker: Any = preset("streaming_diloco").attach(OPTIMIZERS["sgd"](parameters.values()), parameters.items())
+        assert len(worker.fragments) == expected
 
 
 def two_hidden_optimizers() -> list[float]:

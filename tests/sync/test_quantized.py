@@ -24,7 +24,6 @@ from tests.quantized_oracle import OracleQuantized
 from tests.ranks import run_ranks
 from tests.sync.problem import (
     AWKWARD,
-    FLAT,
     NODES,
     Nodes,
     Signals,
@@ -41,8 +40,7 @@ STEPS = 5
 SHAPES = {name: AWKWARD[name] for name in ("scalar", "empty", "vector", "conv", "transposed")}
 ADAMW = partial(AdamW, lr=0.02)
 CASES: dict[str, tuple[str, Nodes]] = {
-    "two ranks": ("int8", FLAT),
-    "three ranks": ("int4", ((0,), (1,), (2,))),
+    "three ranks": ("int8", ((0,), (1,), (2,))),
     "crossed": ("int4", NODES["crossed"]),
 }
 

@@ -15,43 +15,39 @@ from lightning_lowbw.comm.agreement import digest
 from lightning_lowbw.comm.collectives import all_gather_bytes
 from lightning_lowbw.compress.top_k import Compression
 from tests.ranks import run_ranks
-from tests.sync.problem import NODES, Nodes, message_of, run_each
+from tests.sync.problem import FLAT, NODES, THREE, Nodes, message_of, run_each
 from tests.sync.replica_problem import (
     BASE,
     SHAPES,
     SPARSE,
-    SPARSE_STEPS,
     attach,
     by_sparse_oracle,
     check_sparse,
-    flat_groups,
     train,
     train_on,
     with_base,
 )
 
-TWO = flat_groups(2)
 # What `LocalSGD` gets, and the oracle.
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "chunked": ({"k_steps": 4}, {}),
-    "two bits": ({"k_steps": 3, "compression": {"value_dtype": "int2"}}, {"k": 3, "value_dtype": "int2"}),
-    "per tensor": ({"k_steps": 4, "compression": {"chunk": None}}, {"chunk": 1 << 30}),
+    "per tensor, all is kept": (
+        {"k_steps": 2, "compression": {"chunk": None, "decay": 1.0}},
+        {"k": 2, "chunk": 1 << 30, "decay": 1.0},
+    ),
     "over all ranks": (
         {"k_steps": 3, "compression": {"mean_over": "ranks", "value_dtype": "int4"}},
         {"k": 3, "over_senders": False, "value_dtype": "int4"},
     ),
-    "all is kept": ({"k_steps": 2, "compression": {"decay": 1.0}}, {"k": 2, "decay": 1.0}),
-    "delayed": ({"k_steps": 4, "delay_steps": 3}, {"delay": 3}),
     "delayed two bits": (
         {"k_steps": 5, "delay_steps": 2, "compression": {"value_dtype": "int2"}},
         {"k": 5, "delay": 2, "value_dtype": "int2"},
     ),
 }
 PLACES: dict[str, tuple[Nodes, str, tuple[str, ...]]] = {
-    "2 ranks": (TWO, "adamw", (*CASES,)),
-    "3 ranks": (flat_groups(3), "sgd", ("chunked", "over all ranks", "delayed two bits")),
-    "blocks": (NODES["blocks"], "sgd", ("two bits", "delayed")),
-    "crossed": (NODES["crossed"], "sgd", ("chunked", "per tensor")),
+    "2 ranks": (FLAT, "adamw", (*CASES,)),
+    "3 ranks": (THREE, "sgd", ("chunked", "over all ranks")),
+    "crossed": (NODES["crossed"], "sgd", ("per tensor, all is kept", "delayed two bits")),
 }
 
 
@@ -63,9 +59,7 @@ def method_of(choices: dict[str, Any]) -> Any:
 def test_equals_the_algorithm_in_one_process_to_the_bit(place: str) -> None:
     """A node is a participant with the mean of its changes; k, chunks, messages, residuals are of each rank's part."""
     nodes, optimizer, cases = PLACES[place]
-    training = partial(
-        train, optimizer=optimizer, shapes=SHAPES, steps=SPARSE_STEPS, nodes=nodes if place in NODES else ()
-    )
+    training = partial(train, optimizer=optimizer, shapes=SHAPES, nodes=nodes if place in NODES else ())
     results = run_each(sum(map(len, nodes)), {case: partial(training, method_of(CASES[case][0])) for case in cases})
     for case in cases:
         check_sparse(results[case], optimizer, nodes, **CASES[case][1])
@@ -77,17 +71,17 @@ FRAGMENTS: dict[str, Any] = {"k_steps": 4, "num_fragments": 2, "delay_steps": 2,
 def test_fragments_and_an_outer_optimizer_step_with_the_sparse_mean() -> None:
     outer = {"k_steps": 4, "outer": "nesterov", "outer_momentum": 0.9}
     calls = {
-        name: partial(train, method_of(c), "adamw", shapes=SHAPES, steps=SPARSE_STEPS)
+        name: partial(train, method_of(c), "adamw", shapes=SHAPES)
         for name, c in (("fragments", FRAGMENTS), ("outer", outer))
     }
     results = run_each(2, calls)
     for name in SPARSE:
-        oracle = by_sparse_oracle(name, "adamw", TWO, momentum=0.9)
+        oracle = by_sparse_oracle(name, "adamw", FLAT, momentum=0.9)
         torch.testing.assert_close(results["outer"][0]["own"][name], oracle.replicas[0].detach(), rtol=1e-5, atol=1e-5)
     for fragment, members in enumerate(results["fragments"][0]["fragments"]):
         for name in set(members) & set(SPARSE):
             phase = 4 - round((fragment + 1) * 4 / 2)
-            oracle = by_sparse_oracle(name, "adamw", TWO, value_dtype="int2", phase=phase, delay=2)
+            oracle = by_sparse_oracle(name, "adamw", FLAT, value_dtype="int2", phase=phase, delay=2)
             for rank in (0, 1):
                 assert torch.equal(results["fragments"][rank]["own"][name], oracle.replicas[rank].detach())
                 assert torch.equal(-results["fragments"][rank]["residuals"][name], oracle.e[rank])
@@ -95,7 +89,7 @@ def test_fragments_and_an_outer_optimizer_step_with_the_sparse_mean() -> None:
 
 def test_where_nothing_is_whole_a_round_is_one_all_gather() -> None:
     """The status is part of it: a small all-reduce of its own costs more frames than it has bytes."""
-    choices = CASES["two bits"][0]
+    choices = {"k_steps": 3, "compression": {"value_dtype": "int2"}}
     numels = [torch.Size(shape).numel() for shape in SPARSE.values()]
     message = Compression(**with_base(choices)["compression"]).nbytes(numels) + 4 * (6 + 2 * 2)
     for result in run_ranks(partial(train, method_of(choices), shapes=SPARSE, steps=6), 2):
@@ -103,7 +97,7 @@ def test_where_nothing_is_whole_a_round_is_one_all_gather() -> None:
 
 
 def test_nodes_of_three_agree_whatever_the_rounding_of_their_mean() -> None:
-    training = partial(train, method_of({"k_steps": 4}), "adamw", shapes=SHAPES, nodes=NODES["three each"], steps=12)
+    training = partial(train, method_of({"k_steps": 4}), "adamw", shapes=SHAPES, nodes=NODES["three each"], steps=8)
     assert len({result["digests"][-1] for result in run_ranks(training, 6)}) == 1
 
 

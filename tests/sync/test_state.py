@@ -38,6 +38,7 @@ from tests.ranks import run_ranks
 from tests.sync.problem import (
     FLAT,
     NODES,
+    THREE,
     Nodes,
     Parameters,
     each,
@@ -52,7 +53,7 @@ from tests.sync.problem import (
 )
 from tests.sync.replica_problem import (
     BASE,
-    SPARSE_STEPS,
+    STEPS,
     set_weights,
     train_on,
     with_base,
@@ -62,7 +63,6 @@ from tests.sync.replica_problem import attach as attach_replica
 from tests.sync.replica_problem import take_step as take_local_step
 
 SHAPES = {"large": (40, 30), "conv": (8, 4, 3, 3), "single": (1,), "bias": (7,)}
-TWO, THREE = FLAT, ((0,), (1,), (2,))
 LR = 0.05
 GRADIENTS: dict[str, tuple[Method, Any]] = {
     "dgc": (DGC(sparsity=[0.95], min_numel=1, value_dtype="float32"), partial(SGD, lr=LR)),
@@ -73,12 +73,11 @@ GRADIENTS: dict[str, tuple[Method, Any]] = {
 }
 REPLICAS = {
     "sparse": LocalSGD(4, 0, compression=Compression(**BASE)),
-    "sparse, hidden": LocalSGD(4, 0, compression=Compression(**BASE), delay_steps=3),
     "int4": LocalSGD(4, 0, compression="int4"),
     "slowmo": LocalSGD(4, 0, outer="slowmo"),
     "streaming": LocalSGD(4, 0, num_fragments=2, delay_steps=2, outer="nesterov", compression=Compression(min_numel=1)),
 }
-HIDDEN = ("sparse, hidden", "streaming")  # an average that has been begun has a part of what is kept
+HIDDEN = ("streaming",)  # an average that has been begun has a part of what is kept
 STOP = 6
 
 
@@ -124,15 +123,9 @@ def go_on(
     return {"state": again, "moved": all(moved.values()), "after": digest(parameters.values()), "step": worker.step}
 
 
-WORLDS: list[tuple[Nodes, Nodes]] = [
-    (TWO, THREE),
-    (TWO, NODES["blocks"]),
-    (NODES["crossed"], TWO),
-    (NODES["blocks"], NODES["strided"]),
-]
-
-
-@pytest.mark.parametrize(("before", "after"), WORLDS, ids=["2 to 3", "2 to nodes", "nodes to 2", "other nodes"])
+@pytest.mark.parametrize(
+    ("before", "after"), [(THREE, NODES["blocks"]), (NODES["crossed"], FLAT)], ids=["3 to nodes", "nodes to 2"]
+)
 def test_another_world_keeps_the_mean_of_what_was_unsent(before: Nodes, after: Nodes) -> None:
     names = [*(name for name in GRADIENTS if name != "dgc"), *REPLICAS]
     stopped = run_each(sum(map(len, before)), {name: partial(stop, name, before) for name in names})
@@ -184,18 +177,24 @@ def send_alone(name: str, state: dict[str, Any], weights: dict[str, Tensor], nod
     return {"applied": applied, "state": again}
 
 
-@pytest.mark.parametrize("name", ["dgc", "int8", "powersgd"])
-def test_one_participant_applies_what_was_kept(name: str) -> None:
+def test_one_participant_applies_what_was_kept() -> None:
     """Also through a step that is skipped; one node of two ranks; and a world that grows again holds the same."""
-    stopped = run_ranks(stop, 2, name, TWO)
-    merged, weights = merge_states([state for state, _, _ in stopped]), stopped[0][2]
-    (alone,) = run_ranks(send_alone, 1, name, merged, weights, "flat")
-    results = [alone, *run_ranks(send_alone, 2, name, merged, weights, ((0, 1),))]
-    for key, residual in merged["residuals"].items():
-        expected = LR * from_memory(residual, key, SHAPES[key]).double()
-        for result in results:
-            torch.testing.assert_close(result["applied"][key].contiguous(), expected, rtol=0, atol=1e-6)
-        torch.testing.assert_close(merge_states([alone["state"]])["residuals"][key], residual)
+    names = ("dgc", "int8", "powersgd")
+    stopped = run_each(2, {name: partial(stop, name, FLAT) for name in names})
+    merged = {name: merge_states([state for state, _, _ in stopped[name]]) for name in names}
+    weights = {name: stopped[name][0][2] for name in names}
+
+    def calls(nodes: Any) -> dict[str, Any]:
+        return {name: partial(send_alone, name, merged[name], weights[name], nodes) for name in names}
+
+    alone, in_node = run_each(1, calls("flat")), run_each(2, calls(((0, 1),)))
+    for name in names:
+        again = merge_states([alone[name][0]["state"]])["residuals"]
+        for key, residual in merged[name]["residuals"].items():
+            expected = LR * from_memory(residual, key, SHAPES[key]).double()
+            for result in (*alone[name], *in_node[name]):
+                torch.testing.assert_close(result["applied"][key].contiguous(), expected, rtol=0, atol=1e-6)
+            torch.testing.assert_close(again[key], residual)
 
 
 # What is not merged, or not loaded ------------------------------------------------------------------------------------
@@ -235,7 +234,6 @@ def twice(state: Mapping[str, Any]) -> list[dict[str, Any]]:
         ([(2, 4), (0, 4)], [4, 4], "given rank 2 of 4 after step 4, rank 0 of 4 after step 4"),
         ([(0, 2), (0, 2)], [4, 4], "given rank 0 of 2 after step 4, rank 0 of 2 after step 4"),
         ([(0, 2), (1, 2)], [3, 9], "given rank 0 of 2 after step 3, rank 1 of 2 after step 9"),
-        ([(0, 2), (1, 3)], [3, 3], "given rank 0 of 2 after step 3, rank 1 of 3 after step 3"),
     ],
 )
 def test_only_the_states_of_all_ranks_at_one_step_are_merged(
@@ -276,7 +274,7 @@ def test_merging_keeps_dtypes_and_copies_and_takes_states_only() -> None:
     ],
 )
 def test_the_state_of_another_model_is_refused(name: str, shape: tuple[int, ...], message: str) -> None:
-    worker, _ = make("dgc", TWO)
+    worker, _ = make("dgc", FLAT)
     with pytest.raises(ConfigurationError, match=message):
         worker.load_state_dict(state_of(residuals={name: make_weight(name, shape)}))
 
@@ -304,7 +302,6 @@ def test_what_another_payload_or_correction_keeps_is_refused() -> None:
 OTHERWISE: dict[str, tuple[dict[str, Any], dict[str, Any], int, str]] = {
     "whole": (with_base({}), {}, 6, "and with Whole() they never would be"),
     "narrow": (with_base({}), {"compression": "bfloat16"}, 6, ""),
-    "from narrow": ({"compression": "int8"}, with_base({"compression": {"min_numel": 1}}), 6, ""),
     "other tensors": (with_base({}), with_base({"compression": {"min_numel": 700}}), 6, "min_numel=700"),
     "in mid-round": ({}, with_base({}), 6, "between two averages"),
     "outer in mid-round": ({}, {"outer": "nesterov"}, 6, "last consensus"),
@@ -332,7 +329,7 @@ def resume_otherwise(first: dict[str, Any], second: dict[str, Any], at: int) -> 
         assert digest(shown.values()) == before, "a refused state changes nothing"
         return str(error)
     try:
-        train_on(worker, shown, range(at, SPARSE_STEPS))
+        train_on(worker, shown, range(at, STEPS))
     except (ConfigurationError, DisagreementError) as error:
         return str(error)
     return weights_of(shown)
@@ -377,7 +374,7 @@ def test_another_memory_format_is_refused() -> None:
 
 
 def change_the_memory_format() -> str | None:
-    worker, parameters = make("dgc", TWO)
+    worker, parameters = make("dgc", FLAT)
     take_step(worker, parameters, 0)
     parameters["conv"].data = parameters["conv"].data.contiguous()
     return message_of(lambda: take_step(worker, parameters, 1), ConfigurationError)
