@@ -15,9 +15,11 @@ from torch.nn import Parameter
 from torch.optim import SGD
 
 from lightning_lowbw import DGC, Method
+from lightning_lowbw.comm import peers
 from lightning_lowbw.comm.agreement import digest
 from lightning_lowbw.comm.peers import part_of
 from lightning_lowbw.compress import top_k
+from lightning_lowbw.sync import exchange
 from tests.ranks import run_ranks
 from tests.sync.problem import (
     AWKWARD,
@@ -279,3 +281,50 @@ def test_unused_frozen_unfrozen_and_added_parameters() -> None:
             **(OF_ADDED if name == "added" else SETTINGS),
         )
         torch.testing.assert_close(results[0]["weights"][name], expected[name], **CLOSE)
+
+
+def train_with_changes(keeps: bool) -> list[Tensor]:
+    """Return the weights after each step of a training in which everything changes that a step depends on."""
+    shapes = {"matrix": (30, 20), "conv": (8, 4, 3, 3), "bias": (17,), "other": (12, 10)}
+    torch.manual_seed(0)
+    parameters = {name: Parameter(torch.randn(shape)) for name, shape in shapes.items()}
+    matrix, conv = parameters["matrix"], parameters["conv"]
+    ours = [p for name, p in parameters.items() if name != "other"]
+    optimizer = SGD([{"params": ours[:1]}, {"params": ours[1:]}], lr=0.1, momentum=0.9)
+    worker = DGC(**{**STAIRS, **EXACT, "rampup_begin_step": 0, "min_numel": 18}).attach(optimizer, parameters.items())
+    weights = []
+    memory = {name: torch.empty_like(parameter) for name, parameter in parameters.items()}
+    changes = {
+        2: lambda: optimizer.param_groups[0].update(lr=0.01),
+        3: lambda: optimizer.param_groups[1].update(weight_decay=0.1, nesterov=True),
+        4: lambda: matrix.requires_grad_(False),
+        5: lambda: setattr(conv, "data", conv.data.clone()),
+        6: lambda: matrix.requires_grad_(True),
+        8: lambda: optimizer.add_param_group({"params": [parameters["other"]]}),
+        9: lambda: setattr(worker, "method", DGC(**{**STAIRS, "rampup_begin_step": 0, "min_numel": 18})),
+    }
+    for step in range(12):
+        changes.get(step, lambda: None)()
+        if not keeps:
+            worker.params._key = ()
+            for cached in (exchange._layout, top_k._layouts, peers.fill_buckets):
+                cached.cache_clear()
+        for name, parameter in parameters.items():
+            gradient = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(97 * step + len(name)))
+            gradient += dist.get_rank()
+            is_missing = not parameter.requires_grad or (name, step, dist.get_rank()) == ("conv", 7, 1)
+            parameter.grad = None if is_missing else memory[name].copy_(gradient) if step % 2 else gradient
+        optimizer.step()
+        weights += [parameter.detach().clone() for parameter in parameters.values()]
+    return weights
+
+
+def both_ways() -> tuple[list[Tensor], list[Tensor]]:
+    return train_with_changes(True), train_with_changes(False)
+
+
+def test_what_is_kept_between_steps_is_never_stale() -> None:
+    for kept, anew in run_ranks(both_ways, 2):
+        assert len(kept) == 48
+        for one, other in zip(kept, anew, strict=True):
+            assert one.equal(other)
