@@ -87,7 +87,7 @@ def _assert_no_overflow(self: Any, lhs: Any, rhs: Any, binary_op: Any) -> None:
     assert fits, f"int{of.int_bitwidth} overflow in {binary_op.__name__}"
 
 
-def main(name: str) -> int:
-    """Run the tests of a file beside this one."""
+def main(*names: str) -> int:
+    """Run the tests of files beside this one."""
     speed_up()
-    return pytest.main(["-q", "-p", "no:cacheprovider", f"tests/kernels/{name}.py"])
+    return pytest.main(["-q", "-p", "no:cacheprovider", *(f"tests/kernels/{name}.py" for name in names)])

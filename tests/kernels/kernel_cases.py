@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_lowbw.compress.codec import SparseCodec, layout_of
 from lightning_lowbw.compress.selection import SampledSelector, Selection
@@ -34,7 +33,6 @@ from tests.kernels.segments import (
 )
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-WIRE_DTYPES = [FLOAT32, BFLOAT16, FLOAT16]
 KERNELS = tuple(
     f"{n}_kernel"
     for n in (
@@ -55,13 +53,14 @@ def missed(workspace: Workspace) -> list[int]:
 
 def test_kinds_lie_together_and_thresholds_fit() -> None:
     """In an order that lays their blocks otherwise than the tensors themselves."""
-    segments = [make(*LARGE, **form) for form in FORMS.values()]
+    names = ("momentum", "bfloat16", "decay of nothing", "float16 gradient", "error feedback")
+    segments = [make(*LARGE, **FORMS[name]) for name in names]
     workspace = Workspace()
     for _ in range(2):
         check(segments, workspace)
         redraw(segments)
     assert missed(workspace) == []
-    assert len(workspace.launches) == len({*workspace.kinds}) == 5
+    assert len(workspace.launches) == len({*workspace.kinds}) == 3
 
 
 def test_ties_of_many_candidates() -> None:
@@ -77,14 +76,12 @@ def test_ties_of_many_candidates() -> None:
     assert missed(workspace) == []
 
 
-@pytest.mark.parametrize("threshold", [1e-3, 1e30, float("inf"), float("nan"), 0.0])
-def test_a_wrong_threshold_costs_time_only(threshold: float) -> None:
-    """Too low: more candidates than there is room for. Too high: fewer than k. One of two tensors each."""
+def test_a_threshold_that_is_no_number_costs_time_only() -> None:
     segments = [make(*LARGE, momentum=0.9) for _ in range(3)]
     workspace = Workspace()
     check(segments, workspace)
     redraw(segments)
-    workspace.thresholds[1] = threshold
+    workspace.thresholds[1] = float("nan")
     check(segments, workspace)
     assert missed(workspace) == [1]
     redraw(segments)
@@ -112,10 +109,7 @@ def test_as_many_candidates_as_there_is_room_for() -> None:
 
 def test_more_tensors_than_a_program_looks_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu, "TENSORS", 4)
-    segments, workspace = [make(numel, 3) for numel in (9, 5, 300, 7, BLOCK + 1, 3, 8, 50, 20, 4)], Workspace()
-    for _ in range(2):
-        check(segments, workspace)
-        redraw(segments)
+    check([make(numel, 3) for numel in (9, 5, 300, 7, BLOCK + 1, 3, 8, 50, 20, 4)], Workspace())
 
 
 def test_thresholds_are_found_and_steered() -> None:
@@ -150,7 +144,7 @@ def test_thresholds_follow_residuals_that_grow() -> None:
     segment.residual.zero_()
     assert segment.momentum_buffer is not None
     segment.momentum_buffer.zero_()
-    for step in range(8):
+    for step in range(6):
         check([segment], workspace)
         misses += [step] * len(missed(workspace))
     assert misses == [*range(len(misses))]
@@ -158,7 +152,7 @@ def test_thresholds_follow_residuals_that_grow() -> None:
 
 
 def test_tensors_come_and_go() -> None:
-    """Another k, another order, one more, one less, gradients elsewhere, other factors: with one workspace."""
+    """Another k, another order, one more, one less, gradients elsewhere: with one workspace."""
     a, b, c = (make(*LARGE, momentum=0.9) for _ in range(3))
     workspace = Workspace()
     check([a, b], workspace)
@@ -168,15 +162,13 @@ def test_tensors_come_and_go() -> None:
     check([c, b, a], workspace)
     check([replace(c, k=9), a], workspace)
     check([a, b, c], workspace)
-    for changed in ({"gradient": torch.randn_like(a.gradient)}, {"momentum": 0.5}, {"momentum_buffer": None}):
-        a = replace(a, **changed)
-        before = workspace.table, workspace.factors
-        check([a, b, c], workspace)
-        after = workspace.table, workspace.factors
-        assert any(one is not other for one, other in zip(before, after, strict=True))
-        check([a, b, c], workspace)
-        assert workspace.table is after[0]
-        assert workspace.factors is after[1]
+    a = replace(a, gradient=torch.randn_like(a.gradient))
+    before = workspace.table
+    check([a, b, c], workspace)
+    after = workspace.table
+    assert after is not before
+    check([a, b, c], workspace)
+    assert workspace.table is after
 
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="the order of programs is not ours to choose on a GPU")
@@ -193,74 +185,19 @@ def test_the_order_in_which_blocks_run_does_not_matter(monkeypatch: pytest.Monke
     assert missed(workspace) == []
 
 
-class Launched:
-    """Stands for a kernel, and counts."""
-
-    def __init__(self, count: Count, name: str, kernel: Any) -> None:
-        self.count, self.name, self.kernel = count, name, kernel
-
-    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
-        def launch(*args: Any, **kwargs: Any) -> None:
-            self.count.launched.append(self.name)
-            self.count.is_inside = True
-            self.kernel[grid](*args, **kwargs)
-            self.count.is_inside = False
-
-        return launch
-
-
-class Count(TorchDispatchMode):
-    """Counts the kernels' launches, and the operations of torch beside them."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        super().__init__()
-        self.launched: list[str] = []
-        self.num_operations = self.num_waits = 0
-        self.is_inside = False  # Triton's interpreter moves tensors about
-        from lightning_lowbw.kernels import triton_kernels
-
-        for name in KERNELS:
-            monkeypatch.setattr(triton_kernels, name, Launched(self, name, getattr(triton_kernels, name)))
-
-    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.num_operations += not self.is_inside
-        self.num_waits += not self.is_inside and "_local_scalar_dense" in str(operation)
-        return operation(*args, **(kwargs or {}))
-
-
-def test_the_number_of_launches_does_not_depend_on_the_number_of_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a step that finds the thresholds and in one that knows them."""
-    seen = []
-    for num_tensors in (2, 6):
-        segments, workspace = [make(*LARGE, momentum=0.9) for _ in range(num_tensors)], Workspace()
-        workspace.update(segments)
-        for _ in range(2):
-            with monkeypatch.context() as patch, Count(patch) as count:
-                gpu.compress_many_(segments, masking=True, workspace=workspace)
-            redraw(segments)
-            assert count.num_waits == 0
-            seen.append((len(count.launched), count.num_operations))
-    assert seen[:2] == seen[2:]
-    assert [num_launches for num_launches, _ in seen[:2]] == [11, 11]
-
-
 # Messages -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("value_dtype", ["bfloat16", "int8", "int2"])
+@pytest.mark.parametrize("value_dtype", ["bfloat16", "int2"])
 def test_a_message_of_many_blocks_of_words(value_dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tensors that begin and end in any of them, several in one, all and none of them sent; whole and in part."""
     monkeypatch.setattr(gpu, "WORDS_BLOCK", 2)
     monkeypatch.setattr(gpu, "TENSORS", 2)
     sizes = [(3, 3000), (0, 50), (130, 260), (1, 2), (64, 64), (2, 90), (1, 9), (7, 900), (200, 200), (0, 1), (5, 999)]
-    codec, parts, numels, counts = (
-        SparseCodec(value_dtype),
-        draw_parts(sizes),
-        [n for _, n in sizes],
-        [k for k, _ in sizes],
-    )
+    codec, parts = SparseCodec(value_dtype), draw_parts(sizes)
+    numels, counts = [n for _, n in sizes], [k for k, _ in sizes]
     message = torch.stack([codec.encode(parts, numels), codec.encode(draw_parts(sizes), numels)])
-    for tensors in (slice(None), slice(1, 4), slice(4, 5), slice(8, None), slice(1, 2)):
+    for tensors in (slice(None), slice(1, 4), slice(8, None)):
         monkeypatch.setattr(dispatch, "uses_triton", lambda device: True)
         flag = torch.zeros((), dtype=torch.bool, device=DEVICE)
         found = codec.decode(message, counts, numels, flag, tensors)
@@ -279,11 +216,11 @@ def test_damaged_messages_stay_inside_their_tensors(monkeypatch: pytest.MonkeyPa
     whole = codec.encode(parts, numels).cpu()
     words_bytes = 4 * layout_of(tuple(counts), tuple(numels)).num_words
     num_refused = 0
-    for number in range(24):
+    for number in range(14):
         message = whole.clone()
         places = torch.randint(words_bytes, (number % 6,), generator=chance)
         message[places] = torch.randint(256, places.shape, generator=chance, dtype=torch.uint8)
-        if number in (22, 23):  # no position, and only positions
+        if number in (12, 13):  # no position, and only positions
             message[:words_bytes] = 255 * (number % 2)
         row, is_refused = message.unsqueeze(0), False
         try:
@@ -304,7 +241,7 @@ def test_damaged_messages_stay_inside_their_tensors(monkeypatch: pytest.MonkeyPa
             else:
                 assert positions.equal(expected)
         num_refused += is_refused
-    assert 8 < num_refused < 22
+    assert 4 < num_refused < 12
 
 
 def test_a_position_behind_the_end_becomes_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -323,28 +260,42 @@ def test_a_position_behind_the_end_becomes_the_last(monkeypatch: pytest.MonkeyPa
 # Before the training, and in a selection ------------------------------------------------------------------------------
 
 
+class Launched:
+    """Stands for a kernel, and notes its launches."""
+
+    def __init__(self, launched: set[str], name: str, kernel: Any) -> None:
+        self.launched, self.name, self.kernel = launched, name, kernel
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        self.launched.add(self.name)
+        return self.kernel[grid]  # type: ignore[no-any-return]
+
+
 def test_all_kernels_are_tried_before_they_are_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    from lightning_lowbw.kernels import triton_kernels
+
+    launched: set[str] = set()
+    for name in KERNELS:
+        monkeypatch.setattr(triton_kernels, name, Launched(launched, name, getattr(triton_kernels, name)))
     monkeypatch.setattr(dispatch, "uses_triton", lambda device: True)
-    with monkeypatch.context() as patch, Count(patch) as count:
-        assert dispatch.prepare(torch.device(DEVICE)) is None
-    assert set(count.launched) == set(KERNELS)
+    assert dispatch.prepare(torch.device(DEVICE)) is None
+    assert launched == set(KERNELS)
 
 
-@pytest.mark.parametrize("value_dtype", [*WIRE_DTYPES, 8, 4, 2])
 @pytest.mark.parametrize("is_adam", [False, True])
-def test_a_trial_of_any_kind(is_adam: bool, value_dtype: torch.dtype | int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_trial_of_any_kind(is_adam: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The specification agrees with the kernels: otherwise all ranks would go without."""
     monkeypatch.setattr(dispatch, "uses_triton", lambda device: True)
-    dtypes = [(FLOAT32,) * 3, (BFLOAT16,) * 3, (FLOAT16,) * 3]
-    dtypes += [] if is_adam else [(BFLOAT16, FLOAT32, BFLOAT16), (FLOAT16, FLOAT32, FLOAT16)]
-    uses = Uses(
-        kinds=tuple(
-            Kind(*each, is_adam=is_adam, is_aligned=is_aligned) for each in dtypes for is_aligned in (True, False)
-        ),
-        value_dtypes=(value_dtype,),
-        num_messages=(1, 3) if value_dtype == 2 else (),
-        over_senders=value_dtype == 2,
-    )
+    dtypes = [(FLOAT32,) * 3, (BFLOAT16,) * 3, (FLOAT16, FLOAT16 if is_adam else FLOAT32, FLOAT16)]
+    kinds = [Kind(*each, is_adam=is_adam, is_aligned=is_aligned) for each in dtypes for is_aligned in (True, False)]
+    uses = Uses(kinds=tuple(kinds), value_dtypes=(), num_messages=(), scaled_bits=(), chunks=())
+    assert dispatch.prepare(torch.device(DEVICE), uses) is None
+
+
+def test_a_trial_of_any_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "uses_triton", lambda device: True)
+    values = FLOAT32, BFLOAT16, FLOAT16, 8, 4, 2
+    uses = Uses(kinds=(), value_dtypes=values, num_messages=(1, 3), over_senders=True, scaled_bits=(), chunks=())
     assert dispatch.prepare(torch.device(DEVICE), uses) is None
 
 

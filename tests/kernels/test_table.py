@@ -35,7 +35,7 @@ def workspace_for(numels: list[int], sparsity: float) -> Workspace:
     return workspace
 
 
-@pytest.mark.parametrize("sparsity", [0.75, 0.9375, 0.984375, 0.996, 0.999])
+@pytest.mark.parametrize("sparsity", [0.9375, 0.984375, 0.999])
 def test_the_room_is_a_byte_per_parameter_at_most(sparsity: float) -> None:
     """At every stair of the warm-up; without a bound it was 8 bytes at a sparsity of 0.9375, 4 at 0.75."""
     numels = [prod(shape) for shape in resnet50_shapes()]
@@ -51,16 +51,6 @@ def test_the_room_is_a_byte_per_parameter_at_most(sparsity: float) -> None:
     assert nbytes <= 1.03 * sum(numels) + BYTES_OF_DIGITS * len(numels)
     large = [row for row in workspace.rows if row.numel >= 16384]
     assert {row.capacity == 0 for row in large} == {sparsity < 0.98}
-
-
-def test_rows_lie_behind_one_another() -> None:
-    workspace = workspace_for([5, 70_000, 3, 100_000], 0.99)
-    candidates = outputs = 0
-    for row in workspace.rows:
-        assert (row.first_candidate, row.first_output) == (candidates, outputs)
-        assert row.capacity == 0 or row.capacity >= 1.5 * row.aim > row.k
-        candidates, outputs = candidates + row.capacity, outputs + row.k
-    assert workspace.positions.numel() == workspace.ordered_values.numel() == candidates
 
 
 def test_the_table_follows_whatever_changes() -> None:
