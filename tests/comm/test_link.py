@@ -63,9 +63,9 @@ class TestInTheLab:
     pytestmark = needs_lab
 
     @pytest.mark.alone
-    @pytest.mark.parametrize(("rate", "num_nodes"), [(5e7, 2), (1e8, 4)])
-    def test_the_bandwidth_of_a_shaped_link(self, rate: float, num_nodes: int) -> None:
-        with Network([rate] * num_nodes) as network, tempfile.TemporaryFile() as output:
+    def test_the_bandwidth_of_a_shaped_link(self) -> None:
+        rate = 5e7
+        with Network([rate] * 3) as network, tempfile.TemporaryFile() as output:
             report = launch(
                 network,
                 [sys.executable, "-c", PROBE, str(int(rate / 25))],  # a third of a second
