@@ -12,14 +12,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lightning_lowbw.compress.codec import VALUE_NAMES, SparseCodec
-from lightning_lowbw.compress.quantization import QUANTIZED_NAMES, make_format
 from lightning_lowbw.compress.sparse_sum import Sparse, SparseSum
 from lightning_lowbw.kernels import dispatch
 
 SAID = "damaged message|A message (of|with) -?\\d+ "  # what an error must say
 COUNTS, NUMELS = [3, 0, 2, 40], [100, 7, 50, 300]
 fuzz = settings(
-    max_examples=100, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=60, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 
 
@@ -161,25 +160,3 @@ def test_a_position_in_the_part_of_another_owner_is_refused(position: int) -> No
     received[1] = torch.cat([torch.tensor([2], dtype=torch.int32).view(torch.uint8), message])
     with pytest.raises(ValueError, match="damaged message: positions that are outside of their owner's part"):
         plan.combine(0, plan.prepare(0, selected[0]).own, received)
-
-
-# Values in few bits --------------------------------------------------------------------------------------------------
-
-
-@fuzz
-@given(damage=damages(), name=st.sampled_from(QUANTIZED_NAMES), numel=st.sampled_from([1, 127, 128, 300]))
-def test_values_in_few_bits_have_their_shape(damage: tuple[str, list[tuple[int, int]]], name: str, numel: int) -> None:
-    narrow = make_format(name)
-    message = torch.empty((1, narrow.nbytes(numel)), dtype=torch.uint8)
-    values = torch.linspace(-1, 1, numel).unsqueeze(0)
-    narrow.write_(message, numel, 0, values)
-    arrived = damaged(message, damage).unsqueeze(0)
-    if arrived.shape != message.shape:
-        with pytest.raises(ValueError, match=f"A message of {arrived.shape[1]} bytes; {message.shape[1]} were"):
-            narrow.read(arrived, numel, 0, numel)
-        return
-    read = narrow.read(arrived, numel, 0, numel)
-    assert read.shape == (1, numel)
-    assert read.dtype == torch.float32
-    if arrived.equal(message):
-        assert (read + values).allclose(torch.linspace(-1, 1, numel))  # what was sent, and what was not

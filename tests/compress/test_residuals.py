@@ -57,12 +57,6 @@ def test_another_size_is_refused_and_changes_nothing() -> None:
     assert not residuals["b"].any()
 
 
-def test_the_norm_is_of_all_together() -> None:
-    residuals = make()
-    assert residuals.norm() == pytest.approx(float(torch.cat([*residuals.values()]).norm()), rel=1e-6)
-    assert Residuals().norm() == 0.0
-
-
 def test_a_state_is_a_copy_that_takes_the_place_of_what_is_there() -> None:
     residuals, other = make(), Residuals()
     state = residuals.state()

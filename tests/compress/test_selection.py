@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_lowbw.compress.selection import SampledSelector, Selection, num_selected
+from lightning_lowbw.compress.selection import SampledSelector, Selection
 from lightning_lowbw.kernels import dispatch, reference
 from lightning_lowbw.kernels.reference import Segment
 from tests.kernels.bits import equal_bits
@@ -18,10 +18,6 @@ from tests.kernels.bits import equal_bits
 NUMEL = 360 * 360  # above SampledSelector.SMALL
 K = 130  # one in a thousand
 CONSTANTS: dict[str, Any] = {"momentum": 0.9, "nesterov": False, "weight_decay": 1e-2, "sign": 1.0}
-
-
-def laplace(numel: int) -> Tensor:
-    return torch.empty(numel).exponential_() * torch.randn(numel).sign()
 
 
 def cauchy(numel: int) -> Tensor:
@@ -32,15 +28,6 @@ def row_scaled(numel: int) -> Tensor:
     """Rows of a weight matrix differ by six orders of magnitude; strided samples miss most of them."""
     side = int(numel**0.5)
     return (torch.randn(side, side) * torch.logspace(-3, 3, side)[:, None]).reshape(-1)
-
-
-def column_scaled(numel: int) -> Tensor:
-    side = int(numel**0.5)
-    return (torch.randn(side, side) * torch.logspace(-3, 3, side)).reshape(-1)
-
-
-def ascending(numel: int) -> Tensor:
-    return torch.randn(numel).sort().values
 
 
 def largest_at_the_end(numel: int) -> Tensor:
@@ -58,14 +45,6 @@ def one_huge(numel: int) -> Tensor:
     return values
 
 
-def subnormal(numel: int) -> Tensor:
-    return torch.randn(numel) * 1e-40
-
-
-SPREAD = [torch.randn, laplace, cauchy, row_scaled, column_scaled, ascending, one_huge]
-DISTINCT = [*SPREAD, largest_at_the_end, mostly_zero]
-
-
 def constant(numel: int) -> Tensor:
     return torch.full((numel,), -0.5)
 
@@ -81,21 +60,18 @@ def nearly_dead(numel: int) -> Tensor:
     return values
 
 
-def few_levels(numel: int) -> Tensor:
-    return torch.randint(-3, 4, (numel,)).float()
+KINDS = [torch.randn, cauchy, row_scaled, one_huge, largest_at_the_end, mostly_zero, constant, all_zero, nearly_dead]
 
 
-WITH_TIES = [constant, all_zero, nearly_dead, few_levels, subnormal]
+def step_on(v: Tensor, gradient: Tensor, u: Tensor | None = None, weight: Tensor | None = None, k: int = K) -> Segment:
+    return Segment(residual=v, momentum_buffer=u, gradient=gradient, weight=weight, k=k, **CONSTANTS)
 
 
-def step_on(
-    v: Tensor, gradient: Tensor, u: Tensor | None = None, weight: Tensor | None = None, k: int = K, **constants: Any
-) -> Segment:
-    return Segment(residual=v, momentum_buffer=u, gradient=gradient, weight=weight, k=k, **{**CONSTANTS, **constants})
+EACH_BACKEND = pytest.mark.usefixtures("each_backend")
 
 
-@pytest.fixture(params=["torch", "numba"], autouse=True)
-def _backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(params=["torch", "numba"])
+def each_backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each in turn, whatever would be chosen."""
     if request.param == "torch":
         monkeypatch.setattr(dispatch, "_faults", {"cpu": "not now"})
@@ -119,20 +95,14 @@ class Counting(SampledSelector):
         return super()._choose(values, candidates, k)
 
 
-def test_the_number_that_is_selected() -> None:
-    assert num_selected(1_000_000, 0.001) == 1000
-    assert num_selected(10, 1e-6) == num_selected(1, 0.5) == 1
-    assert num_selected(0, 0.5) == 0
-
-
-@pytest.mark.parametrize("make", [*DISTINCT, *WITH_TIES])
-@pytest.mark.parametrize("nesterov", [False, True])
-def test_what_is_taken_is_what_sorting_would_take(make: Callable[[int], Tensor], nesterov: bool) -> None:
+@EACH_BACKEND
+@pytest.mark.parametrize("make", KINDS)
+def test_what_is_taken_is_what_sorting_would_take(make: Callable[[int], Tensor]) -> None:
     """In every step of an error feedback, not on the average; of equal ones the first; zeros mask nothing."""
     chosen = Selection()
-    segment = step_on(torch.zeros(NUMEL), torch.zeros(NUMEL), torch.zeros(NUMEL), torch.randn(NUMEL), nesterov=nesterov)
+    segment = step_on(torch.zeros(NUMEL), torch.zeros(NUMEL), torch.zeros(NUMEL), torch.randn(NUMEL))
     (twin,) = copy.deepcopy([segment])
-    for step in range(6):
+    for step in range(4):
         segment.gradient.copy_(make(NUMEL))
         twin.gradient.copy_(segment.gradient)
         masking = step % 3 != 2
@@ -144,23 +114,11 @@ def test_what_is_taken_is_what_sorting_would_take(make: Callable[[int], Tensor],
             assert equal_bits(one, other)
 
 
-@pytest.mark.parametrize("numel", [1000, NUMEL])
-def test_what_is_not_a_number_does_not_vanish(numel: int) -> None:
-    """Nor does it keep others from being sent. The drivers look for faults before: this is what happens without."""
-    chosen, v = Selection(), torch.zeros(numel)
-    for step in range(3):
-        gradient = torch.randn(numel)
-        gradient[5] = float("nan") if step == 1 else 0.0
-        ((positions, _),) = chosen.compress_({"weight": step_on(v, gradient)}, masking=True)
-        assert positions.shape == (K,)
-        assert bool(v.isnan()[5]) == (step > 0)
-        assert int(v.isnan().sum()) == (step > 0)
-
-
 # The threshold --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("k", [1, 2, 17, 1000, NUMEL // 8 - 1, NUMEL // 8, NUMEL // 2, NUMEL - 1, NUMEL])
+@EACH_BACKEND
+@pytest.mark.parametrize("k", [1, NUMEL // 8 - 1, NUMEL // 8, NUMEL])
 def test_every_k(k: int) -> None:
     selector = SampledSelector()
     for numel in (NUMEL, NUMEL, SampledSelector.SMALL, SampledSelector.SMALL + 1):
@@ -168,7 +126,8 @@ def test_every_k(k: int) -> None:
         assert selector.accumulate_(step_on(v, torch.randn(numel), k=some)).equal(reference.largest(v, some))
 
 
-@pytest.mark.parametrize("threshold", [1e-45, 1e-10, 1.0, 3.2, 100.0, 1e30, float("inf"), float("nan"), -1.0])
+@EACH_BACKEND
+@pytest.mark.parametrize("threshold", [1e-45, 3.2, 100.0, float("nan"), -1.0])
 def test_the_threshold_does_not_influence_the_result(threshold: float) -> None:
     """Whatever a checkpoint or another step left there. A wrong one is found out after the pass, which is done once."""
     selector, v, gradient = SampledSelector(threshold), torch.zeros(NUMEL), torch.randn(NUMEL)
@@ -180,7 +139,7 @@ def test_the_threshold_does_not_influence_the_result(threshold: float) -> None:
     assert 0 < selector.threshold < 20  # found its way back
 
 
-@pytest.mark.parametrize("make", SPREAD)
+@pytest.mark.parametrize("make", [cauchy, row_scaled])
 def test_a_steady_step_is_one_pass(make: Callable[[int], Tensor]) -> None:
     """No sample and no second search, once the threshold follows a residual that grows and levels off."""
     selector, v = Counting(), torch.zeros(NUMEL)

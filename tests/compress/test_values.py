@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import cache
-
 import pytest
 import torch
 from torch import Tensor
@@ -12,14 +10,11 @@ from lightning_lowbw.compress.codec import BLOCK, HALF, LARGEST, PIECE, VALUE_NA
 from lightning_lowbw.kernels.reference import largest
 
 LEVELS = ["int8", "int4", "int2"]
-# What rounding may cost of a value in its range
-RELATIVE_ERROR = {"float32": 0.0, "bfloat16": 2.0**-8, "float16": 2.0**-11}
 
 
-def code(name: str, values: Tensor, counts: list[int] | None = None) -> Tensor:
+def code(name: str, values: Tensor) -> Tensor:
     """What the receivers get."""
-    counts = [values.numel()] if counts is None else counts
-    value_format = make_value_format(name)
+    counts, value_format = [values.numel()], make_value_format(name)
     data = value_format.encode(values, counts)
     assert data.dtype == torch.uint8
     assert data.shape == (value_format.nbytes(counts),)
@@ -29,12 +24,10 @@ def code(name: str, values: Tensor, counts: list[int] | None = None) -> Tensor:
     return decoded
 
 
-@cache
-def tail(name: str, numel: int = 2_000_000) -> Tensor:
-    """What top-k leaves of a distribution at one in a thousand; not to be changed in place."""
-    torch.manual_seed(1)
-    values = torch.randn(numel) if name == "normal" else torch.distributions.StudentT(3.0).sample((numel,))
-    return values[largest(values, numel // 1000)]
+def tail() -> Tensor:
+    """What top-k leaves of a distribution with heavy tails."""
+    values = torch.distributions.StudentT(3.0).sample((400_000,))
+    return values[largest(values, 2000)]
 
 
 def encode_by_blocks(bits: int, values: Tensor, counts: list[int]) -> Tensor:
@@ -59,16 +52,13 @@ def encode_by_blocks(bits: int, values: Tensor, counts: list[int]) -> Tensor:
     return torch.cat([torch.stack(extremes).to(torch.int16).view(torch.uint8), packed])
 
 
-@pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize(
-    "counts",
+    ("bits", "counts"),
     [
-        [1000],
-        [BLOCK + 1, 1, 0, BLOCK - 1],
-        [PIECE],
-        [PIECE + 1],
-        [7, 2 * PIECE, 5],
-        [PIECE - 1, 3, 2 * PIECE + BLOCK, 9],
+        (8, [BLOCK + 1, 1, 0, BLOCK - 1]),
+        (4, [BLOCK + 1, 1, 0, BLOCK - 1]),
+        (4, [PIECE]),
+        (4, [PIECE - 1, 3, 2 * PIECE + BLOCK, 9]),
     ],
     ids=str,
 )
@@ -92,19 +82,10 @@ def test_hard_values(name: str) -> None:
         assert (decoded[values != 0] != 0).all()
 
 
-@pytest.mark.parametrize("name", list(RELATIVE_ERROR))
-def test_floats_are_rounded_to_nearest(name: str) -> None:
-    values = torch.randn(1000)
-    assert ((code(name, values) - values).abs() <= RELATIVE_ERROR[name] * values.abs()).all()
-    assert code(name, values).equal(values.to(getattr(torch, name)).float())
-
-
-@pytest.mark.parametrize("numel", [2, 3, 60, BLOCK])
-@pytest.mark.parametrize("distribution", ["normal", "student"])
-def test_two_levels_are_the_best_two(distribution: str, numel: int) -> None:
+@pytest.mark.parametrize("numel", [2, 60, BLOCK])
+def test_two_levels_are_the_best_two(numel: int) -> None:
     """Against all ways to part the sorted values in two; the iteration may end in another of nearly the same error."""
-    torch.manual_seed(numel)
-    values = tail(distribution)[torch.randperm(2000)[:numel]]
+    values = tail()[torch.randperm(2000)[:numel]]
     decoded = code("int2", values)
     levels = decoded.abs().unique()
     assert levels.numel() == 2
@@ -114,14 +95,6 @@ def test_two_levels_are_the_best_two(distribution: str, numel: int) -> None:
     errors = [ordered[:cut].var(unbiased=False) * cut for cut in range(1, numel)]
     errors = [e + ordered[cut:].var(unbiased=False) * (numel - cut) for cut, e in enumerate(errors, start=1)]
     assert float((decoded - values).norm() ** 2) <= 1.1 * float(min(errors)) + 1e-4 * float(values.norm() ** 2)
-
-
-@pytest.mark.parametrize("name", LEVELS)
-def test_blocks_end_with_their_tensor(name: str) -> None:
-    """A tensor is coded as if it were alone, whatever lies beside it."""
-    parts = [torch.randn(count) * 10.0**number for number, count in enumerate([3, BLOCK + 5, 1, 2 * BLOCK, 17])]
-    decoded = code(name, torch.cat(parts), [part.numel() for part in parts])
-    assert decoded.equal(torch.cat([code(name, part) for part in parts]))
 
 
 @pytest.mark.parametrize("name", VALUE_NAMES)
@@ -135,21 +108,13 @@ def test_zeros_stay_beside_values(name: str) -> None:
     assert code(name, torch.zeros(5)).tolist() == [0.0] * 5
 
 
-@pytest.mark.parametrize(
-    ("name", "distribution", "limit"),
-    [
-        ("int8", "normal", 0.001),
-        ("int8", "student", 0.006),
-        ("bfloat16", "normal", 0.002),
-        ("int4", "normal", 0.016),
-        ("int4", "student", 0.10),
-        ("int2", "normal", 0.07),
-        ("int2", "student", 0.30),
-    ],
-)
-def test_the_error_of_what_top_k_leaves(name: str, distribution: str, limit: float) -> None:
-    values = tail(distribution)
-    assert (code(name, values) - values).norm() < limit * values.norm()
+LIMITS = {"float32": 0.0, "bfloat16": 0.002, "float16": 0.0003, "int8": 0.006, "int4": 0.10, "int2": 0.30}
+
+
+@pytest.mark.parametrize("name", VALUE_NAMES)
+def test_the_error_of_what_top_k_leaves(name: str) -> None:
+    values = tail()
+    assert (code(name, values) - values).norm() <= LIMITS[name] * values.norm()
 
 
 def test_nbytes() -> None:
@@ -162,7 +127,7 @@ def test_nbytes() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", VALUE_NAMES)
 def test_a_gpu_decodes_the_same_bits(name: str) -> None:
-    values, counts = tail("student"), [700, 300, 1000]
+    values, counts = tail(), [700, 300, 1000]
     value_format = make_value_format(name)
     data = value_format.encode(values.cuda(), counts)
     assert value_format.decode(data, counts).cpu().equal(value_format.decode(data.cpu(), counts))

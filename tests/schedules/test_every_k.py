@@ -10,26 +10,18 @@ import pytest
 import torch
 
 from lightning_lowbw import ConfigurationError
-from lightning_lowbw.schedules.every_k import (
-    EveryK,
-    Period,
-    balance,
-    steps_before,
-)
+from lightning_lowbw.schedules.every_k import EveryK, Period, balance, steps_before
 
 
 @pytest.mark.parametrize(
     ("choices", "message"),
     [
         ({"k_steps": 0}, "k_steps=0: give a number of optimizer steps, an integer >= 1"),
-        ({"k_steps": True}, "k_steps=True"),
-        ({"begin_step": -1}, "begin_step=-1: .*an integer >= 0"),
         ({"begin_step": 1.5}, "begin_step=1.5: .*between 0 and 1"),
         ({"begin_step": "soon"}, "begin_step='soon': .* 'first_lr_decay'"),
         ({"rule": "best"}, "rule='best': choose one of fixed, fleet, adacomm, qsr"),
         ({"rule": "fleet", "k_steps": 32}, "max_k_steps=16 is below the first k of 32"),
         ({"max_k_steps": 4}, r"max_k_steps=4 with rule='fixed', .*or set rule to 'fleet' or 'adacomm' or 'qsr'"),
-        ({"qsr_alpha": 0.3}, "qsr_alpha=0.3 with rule='fixed'"),
         ({"rule": "fleet", "qsr_alpha": 0.3}, "qsr_alpha=0.3 with rule='fleet', .*leave it out, or set rule to 'qsr'"),
         ({"rule": "qsr", "qsr_alpha": 0.0}, "qsr_alpha=0.0: give a number > 0"),
         ({"outer": "adam"}, "outer='adam': choose one of none, slowmo, nesterov"),
@@ -41,7 +33,6 @@ from lightning_lowbw.schedules.every_k import (
         ({"num_fragments": 9}, "num_fragments=9 with k_steps=8: give at most one fragment per step"),
         ({"num_fragments": "auto", "rule": "fleet"}, "num_fragments='auto' requires a fixed period"),
         ({"delay_steps": 8}, "delay_steps=8 with k_steps=8: give an integer from 0 to k_steps - 1"),
-        ({"delay_steps": "soon"}, "delay_steps='soon' with k_steps=8"),
         ({"mixing": 0.5}, "mixing=0.5 is for averages that are applied later: give delay_steps"),
         ({"mixing": 1.5, "delay_steps": 1}, r"mixing=1.5: give a number in \[0, 1\], or None"),
     ],
@@ -51,10 +42,7 @@ def test_what_cannot_be_is_refused(choices: dict[str, Any], message: str) -> Non
         EveryK(**choices)
 
 
-def test_it_compares_and_prints_by_what_was_given() -> None:
-    schedule = EveryK(k_steps=4, outer="nesterov", delay_steps=2)
-    assert schedule == EveryK(delay_steps=2, outer="nesterov", k_steps=4) != EveryK(k_steps=4)
-    assert eval(repr(schedule)) == schedule
+def test_a_k_of_1_is_ddp_unless_it_may_grow() -> None:
     assert EveryK(k_steps=1).is_always_synchronous
     assert not EveryK(k_steps=1, rule="adacomm", outer="slowmo").is_always_synchronous
 
@@ -65,10 +53,6 @@ def run(schedule: EveryK, lrs: list[float], losses: list[float]) -> list[int]:
         period = schedule.next_period(period, lr, loss)
         ks.append(period.k)
     return ks
-
-
-def test_fixed_stays() -> None:
-    assert run(EveryK(k_steps=5), [0.1, 0.01], [2.0, 1.0]) == [5, 5]
 
 
 def test_fleet_has_the_first_k_under_the_root() -> None:
@@ -93,29 +77,27 @@ def test_the_largest_k_is_16_unless_told_otherwise() -> None:
     assert run(EveryK(k_steps=1, rule="fleet", max_k_steps=20), [1.0, 1e-9], [1.0, 1.0])[-1] == 20
 
 
-@pytest.mark.parametrize("rule", ["fleet", "adacomm"])
-def test_the_reference_follows_the_rate_up(rule: Any) -> None:
-    schedule = EveryK(k_steps=2, rule=rule)
+def test_the_reference_follows_the_rate_up() -> None:
+    schedule = EveryK(k_steps=2, rule="fleet")
     period = Period(schedule.k_steps)
     for lr, loss in ((0.01, 4.0), (0.05, 3.0), (0.1, 2.0)):
         period = schedule.next_period(period, lr, loss)
         assert period == Period(2, lr, loss, lr)
 
 
-@pytest.mark.parametrize("rule", ["fleet", "adacomm", "qsr"])
-@pytest.mark.parametrize("lr", [0.0, -1.0, math.nan, math.inf])
-def test_rates_that_make_no_sense_change_nothing(rule: Any, lr: float) -> None:
+@pytest.mark.parametrize("rule", ["fleet", "qsr"])
+def test_rates_that_make_no_sense_change_nothing(rule: Any) -> None:
     schedule = EveryK(k_steps=3, rule=rule)
     period = schedule.next_period(Period(schedule.k_steps), 0.1, 1.0)
-    assert schedule.next_period(period, lr, 1.0) == period
+    for lr in (0.0, -1.0, math.nan, math.inf):
+        assert schedule.next_period(period, lr, 1.0) == period
 
 
-@pytest.mark.parametrize("momentum", [0.0, 0.5, 0.9])
-def test_nesterov_is_torchs_on_the_pseudo_gradient(momentum: float) -> None:
+def test_nesterov_is_torchs_on_the_pseudo_gradient() -> None:
     x = torch.nn.Parameter(torch.randn(5, dtype=torch.float64))
-    reference = torch.optim.SGD([x], lr=0.7, momentum=momentum, nesterov=momentum > 0)
+    reference = torch.optim.SGD([x], lr=0.7, momentum=0.8, nesterov=True)
     start, velocity = x.detach().clone(), torch.zeros(5, dtype=torch.float64)
-    schedule = EveryK(outer="nesterov", outer_lr=0.7, outer_momentum=momentum)
+    schedule = EveryK(outer="nesterov", outer_lr=0.7, outer_momentum=0.8)
     for _ in range(4):
         moved = start + torch.randn(5, dtype=torch.float64)
         x.grad = start - moved
@@ -123,14 +105,6 @@ def test_nesterov_is_torchs_on_the_pseudo_gradient(momentum: float) -> None:
         schedule.outer_step_([start], [moved], [velocity], 0.1)
         assert torch.equal(start, moved)
         torch.testing.assert_close(start, x.detach())
-
-
-def test_slowmo_without_momentum_takes_the_mean_over() -> None:
-    start, mean, velocity = torch.randn(3, 4), torch.randn(3, 4), torch.zeros(3, 4)
-    expected = mean.clone()
-    EveryK(outer="slowmo", outer_lr=1.0, outer_momentum=0.0).outer_step_([start], [mean], [velocity], 0.3)
-    torch.testing.assert_close(mean, expected)
-    assert torch.equal(start, mean)
 
 
 def test_slowmo_with_a_rate_of_0_takes_the_mean_over() -> None:
@@ -141,10 +115,10 @@ def test_slowmo_with_a_rate_of_0_takes_the_mean_over() -> None:
     assert torch.equal(velocity, torch.ones(3))
 
 
-@pytest.mark.parametrize("num_fragments", [1, 2, 3, 7])
+@pytest.mark.parametrize("num_fragments", [1, 2, 7])
 def test_fragments_are_balanced(num_fragments: int) -> None:
     chance = random.Random(num_fragments)
-    for _ in range(50):
+    for _ in range(25):
         numels = [int(2 ** chance.uniform(0, 16)) for _ in range(num_fragments + chance.randrange(30))]
         loads = [0] * num_fragments
         chosen = balance(numels, loads)
@@ -160,7 +134,7 @@ def test_new_tensors_go_where_the_least_is() -> None:
     assert sorted(balance([0, 0, 0], [0, 0, 0])) == [0, 1, 2]
 
 
-@pytest.mark.parametrize(("num_fragments", "k_steps"), [(1, 7), (2, 5), (4, 100), (5, 5), (3, 10)])
+@pytest.mark.parametrize(("num_fragments", "k_steps"), [(1, 7), (5, 5), (3, 10)])
 def test_first_averages_are_spread_over_a_period(num_fragments: int, k_steps: int) -> None:
     first = [k_steps - steps_before(fragment, num_fragments, k_steps) for fragment in range(num_fragments)]
     assert first[-1] == k_steps
