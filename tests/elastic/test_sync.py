@@ -173,9 +173,8 @@ def test_fixed_members_get_the_weights_without_elasticity_to_the_bit(name: str, 
             assert member.worker.tokens_seen == 3 * 4 * K_STEPS * TOKENS
 
 
-@pytest.mark.parametrize("collective", range(2))
-def test_the_others_go_on_without_a_member_that_is_killed_in_a_round(collective: int, store: dist.Store) -> None:
-    kills = {1: {"kill_in": (3, collective)}}
+def test_the_others_go_on_without_a_member_that_is_killed_in_a_round(store: dist.Store) -> None:
+    kills = {1: {"kill_in": (3, 1)}}
     members = [Member(store, number, METHODS["sparse_loco"], membership=kills.get(number, {})) for number in range(3)]
     train(members)
     assert_equal_anchors(members)
@@ -276,21 +275,6 @@ def test_a_stop_is_heard_where_others_are_waited_for(store: dist.Store) -> None:
     assert torch.equal(members[0].kept_change(), kept[0])
 
 
-def test_rounds_of_a_time_end_with_as_many_steps_as_each_has_taken(store: dist.Store) -> None:
-    def sleep(member: Member, _: int) -> None:
-        time.sleep(0.08 if member.number == 0 else 0.01)
-
-    options = {"round_s": 0.25}
-    members = [Member(store, n, METHODS["local_sgd"], 30, before=sleep, options=options) for n in range(2)]
-    train(members)
-    assert_equal_anchors(members)
-    slow, fast = (member.worker for member in members)
-    assert slow.contributed == fast.contributed == dict.fromkeys(("group 0", "group 1"), slow.num_averages)
-    assert slow.step == fast.step >= 30, "both count the steps of the fastest"
-    assert slow.num_averages >= 2
-    assert TOKENS * fast.step < slow.tokens_seen < 1.5 * TOKENS * fast.step
-
-
 def test_a_change_that_is_not_finite_is_left_out_by_name(store: dist.Store, caplog: pytest.LogCaptureFixture) -> None:
     def poison(member: Member, step: int) -> None:
         if step == K_STEPS + 1:
@@ -314,21 +298,11 @@ def test_who_is_not_drawn_keeps_its_work_for_the_next_round(store: dist.Store) -
     assert members[0].worker.tokens_seen + kept == 3 * 4 * K_STEPS * TOKENS
 
 
-def test_a_member_with_another_anchor_than_most_heals(store: dist.Store) -> None:
-    """As when a round has been committed by members that have then gone, and by the others without them."""
+def test_a_member_with_another_anchor_than_most_heals_and_is_told_if_it_happens_often(
+    store: dist.Store, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As when rounds have been committed by members that have then gone; often, where a processor rounds otherwise."""
 
-    def tamper(member: Member, step: int) -> None:
-        if step == K_STEPS + 1:
-            member.worker.start[member.parameters["wide"]][2, 3] += 1.0
-
-    members = [Member(store, n, METHODS["diloco"], before=tamper if n == 0 else None) for n in range(3)]
-    train(members)
-    assert_equal_anchors(members)
-    assert [quorum.step for quorum in members[0].there.history if quorum.healed] == [1]
-    assert members[0].worker.contributed == {f"group {n}": 4 for n in range(3)}
-
-
-def test_a_member_that_rounds_otherwise_is_told(store: dist.Store, caplog: pytest.LogCaptureFixture) -> None:
     def tamper(member: Member, step: int) -> None:
         if member.worker.num_averages:
             member.worker.start[member.parameters["wide"]][2, 3] += 1e-6
@@ -336,6 +310,8 @@ def test_a_member_that_rounds_otherwise_is_told(store: dist.Store, caplog: pytes
     members = [Member(store, n, METHODS["local_sgd"], 8 * K_STEPS, before=tamper if n == 0 else None) for n in range(3)]
     train(members)
     assert_equal_anchors(members)
+    assert [quorum.step for quorum in members[0].there.history if quorum.healed] == [*range(1, 8)]
+    assert members[0].worker.contributed == {f"group {n}": 8 for n in range(3)}
     assert caplog.text.count("this group ('group 0') has other weights than most, for the 5th time") == 1
     assert "'group 1') has other" not in caplog.text
 
@@ -465,7 +441,7 @@ def test_work_that_was_averaged_only_here_is_not_lost(store: dist.Store) -> None
     torch.testing.assert_close(sum(member.moved for member in members), committed + kept, rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(4))
 def test_no_change_is_lost_or_counted_twice(seed: int, store: dist.Store) -> None:
     """Whatever fails: all steps = what has been committed + residuals + work that has not been averaged."""
     generator = random.Random(seed)
