@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import functools
 import graphlib
 import importlib
 import inspect
@@ -12,7 +13,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
 from lightning.pytorch.strategies import StrategyRegistry
 
 import lightning_lowbw
@@ -33,7 +33,6 @@ from lightning_lowbw import (
 )
 from lightning_lowbw.presets import preset
 from lightning_lowbw.strategies import register
-from lightning_lowbw.strategies.gradient_hook import GradientHook
 from lightning_lowbw.strategies.keywords import STRATEGY_KEYWORDS
 
 PACKAGE = "lightning_lowbw"
@@ -82,6 +81,7 @@ FOREIGN: dict[str, set[str]] = {
 }
 
 
+@functools.cache
 def parse(module: Path) -> ast.Module:
     return ast.parse((ROOT / module).read_text(encoding="utf-8"))
 
@@ -94,6 +94,11 @@ def imported_names(tree: ast.AST) -> Iterator[str]:
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, "imports are absolute"
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+@functools.cache
+def imports_of(module: Path) -> list[str]:
+    return [*imported_names(parse(module))]
 
 
 def attribute_chains(tree: ast.AST) -> Iterator[str]:
@@ -118,11 +123,11 @@ def is_under(name: str, package: str) -> bool:
 def test_a_layer_imports_only_what_lies_below() -> None:
     assert {layer_of(module) for module in MODULES} - {"__init__", "cli"} == set(BELOW) >= set(FOREIGN)
     for module in MODULES:
-        layer, tree = layer_of(module), parse(module)
-        for name in imported_names(tree):
+        layer = layer_of(module)
+        for name in imports_of(module):
             if layer in BELOW and is_under(name, PACKAGE):
                 assert name.split(".")[1] in BELOW[layer] | {layer}, f"{module} imports {name}"
-        for name in (*imported_names(tree), *attribute_chains(tree)):
+        for name in (*imports_of(module), *attribute_chains(parse(module))):
             forbidden = [package for package in FOREIGN.get(layer, ()) if is_under(name, package)]
             assert not forbidden, f"{module} uses {name}"
 
@@ -131,7 +136,7 @@ def test_no_imports_form_a_cycle() -> None:
     """Nor those behind TYPE_CHECKING and inside functions: what is in a cycle can only be read together."""
     dotted = {".".join((PACKAGE, *path.with_suffix("").parts)).removesuffix(".__init__"): path for path in MODULES}
     graph = {
-        module: {name if name in dotted else name.rpartition(".")[0] for name in imported_names(parse(path))} - {module}
+        module: {name if name in dotted else name.rpartition(".")[0] for name in imports_of(path)} - {module}
         for module, path in dotted.items()
     }
     graphlib.TopologicalSorter({module: names & {*dotted} for module, names in graph.items()}).prepare()
@@ -139,13 +144,13 @@ def test_no_imports_form_a_cycle() -> None:
 
 def test_only_the_command_line_imports_hydra() -> None:
     for module in MODULES:
-        uses = [name for name in imported_names(parse(module)) if name.split(".")[0] in ("hydra", "omegaconf")]
+        uses = [name for name in imports_of(module) if name.split(".")[0] in ("hydra", "omegaconf")]
         assert bool(uses) == (module == Path("cli.py")), f"{module}: {uses}"
 
 
 def test_lightning_is_imported_by_names_that_the_mirror_replaces() -> None:
     for module in MODULES:
-        names = [name for name in imported_names(parse(module)) if "lightning" in name.partition(".")[0].split("_")]
+        names = [name for name in imports_of(module) if "lightning" in name.partition(".")[0].split("_")]
         foreign = [name for name in names if not is_under(name, PACKAGE)]
         assert all(any(is_under(name, known) for known in namespaces.MODULES) for name in foreign), (module, foreign)
         assert not foreign or f"{PACKAGE}.{layer_of(module)}" in namespaces.ADAPTERS, (module, foreign)
@@ -156,7 +161,7 @@ def test_triton_is_imported_where_it_is_launched() -> None:
     device_code = {module for module in MODULES if module.match("triton_*.py")}
     assert device_code
     for module in {*MODULES} - device_code:
-        tree = parse(module)
+        tree = ast.parse((ROOT / module).read_text())  # of its own: it is changed
         for node in ast.walk(tree):
             if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
                 node.body = [ast.Pass()]
@@ -172,13 +177,6 @@ def test_names_and_docstrings() -> None:
             if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and not node.name.startswith("_"):
                 assert ast.get_docstring(node), f"{module}: {node.name}"
                 assert node.name == "main" or node.name not in siblings, f"{module}: {node.name} is a module, too"
-
-
-def test_no_test_module_imports_another() -> None:
-    """What they share is in modules that are no tests: `tiny.py`, `oracle.py`, `sync/problem.py`."""
-    for path in Path(__file__).parents[1].rglob("*.py"):
-        names = [name for name in imported_names(ast.parse(path.read_text())) if is_under(name, "tests")]
-        assert not [name for name in names if ".test_" in name], path
 
 
 # The public surface ---------------------------------------------------------------------------------------------------
@@ -307,13 +305,6 @@ def test_registering_again_changes_nothing() -> None:
     assert lightning_lowbw.DGCStrategy is DGCStrategy
 
 
-def test_the_annotations_of_the_hook_are_objects() -> None:
-    """DDP compares them with `is`; as strings, which a __future__ import makes of them, they are refused."""
-    annotations = GradientHook.reduce.__annotations__
-    assert annotations["bucket"] is dist.GradBucket
-    assert not isinstance(annotations["return"], str)
-
-
 # Who waits for a whole device or stream: the timers of `sparsity="auto"`, and gloo's thread, which reads from the host.
 # And for one event: numbers that are read a step late.
 SYNCHRONISING = {"strategies/auto_choice.py": 1, "strategies/gradient_hook.py": 1, "comm/side_queue.py": 1}
@@ -323,7 +314,7 @@ SYNCHRONISING |= {"kernels/tensors.py": 1}
 def test_nothing_else_waits_for_a_device() -> None:
     found = {}
     for module in MODULES:
-        calls = [each for each in ast.walk(ast.parse((ROOT / module).read_text())) if isinstance(each, ast.Call)]
+        calls = [each for each in ast.walk(parse(module)) if isinstance(each, ast.Call)]
         names = [each.func.attr for each in calls if isinstance(each.func, ast.Attribute)]
         if number := names.count("synchronize"):
             found[module.as_posix()] = number

@@ -1,4 +1,4 @@
-"""Ranks in a Trainer, each a node of its own: on GPUs, or one that they share, through NCCL and gloo; and on a CPU."""
+"""Ranks in a Trainer, each a node of its own: on GPUs, or one that they share, through NCCL and gloo; one on a CPU."""
 
 from __future__ import annotations
 
@@ -87,11 +87,13 @@ def check(results: list[tuple[Any, ...]]) -> list[torch.Tensor]:
     return results[0][3]
 
 
-ON_GPU = [pytest.param(*each, marks=pytest.mark.gpu) for each in (("SGD", "nccl"), ("AdamW", "gloo"))]
+ON_GPU = [(name, *each) for name in STRATEGIES for each in (("SGD", "nccl"), ("AdamW", "gloo"))]
 
 
-@pytest.mark.parametrize(("optimizer", "backend"), [("SGD", "cpu"), *ON_GPU])
-@pytest.mark.parametrize("name", STRATEGIES)
+@pytest.mark.parametrize(
+    ("name", "optimizer", "backend"),
+    [("dgc, two levels", "SGD", "cpu"), *(pytest.param(*each, marks=pytest.mark.gpu) for each in ON_GPU)],
+)
 def test_strategies_exchange(name: str, optimizer: str, backend: str, tmp_path: Path) -> None:
     num_ranks, clip = 4 if "levels" in name else 2, None if optimizer == "AdamW" else 1.0
     arguments = (name, optimizer, "32-true", clip)

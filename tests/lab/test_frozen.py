@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import AdamW
 
-from lightning_lowbw import DGC, Hierarchical, LocalSGD, Method, QuantizedGradients, Strategy
+from lightning_lowbw import DGC, LocalSGD, Method, Strategy
 from lightning_lowbw.lab import Network, launch, read_sent_bytes
 from lightning_lowbw.lab.network import INTERFACE
 from lightning_lowbw.presets import preset
@@ -25,8 +25,6 @@ pytestmark = [*needs_lab, pytest.mark.slow]
 STEPS, SAVED_AT = 7, 5  # in the middle of an interval
 METHODS: dict[str, Method] = {
     "dgc": DGC(rampup_begin_step=2, sparsity=[0.9], min_numel=50),
-    "int8": QuantizedGradients("int8"),
-    "hierarchical": Hierarchical(1),
     "local_sgd": LocalSGD(k_steps=3, begin_step=0),
     "sparse_loco": preset("sparse_loco").replace(k_steps=3, begin_step=0),
 }

@@ -99,13 +99,10 @@ def test_rates() -> None:
     ("flags", "message"),
     [
         (["--timeout", "nan"], "timeout nan: give a number of seconds, above 0"),
-        (["--ranks-per-node", "0"], "ranks per node 0: give a number from 1 to"),
         (["--change", "nan:1gbit"], "--change nan:1gbit: give a time from 0 to"),
         (["--change", "1:quick"], "give SECONDS:RATE"),
         (["--nodes", "3", "--inter", "1gbit,1gbit"], "2 rates for 3 nodes; give one"),
-        (["--rtt", "nan"], "round-trip time of nan ms: give a number >= 0"),
         (["--report", "."], "--report .: this is a folder; give the name of a file"),
-        (["--report", "no/such/folder/report.json"], "there is no such folder; make it first"),
     ],
 )
 def test_flags_are_checked_before_anything_is_made(
@@ -132,7 +129,7 @@ class TestTheLab:
 
     @pytest.mark.slow
     @pytest.mark.alone
-    @pytest.mark.parametrize(("rates", "megabytes"), [((1e9, 1e9), 60), ((1e8, 1e8), 12), ((1e9, 5e7), 5)])
+    @pytest.mark.parametrize(("rates", "megabytes"), [((1e9, 1e9), 60), ((1e9, 5e7), 5)])
     def test_the_link_of_the_slower_node_is_as_slow_as_asked(self, rates: tuple[float, ...], megabytes: float) -> None:
         with Network(rates) as network:
             measured, (sent, received, sent_again, _) = measure(network, megabytes)
@@ -186,9 +183,9 @@ class TestTheLab:
     def test_a_timeout_ends_all_and_shows_them(self, capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
         path = tmp_path / "report.json"
         script = "import os, time; print('waiting as', os.environ['RANK'], flush=True); time.sleep(60)"
-        assert main(["--timeout", "4", "--report", str(path), "--", sys.executable, "-c", script]) == 124
+        assert main(["--timeout", "2", "--report", str(path), "--", sys.executable, "-c", script]) == 124
         shown = capfd.readouterr()
-        assert "within 4 s" in shown.err
+        assert "within 2 s" in shown.err
         assert "waiting as 1" in shown.err
         assert '"timed_out": true' in path.read_text()
         assert children(os.getpid()) == []
@@ -198,7 +195,10 @@ class TestTheLab:
             launch(network, ["sleep", "60"], changes=[(0.1, 0.1)])
 
     @needs_tun
-    @pytest.mark.parametrize(("rate", "rtt_ms", "megabytes"), [(1e8, 50.0, 4), (1e9, 0.5, 40)])
+    @pytest.mark.parametrize(
+        ("rate", "rtt_ms", "megabytes"),
+        [(1e8, 50.0, 4), pytest.param(1e9, 0.5, 40, marks=[pytest.mark.slow, pytest.mark.alone])],
+    )
     def test_a_round_trip_time(self, rate: float, rtt_ms: float, megabytes: float) -> None:
         with Network([rate] * 3, rtt_ms=rtt_ms) as network:
             measured, (sent, received, _, least_rtt_us) = measure(network, megabytes)
@@ -216,7 +216,7 @@ class TestTheLab:
             pass
         assert children(os.getpid()) == []
 
-    @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+    @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
     def test_nothing_is_left_behind(self, number: signal.Signals, tmp_path: Path) -> None:
         marker = tmp_path / "rank"
         script = (
@@ -224,11 +224,7 @@ class TestTheLab:
             "child = subprocess.Popen(['sleep', '60'], start_new_session=True, stderr=subprocess.DEVNULL)\n"
             "open(sys.argv[1] + os.environ['RANK'], 'w').write(f'{os.getpid()} {child.pid}'); time.sleep(60)"
         )
-        # What starts the tests in the background may have it ignored, which processes inherit.
-        handler = "signal.default_int_handler" if number == signal.SIGINT else "signal.SIG_DFL"
-        handled = "" if number == signal.SIGKILL else f"import signal; signal.signal({int(number)}, {handler})"
-        run = "from lightning_lowbw.lab.cli import main; sys.exit(main(sys.argv[1:]))"
-        program = f"import sys\n{handled}\n{WITHOUT_LIGHTNING}\n{run}"
+        program = WITHOUT_LIGHTNING + "from lightning_lowbw.lab.cli import main; sys.exit(main(sys.argv[1:]))"
         flags = ["--rtt", "5"] if HAS_TUN else []
         lab = subprocess.Popen(
             [sys.executable, "-c", program, *flags, "--", sys.executable, "-c", script, str(marker)],
