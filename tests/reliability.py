@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import ast
 import math
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -55,12 +54,6 @@ class Recorder:
         PAGE.write_text(
             head + BEGIN + "".join(_line(fault, row, ddp.get(fault, "")) for fault, row in self.rows.items())
         )
-
-
-def without_places(message: str) -> str:
-    """Return the beginning of an error of torch, without the addresses and files in it."""
-    line = re.sub(r"\[[^]]*\]:?\d* ?", "", message.splitlines()[0]).replace("|", "/")
-    return f"`{line[:100].strip()}`"
 
 
 def _line(fault: str, row: dict[str, Any], ddp: str) -> str:

@@ -99,16 +99,6 @@ def test_it_runs_or_says_what_is_allowed(name: str, data: st.DataObject) -> None
     assert SAYS.search(message), f"{given_values}: {message}"
 
 
-@pytest.mark.parametrize(
-    "name", ["EveryK", "TopK", "SparsityWarmup", "TrafficMonitor", "Topology", "QuantizedGradients"]
-)
-def test_wrong_names_are_told_the_right_ones(name: str) -> None:
-    constructor = CONSTRUCTORS[name]
-    names = list(inspect.signature(constructor).parameters)
-    with pytest.raises(ConfigurationError, match=rf"^{name}: .*Its arguments are: {', '.join(names)}"):
-        constructor(nonsense=1)
-
-
 def test_a_timeout_is_a_number_of_seconds() -> None:
     for timeout in (0, -1, math.nan, math.inf, 1e300, "20", True, [20]):
         with pytest.raises(ConfigurationError, match="give the seconds that a collective may take"):

@@ -125,8 +125,8 @@ def test_what_takes_as_long_is_not_taken_for_it_changes_more() -> None:
         assert choose(measured, Run(7, 57), GIVEN, OF_LOWBW, {})[0].name == expected
 
 
-@pytest.mark.parametrize("num_steps", [60, 100, 1000, 10_000, 1_000_000])
-@pytest.mark.parametrize("scale", [0.01, 1.0, 100.0])
+@pytest.mark.parametrize("num_steps", [60, 1000, 1_000_000])
+@pytest.mark.parametrize("scale", [0.01, 1.0])
 @pytest.mark.parametrize("is_adam", [False, True])
 def test_promises(num_steps: int, scale: float, is_adam: bool) -> None:
     """No element is sent too seldom, density never rises, the warm-up is a share, the mean is that of the steps."""
@@ -148,8 +148,10 @@ def test_promises(num_steps: int, scale: float, is_adam: bool) -> None:
         assert found.mean_s == pytest.approx(sum(times_s) / len(times_s))
 
 
-@pytest.mark.parametrize("topology", ["flat", "auto", 2, Topology(((0, 1), (2, 3)))])
-@pytest.mark.parametrize("name", CANDIDATES)
+@pytest.mark.parametrize(
+    ("name", "topology"),
+    [("ddp", "flat"), ("ddp", "auto"), ("float16", 2), ("int8", "flat"), ("dgc", Topology(((0, 1), (2, 3))))],
+)
 def test_what_is_to_be_written_down_can_be_typed(name: str, topology: Any) -> None:
     given = replace(GIVEN, where=Where(topology=topology))
     found, reason = choose(SLOW, LONG, given, ("ddp",) if name == "ddp" else ("ddp", name), {})
@@ -188,8 +190,6 @@ def test_the_numbers_of_the_documents() -> None:
     "arguments",
     [
         {"rampup_begin_step": 10},
-        {"rampup_step": 10},
-        {"budget": 0.0},
         {"budget": 1.5},
         {"budget": float("nan")},
         {"sparsity": [0.999], "budget": 0.1},
@@ -231,7 +231,7 @@ def test_all_densities_are_timed_by_one_collective(exchange: Any, timed: str, mo
     assert [method.what.exchange for method in methods] == [timed]
 
 
-@pytest.mark.parametrize("what", [TopK(), TopK(chunk=4096, value_dtype="int2"), TopK(value_dtype="float32")])
+@pytest.mark.parametrize("what", [TopK(), TopK(chunk=4096, value_dtype="int2")])
 def test_every_candidate_is_measured_and_enters_no_ledger(what: TopK) -> None:
     for measured, traffic in run_ranks(measure_here, 2, what):
         assert traffic == (0, 0.0)

@@ -64,17 +64,10 @@ def test_all_gathers_gain_up_to_about_128_ranks() -> None:
     assert gains["auto", 1024] > 6.0
 
 
-def test_a_quarter_of_the_elements_of_32_ranks_is_eight_times_the_gradient() -> None:
-    method = DGC(sparsity=[0.75], exchange="all_gather", **WIDE)
-    sent = cost_of(method, FLEET_SHAPES, fleet(1.0, 32), FLEET_STEP_S).node_bytes
-    assert sent / (4 * 66_000_000) == pytest.approx(8.0, rel=0.1)
-
-
 SHAPES = [(256, 256)] * 4 + [(512, 512), (1000,), (7,)]
 SPARSE = {"sparsity": [0.99], "min_numel": 4096}
 METHODS = {
     "int8": QuantizedGradients(),
-    "float16": QuantizedGradients("float16"),
     "powersgd": PowerSGD(rank=2),
     "dgc": DGC(**SPARSE),
     "dgc by reduce-scatter": DGC(**SPARSE, exchange="reduce_scatter"),
@@ -140,9 +133,7 @@ def test_of_two_that_are_as_fast_the_one_on_two_levels() -> None:
 OUT_OF_RANGE: list[dict[str, Any]] = [
     {"nodes": 0},
     {"ranks_per_node": None},  # not given
-    {"gbit_per_s": 0},
     {"latency_ms": -1.0},
-    {"overlap": "half"},
     {"overlap": 50},  # percent
 ]
 

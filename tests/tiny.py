@@ -63,7 +63,6 @@ class Tiny(pl.LightningModule):
         self.dropout = nn.Dropout(dropout)
         self.never = nn.Linear(16, 32) if unused else None
         self.rank_zero_only = nn.Linear(16, 64) if unused else None
-        self.step_losses: list[float] = []
         self.looks = 0
 
     def forward(self, x: Tensor) -> Tensor:
@@ -80,7 +79,6 @@ class Tiny(pl.LightningModule):
         loss = nn.functional.cross_entropy(self(x), y)
         if self.poison == (self.global_rank, batch_idx):
             loss = loss * float("inf")
-        self.step_losses.append(float(loss.detach()))
         return loss
 
     def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
@@ -122,20 +120,6 @@ class TwoOptimizers(Tiny):
         half = list(self.wide.parameters())
         rest = [p for p in self.parameters() if p.requires_grad and not any(p is each for each in half)]
         return [sgd(half), sgd(rest)]
-
-
-class Constant(pl.LightningModule):
-    """Its weight moves by 1 per step on rank 0, by 2 on rank 1."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(()))
-
-    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        return -self.weight * (1.0 + self.global_rank)
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=1.0)
 
 
 class Watcher(pl.Callback):
