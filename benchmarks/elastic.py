@@ -1,7 +1,8 @@
 """Groups that are killed, stopped, cut off and slow: what each fault costs the others, and the goodput under many.
 
     .venv/bin/python benchmarks/elastic.py                          # 25 minutes: each fault, and the time without any
-    .venv/bin/python benchmarks/elastic.py --only goodput --minutes 60
+    .venv/bin/python benchmarks/elastic.py --only alone --minutes 40     # many faults
+    .venv/bin/python benchmarks/elastic.py --only goodput --minutes 60   # the same, begun at the same time as the next
     .venv/bin/python benchmarks/elastic.py --only restart --minutes 60   # the same faults; restarts the whole job
     .venv/bin/python benchmarks/elastic.py --report                 # table and plot of what there is
 
@@ -115,7 +116,8 @@ CASES = {
     "fixed": Case("none, not elastic", is_elastic=False),
 }
 LONG = {
-    "goodput": Case("elastic", groups=NAMES, minutes=60.0),
+    "alone": Case("elastic, with the machine to itself", groups=NAMES, minutes=60.0),
+    "goodput": Case("elastic, at the same time as the next", groups=NAMES, minutes=60.0),
     "restart": Case("restart of all from the last checkpoint", groups=NAMES, is_elastic=False, minutes=60.0),
 }
 
@@ -615,7 +617,7 @@ def main() -> None:
     """Measure, and keep each row as soon as there is one."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=[*CASES, *LONG], default=[*CASES])
-    parser.add_argument("--minutes", type=float, default=60.0, help="of goodput and restart")
+    parser.add_argument("--minutes", type=float, default=60.0, help="of those with many faults")
     parser.add_argument("--report", action="store_true", help="measure nothing")
     options = parser.parse_args()
     path = RESULTS / "elastic.json"
