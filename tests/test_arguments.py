@@ -77,7 +77,7 @@ def use(built: Any) -> None:
 
 
 @pytest.mark.parametrize("name", CONSTRUCTORS)
-@quickly(25)
+@quickly(15)
 @given(data=st.data())
 def test_it_runs_or_says_what_is_allowed(name: str, data: st.DataObject) -> None:
     constructor = CONSTRUCTORS[name]
@@ -124,7 +124,7 @@ def configurations() -> dict[str, DictConfig]:
         return {name: compose("train", [f"strategy={name}"]).strategy for name in names}
 
 
-@quickly(40)
+@quickly(25)
 @given(data=st.data())
 def test_an_override_runs_or_says_what_is_allowed(configurations: dict[str, DictConfig], data: st.DataObject) -> None:
     name = data.draw(st.sampled_from(sorted(configurations)))

@@ -22,7 +22,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from omegaconf import DictConfig
 from packaging.requirements import Requirement
 
-from lightning_lowbw import Compression, EveryStep, Topology, cli
+from lightning_lowbw import Compression, Topology, cli
 from tests.programs import ROOT, TORCHRUN, run_python, run_script
 
 CONF = ROOT / "conf"
@@ -116,20 +116,6 @@ def test_the_presets_of_the_command_line_are_those_of_the_names(composing: None)
     ):
         built = instantiate(compose_train(f"strategy={name}").strategy)
         assert built.method == StrategyRegistry.get(name).method
-
-
-@pytest.mark.parametrize(
-    ("overrides", "expected"),
-    [
-        ((), EveryStep(sparsity="auto")),
-        (("strategy.rampup_begin_step=100",), EveryStep(100, 1, [0.999])),
-        (("strategy.sparsity=[0.75,0.99]", "strategy.rampup_step=9"), EveryStep(0, 9, [0.75, 0.99])),
-    ],
-)
-def test_the_sparsity_is_chosen_unless_a_schedule_is_given(
-    overrides: tuple[str, ...], expected: EveryStep, composing: None
-) -> None:
-    assert instantiate(compose_train("strategy=dgc", *overrides).strategy).method.when == expected
 
 
 def test_parts_of_a_compression_are_overridden_one_by_one(composing: None) -> None:

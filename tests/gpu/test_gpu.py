@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lightning_lowbw import DGC, LocalSGD, QuantizedGradients
+from lightning_lowbw import DGC, LocalSGD
 from lightning_lowbw.comm.agreement import digest
 from lightning_lowbw.comm.peers import make_peers
 from lightning_lowbw.sync.local import LocalSync
@@ -28,21 +28,16 @@ SPARSE: dict[str, Any] = {"rampup_begin_step": 2, "rampup_step": 4, "sparsity": 
 METHODS: dict[str, Any] = {
     "dgc": DGC(**SPARSE),
     "dgc bfloat16": DGC(**SPARSE, value_dtype="bfloat16"),
-    "dgc reduce_scatter": DGC(**SPARSE, exchange="reduce_scatter"),
-    "int8": QuantizedGradients("int8"),
     "local": LocalSGD(k_steps=3),
     "local bfloat16": LocalSGD(k_steps=3, compression="bfloat16"),
-    "local hidden": LocalSGD(k_steps=4, delay_steps=2, outer="nesterov"),
 }
 CROSSED: Nodes = ((0, 3), (1, 2))
-TRAININGS: list[tuple[str, int, Nodes]] = [
+TRAININGS: list[tuple[str, int, Nodes]] = [  # of others: test_lightning.py
     ("dgc", 2, ()),
     ("dgc", 4, CROSSED),
-    ("local hidden", 2, ()),
-    ("int8", 2, ()),
     ("dgc", 6, ()),
     ("local", 4, CROSSED),
-    *((name, 2, ()) for name in ("dgc bfloat16", "dgc reduce_scatter", "local", "local bfloat16")),
+    *((name, 2, ()) for name in ("dgc bfloat16", "local bfloat16")),
 ]
 
 
@@ -73,9 +68,8 @@ def test_trainings(backend: str, name: str, num_ranks: int, nodes: Nodes, tmp_pa
     of_gpu = run_ranks(on_gpu, num_ranks, backend, str(tmp_path / "store"), train, name, nodes, timeout_s=40.0)
     assert len({weights for _, weights in of_gpu}) == 1
     of_cpu = run_ranks(train, num_ranks, "cpu", name, nodes)
-    # Integers are of one scale per block, which noise moves; nearest ones differ then by a whole unit.
-    is_rounded = METHODS[name].compresses_gradients or name == "int8"
-    check_near(of_gpu[0][0], of_cpu[0][0], rtol=1e-3, atol=1e-4, selects=is_rounded)
+    selects = METHODS[name].compresses_gradients
+    check_near(of_gpu[0][0], of_cpu[0][0], rtol=1e-3, atol=1e-4, selects=selects)
 
 
 def reduce_on_two_levels(device: str, algorithm: Any) -> tuple[list[torch.Tensor], int]:
