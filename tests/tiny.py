@@ -157,6 +157,7 @@ def make_strategy(name: str, **kwargs: Any) -> DDPStrategy:
         return DDPStrategy(**kwargs)
     if name == "dense":
         return DGCStrategy(rampup_begin_step=10**6, **kwargs)
+    assert name == "dgc", name
     defaults = {"rampup_begin_step": 2, "rampup_step": 4, "sparsity": (0.5, 0.95), "min_numel": MIN_NUMEL}
     if len(kwargs.get("sparsity", defaults["sparsity"])) == 1:
         defaults["rampup_step"] = 1  # nothing to spread
