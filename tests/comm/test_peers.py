@@ -262,6 +262,11 @@ def be_refused() -> dict[str, str]:
         assert gather(peers, message_of(rank, 3)).equal(torch.stack([message_of(r, 3) for r in range(2)])[None])
     assert make_peers(1).topology is None  # a node for each rank
     assert make_peers(2, dist.group.WORLD).topology == Topology(((0, 1), (2, 3)))
+    on_one_node = make_peers(WORLD)
+    on_one_node.all_reduce_(torch.ones(3))
+    on_one_node.broadcast_(torch.ones(3))
+    assert on_one_node.ledger.inter_bytes == 0 < on_one_node.ledger.intra_bytes
+    on_one_node.close()
     return said
 
 

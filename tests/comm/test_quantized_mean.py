@@ -1,6 +1,6 @@
 """The mean in few bits, of every size: nothing is lost, equal bits on all ranks, and the bytes of the formula.
 
-That it is the one of the definition, to the bit, is in `tests/sync/test_quantized.py`.
+That int8 and int4 are those of the definition, to the bit, is in `tests/sync/test_quantized.py`.
 """
 
 from __future__ import annotations

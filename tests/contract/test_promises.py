@@ -22,10 +22,10 @@ from tests.ranks import run_ranks
 from tests.sync.problem import AWKWARD, CLOSE, Parameters, backward, in_memory, loss_of, make_parameters, weights_of
 
 EVERY_ROW = pytest.mark.parametrize("name", list(ROWS))
-# A row for each pair of a schedule and a payload, on one level and on two.
+# A row for each schedule, payload and exchange, on one level and on two.
 ONE_EACH = {
-    (type(row.method.when), type(row.method.what), row.method.where.topology == "flat"): name
-    for name, row in ROWS.items()
+    (type(method.when), type(method.what), getattr(method.what, "exchange", ""), method.where.topology == "flat"): name
+    for name, method in ((name, row.method) for name, row in ROWS.items())
 }
 
 

@@ -1,4 +1,4 @@
-"""The grid of golden trajectories: not the full product, but each value of each axis beside several others."""
+"""The grid of golden trajectories: not the full product, but a case for each path through the code."""
 
 from __future__ import annotations
 

@@ -92,6 +92,28 @@ def test_saving_and_validating_change_nothing(tmp_path: Path) -> None:
     assert run_ranks(partial(fit, path, tuple(range(STEPS)), looks=True, dropout=0.0), 2) == blind
 
 
+def kept_after_a_resume(resume: str) -> dict[str, torch.Tensor]:
+    trainer = make_trainer(make_strategy("dgc"), 2, max_steps=7, max_epochs=-1)
+    trainer.fit(Tiny(), make_data(2, STEPS), ckpt_path=resume)
+    (worker,) = trainer.strategy.workers
+    parameters = worker.by_name()
+    buffers = {f"u {name}": worker.optimizer.state[parameters[name]]["momentum_buffer"] for name in worker.residuals}
+    return {**{f"v {name}": v for name, v in worker.residuals.items()}, **buffers}
+
+
+def test_resume_with_another_number_of_ranks_keeps_the_mean_residual(tmp_path: Path) -> None:
+    path = str(tmp_path / "step{}.ckpt")
+    run_ranks(partial(fit, path, (7,)), 3)
+    shards = [torch.load(path, weights_only=True) for path in sorted((tmp_path / "step7.ckpt.ranks").iterdir())]
+    for kept in run_ranks(kept_after_a_resume, 2, path.format(7)):
+        assert kept
+        for name, value in kept.items():
+            key = {"v": "residuals", "u": "velocities"}[name[0]]
+            expected = torch.stack([shard["workers"][0][key][name[2:]] for shard in shards]).mean(0)
+            torch.testing.assert_close(value.flatten(), expected, rtol=0, atol=1e-7)
+            assert float(value.abs().max()) > 0
+
+
 def fit_linking_the_last(folder: str) -> list[str]:
     num_ranks = dist.get_world_size()
     keep = ModelCheckpoint(folder, every_n_train_steps=2, monitor="val_loss", save_top_k=-1, save_last="link")

@@ -52,12 +52,14 @@ class Wrong(Tiny):
 STRATEGIES: dict[str, Callable[[int], DDPStrategy]] = {  # of a rank
     "config": lambda rank: make_strategy("dgc", sparsity=[0.9 + 0.01 * rank]),
     "ddp": lambda rank: make_strategy("dgc", bucket_cap_mb=1 + rank),
+    "resume": lambda rank: make_strategy("dgc", resume="weights and optimizer" if rank else "exact"),
     "exclude": lambda _: make_strategy("dgc", exclude=["embedding.*"]),
     "class": lambda rank: ShardedStrategy(DGC(), topology=1) if rank else DGCStrategy(),  # type: ignore[dict-item, return-value]
 }
 REFUSED: dict[str, tuple[type[Exception], list[str]]] = {
     "config": (DisagreementError, ["sparsity", "rank 0 has (0.9,)", "rank 1 has (0.91,)"]),
     "ddp": (DisagreementError, ["bucket_cap_mb", "rank 1 has 2"]),
+    "resume": (DisagreementError, ["resume", "rank 0 has 'exact'"]),
     "class": (DisagreementError, ["class: rank 0 has 'DGCStrategy', rank 1 has 'ShardedStrategy'"]),
     "shape": (DisagreementError, ["model", "extra.weight", "(4, 4)", "(5, 4)"]),
     "momentum": (DisagreementError, ["momentum", "0.9", "0.95"]),

@@ -196,6 +196,7 @@ def train(package: str, number: int, folder: Path | None = None, **options: Any)
     """Return the weights and what was logged; with a folder, resume from the checkpoint in it, and leave one."""
     pl = importlib.import_module(package)
     strategy, callbacks = make_case(number)
+    assert all(isinstance(each, pl.Callback) for each in callbacks)
     path = None
     if folder is not None:
         callbacks = [*callbacks, pl.callbacks.ModelCheckpoint(folder, save_last=True)]

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from lightning.pytorch.callbacks import LearningRateFinder
 from torch import Tensor, nn
 
-from lightning_lowbw import ConfigurationError, LocalSGDStrategy, TrafficMonitor
+from lightning_lowbw import AveragingSchedule, ConfigurationError, LocalSGDStrategy, TrafficMonitor
 from lightning_lowbw.comm.agreement import digest
 from lightning_lowbw.comm.collectives import all_reduce_bytes
 from tests.ranks import run_ranks
@@ -162,15 +162,19 @@ def test_settings_that_communicate_between_averages_are_refused() -> None:
 
 
 def fit_twice() -> Any:
-    """Return where the local phase of a second fit begins."""
+    """Return where the local phase of a second fit begins, and of a fit to which a callback gives the fraction."""
     strategy = LocalSGDStrategy(k_steps=2, begin_step=0.5)
     trainer = make_trainer(strategy, 2)
     for epochs in (1, 2):
         trainer.fit_loop.max_epochs = epochs
         trainer.fit(Tiny(), make_data(2, 6))
-    return strategy.method.when.begin_step  # type: ignore[union-attr]
+    by_callback = LocalSGDStrategy(k_steps=3)
+    callbacks = [AveragingSchedule(begin_step=0.25)]
+    make_trainer(by_callback, 2, callbacks=callbacks, max_epochs=2).fit(Tiny(), make_data(2, 8))
+    (worker,) = by_callback.replicas
+    return strategy.method.when.begin_step, worker.when.begin_step, worker.num_averages  # type: ignore[union-attr]
 
 
-def test_a_second_fit_has_its_own_fraction() -> None:
-    """It has 6 steps, of which the first is number 0, and the Trainer has done 6 before."""
-    assert run_ranks(fit_twice, 2) == [3, 3]
+def test_a_second_fit_has_its_own_fraction_and_so_has_a_callback() -> None:
+    """The second has 6 steps, of which the first is number 0, and the Trainer has done 6 before."""
+    assert run_ranks(fit_twice, 2) == [(3, 4, 4)] * 2

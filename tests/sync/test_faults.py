@@ -350,6 +350,30 @@ def test_an_exchange_that_fails_is_named_and_the_next_one_is_whole() -> None:
         assert first[:2] == ("the exchange of gradients after step 1", 3)
 
 
+def fail_inside_a_step() -> None:
+    worker, parameters = make_synchronizer()
+    take_gradient_step(worker, parameters, 0)
+    backward(parameters, 1)
+    of_user = [dict(group) for group in worker.optimizer.param_groups]
+
+    def step() -> None:
+        with worker.stepping():
+            worker.exchange()
+            (group,) = worker.optimizer.param_groups
+            assert group["momentum"] == group["weight_decay"] == 0.0
+            raise KeyError("in the middle")
+
+    assert message_of(step, KeyError) == "'in the middle'"
+    assert [dict(group) for group in worker.optimizer.param_groups] == of_user
+    assert worker.state_dict()["torn"] == "the optimizer's step after step 1", "others may have taken it"
+    take_gradient_step(worker, parameters, 1)
+    assert worker.state_dict()["torn"] == ""
+
+
+def test_the_users_values_come_back_though_the_step_raised() -> None:
+    run_ranks(fail_inside_a_step, 2)
+
+
 PULL = torch.linspace(1, 2, 2560)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+import time
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from lightning_lowbw.kernels import dispatch, reference
 from lightning_lowbw.kernels.dispatch import Uses
 from lightning_lowbw.namespaces import LOGGER
+from lightning_lowbw.sync import kernels
 from lightning_lowbw.sync.kernels import prepare_kernels
 from tests.ranks import run_ranks
 from tests.sync.problem import Said
@@ -58,3 +60,17 @@ def test_triton_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     reason = dispatch.prepare(torch.device("cuda", 77))
     assert reason == "Triton 3.2 or newer is not installed: pip install triton."
+
+
+def test_who_compiles_for_long_says_so_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    said, logger = Said(), logging.getLogger(LOGGER)
+    logger.addHandler(said)
+    try:
+        for patience_s, seconds in ((0.3, 0.0), (0.05, 0.4)):
+            monkeypatch.setattr(kernels, "PATIENCE_S", patience_s)
+            monkeypatch.setattr(dispatch, "prepare", lambda *_, seconds=seconds: time.sleep(seconds))
+            assert prepare_kernels(CPU, Uses()) is None
+            time.sleep(0.4)  # one that is not cancelled would speak now
+    finally:
+        logger.removeHandler(said)
+    assert said.messages == [kernels.COMPILING]
