@@ -1,7 +1,7 @@
 """Groups that are killed, stopped, cut off and slow: what each fault costs the others, and the goodput under many.
 
     .venv/bin/python benchmarks/elastic.py                          # 25 minutes: each fault, and the time without any
-    .venv/bin/python benchmarks/elastic.py --only alone --minutes 40     # many faults
+    .venv/bin/python benchmarks/elastic.py --only alone --minutes 20     # many faults
     .venv/bin/python benchmarks/elastic.py --only goodput --minutes 60   # the same, begun at the same time as the next
     .venv/bin/python benchmarks/elastic.py --only restart --minutes 60   # the same faults; restarts the whole job
     .venv/bin/python benchmarks/elastic.py --report                 # table and plot of what there is

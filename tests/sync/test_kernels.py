@@ -14,7 +14,6 @@ from lightning_lowbw.kernels import dispatch, reference
 from lightning_lowbw.kernels.dispatch import Uses
 from lightning_lowbw.namespaces import LOGGER
 from lightning_lowbw.sync import kernels
-from lightning_lowbw.sync.kernels import prepare_kernels
 from tests.ranks import run_ranks
 from tests.sync.problem import Said
 
@@ -31,7 +30,7 @@ def prepare(failing: tuple[int, ...], num_groups: int = 1) -> tuple[str | None, 
     dispatch.prepare = lambda device, uses=None: REASON if rank in failing else None
     logger.addHandler(said)
     try:
-        sentence = prepare_kernels(CPU, Uses(), None if num_groups == 1 else groups[rank % num_groups])
+        sentence = kernels.prepare_kernels(CPU, Uses(), None if num_groups == 1 else groups[rank % num_groups])
         return sentence, said.messages, dispatch.kernels_for(torch.zeros(8)) is reference
     finally:
         logger.removeHandler(said)
@@ -69,7 +68,7 @@ def test_who_compiles_for_long_says_so_once(monkeypatch: pytest.MonkeyPatch) -> 
         for patience_s, seconds in ((0.3, 0.0), (0.05, 0.4)):
             monkeypatch.setattr(kernels, "PATIENCE_S", patience_s)
             monkeypatch.setattr(dispatch, "prepare", lambda *_, seconds=seconds: time.sleep(seconds))
-            assert prepare_kernels(CPU, Uses()) is None
+            assert kernels.prepare_kernels(CPU, Uses()) is None
             time.sleep(0.4)  # one that is not cancelled would speak now
     finally:
         logger.removeHandler(said)

@@ -462,14 +462,13 @@ OPTIMIZERS: dict[str, tuple[Callable[..., Optimizer], int]] = {
         60,
     ),
 }
-PLACES = {"8 ranks": (8, 8), "64 ranks": (64, 64), "8 nodes of 8": (64, 8)}  # ranks, nodes
+PLACES = {"2 ranks": (2, 2), "8 ranks": (8, 8), "64 ranks": (64, 64), "8 nodes of 8": (64, 8)}  # ranks, nodes
 GRAD_SCALER = "GradScaler"
 AT_A_QUARTER = "25 % of the elements"
 BF16_TRUE = "bf16-true"
 SHARDED = "sharded inside nodes"
 CELLS = [
-    ("SGD", "ResNet-50", "64 ranks", ""),
-    ("SGD", "ResNet-50", "8 nodes of 8", ""),
+    *(("SGD", "ResNet-50", where, "") for where in ("2 ranks", "64 ranks", "8 nodes of 8")),
     ("SGD", "transformer", "8 nodes of 8", ""),
     ("AdamW", f"ResNet-50{CHANNELS_LAST}", "8 nodes of 8", ""),
     ("SGD", "ResNet-50", "8 nodes of 8", GRAD_SCALER),
