@@ -8,7 +8,7 @@ the mean.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from lightning_lowbw.errors import ConfigurationError
 from lightning_lowbw.kernels.reference import Constants, OtherPart, SecondMoment
-from lightning_lowbw.kernels.tensors import copy_all_, copy_in_order_, flat_in_order, in_order
+from lightning_lowbw.kernels.tensors import Rates, copy_in_order_, flat_in_order, in_order
 
 Group = dict[str, Any]
 
@@ -40,17 +40,7 @@ class ErrorFeedback:
 
     def __init__(self, optimizer: Optimizer, num_participants: int) -> None:
         self.optimizer, self.num_participants = optimizer, num_participants
-        self._rates: dict[int, tuple[Tensor, int, float]] = {}  # by id of the group, see `rate_of`
-
-    def rate_of(self, group: Group) -> float:
-        """Return the learning rate of a group. On a device it is read once, and again when somebody has changed it."""
-        rate = group["lr"]
-        if not isinstance(rate, Tensor) or rate.device.type == "cpu" or rate.is_inference():
-            return float(rate)
-        known = self._rates.get(id(group))
-        if known is None or known[0] is not rate or known[1] != rate._version:
-            known = self._rates[id(group)] = (rate, rate._version, float(rate))
-        return known[2]
+        self.rate_of = Rates()
 
     def local_keys(self, parameter: Parameter) -> tuple[str, ...]:
         """Return the names of a parameter's other states in the optimizer that differ between ranks."""
@@ -62,6 +52,11 @@ class ErrorFeedback:
 
     def check(self) -> None:
         """Raise ConfigurationError if a param group has an option that cannot be corrected."""
+        if self.is_complete and any(group.get("differentiable") for group in self.optimizer.param_groups):
+            raise ConfigurationError(
+                f"{type(self.optimizer).__name__}(differentiable=True) is not supported in sparse steps. Leave "
+                "differentiable out."
+            )
 
     def constants(self, group: Group) -> Constants:
         """Return the constants of the tensors of a group, as the user has them."""
@@ -93,40 +88,32 @@ class ErrorFeedback:
     def write_second_moment(self, parameter: Parameter, own: slice, moment: SecondMoment) -> None:
         """Write back what `second_moment` has returned, where it was a copy."""
 
-    def can_step(self, group: Group) -> bool:
-        """Whether the optimizer would only subtract ``lr mean`` from the tensors of a group."""
-        return self.is_complete and not group.get("differentiable")
+    def step_(self, parameters: Sequence[Parameter], group: Group) -> None:
+        """Do what is left of the optimizer's step: ``w = w - lr mean``, with the mean in `.grad`."""
+        self.decay_weights(parameters, group)
+        lr, gradients = self.rate_of(group), [p.grad for p in parameters if p.grad is not None]
+        torch._foreach_add_(list(parameters), gradients, alpha=lr if group.get("maximize") else -lr)
 
     def decay_weights(self, parameters: Sequence[Parameter], group: Group) -> None:
         """Apply the weight decay of this step to sparse tensors, if it is not part of the means."""
 
-    def exclude(self, sparse: Sequence[Parameter]) -> None:
-        """Remove from the optimizer's next step the parts that the exchange has done; until `restore`."""
-
-    def restore(self) -> None:
-        """Restore the optimizer."""
-
-    def correct_dense(self, parameters: Sequence[Parameter], group: Group) -> None:
-        """Correct averaged gradients, in place, for the optimizer's step after `exclude`."""
+    def end_step(self) -> None:
+        """Count the step, where the optimizer does not."""
 
 
 class MomentumCorrection(ErrorFeedback):
     """``g = G + c (w - lr v); u = m u + g; v = v + u`` (Nesterov: ``v + g + m u``); ``w = w - lr mean``.
 
     The decay is that of the weight after this rank's residual has been applied, see `kernels.reference.correct_`: that
-    of w alone would be applied only when it is sent, too late, and may diverge. Small tensors have ``g = G + c w`` and
-    torch's own velocity. `exclude` sets momentum and weight decay of the param groups to 0.
+    of w alone would be applied only when it is sent, too late, and may diverge. Small tensors are left to torch's SGD.
     """
 
     kind = "momentum"
     velocity_key = "momentum_buffer"
     is_complete = True
 
-    def __init__(self, optimizer: Optimizer, num_participants: int) -> None:
-        super().__init__(optimizer, num_participants)
-        self._user_values: list[tuple[Group, Group]] = []
-
     def check(self) -> None:
+        super().check()
         for group in self.optimizer.param_groups:
             if group["momentum"] != 0 and group["dampening"] != 0:
                 raise ConfigurationError(
@@ -135,50 +122,14 @@ class MomentumCorrection(ErrorFeedback):
                 )
 
     def constants(self, group: Group) -> Constants:
-        values = self._as_given(group)
-        decay = float(values["weight_decay"])
+        decay = float(group["weight_decay"])
         return Constants(
-            momentum=float(values["momentum"]),
+            momentum=float(group["momentum"]),
             nesterov=bool(group["nesterov"]),
             weight_decay=decay,
             ahead=decay and decay * self.rate_of(group),
             sign=-1.0 if group.get("maximize") else 1.0,
         )
-
-    def _as_given(self, group: Group) -> Group:
-        """Return a param group as the user has it."""
-        return {**group, **next((values for changed, values in self._user_values if changed is group), {})}
-
-    def exclude(self, sparse: Sequence[Parameter]) -> None:
-        if self._user_values:  # a closure that ran twice
-            return
-        for group in self.optimizer.param_groups:
-            self._user_values.append((group, {key: group[key] for key in ("momentum", "weight_decay")}))
-            group.update(momentum=0.0, weight_decay=0.0)
-
-    def restore(self) -> None:
-        for group, values in self._user_values:
-            group.update(values)
-        self._user_values.clear()
-
-    def correct_dense(self, parameters: Sequence[Parameter], group: Group) -> None:
-        """Apply momentum to averaged gradients. Its buffers stay the same on all ranks, so they need no residual."""
-        constants = self.constants(group)
-        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-        if constants.sign < 0:  # as torch's SGD does, before the decay
-            torch._foreach_neg_(gradients)
-        if constants.weight_decay != 0:
-            torch._foreach_add_(gradients, list(parameters), alpha=constants.weight_decay)
-        if constants.momentum != 0:
-            velocities = [self.velocity(parameter) for parameter in parameters]
-            torch._foreach_mul_(velocities, constants.momentum)
-            torch._foreach_add_(velocities, gradients)
-            if constants.nesterov:
-                torch._foreach_add_(gradients, velocities, alpha=constants.momentum)
-            else:
-                copy_all_(gradients, velocities)
-        if constants.sign < 0:
-            torch._foreach_neg_(gradients)
 
 
 class AdamCorrection(ErrorFeedback):
@@ -227,14 +178,6 @@ class AdamCorrection(ErrorFeedback):
     def local_keys(self, parameter: Parameter) -> tuple[str, ...]:
         state = self.optimizer.state.get(parameter, {})
         return tuple(key for key in ("exp_avg_sq", "max_exp_avg_sq") if key in state)  # amsgrad is a group's own
-
-    def check(self) -> None:
-        for group in self.optimizer.param_groups:
-            if group.get("differentiable"):
-                raise ConfigurationError(
-                    f"{type(self.optimizer).__name__}(differentiable=True) is not supported in sparse "
-                    "steps. Leave differentiable out."
-                )
 
     def constants(self, group: Group) -> Constants:
         beta1 = min(float(group["betas"][0]), self.LARGEST_BETA1)
@@ -329,38 +272,11 @@ class AdamCorrection(ErrorFeedback):
                 state[key] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
         return state
 
-    def exclude(self, sparse: Sequence[Parameter]) -> None:
-        """Step the sparse parameters where the optimizer gathers those of a group: after all hooks of the closure."""
-        optimizer, ours = self.optimizer, set(sparse)
-        gather: Callable[..., Any] = type(optimizer)._init_group  # type: ignore[attr-defined]
-
-        def step_ours_and_gather_the_others(group: Group, *lists: list[Any]) -> Any:
-            mine = [p for p in group["params"] if p in ours and p.grad is not None]
-            if mine and self._unscale([p.grad for p in mine]):
-                self._step(mine, group)
-            return gather(optimizer, {**group, "params": [p for p in group["params"] if p not in ours]}, *lists)
-
-        optimizer._init_group = step_ours_and_gather_the_others  # type: ignore[attr-defined]
-
-    def _unscale(self, gradients: Sequence[Tensor]) -> bool:
-        """Do for a fused optimizer what a GradScaler leaves to its kernel; return whether the step is to be taken."""
-        scale, found_inf = (getattr(self.optimizer, name, None) for name in ("grad_scale", "found_inf"))
-        if scale is not None:
-            torch._foreach_div_(list(gradients), scale)
-        return found_inf is None or not found_inf
-
-    def _step(self, parameters: Sequence[Parameter], group: Group) -> None:
-        lr = self.rate_of(group)
-        with torch.no_grad():
-            gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-            torch._foreach_add_(list(parameters), gradients, alpha=lr if group.get("maximize") else -lr)
-
     def decay_weights(self, parameters: Sequence[Parameter], group: Group) -> None:
         if self._is_decoupled(group):
             torch._foreach_mul_(list(parameters), 1.0 - self.rate_of(group) * float(group["weight_decay"]))
 
-    def restore(self) -> None:
-        vars(self.optimizer).pop("_init_group", None)
+    def end_step(self) -> None:
         counts = {parameter: self.optimizer.state[parameter]["step"] for parameter in self._coming}
         for device in dict.fromkeys(count.device for count in counts.values()):
             torch._foreach_add_([count for count in counts.values() if count.device == device], 1)

@@ -33,7 +33,7 @@ from lightning_lowbw.strategies.step_hooks import Clipping, StepGuard, exchange_
 from lightning_lowbw.sync.checks import warn_if_mostly_sent
 from lightning_lowbw.sync.kernels import prepare_kernels, uses_of
 from lightning_lowbw.sync.local import LocalSync
-from lightning_lowbw.sync.synchronizer import Synchronizer
+from lightning_lowbw.sync.synchronizer import Synchronizer, eagerly
 
 T = TypeVar("T")
 
@@ -103,6 +103,7 @@ class BaseStrategy(ParallelStrategy):
         """Forget the last fit, or the steps with a method of another kind."""
         self._is_fit_over = False  # everything is whole then, and on the CPU: nothing is averaged or checked any more
         self._has_new_gradients = False  # since the last exchange
+        self._waits_for_hooks = False  # whether the gradients of this step are exchanged after Lightning's hooks
         self._has_warned_of_buffers = False
 
     @property
@@ -228,18 +229,22 @@ class BaseStrategy(ParallelStrategy):
         own = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
 
         def exchanging_closure() -> Any:
+            worker.check_closure()
             result = closure()
             self._end_closure(worker)
             return result
 
         with self._guard.allowing(own), worker.stepping():
-            result = super().optimizer_step(optimizer, exchanging_closure, model, **kwargs)
+            result = super().optimizer_step(
+                optimizer, functools.partial(eagerly(), exchanging_closure), model, **kwargs
+            )
+            self._check_exchanged(worker)
         self._end_step(worker)
         return result
 
     @torch.no_grad()
     def _end_closure(self, worker: Synchronizer) -> None:
-        """Replace the gradients of the optimizer that steps by those it steps with."""
+        """Replace the gradients of the optimizer that steps by those it steps with; or let `_end_hooks` do it."""
         if worker.is_local:  # Lightning alone clips and scales
             self._exchange(worker)
             return
@@ -249,11 +254,34 @@ class BaseStrategy(ParallelStrategy):
             if not worker.reduces_in_backward:
                 worker.optimizer.zero_grad(set_to_none=True)
             return
-        self._exchange_unscaled(worker)
+        if worker.clips_before_exchange:
+            self._waits_for_hooks = True
+        else:
+            self._exchange_unscaled(worker)
+
+    def _end_hooks(self, worker: Synchronizer) -> None:
+        """Exchange a gradient that is clipped before, where Lightning would clip: after `on_before_optimizer_step`.
+
+        The hook gets this rank's own gradient, as clipping does. What it writes into param groups counts in this step.
+        """
+        if self._waits_for_hooks:
+            self._waits_for_hooks = False
+            self._exchange_unscaled(worker, is_after_hooks=True)
+
+    def _check_exchanged(self, worker: Synchronizer) -> None:
+        """Raise ConfigurationError if `_end_hooks` has not been called."""
+        if self._waits_for_hooks:
+            self._waits_for_hooks = False
+            raise ConfigurationError(
+                f"{type(self.precision_plugin).__name__} has stepped {type(worker.optimizer).__name__} without calling "
+                "its _after_closure, so the gradients were not exchanged. Let its optimizer_step end in that of "
+                "Lightning's Precision; or use strategy='ddp'."
+            )
 
     @torch.no_grad()
-    def _exchange_unscaled(self, worker: Synchronizer) -> None:
-        exchange_unscaled_(self.precision_plugin, worker.optimizer, functools.partial(self._exchange, worker))
+    def _exchange_unscaled(self, worker: Synchronizer, *, is_after_hooks: bool = False) -> None:
+        exchange = functools.partial(self._exchange, worker)
+        exchange_unscaled_(self.precision_plugin, worker.optimizer, exchange, is_after_hooks=is_after_hooks)
 
     def _exchange(self, worker: Synchronizer, skip_nonfinite: bool = False) -> bool:
         """Check for faults, clip, exchange; return whether the step is to be taken."""

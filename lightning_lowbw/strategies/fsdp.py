@@ -207,7 +207,7 @@ class ShardedStrategy(CheckpointedStrategy, ModelParallelStrategy):
         self._make_workers(trainer.lightning_module)
         checks.check_optimizers(self.optimizers, list(trainer.lightning_module.named_parameters()))
         self._begin_checkpoints()
-        self._clipping.install(self.precision_plugin, self.worker_of, self._check_clipping)
+        self._clipping.install(self.precision_plugin, self.worker_of, self._check_clipping, self._end_hooks)
         self._insert_first_callback(trainer)
 
     def _make_workers(self, module: pl.LightningModule) -> None:
@@ -264,7 +264,7 @@ class ShardedStrategy(CheckpointedStrategy, ModelParallelStrategy):
 
     @override
     @torch.no_grad()
-    def _exchange_unscaled(self, worker: Synchronizer) -> None:
+    def _exchange_unscaled(self, worker: Synchronizer, *, is_after_hooks: bool = False) -> None:
         self._exchange(worker)
 
     @override
@@ -282,12 +282,17 @@ class ShardedStrategy(CheckpointedStrategy, ModelParallelStrategy):
         if clips_before_exchange(worker, self.trainer):
             self._clipping.clip(self.trainer, view.optimizer)  # by the norm of the node's gradient, all shards together
         is_taken = worker.exchange(applies=not self._guard.is_gradient_seen(self.trainer, view.optimizer))
+        worker.step_exchanged()
         view.push_gradients()
+        view.push()
         return is_taken
 
     @override
     def _end_step(self, worker: Synchronizer) -> None:
-        self._views[worker].release()
+        view = self._views[worker]
+        if not worker.is_local:
+            view.push_gradients()  # those that the optimizer was not to see
+        view.release()
         reshard_(self.trainer.lightning_module)  # what a forward pass without a backward pass has gathered is outdated
         if worker.peers.num_ranks > 1:
             self.signals.read_requests(worker, self.trainer)

@@ -21,10 +21,9 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from lightning_lowbw.errors import ConfigurationError
-from lightning_lowbw.sync.synchronizer import Synchronizer, has_step_hooks
+from lightning_lowbw.sync.synchronizer import Synchronizer, eagerly, has_step_hooks
 
-# In which gradients may be read after the exchange: those of this step, and of the last one before they are forgotten.
-READING_HOOKS = ("on_before_optimizer_step", "on_before_zero_grad")
+READING_HOOK = "on_before_zero_grad"  # in which the gradients of the last step may be read
 
 
 class Clipping:
@@ -38,13 +37,20 @@ class Clipping:
         self._plugin: Precision | None = None
         self._original: Callable[..., None] | None = None  # the plugin's own
 
-    def install(self, plugin: Precision, worker_of: Callable[[Any], Synchronizer], check: Callable[..., None]) -> None:
+    def install(
+        self,
+        plugin: Precision,
+        worker_of: Callable[[Any], Synchronizer],
+        check: Callable[[Synchronizer], None],
+        exchange: Callable[[Synchronizer], None],
+    ) -> None:
         """Replace the methods until `restore`.
 
         Args:
             plugin: the Trainer's.
             worker_of: returns the worker of an optimizer.
             check: raises if what a worker's method clips is not there yet.
+            exchange: clips the gradients of a worker and exchanges them, where they are clipped before.
         """
         clip_gradients, original = plugin.clip_gradients, plugin._clip_gradients
 
@@ -58,13 +64,16 @@ class Clipping:
             factor = worker.clip_factor if gradient_clip_algorithm == GradClipAlgorithmType.NORM else 1.0
             clip_gradients(optimizer, clip_val * factor, gradient_clip_algorithm)
 
-        def clip_unless_done(model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
-            if not worker_of(optimizer).clips_before_exchange:
+        def clip_or_exchange(model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+            worker = worker_of(optimizer)
+            if worker.clips_before_exchange:
+                eagerly()(exchange, worker)
+            else:
                 original(model, optimizer, *args, **kwargs)
 
         self._plugin, self._original = plugin, original
         plugin.clip_gradients = clip_with_factor  # type: ignore[method-assign]
-        plugin._clip_gradients = clip_unless_done  # type: ignore[method-assign]
+        plugin._clip_gradients = clip_or_exchange  # type: ignore[method-assign]
 
     def clip(self, trainer: pl.Trainer, optimizer: Optimizer) -> None:
         """Clip the gradients of an optimizer, the user's own, before they are exchanged.
@@ -100,7 +109,9 @@ def scaler_of(precision_plugin: Any) -> Any:
     return scaler if scaler is not None and scaler.is_enabled() else None
 
 
-def exchange_unscaled_(precision_plugin: Any, optimizer: Optimizer, exchange: Callable[[bool], bool]) -> None:
+def exchange_unscaled_(
+    precision_plugin: Any, optimizer: Optimizer, exchange: Callable[[bool], bool], *, is_after_hooks: bool = False
+) -> None:
     """Exchange gradients without the scale of a GradScaler, if there is one: a residual outlives the scale of its step.
 
     In place:
@@ -110,10 +121,17 @@ def exchange_unscaled_(precision_plugin: Any, optimizer: Optimizer, exchange: Ca
         precision_plugin: Lightning's.
         optimizer: the user's own.
         exchange: whether to skip steps with inf or NaN -> whether the step is to be taken.
+        is_after_hooks: whether the plugin has unscaled the gradients already, if it is the one that does.
     """
     scaler = scaler_of(precision_plugin)
     if scaler is None:
         exchange(False)
+        return
+    if is_after_hooks and not getattr(optimizer, "_step_supports_amp_scaling", False):
+        is_taken = exchange(True)
+        (parameter, *_) = (p for group in optimizer.param_groups for p in group["params"] if p.requires_grad)
+        found = torch.full((), float(not is_taken), device=parameter.device)  # by all ranks, instead of by this one
+        scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"] = {parameter.device: found}
         return
     scale = scaler._get_scale_async()  # `get_scale` waits for a GPU
     _apply_(torch._foreach_div_, optimizer, scale)
@@ -177,7 +195,6 @@ class StepGuard:
         if not module.automatic_optimization or has_step_hooks(optimizer, but=[self.check]):
             return True
         callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
-        return any(
-            is_overridden(hook, module) or any(is_overridden(hook, each, parent=Callback) for each in callbacks)
-            for hook in READING_HOOKS
+        return is_overridden(READING_HOOK, module) or any(
+            is_overridden(READING_HOOK, each, parent=Callback) for each in callbacks
         )

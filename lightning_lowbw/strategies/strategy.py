@@ -159,7 +159,7 @@ class Strategy(CheckpointedStrategy, DDPStrategy):
             checks.check_optimizers(self.optimizers, list(trainer.lightning_module.named_parameters()))
             self._guard.watch(self.optimizers)
             self._begin_checkpoints()
-            self._clipping.install(self.precision_plugin, self.worker_of, self._check_clipping)
+            self._clipping.install(self.precision_plugin, self.worker_of, self._check_clipping, self._end_hooks)
             if self._reports:
                 bring_monitor(trainer)
             if self.world_size == 1 and self._needs_ranks:
@@ -361,9 +361,9 @@ class Strategy(CheckpointedStrategy, DDPStrategy):
         super()._end_closure(worker)
 
     @override
-    def _exchange_unscaled(self, worker: Synchronizer) -> None:
+    def _exchange_unscaled(self, worker: Synchronizer, *, is_after_hooks: bool = False) -> None:
         self.ledger.exposed_s += self._hook.wait_s()
-        super()._exchange_unscaled(worker)
+        super()._exchange_unscaled(worker, is_after_hooks=is_after_hooks)
 
     @override
     def _exchange(self, worker: Synchronizer, skip_nonfinite: bool = False) -> bool:
@@ -383,7 +383,10 @@ class Strategy(CheckpointedStrategy, DDPStrategy):
             or skip_nonfinite
             or self._guard.is_gradient_seen(self.trainer, worker.optimizer)
         )
-        return worker.exchange(skip_nonfinite=skip_nonfinite, applies=applies)
+        is_taken = worker.exchange(skip_nonfinite=skip_nonfinite, applies=applies)
+        if is_taken:
+            worker.step_exchanged()
+        return is_taken
 
     def _has_reduced(self, worker: Synchronizer) -> bool:
         """Return whether the gradients of the coming step are means already: not after a plain `loss.backward()`."""

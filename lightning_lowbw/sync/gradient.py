@@ -31,6 +31,8 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
+from torch.optim import optimizer as torch_optimizer
+from torch.utils.hooks import RemovableHandle
 
 from lightning_lowbw.comm.peers import Peers, average_gradients_
 from lightning_lowbw.compress.corrections import correction_for
@@ -73,6 +75,13 @@ class GradientSync(Synchronizer):
         self._rows: list[Row] = []  # of the step in progress
         self.fault: Tensor | None = None
         self._refused = ""  # the name of a parameter whose gradient is a sparse tensor
+        self._unstepped: list[
+            Row
+        ] = []  # compressed ones whose means are in `.grad`, and which the optimizer is not to step
+        self._hidden: list[
+            tuple[Parameter, Tensor]
+        ] = []  # gradients that the optimizer is not to see, until it has stepped
+        self._showing: RemovableHandle | None = None  # a hook that gives these back before other hooks look
         self._is_torn = False  # whether residuals have changed in this step, and what was sent of them is not averaged
         # Whether gradients of this step, or sums with their residuals, have an inf or NaN: bool, one of each row.
         self._nonfinite: list[tuple[list[Row], Tensor]] = []
@@ -129,6 +138,11 @@ class GradientSync(Synchronizer):
     def clips_before_exchange(self) -> bool:
         """Whether each rank clips its own gradient: in sparse steps, because delayed sums must not be clipped."""
         return self.is_sparse
+
+    @property
+    def takes_one_gradient(self) -> bool:
+        """Whether a step is that of one gradient, now or later, because what is not sent of it is kept."""
+        return self.compressed is not None and self.peers.num_participants > 1 and not self.when.is_auto
 
     @property
     def clip_factor(self) -> float:
@@ -210,9 +224,8 @@ class GradientSync(Synchronizer):
         In the dense phase: the mean over ranks, for parameters not in `list_gradients`' `reduced`. Then: the method.
 
         In place:
-            `.grad` of the optimizer's parameters, the momentum buffers, the residuals. In the sparse phase momentum
-            and weight decay of SGD's param groups are 0, and Adam leaves sparse tensors alone, until `after_step`.
-            With `applies` sparse parameters are stepped, including AdamW's decay.
+            `.grad` of the optimizer's parameters, the momentum buffers, the residuals. With `applies` sparse parameters
+            are stepped, including AdamW's decay, if there is a correction; else by `step_exchanged`.
 
         Collective: all ranks; one all-reduce, in the sparse phase one all-gather after it (an all-to-all and an
         all-gather, if the payload says so); blocking. On two levels the ranks of a node gather the messages after
@@ -225,7 +238,8 @@ class GradientSync(Synchronizer):
         Args:
             skip_nonfinite: return False if a gradient has an inf or NaN, instead of raising.
             applies: step sparse tensors here, at the elements that were sent, if the optimizer would do nothing else
-                with them: then no dense gradient is made, and `.grad` is None afterwards.
+                with them: then no dense gradient is made, and `.grad` is None afterwards. Else their dense gradients
+                are there, until `step_exchanged`.
 
         Returns:
             Whether the step is to be taken; equal on all ranks. If False, nothing has changed.
@@ -339,9 +353,6 @@ class GradientSync(Synchronizer):
         """
         assert isinstance(self.compressed, TopKExchange)
         sparse, correction = [row for row in rows if row.is_compressed], self.correction
-        correction.exclude([row.parameter for row in sparse])
-        for group, others in by_group(row for row in rows if not row.is_compressed):
-            correction.correct_dense([row.parameter for row in others], group)
         num_known = len(self._nonfinite)
         self._accumulate_(sparse)  # of those that nobody has accumulated yet
         # The status of this step has gone: what the pass has found now is told with the next one.
@@ -353,19 +364,43 @@ class GradientSync(Synchronizer):
         mean = self.compressed.begin({row.name: row.gradient for row in sparse}).wait()[0]
         assert isinstance(mean, SparseMean)
         self._is_torn = False
-        # w = w - lr mean, where something was sent; else a gradient for the optimizer.
-        steps = []
-        for group, mine in by_group(sparse):
+        # w = w - lr mean, where something was sent; else a gradient, to be stepped with later.
+        steps = [row for row in sparse if row.is_steppable] if applies and correction.is_complete else []
+        for group, mine in by_group(steps):
             correction.decay_weights([row.parameter for row in mine], group)
-            steps += mine if applies and correction.can_step(group) else []
-        steps = [row for row in steps if row.is_steppable]
         rates = {id(row.group): correction.rate_of(row.group) for row in steps}
         mean.step_(
             {row.name: (row.in_order(row.gradient), row.in_order(row.parameter), rates[id(row.group)]) for row in steps}
         )
         for row in steps:
             row.parameter.grad = None
-        self._write_gradients_(mean, [row for row in sparse if row.parameter.grad is not None])
+        others = [row for row in sparse if row.parameter.grad is not None]
+        self._write_gradients_(mean, others)
+        if correction.is_complete:
+            self._unstepped = others
+
+    @torch.no_grad()
+    def step_exchanged(self) -> None:
+        rows = [row for row in self._unstepped if row.parameter.grad is not None]
+        self._unstepped = []
+        if not rows:
+            return
+        for group, mine in by_group(rows):
+            self.correction.step_([row.parameter for row in mine], group)
+        self._hidden = [(row.parameter, row.gradient) for row in rows]
+        for row in rows:
+            row.parameter.grad = None
+        hooks: Any = self.optimizer._optimizer_step_post_hooks
+        if hooks or torch_optimizer._global_optimizer_post_hooks:  # they may read gradients
+            self._showing = self.optimizer.register_step_post_hook(lambda *_: self._give_back())
+            hooks.move_to_end(self._showing.id, last=False)
+
+    def _give_back(self) -> None:
+        """Put the gradients back that the optimizer has not seen, for whoever reads them after its step."""
+        for parameter, gradient in self._hidden:
+            if parameter.grad is None:
+                parameter.grad = gradient
+        self._hidden = []
 
     def _accumulate_(self, rows: Sequence[Row]) -> None:
         """Accumulate gradients into the residuals, and select the largest elements of this rank's parts.
@@ -558,7 +593,11 @@ class GradientSync(Synchronizer):
         self.peers.ledger.steps += 1
 
     def restore_optimizer(self) -> None:
-        self.correction.restore()
+        self.correction.end_step()
+        self._give_back()
+        if self._showing is not None:  # not in the hook itself, while torch goes through all of them
+            self._showing.remove()
+            self._showing = None
         self._end_step()
 
     def _end_step(self) -> None:
@@ -567,7 +606,7 @@ class GradientSync(Synchronizer):
             self.compressed.forget()
         if self._is_torn:
             self.torn, self._is_torn = f"the exchange of gradients after step {self.step}", False
-        self._rows, self.fault, self._refused = [], None, ""
+        self._rows, self._unstepped, self.fault, self._refused = [], [], None, ""
         self._nonfinite.clear()
 
     # State ----------------------------------------------------------------------------------------------------------

@@ -37,7 +37,7 @@ from lightning_lowbw.comm.peers import Peers, average_gradients_, fill_buckets, 
 from lightning_lowbw.compress.top_k import TopK
 from lightning_lowbw.errors import WITHOUT_RESIDUALS, ConfigurationError, DisagreementError, NonFiniteGradientError
 from lightning_lowbw.kernels.reference import are_not_finite
-from lightning_lowbw.kernels.tensors import as_real, copy_all_, download, relative_distance
+from lightning_lowbw.kernels.tensors import Rates, as_real, copy_all_, download, relative_distance
 from lightning_lowbw.namespaces import LOGGER
 from lightning_lowbw.schedules.every_k import FIRST_LR_DECAY, EveryK, steps_before
 from lightning_lowbw.sync.average import (
@@ -123,6 +123,7 @@ class LocalSync(Synchronizer):
         self._reduced: frozenset[Parameter] = frozenset()
         self._unread: tuple[int, Callable[[], list[float]]] | None = None  # a synchronous step, and its status
         self.phase, self.loss = Phase(), RunningLoss()
+        self._rate_of = Rates()
         if isinstance(method.what, TopK):
             method.what.check_names(self.params.names())
         self.compressed = exchange_for(method.what, peers, of_gradients=False)
@@ -320,7 +321,7 @@ class LocalSync(Synchronizer):
     @property
     def _lr(self) -> float:
         """The largest learning rate of the param groups; 1 where there is none."""
-        return max((float(group["lr"]) for group in self.optimizer.param_groups if "lr" in group), default=1.0)
+        return max((self._rate_of(group) for group in self.optimizer.param_groups if "lr" in group), default=1.0)
 
     @torch.no_grad()
     def after_step(self) -> None:

@@ -91,8 +91,7 @@ class LocalView:
         self._groups: dict[int, _LocalGroup] = {}
         self.local: Optimizer = object.__new__(type(optimizer))
         vars(self.local).update(vars(optimizer))
-        for name in ("_init_group", "step"):  # wrappers, which belong to the user's own
-            vars(self.local).pop(name, None)
+        vars(self.local).pop("step", None)  # a wrapper, which belongs to the user's own
         self.local.load_state_dict = self._load_state_dict  # type: ignore[method-assign]
         self.pull()
 
@@ -156,34 +155,19 @@ class LocalView:
 
     @torch.no_grad()
     def push_gradients(self) -> None:
-        """Set the gradients, and the state, that the user's optimizer steps with from those of the shards."""
+        """Set the gradients that the user's optimizer steps with to those of the shards."""
         for parameter, local in self._pairs():
             if local.grad is None:
                 parameter.grad = None
             elif local is not parameter and _shard_of(parameter.grad) is not local.grad:
                 parameter.grad = like(local.grad, parameter)
-        self.push()
-        if "_init_group" in vars(self.local):
-            vars(self.optimizer)["_init_group"] = self._gather
 
     def release(self) -> None:
         """End a step: the gradients belong to the user's parameters alone."""
-        vars(self.optimizer).pop("_init_group", None)
         for parameter, local in self._pairs():
             if local is not parameter:
                 local.grad = None
         self._pull_state()  # not pushed: an optimizer may have put other values in the place of those that the twin has
-
-    def _gather(self, group: dict[str, Any], *lists: list[Any]) -> bool:
-        """Stand in for the gathering of a param group that an optimizer's step begins with.
-
-        The twin's has been replaced by a correction (Adam's), which steps some of the parameters itself. It gives
-        the step the shards of the others: their arithmetic is elementwise.
-        """
-        self.pull_gradients()  # a hook may have put others in their place
-        has_complex: bool = self.local._init_group(self.group_of(group), *lists)  # type: ignore[attr-defined]
-        self.push()  # what it has made for a first step
-        return has_complex
 
     def _load_state_dict(self, state_dict: dict[str, Any]) -> None:
         type(self.local).load_state_dict(self.local, state_dict)  # which makes new groups, and a new state

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from types import MethodType
-from typing import Any
+from typing import Any, cast
 from weakref import WeakSet, finalize
 
 import torch
@@ -128,6 +128,11 @@ class Synchronizer:
         raise NotImplementedError
 
     @property
+    def takes_one_gradient(self) -> bool:
+        """Whether a step must not be made of several gradients, each exchanged, as when a closure is called twice."""
+        return False
+
+    @property
     def clip_factor(self) -> float:
         """What the threshold of a norm is multiplied with, where gradients are clipped before the exchange."""
         raise NotImplementedError
@@ -163,6 +168,26 @@ class Synchronizer:
     def exchange(self, *, skip_nonfinite: bool = False, applies: bool = False) -> bool:
         """Turn the gradients into those the optimizer steps with; return whether the step is to be taken."""
         raise NotImplementedError
+
+    def step_exchanged(self) -> None:
+        """Step what `exchange` has left for it, directly before the optimizer's step; by hand `step` calls it.
+
+        In place:
+            Parameters that the optimizer is not to step; their `.grad` is None until it has stepped.
+        """
+
+    def check_closure(self) -> None:
+        """Check, before a closure makes a gradient, that it is the first one of this step.
+
+        Raises:
+            ConfigurationError: on all ranks.
+        """
+        if self.is_exchanged and self.takes_one_gradient:
+            raise ConfigurationError(
+                f"{type(self.optimizer).__name__} has called its closure twice in step {self.step}, as SAM does: the "
+                "first gradient would be sent, or kept to be sent later, although it is not what the optimizer steps "
+                f"with. {self.method.what} needs an optimizer that calls it once; or use strategy='ddp'."
+            )
 
     def after_step(self) -> None:
         """Count the step; average the replicas, if it is time."""
@@ -371,6 +396,20 @@ def _warn_if_apart(ending: Ending) -> None:
     )
 
 
+@functools.cache
+def eagerly() -> Callable[..., Any]:
+    """Return a function that calls its first argument with the others, and that torch.compile does not look into.
+
+    A compiled `optimizer.step` is traced, with the closure and hooks that it calls; an exchange cannot be.
+    """
+
+    def call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs)
+
+    compiler: Any = torch.compiler
+    return cast("Callable[..., Any]", compiler.disable(call))  # not at import: it loads the compiler
+
+
 # A step of a plain loop -----------------------------------------------------------------------------------------------
 
 _wrapped: WeakSet[Optimizer] = WeakSet()
@@ -421,12 +460,14 @@ def _take_step(worker: Synchronizer, step: Callable[..., Any], args: tuple[Any, 
 
     def exchanging(closure: Callable[[], Any]) -> Callable[[], Any]:
         def exchanging_closure() -> Any:  # called any number of times
+            worker.check_closure()
             worker.is_prepared = worker.is_exchanged = False  # those were other gradients
             result = closure()
             _exchange_once(worker)
+            worker.step_exchanged()
             return result
 
-        return exchanging_closure
+        return functools.partial(eagerly(), exchanging_closure)
 
     with nullcontext() if worker.is_stepping else worker.stepping():
         scaling = _unscale(worker)
@@ -435,15 +476,44 @@ def _take_step(worker: Synchronizer, step: Callable[..., Any], args: tuple[Any, 
             args = (exchanging(args[0]), *args[1:])
         elif kwargs.get("closure") is not None:
             kwargs = {**kwargs, "closure": exchanging(kwargs["closure"])}
+        elif worker.clips_before_exchange and scaling is None and not worker.is_exchanged and _pre_hooks(worker):
+            # Like clipping, these get this rank's own gradient, and what they write into the param groups counts.
+            with _last_pre_hook(worker.optimizer, lambda: _exchange_to_step(worker)):
+                return step(*args, **kwargs)
         else:
-            is_taken = _exchange_once(worker, skip_nonfinite=scaling is not None)
-            is_taken = is_taken and (
-                scaling is None or not bool(any_of(are_not_finite(_gradients(worker)), worker.device))
-            )
+            is_taken = _exchange_to_step(worker, scaling)
         result = step(*args, **kwargs) if is_taken else None
         if scaling is not None:
             vars(worker.optimizer).update(scaling)  # the scaler deletes them
     return result
+
+
+def _pre_hooks(worker: Synchronizer) -> list[Callable[..., Any]]:
+    own: dict[int, Callable[..., Any]] = worker.optimizer._optimizer_step_pre_hooks
+    return [*torch_optimizer._global_optimizer_pre_hooks.values(), *own.values()]
+
+
+@contextmanager
+def _last_pre_hook(optimizer: Optimizer, function: Callable[[], Any]) -> Iterator[None]:
+    """Call a function after all other hooks before a step, for the steps in a `with` block."""
+
+    def hook(*_: Any) -> None:
+        function()
+
+    handle = optimizer.register_step_pre_hook(hook)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def _exchange_to_step(worker: Synchronizer, scaling: Mapping[str, Any] | None = None) -> bool:
+    """Exchange, and do what has to be done directly before the optimizer's step; return whether that is to be taken."""
+    is_taken = _exchange_once(worker, skip_nonfinite=scaling is not None)
+    is_taken = is_taken and (scaling is None or not bool(any_of(are_not_finite(_gradients(worker)), worker.device)))
+    if is_taken:
+        worker.step_exchanged()
+    return is_taken
 
 
 def _exchange_once(worker: Synchronizer, *, skip_nonfinite: bool = False) -> bool:

@@ -45,9 +45,9 @@ def test_a_modules_own_clipping_acts_on_the_local_gradient() -> None:
     for seen, _ in run_ranks(clip_in_its_own_way, 2):
         dense = [entry for entry in seen if not entry[1]]
         sparse = [entry for entry in seen if entry[1]]
-        # Once per step; DDP clips the mean after the hook, DGC clips its own gradient before the exchange.
+        # Once per step, after the hook: DDP clips the mean, DGC its own gradient before the exchange.
         assert [name for name, _, _ in dense] == ["step", "clip"] * 2
-        assert [name for name, _, _ in sparse] == ["clip", "step"] * (STEPS - 2)
+        assert [name for name, _, _ in sparse] == ["step", "clip"] * (STEPS - 2)
         assert all(norm == pytest.approx(0.1, rel=1e-3) for name, _, norm in dense if name == "clip")
         clipped = [norm for name, _, norm in sparse if name == "clip"]
         assert all(norm == pytest.approx(0.1 * math.sqrt(2), rel=1e-3) for norm in clipped)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from typing import Any
 
-import pytest
 import torch
 from lightning.pytorch import Trainer, callbacks
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -202,20 +200,26 @@ def test_monitored_metrics_are_cached_results() -> None:
     assert "self._callback_metrics.update" in inspect.getsource(_LoggerConnector.callback_metrics.fget)  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW])
-def test_adam_gathers_the_parameters_of_a_group_after_the_closure(kind: Any) -> None:
-    """`AdamCorrection.exclude` steps some of them there, and lets Adam see the others only."""
-    ours, others = (torch.nn.Parameter(torch.ones(3)) for _ in range(2))
-    optimizer, order = kind([ours, others]), []
-    ours.grad = others.grad = torch.ones(3)
+def test_hooks_after_a_step_are_called_in_the_order_of_one_dictionary() -> None:
+    """`GradientSync.step_exchanged` puts its own hook first."""
+    optimizer, order = torch.optim.SGD([torch.nn.Parameter(torch.ones(3))]), list[str]()
+    optimizer.register_step_post_hook(lambda *_: order.append("user"))
+    handle = optimizer.register_step_post_hook(lambda *_: order.append("ours"))
+    optimizer._optimizer_step_post_hooks.move_to_end(handle.id, last=False)  # type: ignore[attr-defined]
+    optimizer.step()
+    assert order == ["ours", "user"]
 
-    def spy(group: dict[str, Any], *lists: Any) -> Any:
-        order.append("gather")
-        return kind._init_group(optimizer, {**group, "params": [others]}, *lists)
 
-    optimizer._init_group = spy
-    optimizer.step(lambda: order.append("closure"))
-    assert order == ["closure", "gather"]
-    assert torch.equal(ours, torch.ones(3))
-    assert ours not in optimizer.state
-    assert not torch.equal(others, torch.ones(3))
+def test_a_scaler_asks_what_it_has_found() -> None:
+    """`exchange_unscaled_` writes there what all ranks have found."""
+    scaler, parameter = torch.amp.GradScaler("cpu"), torch.nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.SGD([parameter], lr=1.0)
+    parameter.grad = scaler.scale(torch.ones(3))
+    scaler.unscale_(optimizer)
+    found = scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
+    assert list(found) == [parameter.device]
+    assert not found[parameter.device]
+    scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"] = {parameter.device: torch.ones(())}
+    scaler.step(optimizer)
+    scaler.update()
+    assert torch.equal(parameter, torch.ones(3))

@@ -120,7 +120,7 @@ def test_the_count_of_steps_is_read_anew_where_it_was_changed() -> None:
             optimizer.state[parameter]["step"].fill_(100)
         moment = correction.second_moment(parameter, group, slice(0, 8))
         assert moment.corrections[1] == 1.0 - group["betas"][1] ** expected
-        correction.restore()
+        correction.end_step()
         assert optimizer.state[parameter]["step"].item() == expected
 
 

@@ -126,6 +126,7 @@ def train(optimizer: str, dtypes: list[torch.dtype], method: Any, nodes: Any) ->
                 parameter.grad = None  # this rank has one tensor less
         with worker.stepping():
             if worker.exchange(applies=step % 3 == 0):
+                worker.step_exchanged()
                 ours.step()
     return at_start, {*seen}
 

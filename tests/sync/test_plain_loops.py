@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Adam, AdamW, RMSprop
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from lightning_lowbw import DGC, ConfigurationError, LocalSGD, Method, QuantizedGradients, TopK
+from lightning_lowbw import DGC, ConfigurationError, LocalSGD, Method, PowerSGD, QuantizedGradients, TopK
 from lightning_lowbw.comm.agreement import digest
 from lightning_lowbw.namespaces import LOGGER
 from tests.ranks import run_ranks
@@ -163,11 +163,16 @@ def watch(hook: str) -> list[dict[str, Tensor | None]]:
     return seen
 
 
-def test_hooks_of_the_step_see_dense_gradients() -> None:
-    for expected, *others in run_ranks(each, 2, watch, [("",), ("pre",), ("post",), ("all optimizers",)]):
-        for seen in others:
-            for mine, theirs in zip(seen, expected, strict=True):
-                assert all(gradient.equal(mine[name]) for name, gradient in theirs.items())  # type: ignore[union-attr, arg-type]
+def test_hooks_after_the_step_see_dense_gradients_and_those_before_it_a_ranks_own() -> None:
+    """In dense steps both see the means."""
+    both = run_ranks(each, 2, watch, [("",), ("post",), ("pre",), ("all optimizers",)])
+    for expected, after, *before in both:
+        for step, theirs in enumerate(expected):
+            for seen in (after, *(before if step < 2 else ())):
+                assert all(gradient.equal(seen[step][name]) for name, gradient in theirs.items())  # type: ignore[union-attr, arg-type]
+    for mine, others in zip(both[0][2:], both[1][2:], strict=True):
+        for step in range(2, STEPS):
+            assert not mine[step]["matrix"].equal(others[step]["matrix"])  # type: ignore[union-attr, arg-type]
 
 
 # Optimizers of others -------------------------------------------------------------------------------------------------
@@ -188,25 +193,30 @@ class TwoGradients(SGD):
         parameter.sub_(1.0).sub_(first + parameter.grad, alpha=self.param_groups[0]["lr"])
 
 
-def train_with_two_gradients(method: Method) -> Tensor:
+def train_with_two_gradients(method: Method) -> Tensor | str:
     parameters = make_parameters({"matrix": (30, 20)})
     optimizer = TwoGradients(parameters.values(), lr=0.05)
-    method.attach(optimizer, parameters.items())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        method.attach(optimizer, parameters.items())
     for step in range(4):
 
         def closure() -> None:
             optimizer.zero_grad()
             backward(parameters, step)  # noqa: B023
 
-        optimizer.step(closure)
+        if message := message_of(partial(optimizer.step, closure), ConfigurationError):
+            return message
     return parameters["matrix"].detach()
 
 
-def test_an_optimizer_may_call_the_closure_twice() -> None:
-    methods = [Method(), DGC(sparsity=[0.5], min_numel=1)]
-    (first, sparse), (second, other) = run_ranks(each, 2, train_with_two_gradients, [(method,) for method in methods])
+def test_an_optimizer_may_call_the_closure_twice_where_nothing_is_kept_back() -> None:
+    """SAM: what is not sent of the first gradient would be applied later, and is that of other weights."""
+    methods = [Method(), DGC(sparsity=[0.5], min_numel=1), DGC(rampup_begin_step=9), QuantizedGradients(), PowerSGD()]
+    (first, *refused), (second, *others) = run_ranks(each, 2, train_with_two_gradients, [(m,) for m in methods])
     assert torch.equal(first, second)
-    assert torch.equal(sparse, other)
+    assert refused == others
+    assert all("TwoGradients has called its closure twice in step 0" in message for message in refused)
     weight = make_weight("matrix", (30, 20))
     for step in range(4):
         c = sum(coefficients("matrix", weight, rank, step) for rank in range(2)) / 2
