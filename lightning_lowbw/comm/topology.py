@@ -6,10 +6,13 @@ import os
 import socket
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from lightning_lowbw.arguments import is_count, names_arguments
 from lightning_lowbw.comm.agreement import failing_together, gather
 from lightning_lowbw.errors import ConfigurationError
+
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")  # of Linux: another one for each machine, and each of its boots
 
 
 @names_arguments
@@ -189,10 +192,13 @@ def resolve(choice: TopologyChoice, world_size: int) -> Topology | None:
 
 
 def discover() -> Topology:
-    """Return which ranks share a node, by host name and by the launcher's number of the node.
+    """Return which ranks share a node, by host name, by the launcher's number of the node and by the machine's boot.
+
+    Cloned machines, and containers, may have one host name.
 
     Collective: all ranks, blocking; none where torch.distributed is not initialised, which is one rank.
     """
     number = next((os.environ[name] for name in NODE_VARIABLES if name in os.environ), "")
-    host = f"{socket.gethostname()}/{number}"
+    boot = BOOT_ID.read_text().strip() if BOOT_ID.exists() else ""
+    host = f"{socket.gethostname()}/{number}/{boot}"
     return Topology.of_hosts(gather(host, "host"))

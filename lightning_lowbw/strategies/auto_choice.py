@@ -76,8 +76,8 @@ class AutoChoice:
         method = Method(**{**state["method"], "where": given.where})
         self.chosen = Candidate(state["name"], method, state["last_s"], state["last_s"])
         rank_zero_info(
-            f"{code_of(method)}, as chosen before the checkpoint was saved. A resumed run does not choose again; "
-            "to change it, write it down, as in lightning_lowbw.DGCStrategy(sparsity=[0.999])."
+            f"{self.chosen.name}, {code_of(method)}, as chosen before the checkpoint was saved. A resumed run does not "
+            "choose again; to change it, write it down, as in lightning_lowbw.DGCStrategy(sparsity=[0.999])."
         )
         return method
 

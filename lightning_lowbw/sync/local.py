@@ -63,7 +63,7 @@ from lightning_lowbw.sync.average import (
 from lightning_lowbw.sync.checks import agree_on_end, raise_at_other_batches
 from lightning_lowbw.sync.exchange import Deferred, DenseMean, TopKExchange, WholeExchange, exchange_for
 from lightning_lowbw.sync.params import check_shapes
-from lightning_lowbw.sync.state import check_origin, on_cpu, origin, own_part, saved
+from lightning_lowbw.sync.state import check_origin, is_loadable, on_cpu, origin, own_part, saved
 from lightning_lowbw.sync.status import (
     EXACT,
     SAVE,
@@ -862,7 +862,7 @@ class LocalSync(Synchronizer):
             "residuals": {} if self.compressed is None else self.compressed.residuals.state(),
             "exchange": None if self.compressed is None else self.compressed.state_dict(),
             "fragments": fragments,
-            "optimizer": on_cpu(self.optimizer.state_dict()),
+            "optimizer": self._optimizer_state(),
         }
 
     @torch.no_grad()
@@ -908,7 +908,22 @@ class LocalSync(Synchronizer):
             fragment.steps = kept["steps"]
             fragment.moved = {parameters[name]: None for name in kept["moved"]}
             fragment.work = None if kept["work"] is None else Average.from_state(kept["work"], parameters, device)
-        self.optimizer.load_state_dict(state["optimizer"])
+        self._load_optimizer(state["optimizer"])
+
+    def _optimizer_state(self) -> dict[str, Any]:
+        """Return the optimizer's state without what no shard can hold, as a function in a param group."""
+        state = self.optimizer.state_dict()
+        groups = [{key: value for key, value in group.items() if is_loadable(value)} for group in state["param_groups"]]
+        saved_state: dict[str, Any] = on_cpu({**state, "param_groups": groups})
+        return saved_state
+
+    def _load_optimizer(self, state: Mapping[str, Any]) -> None:
+        """Load what `_optimizer_state` returned; what it has left out stays as it is."""
+        pairs = zip(self.optimizer.param_groups, state["param_groups"], strict=True)
+        groups = [
+            {**{key: value for key, value in own.items() if not is_loadable(value)}, **kept} for own, kept in pairs
+        ]
+        self.optimizer.load_state_dict({**state, "param_groups": groups})
 
     def _check_state(self, state: Mapping[str, Any]) -> None:
         check_origin(state, self.peers)

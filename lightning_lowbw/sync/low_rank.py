@@ -128,7 +128,9 @@ class LowRankExchange:
         lefts = [torch.linalg.qr(left).Q for left in means[: len(lefts)]]
         # Q = M^T P
         rights = self._mean([matrix.mT @ left for matrix, left in zip(matrices.values(), lefts, strict=True)])
-        self._starts |= zip(shapes, rights, strict=True)
+        # A column of zeros, as of a gradient of zeros, is no start: from it the same columns would be asked for ever.
+        kept = [torch.where(right.any(0), right, start) for right, start in zip(rights, starts, strict=True)]
+        self._starts |= zip(shapes, kept, strict=True)
         # mean = P Q^T;  e = M - P Q^T
         for (name, matrix), left, right in zip(matrices.items(), lefts, rights, strict=True):
             is_room = signal[name].dtype == torch.float32 and signal[name].is_contiguous()

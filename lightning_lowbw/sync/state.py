@@ -41,6 +41,15 @@ def on_cpu(value: Any) -> Any:
     return type(value)(map(on_cpu, value)) if type(value) in (list, tuple) else value
 
 
+def is_loadable(value: Any) -> bool:
+    """Return whether torch loads a value where nothing but tensors and primitives may be in a file."""
+    if isinstance(value, (list, tuple)):
+        return type(value) in (list, tuple) and all(map(is_loadable, value))
+    if isinstance(value, dict):
+        return type(value) is dict and all(map(is_loadable, [*value, *value.values()]))
+    return isinstance(value, (Tensor, bool, int, float, str, type(None))) or getattr(value, "shape", None) == ()
+
+
 def own_part(kept: Tensor, numel: int, of: tuple[int, int]) -> Tensor:
     """Return a rank's part of what a state has of a tensor with so many elements, flat; a merged state has it whole."""
     part = part_of(numel, *of)

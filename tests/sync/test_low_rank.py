@@ -16,6 +16,8 @@ from torch.optim import SGD, AdamW
 
 from lightning_lowbw import LowRank, PowerSGD, merge_states
 from lightning_lowbw.comm.agreement import digest
+from lightning_lowbw.comm.peers import Peers
+from lightning_lowbw.sync.low_rank import LowRankExchange
 from tests.ranks import run_ranks
 from tests.sync.problem import (
     AWKWARD,
@@ -116,6 +118,16 @@ def test_training_is_that_of_the_paper(num_ranks: int) -> None:
 # torch's hook ---------------------------------------------------------------------------------------------------------
 
 DENSE_STEPS = 2  # the least that the hook allows
+
+
+def test_a_gradient_of_zeros_does_not_end_the_exchange_of_what_comes_later() -> None:
+    """Its factors are zeros, and a start of zeros would be orthogonalised to the same first columns for ever."""
+    exchange = LowRankExchange(LowRank(rank=2), Peers())
+    sent, matrix = torch.zeros(32, 32), torch.zeros(32, 32)
+    matrix[2:, 2:] = torch.randn(30, 30, generator=torch.Generator().manual_seed(0))
+    for step in range(30):
+        sent += exchange.average({"matrix": matrix * min(step, 1)}).dense()["matrix"].view(32, 32)
+    assert sent.norm() > 0.5 * 29 * matrix.norm()
 
 
 def make_model() -> nn.Module:

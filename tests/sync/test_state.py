@@ -419,6 +419,20 @@ def test_numbers_of_numpy_are_saved_as_plain_ones(tmp_path: Path) -> None:
     assert (group["lr"], group["betas"]) == (0.05, (0.5, 0.9))
 
 
+def test_functions_in_param_groups_stay_those_of_the_program(tmp_path: Path) -> None:
+    """No file may hold one that is loaded as plain values."""
+    worker, _ = attach_replica(REPLICAS["sparse"], "sgd", OF_REPLICAS)
+    for group in worker.optimizer.param_groups:
+        group["schedule"], group["note"] = [len], "of the first run"
+    torch.save(worker.state_dict(), tmp_path / "shard.pt")
+    resumed, _ = attach_replica(REPLICAS["sparse"], "sgd", OF_REPLICAS)
+    for group in resumed.optimizer.param_groups:
+        group["schedule"] = [max]
+    resumed.load_state_dict(torch.load(tmp_path / "shard.pt", weights_only=True))
+    for group in resumed.optimizer.param_groups:
+        assert (group["schedule"], group["note"]) == ([max], "of the first run")
+
+
 def look_in_inference_mode(looks: bool) -> list[str]:
     worker, parameters = attach_replica(REPLICAS["slowmo"], "adamw", OF_REPLICAS)
     assert isinstance(worker, LocalSync)
