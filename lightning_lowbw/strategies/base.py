@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
 import lightning.pytorch as pl
@@ -22,15 +22,18 @@ from typing_extensions import override
 
 from lightning_lowbw.comm.agreement import agree, gather
 from lightning_lowbw.comm.collectives import TrafficLedger
+from lightning_lowbw.comm.peers import Peers
 from lightning_lowbw.errors import ConfigurationError
 from lightning_lowbw.method import Method
 from lightning_lowbw.namespaces import PACKAGES, package_of, twins
 from lightning_lowbw.strategies import checks
 from lightning_lowbw.strategies.callback_agreement import agree_on_monitored
 from lightning_lowbw.strategies.lost_peers import LostPeers
+from lightning_lowbw.strategies.optimizer_states import agree_on_states_, leave_own_state, take_over
 from lightning_lowbw.strategies.signals import Signals
-from lightning_lowbw.strategies.step_hooks import Clipping, StepGuard, exchange_unscaled_
+from lightning_lowbw.strategies.step_hooks import Clipping, StepGuard, Unowned, exchange_unscaled_, parameters_of
 from lightning_lowbw.sync.checks import warn_if_mostly_sent
+from lightning_lowbw.sync.gradient import GradientSync
 from lightning_lowbw.sync.kernels import prepare_kernels, uses_of
 from lightning_lowbw.sync.local import LocalSync
 from lightning_lowbw.sync.synchronizer import Synchronizer, eagerly
@@ -105,6 +108,8 @@ class BaseStrategy(ParallelStrategy):
         self._has_new_gradients = False  # since the last exchange
         self._waits_for_hooks = False  # whether the gradients of this step are exchanged after Lightning's hooks
         self._has_warned_of_buffers = False
+        self._has_own_states = False  # whether the optimizers' states are of this rank's own shard of a checkpoint
+        self._unowned, self._num_batches = Unowned(), 0
 
     @property
     def workers(self) -> list[Synchronizer]:
@@ -126,16 +131,22 @@ class BaseStrategy(ParallelStrategy):
         """Return the worker of an optimizer.
 
         Raises:
-            ConfigurationError: `configure_optimizers` has not returned it.
+            ConfigurationError: `configure_optimizers` has not returned it, nor has it replaced one before this batch.
         """
-        if isinstance(optimizer, LightningOptimizer):
-            optimizer = optimizer.optimizer
+        optimizer = _own(optimizer)
         if id(optimizer) not in self._workers:
             raise ConfigurationError(
                 f"This {type(optimizer).__name__} is not one that configure_optimizers returned; "
-                f"{type(self).__name__} exchanges gradients for those only."
+                f"{type(self).__name__} exchanges gradients for those only. Put another in its place "
+                "(trainer.strategy.optimizers = [...]) before a batch begins, in on_train_epoch_start, "
+                "on_train_batch_start or a hook at the end of a batch, not between its training_step and its step."
             )
         return self._workers[id(optimizer)]
+
+    @property
+    def _trained_optimizers(self) -> list[Optimizer]:
+        """Those that have something to train: others have no worker."""
+        return [optimizer for optimizer in self.optimizers if any(True for _ in parameters_of(optimizer))]
 
     def reconfigure(self, method: Method) -> None:
         """Replace the method's configuration, for the next steps.
@@ -177,16 +188,20 @@ class BaseStrategy(ParallelStrategy):
             num_participants: that exchange something.
             measures: whether sparse steps are timed, to choose a schedule.
         """
+        if not self.workers:
+            return
         self._resolve_begin()
+        self._prepare_workers(num_participants, measures=measures)
+        if num_participants > 1 and not self.is_search(self.trainer):
+            checks.warn_of_schedule(self.method, self.trainer, self.workers)
+
+    def _prepare_workers(self, num_participants: int, *, measures: bool = False) -> None:
+        """Check the schedule of the workers, and prepare what they need; see `_start_workers`."""
         for worker in self.workers:
             worker.check_schedule()
             warn_if_mostly_sent(self.method.what, self.method.when, worker.peers)
-        if num_participants == 1:
-            return
-        if self.method.uses_kernels:
+        if num_participants > 1 and self.method.uses_kernels:
             prepare_kernels(self.root_device, uses_of(self.workers, measures=measures))
-        if not self.is_search(self.trainer):
-            checks.warn_of_schedule(self.method, self.trainer, self.workers)
 
     def _resolve_begin(self) -> None:
         """Turn a `begin_step` that is a fraction of the run into a number of steps; for each run anew.
@@ -210,6 +225,131 @@ class BaseStrategy(ParallelStrategy):
             worker.method = self.method
         rank_zero_info(f"{type(self).__name__}: synchronous up to step {step} of {num_steps:.0f}.")
 
+    # Optimizers that outlive a fit, or are replaced in it ---------------------------------------------------------
+
+    @property
+    def _equals(self) -> Peers:
+        """The ranks with the same parameters as this one: all, or those that have its shards."""
+        raise NotImplementedError
+
+    def _optimizer_of(self, worker: Synchronizer) -> Optimizer:
+        """Return the user's optimizer."""
+        return worker.optimizer
+
+    def _agree_on_states(self, workers: Iterable[Synchronizer]) -> None:
+        """Average what the optimizers keep from an earlier fit, where it differs and the coming steps are not local.
+
+        Collective: all ranks.
+
+        Raises:
+            DisagreementError: on all ranks; they keep different things.
+        """
+        if not self._has_own_states:
+            agree_on_states_([worker for worker in workers if not worker.is_local], self._equals, self.root_device)
+        for optimizer in self.optimizers:
+            take_over(optimizer)
+
+    def _leave_states(self, workers: Iterable[Synchronizer]) -> None:
+        for worker in workers:
+            if worker.has_own_state:
+                leave_own_state(self._optimizer_of(worker))
+
+    def _make_workers(self, kept: Mapping[int, Synchronizer]) -> None:
+        """Make a worker for each optimizer that has parameters, except for those that are kept, by id of the optimizer.
+
+        Collective: all ranks.
+        """
+        raise NotImplementedError
+
+    def _check_late_faults(self) -> None:
+        """Raise, on all ranks, what the last step has found after its message: it may be in the weights."""
+        raise NotImplementedError
+
+    def _begin_renewed(self) -> None:
+        """Prepare the coming step, of workers that have been made in mid-fit."""
+        raise NotImplementedError
+
+    @torch.no_grad()
+    def _renew_workers(self) -> None:
+        """Make new workers if other optimizers have taken the place of those of the last batch.
+
+        What has not been sent is applied with the old optimizer's rate, or goes on with the parameters (gradients);
+        weights are averaged.
+
+        Collective: all ranks, where optimizers have been replaced.
+
+        Raises:
+            ConfigurationError, DisagreementError: on all ranks; as at the start of a fit.
+        """
+        optimizers = [id(optimizer) for optimizer in self._trained_optimizers]
+        if optimizers == list(self._workers):
+            return
+        checks.check_optimizers(self.optimizers, list(self.trainer.lightning_module.named_parameters()))
+        self.signals.settle()  # a rank repeats its request
+        self._check_late_faults()
+        if self.replicas:
+            self.leave_consensus()
+        before = dict(self._workers)
+        # Of a replica nothing is in the optimizer alone, and its buffers may belong to another one now.
+        kept = {} if self.replicas else {key: worker for key, worker in before.items() if key in optimizers}
+        replaced = [worker for key, worker in before.items() if key not in kept]
+        for worker in replaced:
+            if isinstance(worker, GradientSync):
+                worker.flush_()
+        self._leave_states(worker for key, worker in before.items() if key not in optimizers)
+        self._workers.clear()
+        self._make_workers(kept)
+        new = {number: worker for number, worker in enumerate(self.workers) if worker not in kept.values()}
+        for number, worker in new.items() if before else ():
+            worker.inherit(list(before.values())[min(number, len(before) - 1)], replaced)
+        self.signals.defer(self.trainer)  # there may have been no worker before
+        self._has_own_states = False
+        self._agree_on_states(new.values())
+        self._begin_renewed()
+
+    def _renew_before_save(self) -> None:
+        """Make new workers before a save, which may come between a new optimizer and its first batch.
+
+        Collective: all ranks.
+        """
+        module = self.lightning_module
+        trainer = None if module is None else module._trainer
+        is_fit = trainer is not None and trainer.state.fn == TrainerFn.FITTING and self._num_batches
+        if is_fit and not (self._is_fit_over or self.is_interrupted):
+            self._renew_workers()
+
+    # Parameters without an optimizer ------------------------------------------------------------------------------
+
+    def _unowned_parameters(self) -> dict[str, Tensor]:
+        """Return those that are trained and in no optimizer, by name; not what the user leaves to each rank."""
+        module = self.trainer.lightning_module
+        owned = {parameter for optimizer in self.optimizers for parameter in parameters_of(optimizer)}
+        ignored = getattr(module, "_ddp_params_and_buffers_to_ignore", ())
+        trained = {name: p for name, p in module.named_parameters() if p.requires_grad and name not in ignored}
+        return {name: parameter for name, parameter in trained.items() if parameter not in owned}
+
+    def _own_part(self, parameter: Tensor) -> Tensor:
+        """Return what this rank has of a parameter."""
+        return parameter
+
+    def _check_unowned(self) -> None:
+        """Raise DisagreementError, on all ranks, if a parameter without an optimizer is trained on each rank alone.
+
+        Collective: all ranks, if there is one.
+        """
+        parts = {name: self._own_part(parameter).detach() for name, parameter in self._unowned_parameters().items()}
+        self._unowned.check(parts, self._equals, self.root_device)
+
+    @override
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_start(batch, batch_idx)
+        self._renew_workers()
+        self._num_batches += 1
+        if self._num_batches == 1 and self.method.averages_weights:
+            self._unowned.watch(self._unowned_parameters())
+        elif self._num_batches == 2:  # what hooks of a backward pass do is done, and what follows the step
+            self._check_unowned()
+
     # The step ---------------------------------------------------------------------------------------------------
 
     @override
@@ -225,13 +365,17 @@ class BaseStrategy(ParallelStrategy):
         model: pl.LightningModule | torch.nn.Module | None = None,
         **kwargs: Any,
     ) -> Any:
-        worker = self.worker_of(optimizer)
-        own = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+        own = _own(optimizer)
+        if not any(True for _ in parameters_of(own)):  # nothing to exchange; Lightning's own, where a module has none
+            with self._guard.allowing(own):
+                return super().optimizer_step(optimizer, closure, model, **kwargs)
+        worker = self.worker_of(own)
 
         def exchanging_closure() -> Any:
             worker.check_closure()
             result = closure()
             self._end_closure(worker)
+            self._guard.note_exchange()
             return result
 
         with self._guard.allowing(own), worker.stepping():
@@ -313,7 +457,8 @@ class BaseStrategy(ParallelStrategy):
         return self.world_size > 1 and self._first_callback not in callbacks
 
     def _insert_first_callback(self, trainer: pl.Trainer) -> None:
-        if self._workers and self.is_search(trainer):  # for validation and the like as well
+        is_needed = self._workers or trainer.state.fn == TrainerFn.FITTING
+        if is_needed and self.is_search(trainer):  # for validation and the like as well
             callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
             callbacks.insert(0, self._first_callback)
 
@@ -331,6 +476,7 @@ class BaseStrategy(ParallelStrategy):
         agree_on_monitored(self.trainer, self.root_device)
         if not self.method.averages_weights:
             checks.agree_on_hyperparameters(self.trainer)
+            self._check_unowned()
 
     def end_epoch(self) -> None:
         """End an epoch, before the callbacks do."""
@@ -403,6 +549,9 @@ class BaseStrategy(ParallelStrategy):
         self.signals.restore()
         self._clipping.restore()
         self._guard.release()
+        self._unowned.release()
+        if self.world_size > 1:
+            self._leave_states(self.workers)
         self.lost_peers.close()
         for worker in self.workers:
             worker.to(torch.device("cpu"))
@@ -456,6 +605,12 @@ class BaseStrategy(ParallelStrategy):
             stock = next(each for each in type(self).__mro__ if each.__module__.partition(".")[0] in PACKAGES)()
             vars(self).update({key: value for key, value in vars(stock).items() if package_of(value) == package})
         self._accelerator = accelerator
+
+
+def _own(optimizer: Any) -> Optimizer:
+    """Return the user's optimizer, without Lightning's wrapper."""
+    own: Optimizer = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+    return own
 
 
 def _twin(cls: type[BaseStrategy], packages: str) -> type[BaseStrategy]:

@@ -21,7 +21,7 @@ def weights_of(module: torch.nn.Module) -> list[Tensor]:
     return [*(p.detach() for p in module.parameters()), *buffers]
 
 
-def agree_on_weights_(tensors: Sequence[Tensor], peers: Peers, device: torch.device) -> None:
+def agree_on_weights_(tensors: Sequence[Tensor], peers: Peers, device: torch.device) -> int:
     """Average weights that differ after the last average: a callback (weight averaging) may have put in its own.
 
     In place:
@@ -33,14 +33,18 @@ def agree_on_weights_(tensors: Sequence[Tensor], peers: Peers, device: torch.dev
         tensors: of the same shapes on all peers.
         peers: among which the weights should be equal.
         device: of the messages.
+
+    Returns:
+        The number of those that differed.
     """
     if peers.num_ranks == 1 or not tensors or not any(differ([tensors], peers.group, device)):
-        return
+        return 0
     are_unequal = differ([[tensor] for tensor in tensors], peers.group, device)
     unequal = [tensor for tensor, is_unequal in zip(tensors, are_unequal, strict=True) if is_unequal]
     there = [tensor.to(device) for tensor in unequal]  # a callback may keep its average on the CPU
     for tensor, value in zip(unequal, mean_over(there, peers, device), strict=True):
         as_real(tensor).copy_(value)
+    return len(unequal)
 
 
 def agree_on_monitored(trainer: pl.Trainer, device: torch.device) -> None:

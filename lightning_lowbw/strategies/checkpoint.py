@@ -287,10 +287,16 @@ class CheckpointedStrategy(BaseStrategy):
             if (metadata["num_ranks"], metadata["nodes"]) == (self.world_size, self._nodes):
                 shard = load(self.global_rank)
             states = self._merged_states(metadata, path, load) if shard is None else shard["workers"]
+            if len(states) != len(self.workers):
+                raise ConfigurationError(
+                    f"{path} has the states of {len(states)} optimizers, and here are {len(self.workers)}: one was "
+                    f"replaced in that run. Resume with the optimizers that were saved, or {GO_ON}."
+                )
         consensus = [copies(worker.averaged_tensors()) for worker in self.replicas]
         with failing_together():
             for worker, state in zip(self.workers, states, strict=True):
                 worker.load_state_dict(state)
+        self._has_own_states = True
         if shard is None:
             rank_zero_info(
                 f"The checkpoint was written by {metadata['num_ranks']} ranks{_on(metadata['nodes'])}; it is resumed "

@@ -6,6 +6,7 @@ import os
 import socket
 import zlib
 from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import lightning.pytorch as pl
@@ -25,6 +26,7 @@ from lightning_lowbw.method import Method
 from lightning_lowbw.strategies.keywords import STRATEGY_KEYWORDS, shows
 from lightning_lowbw.strategies.strategy import Strategy
 from lightning_lowbw.sync.local_view import DTensor
+from lightning_lowbw.sync.synchronizer import Synchronizer
 
 
 class ElasticStrategy(Strategy):
@@ -181,7 +183,7 @@ class ElasticStrategy(Strategy):
 
     @override
     def _make_worker(self, optimizer: Optimizer, named_parameters: list[tuple[str, nn.Parameter]], buffers: Any) -> Any:
-        if len(self.optimizers) > 1:
+        if len(self._trained_optimizers) > 1:
             raise ConfigurationError(
                 f"{len(self.optimizers)} optimizers: a round of an elastic training is that of one. Return one."
             )
@@ -191,6 +193,20 @@ class ElasticStrategy(Strategy):
             round_s=self.round_s,
             participants=self.participants,
         )
+
+    @override
+    def _make_workers(self, kept: Mapping[int, Synchronizer] = MappingProxyType({})) -> None:
+        super()._make_workers(kept)
+        if not self._workers:
+            raise ConfigurationError("No optimizer: a round of an elastic training is that of one. Return one.")
+
+    @override
+    def _renew_workers(self) -> None:
+        if [id(optimizer) for optimizer in self._trained_optimizers] != list(self._workers):
+            raise ConfigurationError(
+                "Another optimizer has taken the place of the one that configure_optimizers returned, with which this "
+                "group has joined the others. Change its param groups instead."
+            )
 
     @override
     def _start_workers(self, num_participants: int, *, measures: bool = False) -> None:

@@ -13,6 +13,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
+from types import MappingProxyType
 from typing import Any
 
 import lightning.pytorch as pl
@@ -204,23 +205,39 @@ class ShardedStrategy(CheckpointedStrategy, ModelParallelStrategy):
                 "A GradScaler with a sharded model: each rank would skip steps alone. Give precision='bf16-mixed'."
             )
         equalise_(trainer.lightning_module, self._tensors, self.mesh.peers())
-        self._make_workers(trainer.lightning_module)
+        self._make_workers()
         checks.check_optimizers(self.optimizers, list(trainer.lightning_module.named_parameters()))
         self._begin_checkpoints()
         self._clipping.install(self.precision_plugin, self.worker_of, self._check_clipping, self._end_hooks)
         self._insert_first_callback(trainer)
 
-    def _make_workers(self, module: pl.LightningModule) -> None:
-        """Make a worker for each optimizer, which sees this rank's shards.
+    @property
+    @override
+    def _equals(self) -> Peers:
+        return Peers(self.mesh.peers(), self.ledger, nodes=self._nodes)
 
-        Collective: all ranks.
-        """
-        peers = Peers(self.mesh.peers(), self.ledger, nodes=self._nodes)
+    @override
+    def _optimizer_of(self, worker: Synchronizer) -> Optimizer:
+        return self._views[worker].optimizer
+
+    @override
+    def _own_part(self, parameter: Tensor) -> Tensor:
+        return self._tensors.of(parameter)  # type: ignore[arg-type]
+
+    @override
+    def _make_workers(self, kept: Mapping[int, Synchronizer] = MappingProxyType({})) -> None:
+        """Make workers that see this rank's shards."""
+        module, optimizers, peers = self.lightning_module, self._trained_optimizers, self._equals
+        assert module is not None
+        self._views = {worker: view for worker, view in self._views.items() if worker in kept.values()}
         named = [(name, self._tensors.of(parameter)) for name, parameter in module.named_parameters()]
         numels = {self._tensors.of(parameter): parameter.numel() for parameter in module.parameters()}
         with failing_together():
-            buffers = buffers_by_optimizer(module, self.optimizers) if self.method.averages_weights else {}
-            for optimizer in self.optimizers:
+            buffers = buffers_by_optimizer(module, optimizers) if self.method.averages_weights else {}
+            for optimizer in optimizers:
+                if id(optimizer) in kept:
+                    self._workers[id(optimizer)] = kept[id(optimizer)]
+                    continue
                 view = LocalView(optimizer, self._tensors)
                 worker = self.method.make_synchronizer(view.local, named, peers, buffers.get(id(optimizer)))
                 worker.params.whole_numels = numels
@@ -233,10 +250,17 @@ class ShardedStrategy(CheckpointedStrategy, ModelParallelStrategy):
     def on_train_start(self) -> None:
         super().on_train_start()
         agree("data", {"number of batches per epoch": self.trainer.num_training_batches})
-        self._guard.watch(self.optimizers)  # not before: what loads their state takes an empty step
+        self._guard.watch(self.trainer.lightning_module)  # not before: what loads optimizers' state takes an empty step
         self.signals.defer(self.trainer)
         self._pull()
+        self._agree_on_states(self.workers)
         self._start_workers(self.mesh.topology.num_nodes)
+        for worker in self.replicas:
+            worker.begin_local()
+
+    @override
+    def _begin_renewed(self) -> None:
+        self._prepare_workers(self.mesh.topology.num_nodes)
         for worker in self.replicas:
             worker.begin_local()
 
@@ -362,12 +386,15 @@ class ShardedStrategy(CheckpointedStrategy, ModelParallelStrategy):
     @override
     def on_train_end(self) -> None:
         self.signals.settle()
-        self._check_last_faults()
+        self._check_late_faults()
         if not self.replicas:
             checks.agree_on_hyperparameters(self.trainer)
+            self._check_unowned()
         super().on_train_end()
 
-    def _check_last_faults(self) -> None:
+    @override
+    def _check_late_faults(self) -> None:
+        self._pull()
         for worker in () if self._is_fit_over or self.is_interrupted else self.workers:
             if isinstance(worker, GradientSync) and worker.peers.num_ranks > 1:
                 check_last_faults(worker)
@@ -384,7 +411,8 @@ class ShardedStrategy(CheckpointedStrategy, ModelParallelStrategy):
         if self.is_interrupted:  # the shards of others are not to be had; `save_checkpoint` says so
             return {}
         if self.trainer.state.fn == TrainerFn.FITTING:
-            self._check_last_faults()
+            self._renew_before_save()
+            self._check_late_faults()
             self.show_consensus()
         return self._copied(super().lightning_module_state_dict())
 

@@ -69,7 +69,7 @@ class Signals:
 
     def defer(self, trainer: pl.Trainer) -> None:
         """Let SIGTERM and SLURM's signal set a request from now on; may be called again."""
-        if trainer.world_size == 1:
+        if trainer.world_size == 1 or not self._workers:  # who would tell the others?
             return
         loop = trainer.fit_loop.epoch_loop
         if hasattr(loop, "_broadcast_sigterm_tensor"):

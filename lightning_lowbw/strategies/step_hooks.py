@@ -6,8 +6,10 @@ shrink elements that contain the gradients of hundreds of steps.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+import functools
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from itertools import compress
 from typing import Any
 
 import lightning.pytorch as pl
@@ -18,9 +20,12 @@ from lightning.pytorch.utilities import GradClipAlgorithmType
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from lightning_lowbw.errors import ConfigurationError
+from lightning_lowbw.comm.agreement import differ, gather
+from lightning_lowbw.comm.peers import Peers
+from lightning_lowbw.errors import ConfigurationError, DisagreementError
 from lightning_lowbw.sync.synchronizer import Synchronizer, eagerly, has_step_hooks
 
 READING_HOOK = "on_before_zero_grad"  # in which the gradients of the last step may be read
@@ -65,6 +70,8 @@ class Clipping:
             clip_gradients(optimizer, clip_val * factor, gradient_clip_algorithm)
 
         def clip_or_exchange(model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+            if not any(True for _ in parameters_of(optimizer)):
+                return
             worker = worker_of(optimizer)
             if worker.clips_before_exchange:
                 eagerly()(exchange, worker)
@@ -150,40 +157,65 @@ def _apply_(function: Callable[[list[Tensor], Tensor], None], optimizer: Optimiz
         function([gradient._values() if gradient.is_sparse else gradient for gradient in gradients], scale)
 
 
+def parameters_of(optimizer: Optimizer) -> Iterator[Tensor]:
+    """Yield the parameters of an optimizer; Lightning's own one for a module that returns none has none."""
+    return (parameter for group in optimizer.param_groups for parameter in group["params"])
+
+
 class StepGuard:
-    """Refuses steps that Lightning does not take: their gradients have not been exchanged."""
+    """Refuses steps of a module's parameters that Lightning does not take: their gradients have not been exchanged."""
 
     def __init__(self) -> None:
-        self._handles: list[RemovableHandle] = []
+        self._module: torch.nn.Module | None = None
+        self._handle: RemovableHandle | None = None
         self._stepping: Optimizer | None = None  # by Lightning, now
+        self._has_exchanged = False  # for that step
 
-    def watch(self, optimizers: Iterable[Optimizer]) -> None:
-        """Check each step of some optimizers, until `release`."""
-        for optimizer in optimizers:
-            self._handles.append(optimizer.register_step_pre_hook(self.check))
+    def watch(self, module: torch.nn.Module) -> None:
+        """Check each step of any optimizer that has parameters of a module, until `release`."""
+        self.release()
+        self._module, self._handle = module, register_optimizer_step_pre_hook(self.check)
 
     def release(self) -> None:
         """Stop checking."""
-        while self._handles:
-            self._handles.pop().remove()
+        if self._handle is not None:
+            self._handle.remove()
+        self._module = self._handle = None
 
     @contextmanager
     def allowing(self, optimizer: Optimizer) -> Iterator[None]:
-        """Allow the steps of one optimizer in a `with` block."""
-        outer, self._stepping = self._stepping, optimizer
+        """Allow the steps of one optimizer in a `with` block; after `note_exchange` also of those that it contains."""
+        outer = self._stepping, self._has_exchanged
+        self._stepping, self._has_exchanged = optimizer, False
         try:
             yield
         finally:
-            self._stepping = outer
+            self._stepping, self._has_exchanged = outer
+
+    def note_exchange(self) -> None:
+        """Note that the gradients of the step in progress have been exchanged."""
+        self._has_exchanged = True
 
     def check(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """The hook before a step: refuse that of an optimizer that Lightning does not step."""
-        if self._stepping is not optimizer:
-            raise ConfigurationError(
-                f"{type(optimizer).__name__}.step() was called directly, not by Lightning, so the gradients were not "
-                "exchanged. Call step() on the optimizers that self.optimizers() returns. If the code is not yours, "
-                "train with strategy='ddp'."
-            )
+        """The hook before a step: refuse that of an optimizer that Lightning does not step.
+
+        A wrapper (SAM, Lookahead) steps another optimizer in its own step: after the closure, or with it.
+        """
+        if self._stepping is optimizer or self._module is None:
+            return
+        parameters = {p for p in parameters_of(optimizer) if p.requires_grad or p.grad is not None}
+        if parameters.isdisjoint(self._module.parameters()):
+            return
+        has_closure = any(map(callable, (*args[1:], *kwargs.values())))
+        is_nested = self._stepping is not None and parameters.issubset(parameters_of(self._stepping))
+        if is_nested and (self._has_exchanged or has_closure):
+            return
+        raise ConfigurationError(
+            f"{type(optimizer).__name__}.step() was called directly, not by Lightning, so the gradients were not "
+            "exchanged. Return the optimizer from configure_optimizers, and call step() on what self.optimizers() "
+            "returns. If the code is not yours, train with strategy='ddp', which takes such a step after a backward "
+            "pass (in a hook of one the ranks would part there, too)."
+        )
 
     def is_gradient_seen(self, trainer: pl.Trainer, optimizer: Optimizer) -> bool:
         """Return whether a hook of Lightning or of the optimizer may read the gradients that an optimizer steps with.
@@ -198,3 +230,53 @@ class StepGuard:
         return is_overridden(READING_HOOK, module) or any(
             is_overridden(READING_HOOK, each, parent=Callback) for each in callbacks
         )
+
+
+class Unowned:
+    """Finds parameters that are trained, and are in no optimizer of the strategy: nothing exchanges their gradients."""
+
+    def __init__(self) -> None:
+        self._handles: list[RemovableHandle] = []
+        self._with_gradient: set[str] | None = None  # names; None: not known, and all are compared
+
+    def watch(self, parameters: Mapping[str, Tensor]) -> None:
+        """Note which parameters get a gradient until `check`, which compares only these: under local SGD a target
+        network, which gets none, is each rank's own.
+        """
+        self._with_gradient = set()
+        for name, parameter in parameters.items():
+            hook = functools.partial(self._note, name)
+            self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
+
+    def _note(self, name: str, _: Tensor) -> None:
+        if self._with_gradient is not None:
+            self._with_gradient.add(name)
+
+    def release(self) -> None:
+        """Note no more gradients."""
+        while self._handles:
+            self._handles.pop().remove()
+
+    def check(self, tensors: Mapping[str, Tensor], peers: Peers, device: torch.device) -> None:
+        """Compare parameters between ranks.
+
+        Collective: all peers, blocking; two numbers for each, if there are any.
+
+        Raises:
+            DisagreementError: on all peers; one differs.
+        """
+        self.release()
+        if peers.num_ranks == 1 or not tensors:
+            return
+        are_unequal = differ([[tensor] for tensor in tensors.values()], peers.group, device)
+        names = list(compress(tensors, are_unequal))
+        if names and self._with_gradient is not None:
+            seen = set[str]().union(*gather(self._with_gradient, "parameters with a gradient", peers.group))
+            names = [name for name in names if name in seen]
+        if names:
+            raise DisagreementError(
+                f"{names[0]!r} is in no optimizer that configure_optimizers has returned, and differs between the "
+                f"ranks ({len(names)} such parameters): what trains it does not exchange its gradient. Return an "
+                "optimizer for it; if it is not to be trained, set requires_grad=False; if each rank is to have its "
+                "own, name it in the module's _ddp_params_and_buffers_to_ignore."
+            )

@@ -15,6 +15,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import lightning.pytorch as pl
@@ -157,7 +158,8 @@ class Strategy(CheckpointedStrategy, DDPStrategy):
             super().setup(trainer)
             self._make_workers()
             checks.check_optimizers(self.optimizers, list(trainer.lightning_module.named_parameters()))
-            self._guard.watch(self.optimizers)
+            if self.world_size > 1 or not self._needs_ranks:
+                self._guard.watch(trainer.lightning_module)
             self._begin_checkpoints()
             self._clipping.install(self.precision_plugin, self.worker_of, self._check_clipping, self._end_hooks)
             if self._reports:
@@ -193,19 +195,24 @@ class Strategy(CheckpointedStrategy, DDPStrategy):
         self._has_equal_epochs = False
         self.auto.begin_fit()
 
-    def _make_workers(self) -> None:
-        """Make a worker for each optimizer.
+    @property
+    @override
+    def _equals(self) -> Peers:
+        return Peers(None, self.ledger)
 
-        Collective: all ranks.
-        """
-        module = self.lightning_module
+    @override
+    def _make_workers(self, kept: Mapping[int, Synchronizer] = MappingProxyType({})) -> None:
+        module, optimizers = self.lightning_module, self._trained_optimizers
         assert module is not None
         named_parameters = list(module.named_parameters())
         with failing_together():
-            buffers = buffers_by_optimizer(module, self.optimizers) if self.method.averages_weights else {}
-            for optimizer in self.optimizers:
-                own = buffers.get(id(optimizer))
-                self._workers[id(optimizer)] = self._make_worker(optimizer, named_parameters, own)
+            buffers = buffers_by_optimizer(module, optimizers) if self.method.averages_weights else {}
+            for optimizer in optimizers:
+                key = id(optimizer)
+                if key not in kept:
+                    self._workers[key] = self._make_worker(optimizer, named_parameters, buffers.get(key))
+                else:
+                    self._workers[key] = kept[key]
 
     def _make_worker(
         self, optimizer: Optimizer, named_parameters: list[tuple[str, torch.nn.Parameter]], buffers: Any
@@ -222,7 +229,7 @@ class Strategy(CheckpointedStrategy, DDPStrategy):
         self.method = method
         self._make_workers()
         for worker, old in zip(self.workers, before, strict=True):
-            worker.step, worker.batch, worker.requests = old.step, old.batch, old.requests
+            worker.inherit(old, ())
 
     @override
     def configure_ddp(self) -> None:
@@ -278,8 +285,9 @@ class Strategy(CheckpointedStrategy, DDPStrategy):
     def on_train_start(self) -> None:
         super().on_train_start()
         self.signals.defer(self.trainer)
+        self._agree_on_states(self.workers)
         self._start_workers(self.world_size, measures=self.auto.is_open(self.method))
-        if not self.method.averages_weights:
+        if not self.replicas:
             self._has_equal_epochs = checks.agree_on_length(self.trainer)
             self.auto.begin_training(self.method, self.workers, self.trainer, is_search=self.is_search(self.trainer))
         elif self.world_size > 1:
@@ -287,6 +295,14 @@ class Strategy(CheckpointedStrategy, DDPStrategy):
             for worker in self.replicas:
                 worker.begin_local()
             self._choose_backward_sync()
+
+    @override
+    def _begin_renewed(self) -> None:
+        self._prepare_workers(self.world_size, measures=self.auto.is_open(self.method))
+        for worker in self.replicas if self.world_size > 1 else ():
+            worker.begin_local()
+        self.auto.begin_renewed()
+        self._choose_backward_sync()
 
     @override
     def teardown(self) -> None:
@@ -302,7 +318,7 @@ class Strategy(CheckpointedStrategy, DDPStrategy):
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_start(batch, batch_idx)
-        if self.method.averages_weights:
+        if self.replicas:
             if self.world_size > 1:
                 self.uneven.begin_batch(self.trainer, self.replicas)
                 self._choose_backward_sync()  # Lightning turns it on after each training_step of manual optimization
@@ -319,12 +335,12 @@ class Strategy(CheckpointedStrategy, DDPStrategy):
 
     def _choose_backward_sync(self) -> None:
         """Let DDP fill no buckets and search for no unused parameters where it reduces nothing."""
-        ddp, averages = self._ddp, self.method.averages_weights
+        ddp, averages = self._ddp, bool(self.replicas)
         if averages and ddp.require_backward_grad_sync and not all(each.reduces_in_backward for each in self.workers):
             # DDP would rebuild its buckets, with a broadcast, in the next forward pass; now all ranks are here.
             ddp.reducer._rebuild_buckets()
         # Optimizers in different phases, as when one steps less often, reduce their own gradients before they step.
-        reductions = {self._reduction_of(worker) for worker in self.workers}
+        reductions = {self._reduction_of(worker) for worker in self.workers} or {"all"}
         self._hook.reduction = reductions.pop() if len(reductions) == 1 else None
         ddp.require_backward_grad_sync = bool(ddp.static_graph) or self._hook.reduction is not None
 
@@ -345,7 +361,7 @@ class Strategy(CheckpointedStrategy, DDPStrategy):
 
     def _buffers_to_broadcast(self, buffers: Mapping[str, Tensor]) -> list[Tensor]:
         """Return the buffers that rank 0 sends to all before the coming forward pass."""
-        if self.method.averages_weights:
+        if self.replicas:
             return list(buffers.values()) if any(each.reduces_in_backward for each in self.workers) else []
         return self.buffers.to_broadcast(buffers, is_compressed=self._is_compressed)
 
@@ -421,7 +437,7 @@ class Strategy(CheckpointedStrategy, DDPStrategy):
     @override
     def begin_epoch(self) -> None:
         """Begin an epoch, whose data may have changed."""
-        if self.method.averages_weights:
+        if self.replicas:
             self.uneven.begin_epoch(self.trainer, self.replicas)
         elif self._has_equal_epochs:  # before a step: schedulers may have followed what an epoch's end has logged
             checks.agree_on_hyperparameters(self.trainer)
@@ -429,7 +445,7 @@ class Strategy(CheckpointedStrategy, DDPStrategy):
     @override
     def end_batch(self) -> None:
         """Save if it was requested, and let a rank whose data have ended begin them anew."""
-        if self.method.averages_weights:
+        if self.replicas:
             self.uneven.end_batch(self.trainer)
         self.signals.save_if_due(self.trainer)
 
@@ -437,8 +453,9 @@ class Strategy(CheckpointedStrategy, DDPStrategy):
     def show_consensus(self) -> None:
         """Put what is equal on all ranks into the model, until the next batch, the end of validation or of a save."""
         module = self.lightning_module
-        if not self.method.averages_weights:
-            if self._workers and not self._is_fit_over:
+        if not self.replicas:
+            is_fit = self._workers or (module is not None and self.trainer.state.fn == TrainerFn.FITTING)
+            if is_fit and not self._is_fit_over:
                 self.buffers.share_(self.trainer.lightning_module, self.ledger, self.root_device)
             return
         if module is None or module._trainer is None or self.is_consensus_shown:
@@ -452,16 +469,15 @@ class Strategy(CheckpointedStrategy, DDPStrategy):
 
     def _agree_on_averages(self) -> None:
         """Average over ranks what callbacks have averaged over steps: they are validated and saved."""
-        everyone = Peers(None, self.ledger)
         for callback in checks.callbacks_of(self.trainer, *checks.AVERAGING):
             average = getattr(callback, "_average_model", None)  # not before it begins
             if average is not None:
-                agree_on_weights_(weights_of(average), everyone, self.root_device)
+                agree_on_weights_(weights_of(average), self._equals, self.root_device)
 
     @override
     def end_epoch(self) -> None:
         """Agree on monitored metrics."""
-        if self.method.averages_weights:
+        if self.replicas:
             self.uneven.end_epoch(self.trainer)
             self.agree_on_metrics()
         elif self._has_equal_epochs:  # else the others may be in a step
@@ -470,20 +486,20 @@ class Strategy(CheckpointedStrategy, DDPStrategy):
 
     @override
     def leave_consensus(self) -> None:
-        if self.method.averages_weights:
+        if self.replicas:
             super().leave_consensus()
 
     # The end, validation and checkpoints ------------------------------------------------------------------------
 
     @override
     def on_train_end(self) -> None:
-        if self.method.averages_weights:
-            everyone = Peers(None, self.ledger)
-            agree_on_weights_(weights_of(self.trainer.lightning_module), everyone, self.root_device)
+        if self.replicas:
+            agree_on_weights_(weights_of(self.trainer.lightning_module), self._equals, self.root_device)
         else:
             self.signals.settle()
             self._check_late_faults()
             checks.agree_on_hyperparameters(self.trainer)
+            self._check_unowned()
             for worker in self.workers:
                 if isinstance(worker, GradientSync):  # of a node's velocities each rank has had a part
                     for parameter, velocity in worker.whole_momentum().items():
@@ -492,8 +508,8 @@ class Strategy(CheckpointedStrategy, DDPStrategy):
             self.auto.end_training(type(self).__name__)
         super().on_train_end()
 
+    @override
     def _check_late_faults(self) -> None:
-        """Raise, on all ranks, what the last step has found after its message: it may be in the weights."""
         for worker in self.workers:
             if isinstance(worker, GradientSync) and not (self._is_fit_over or self.is_interrupted):
                 worker.check_late_faults()
@@ -510,6 +526,7 @@ class Strategy(CheckpointedStrategy, DDPStrategy):
     def lightning_module_state_dict(self) -> dict[str, Any]:
         module = self.lightning_module
         trainer = None if module is None else module._trainer
+        self._renew_before_save()
         if not self.replicas:
             self._check_late_faults()
         elif trainer is not None and trainer.state.fn == TrainerFn.FITTING:
@@ -523,7 +540,7 @@ class Strategy(CheckpointedStrategy, DDPStrategy):
         Collective: the ranks of a node.
         """
         state: dict[str, Any] = super().optimizer_state(optimizer)
-        worker = self.worker_of(optimizer)
+        worker = self._workers.get(id(getattr(optimizer, "optimizer", optimizer)))
         if self.is_interrupted or self._is_fit_over or not isinstance(worker, GradientSync):
             return state
         whole = worker.whole_momentum()

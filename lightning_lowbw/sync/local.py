@@ -21,6 +21,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import deepcopy
 from itertools import compress
 from math import isfinite
 from typing import Any
@@ -117,7 +118,7 @@ class LocalSync(Synchronizer):
     ) -> None:
         super().__init__(method, optimizer, named_parameters, peers)
         self.steps_since_average = self.num_averages = 0
-        self.has_met = False
+        self.has_met = self._has_been_local = False
         self.begin_epoch()
         self.meet: Callable[[LocalSync], None] | None = None
         self._reduced: frozenset[Parameter] = frozenset()
@@ -349,6 +350,7 @@ class LocalSync(Synchronizer):
             return
         self.peers.count_dense(sum(p.nbytes for p in self.params if p.requires_grad))
         self.steps_since_average += 1
+        self._has_been_local = True
         note_steps(self.fragments, self.parameters(), self.sent_bytes)
         try:
             self.average_due()
@@ -824,6 +826,29 @@ class LocalSync(Synchronizer):
 
     # State ----------------------------------------------------------------------------------------------------------
 
+    @property
+    def has_own_state(self) -> bool:
+        return self._has_been_local
+
+    def inherit(self, before: Synchronizer, replaced: Sequence[Synchronizer]) -> None:
+        """Go on from the consensus, with the outer optimizer and what has not been sent of earlier changes."""
+        super().inherit(before, replaced)
+        assert isinstance(before, LocalSync)
+        self.phase, self.num_averages = deepcopy(before.phase), before.num_averages
+        self.has_ended, self.all_have_ended = before.has_ended, before.all_have_ended
+        self._epoch_start = before._epoch_start
+        kept: dict[str, Tensor] = {}
+        for each in replaced:
+            assert isinstance(each, LocalSync)
+            self.start |= {p: each.start[p] for p in self.params if p in each.start}
+            self.velocity |= {p: each.velocity[p] for p in self.params if p in each.velocity}
+            residuals = {} if each.compressed is None else each.compressed.residuals
+            kept |= {name: residuals[name] for name in self.by_name() if name in residuals}
+        if kept:
+            assert self.compressed is not None
+            self.params.small_numel = before.params.small_numel  # which tells what is compressed
+            self.compressed.residuals.load(kept, self.device)
+
     def equal_state(self) -> dict[str, Any]:
         self._note_decay()
         return {**super().equal_state(), **self.phase.state_dict(), "num_averages": self.num_averages}
@@ -909,6 +934,7 @@ class LocalSync(Synchronizer):
             fragment.moved = {parameters[name]: None for name in kept["moved"]}
             fragment.work = None if kept["work"] is None else Average.from_state(kept["work"], parameters, device)
         self._load_optimizer(state["optimizer"])
+        self._has_been_local = bool(state["optimizer"]["state"])
 
     def _optimizer_state(self) -> dict[str, Any]:
         """Return the optimizer's state without what no shard can hold, as a function in a param group."""

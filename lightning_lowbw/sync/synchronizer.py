@@ -6,7 +6,7 @@ import functools
 import inspect
 import logging
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from types import MethodType
@@ -337,6 +337,20 @@ class Synchronizer:
     def metrics(self, is_due: bool) -> dict[str, float | Tensor]:
         """Return metrics to log after a step; those that cost a pass over memory only if `is_due`."""
         raise NotImplementedError
+
+    @property
+    def has_own_state(self) -> bool:
+        """Whether the optimizer's state is this rank's own, as after sparse or local steps."""
+        raise NotImplementedError
+
+    def inherit(self, before: Synchronizer, replaced: Sequence[Synchronizer]) -> None:
+        """Go on where workers of other optimizers have ended, whose place this one takes.
+
+        Args:
+            before: whose steps are counted on.
+            replaced: all that have ended, and what they keep for parameters that are this one's now.
+        """
+        self.step, self.batch, self.requests = before.step, before.batch, before.requests
 
     def finish(self) -> None:
         """End the training: average, or compare, the weights."""

@@ -1,0 +1,231 @@
+"""Steps that Lightning does not take: nothing has exchanged their gradients, so they are refused before they move a
+weight; those that a returned optimizer takes in its own step are allowed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import SGD, Optimizer
+from torch.optim import optimizer as torch_optimizer
+
+from lightning_lowbw import (
+    ConfigurationError,
+    DGCStrategy,
+    DisagreementError,
+    LocalSGD,
+    LocalSGDStrategy,
+    PowerSGD,
+    QuantizedGradients,
+    ShardedStrategy,
+    Strategy,
+)
+from tests.ranks import run_ranks
+from tests.strategies.fits import weights
+from tests.tiny import MIN_NUMEL, ManualTiny, Tiny, make_data, make_trainer
+
+STEPS = 4
+STRATEGIES: dict[str, Callable[[], Any]] = {
+    "dgc": lambda: DGCStrategy(sparsity=[0.9], min_numel=MIN_NUMEL),
+    "dgc, dense at first": lambda: DGCStrategy(rampup_begin_step=2, sparsity=[0.9], min_numel=MIN_NUMEL),
+    "int8": lambda: Strategy(QuantizedGradients("int8")),
+    "powersgd": lambda: Strategy(PowerSGD()),
+    "local_sgd": lambda: LocalSGDStrategy(k_steps=2, begin_step=0),
+    "post-local": lambda: LocalSGDStrategy(k_steps=2, begin_step=2),
+    "sharded": lambda: ShardedStrategy(LocalSGD(k_steps=2, begin_step=2), topology=1),
+}
+
+
+class InBackward(Tiny):
+    """Steps in hooks of the backward pass, as in torch's tutorial; some parameters, or all of them."""
+
+    share = 1.0
+
+    def on_train_start(self) -> None:
+        trained = [p for p in self.parameters() if p.requires_grad]
+        for parameter in trained[: int(len(trained) * self.share)]:
+            optimizer = SGD([parameter], lr=0.1)
+
+            def step(_: Tensor, optimizer: Optimizer = optimizer) -> None:
+                optimizer.step()
+                optimizer.zero_grad()
+
+            parameter.register_post_accumulate_grad_hook(step)
+
+    def configure_optimizers(self) -> Any:
+        trained = [p for p in self.parameters() if p.requires_grad][int(len(list(self.parameters())) * self.share) :]
+        return SGD(trained, lr=0.1) if trained else None
+
+
+class HalfInBackward(InBackward):
+    share = 0.5
+
+
+class Unreturned(ManualTiny):
+    """As of a GAN, one of whose two optimizers is not returned."""
+
+    def configure_optimizers(self) -> Optimizer:
+        self.other = [SGD(self.head.parameters(), lr=0.1)]
+        return SGD([*self.wide.parameters(), *self.norm.parameters(), *self.wider.parameters()], lr=0.1)
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.other[0].step()
+        return loss
+
+
+class SAM(Optimizer):
+    """Its two steps are those of the user's training_step; `step` is automatic optimization's."""
+
+    def __init__(self, params: Any, rho: float = 0.05) -> None:
+        super().__init__(params, {"lr": 0.05, "rho": rho})
+        self.base_optimizer = SGD(self.param_groups, lr=0.05)
+        self.param_groups = self.base_optimizer.param_groups
+
+    @torch.no_grad()
+    def first_step(self) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter]["old"] = parameter.clone()
+            parameter.add_(parameter.grad, alpha=0.1)
+        self.zero_grad()
+
+    @torch.no_grad()
+    def second_step(self) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            parameter.copy_(self.state[parameter]["old"])
+        self.base_optimizer.step()
+
+    def step(self, closure: Any = None) -> Any:
+        loss = closure()
+        self.base_optimizer.step()
+        return loss
+
+
+class ManualSAM(Tiny):
+    def __init__(self) -> None:
+        super().__init__(SAM)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:  # type: ignore[override]
+        optimizer: Any = self.optimizers()
+        self.manual_backward(super().training_step(batch, batch_idx))
+        optimizer.first_step()
+        self.manual_backward(super().training_step(batch, batch_idx))
+        optimizer.second_step()
+
+
+class ByHand(Tiny):
+    """Moves weights in hooks of the backward pass without an optimizer."""
+
+    def on_train_start(self) -> None:
+        for parameter in self.head.parameters():
+            parameter.register_post_accumulate_grad_hook(_move)
+
+    def configure_optimizers(self) -> Optimizer:
+        return SGD([*self.wide.parameters(), *self.wider.parameters()], lr=0.05)
+
+
+@torch.no_grad()
+def _move(parameter: Tensor) -> None:
+    assert parameter.grad is not None
+    parameter.sub_(parameter.grad, alpha=0.1)
+    parameter.grad = None
+
+
+def refusals(name: str, *models: type[Tiny]) -> list[tuple[str, int]]:
+    found = []
+    for model in models:
+        trainer = make_trainer(STRATEGIES[name](), dist.get_world_size())
+        with pytest.raises((ConfigurationError, DisagreementError)) as caught:
+            trainer.fit(model(), make_data(dist.get_world_size(), STEPS))
+        found.append((f"{type(caught.value).__name__}: {caught.value}", trainer.global_step))
+    assert not torch_optimizer._global_optimizer_pre_hooks
+    return found
+
+
+@pytest.mark.fault(
+    "steps in hooks of the backward pass, of optimizers that `configure_optimizers` does not return",
+    "no error, and the ranks' weights differ: 0.05 after 16 steps",
+)
+@pytest.mark.parametrize("name", ["dgc", "dgc, dense at first", "int8", "powersgd", "local_sgd", "post-local"])
+def test_a_step_of_another_optimizer_is_refused_before_it_moves_a_weight(name: str) -> None:
+    for found in run_ranks(refusals, 2, name, InBackward, HalfInBackward, Unreturned, ManualSAM):
+        for message, step in found:
+            assert message.startswith("ConfigurationError: SGD.step() was called directly")
+            assert "configure_optimizers" in message
+            assert step <= 1  # of the one that is returned, in the same batch
+
+
+def test_so_it_is_with_shards() -> None:
+    for [(message, _)] in run_ranks(refusals, 2, "sharded", Unreturned):
+        assert message.startswith("ConfigurationError: SGD.step() was called directly")
+
+
+@pytest.mark.parametrize("name", ["dgc", "int8", "local_sgd"])
+def test_weights_that_are_moved_by_hand_are_found_after_a_batch(name: str) -> None:
+    for [(message, step)] in run_ranks(refusals, 2, name, ByHand):
+        assert message.startswith("DisagreementError: 'head.weight' is in no optimizer")
+        assert step == 1
+
+
+class Lookahead(Optimizer):
+    """Gives its closure to the optimizer that it wraps."""
+
+    def __init__(self, params: Any) -> None:
+        self.optimizer = SGD(params, lr=0.05)
+        super().__init__(self.optimizer.param_groups, {})
+        self.param_groups = self.optimizer.param_groups
+
+    def step(self, closure: Any = None) -> Any:
+        return self.optimizer.step(closure)
+
+
+class Allowed(ManualTiny):
+    """Steps a latent of this rank, and has a target that is no rank's gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.target = nn.Linear(32, 5)  # trained by nobody, with requires_grad as it is by default
+        self.teacher = nn.Linear(16, 5).requires_grad_(False)
+
+    def on_train_start(self) -> None:
+        self.of_teacher = [SGD(self.teacher.parameters(), lr=1.0, weight_decay=1.0)]
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        latent = batch[0].clone().requires_grad_()
+        nn.functional.cross_entropy(self(latent), batch[1]).backward(inputs=[latent])
+        SGD([latent], lr=0.1).step()
+        self.of_teacher[0].step()
+        with torch.no_grad():
+            self.target.weight.lerp_(self.head.weight, 0.1)
+        return super().training_step((latent.detach(), batch[1]), batch_idx)
+
+    def configure_optimizers(self) -> Optimizer:
+        return SGD([p for name, p in self.named_parameters() if p.requires_grad and "target" not in name], lr=0.05)
+
+
+def plain(parameters: Any) -> Optimizer:
+    return SGD(parameters, lr=0.05)
+
+
+def train_allowed(name: str) -> list[str]:
+    found = []
+    for make in (lambda: Tiny(Lookahead), lambda: Tiny(SAM), Allowed, lambda: Tiny(plain)):
+        model = make()
+        trainer = make_trainer(STRATEGIES[name](), dist.get_world_size())
+        trainer.fit(model, make_data(dist.get_world_size(), STEPS))
+        found.append(weights(model))
+    return found
+
+
+@pytest.mark.parametrize("name", ["dgc", "int8", "local_sgd"])
+def test_steps_inside_of_a_step_and_of_others_than_the_module_s_parameters_are_allowed(name: str) -> None:
+    first, second = run_ranks(train_allowed, 2, name)
+    assert first == second
+    lookahead, sam, _, as_without = first
+    assert lookahead == sam == as_without
