@@ -40,7 +40,7 @@ STRATEGIES: dict[str, Callable[[], Any]] = {
     "dgc on two levels": lambda: DGCStrategy(topology=2, **SPARSE),
     "hierarchical": lambda: HierarchicalStrategy(topology=2),
     "int8": lambda: Strategy(QuantizedGradients("int8")),
-    "powersgd": lambda: Strategy(PowerSGD(min_compression_rate=1.1)),
+    "powersgd": lambda: Strategy(PowerSGD()),
     "local_sgd": lambda: LocalSGDStrategy(k_steps=3, begin_step=0),
     "post-local": lambda: LocalSGDStrategy(k_steps=3, begin_step=2),
     "diloco": lambda: Strategy(LocalSGD(k_steps=3, begin_step=0, outer="nesterov", outer_lr=0.7)),
@@ -207,6 +207,10 @@ def only(*names: str) -> Make:
 def two(module: pl.LightningModule) -> list[Optimizer]:
     parts = (("wide.", "norm."), ("wider", "head"))
     return [sgd(p for name, p in module.named_parameters() if name.startswith(part)) for part in parts]
+
+
+def two_then_one(module: pl.LightningModule) -> list[Optimizer]:
+    return two(module) if module.trainer.current_epoch == 0 else adam(module)
 
 
 class Manual(ManualTiny):
