@@ -302,7 +302,14 @@ class BaseStrategy(ParallelStrategy):
         new = {number: worker for number, worker in enumerate(self.workers) if worker not in kept.values()}
         for number, worker in new.items() if before else ():
             worker.inherit(list(before.values())[min(number, len(before) - 1)], replaced)
-        self.signals.defer(self.trainer)  # there may have been no worker before
+        if not before:  # whom a signal would have been told
+            self.signals.defer(self.trainer)
+        lost = {name for each in replaced if isinstance(each, GradientSync) for name in each.residuals}
+        lost -= {name for worker in self.workers for name in worker.by_name()}
+        if lost:
+            rank_zero_info(
+                f"{len(lost)} tensors are in no optimizer now: what was not sent of their gradients is lost."
+            )
         self._has_own_states = False
         self._agree_on_states(new.values())
         self._begin_renewed()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 import torch.distributed as dist
@@ -28,6 +28,7 @@ from lightning_lowbw.sync.synchronizer import Synchronizer
 SHARDING = "ZeroRedundancyOptimizer"  # each rank has the state of its own parameters only; not imported for its name
 
 _left: WeakKeyDictionary[Optimizer, list[RemovableHandle]] = WeakKeyDictionary()  # with a state of this rank's own
+_loaded: WeakSet[Optimizer] = WeakSet()  # of these, those with another state: no hook may be removed by a hook
 
 
 def agree_on_states_(workers: Sequence[Synchronizer], peers: Peers, device: torch.device) -> None:
@@ -110,12 +111,13 @@ def leave_own_state(optimizer: Optimizer) -> None:
     """
     for each in [optimizer, *(inner for _, inner in _wrapped_by(optimizer))]:
         take_over(each)
-        _left[each] = [each.register_step_pre_hook(_refuse), each.register_load_state_dict_post_hook(take_over)]
+        _left[each] = [each.register_step_pre_hook(_refuse), each.register_load_state_dict_post_hook(_loaded.add)]
 
 
 def take_over(optimizer: Optimizer) -> None:
     """Allow the steps of an optimizer again."""
     for each in [optimizer, *(inner for _, inner in _wrapped_by(optimizer))]:
+        _loaded.discard(each)
         for handle in _left.pop(each, []):
             handle.remove()
 
@@ -126,7 +128,8 @@ def _refuse(optimizer: Optimizer, *_: Any) -> None:
     Raises:
         ConfigurationError: there are several ranks, and each has a state of its own.
     """
-    if optimizer.state and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+    has_ranks = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+    if has_ranks and optimizer.state and optimizer not in _loaded:
         raise ConfigurationError(
             f"The state of this {type(optimizer).__name__} is each rank's own, as sparse or local steps of an earlier "
             "fit have left it, and the ranks' weights would part. Make a new optimizer, load one state on all ranks, "

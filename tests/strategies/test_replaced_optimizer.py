@@ -156,7 +156,8 @@ def replace_once(name: str, kind: Callable[[Any], Optimizer], make: Make) -> dic
 
 
 @pytest.mark.fault(
-    "a callback puts another optimizer in place of the first", "the new one trains on, and the weights stay equal"
+    "a callback puts another optimizer in place of the first",
+    "what has not been sent is applied, averaged or goes on; the new one trains on, on all ranks in the same step",
 )
 @pytest.mark.parametrize(
     ("name", "kind", "num_ranks"),
