@@ -293,10 +293,10 @@ class BaseStrategy(ParallelStrategy):
         # Of a replica nothing is in the optimizer alone, and its buffers may belong to another one now.
         kept = {} if self.replicas else {key: worker for key, worker in before.items() if key in optimizers}
         replaced = [worker for key, worker in before.items() if key not in kept]
+        self._leave_states(worker for key, worker in before.items() if key not in optimizers)
         for worker in replaced:
             if isinstance(worker, GradientSync):
                 worker.flush_()
-        self._leave_states(worker for key, worker in before.items() if key not in optimizers)
         self._workers.clear()
         self._make_workers(kept)
         new = {number: worker for number, worker in enumerate(self.workers) if worker not in kept.values()}
@@ -548,7 +548,7 @@ class BaseStrategy(ParallelStrategy):
 
     @override
     def teardown(self) -> None:
-        self._is_fit_over = True
+        was_fit, self._is_fit_over = not self._is_fit_over, True
         module = self.lightning_module
         trainer = None if module is None else module._trainer
         if trainer is not None and self._first_callback in trainer.callbacks:  # type: ignore[attr-defined]
@@ -557,7 +557,7 @@ class BaseStrategy(ParallelStrategy):
         self._clipping.restore()
         self._guard.release()
         self._unowned.release()
-        if self.world_size > 1:
+        if was_fit and self.world_size > 1:
             self._leave_states(self.workers)
         self.lost_peers.close()
         for worker in self.workers:

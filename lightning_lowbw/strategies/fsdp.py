@@ -394,7 +394,6 @@ class ShardedStrategy(CheckpointedStrategy, ModelParallelStrategy):
 
     @override
     def _check_late_faults(self) -> None:
-        self._pull()
         for worker in () if self._is_fit_over or self.is_interrupted else self.workers:
             if isinstance(worker, GradientSync) and worker.peers.num_ranks > 1:
                 check_last_faults(worker)

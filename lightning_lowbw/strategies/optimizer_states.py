@@ -128,7 +128,7 @@ def _refuse(optimizer: Optimizer, *_: Any) -> None:
     Raises:
         ConfigurationError: there are several ranks, and each has a state of its own.
     """
-    has_ranks = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+    has_ranks = dist.is_initialized() and dist.get_world_size() > 1
     if has_ranks and optimizer.state and optimizer not in _loaded:
         raise ConfigurationError(
             f"The state of this {type(optimizer).__name__} is each rank's own, as sparse or local steps of an earlier "

@@ -837,6 +837,7 @@ class LocalSync(Synchronizer):
         self.phase, self.num_averages = deepcopy(before.phase), before.num_averages
         self.has_ended, self.all_have_ended = before.has_ended, before.all_have_ended
         self._epoch_start = before._epoch_start
+        self._has_been_local = any(each.has_own_state for each in replaced)  # one of them may have this optimizer
         kept: dict[str, Tensor] = {}
         for each in replaced:
             assert isinstance(each, LocalSync)
