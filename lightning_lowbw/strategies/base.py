@@ -251,6 +251,8 @@ class BaseStrategy(ParallelStrategy):
 
     def _leave_states(self, workers: Iterable[Synchronizer]) -> None:
         for worker in workers:
+            if isinstance(worker, GradientSync):
+                worker.velocities.leave_()
             if worker.has_own_state:
                 leave_own_state(self._optimizer_of(worker))
 

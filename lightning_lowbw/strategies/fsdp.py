@@ -338,13 +338,9 @@ class ShardedStrategy(CheckpointedStrategy, ModelParallelStrategy):
         finds those of its first rank, or the running statistics of rank 0 where gradients are exchanged.
         """
         module = self.lightning_module
-        if (
-            not self.workers
-            or module is None
-            or module._trainer is None
-            or self._is_fit_over
-            or self.is_consensus_shown
-        ):
+        if module is None or module._trainer is None or self._is_fit_over or self.is_consensus_shown:
+            return
+        if not self.workers and self.trainer.state.fn != TrainerFn.FITTING:
             return
         reshard_(module)
         if self.is_interrupted:
@@ -420,6 +416,8 @@ class ShardedStrategy(CheckpointedStrategy, ModelParallelStrategy):
         if self.is_interrupted:
             return {}
         raw = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+        if raw not in self._trained_optimizers:  # torch expects a state
+            return {}
         with self._guard.allowing(raw):  # of an optimizer without a state, torch takes an empty step
             state: dict[str, Any] = super().optimizer_state(optimizer)
         return state

@@ -59,7 +59,7 @@ def agree_on_states_(workers: Sequence[Synchronizer], peers: Peers, device: torc
             if has_mean:
                 tensors.append(local)
     agree(
-        "optimizers' states at the start of the fit, which an earlier one has left; or make a new optimizer",
+        "optimizers' states at the start of the fit (an earlier one may have left them: then make a new optimizer)",
         kinds,
         peers.group,
     )

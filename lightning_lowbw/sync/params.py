@@ -310,6 +310,20 @@ class Velocities:
             whole[parameter] = ordered.cpu()
         return whole
 
+    def leave_(self) -> None:
+        """Give the optimizer what this rank has of the velocities, where it has none: without a message to others.
+
+        In place:
+            The optimizer's state: zeros but for this rank's part, so that the mean over all ranks is that over nodes.
+        """
+        for parameter, part in self._parts.items():
+            state = self._correction.optimizer.state[parameter]
+            if state.get(self.key) is None:
+                flat = part.new_zeros(parameter.numel())
+                flat[self._peers.part(parameter.numel())] = part * self._peers.num_local_ranks
+                state[self.key] = torch.empty_like(parameter, requires_grad=False)
+                copy_in_order_(state[self.key], parameter, flat)
+
     def saved(self, parameter: Parameter) -> Tensor | None:
         """Return u of this rank's part as it is, without making one."""
         if parameter in self._parts:

@@ -145,6 +145,14 @@ def test_a_second_fit_begins_with_the_mean_of_the_ranks_states(first: str, secon
         assert left < 1e-6
 
 
+@pytest.mark.parametrize("optimizer", [sgd, Adam])
+def test_after_an_exception_a_node_s_parts_of_a_velocity_are_put_together(optimizer: Any) -> None:
+    ranks = run_ranks(fit_twice, 4, "dgc on two levels", "dgc, dense", optimizer, True)
+    for after, apart, _ in ranks:
+        assert after == ranks[0][0]
+        assert apart > 1e-5
+
+
 def test_also_after_an_exception_and_with_other_states_than_adam_s() -> None:
     for results in zip(*run_ranks(after_an_exception, 2), strict=True):
         assert results[0][0] == results[1][0]
