@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -207,6 +207,10 @@ class ElasticStrategy(Strategy):
                 "Another optimizer has taken the place of the one that configure_optimizers returned, with which this "
                 "group has joined the others. Change its param groups instead."
             )
+
+    @override
+    def _leave_states(self, workers: Iterable[Synchronizer]) -> None:
+        """The processes of a group, which is all that Lightning sees, have one state."""
 
     @override
     def _start_workers(self, num_participants: int, *, measures: bool = False) -> None:
