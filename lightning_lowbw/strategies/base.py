@@ -307,11 +307,9 @@ class BaseStrategy(ParallelStrategy):
         if not before:  # whom a signal would have been told
             self.signals.defer(self.trainer)
         lost = {name for each in replaced if isinstance(each, GradientSync) for name in each.residuals}
-        lost -= {name for worker in self.workers for name in worker.by_name()}
+        lost -= {name for each in new.values() if isinstance(each, GradientSync) for name in each.residuals}
         if lost:
-            rank_zero_info(
-                f"{len(lost)} tensors are in no optimizer now: what was not sent of their gradients is lost."
-            )
+            rank_zero_info(f"What was not sent of the gradients of {len(lost)} tensors in no optimizer is lost.")
         self._has_own_states = False
         self._agree_on_states(new.values())
         self._begin_renewed()

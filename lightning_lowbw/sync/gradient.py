@@ -503,18 +503,20 @@ class GradientSync(Synchronizer):
         if not (self.correction.is_complete and self.may_have_late_faults and isinstance(what, TopK)):
             return
         assert self.compressed is not None
-        rows, unsent = [], []
+        # Of the last step: parameters that have left the groups since then, too.
+        rows = {row.name: row for row in self.params.last_rows if row.is_compressed and row.parameter.numel()}
         for group in self.optimizer.param_groups:
             for parameter in group["params"]:
-                if not (
-                    parameter.is_floating_point() and parameter.numel() and self.params.is_compressed(what, parameter)
-                ):
-                    continue
-                rows.append(Row.of(self.params.name_of(parameter), parameter, group, is_compressed=True))
-                unsent.append(torch.zeros(parameter.numel(), dtype=wide_dtype(parameter), device=parameter.device))
-                if rows[-1].name in self.residuals:  # not where this rank's part has no elements
-                    unsent[-1][peers.part(parameter.numel())] = self.compressed.residuals.pop(rows[-1].name)
-        for row, mean in zip(rows, mean_over(unsent, peers, self.device), strict=True):
+                is_taken = parameter.is_floating_point() and parameter.numel()
+                if is_taken and self.params.is_compressed(what, parameter):
+                    name = self.params.name_of(parameter)
+                    rows[name] = Row.of(name, parameter, group, is_compressed=True)
+        unsent = []
+        for name, row in rows.items():
+            unsent.append(torch.zeros(row.parameter.numel(), dtype=wide_dtype(row.parameter), device=self.device))
+            if name in self.residuals:  # not where this rank's part has no elements
+                unsent[-1][peers.part(row.parameter.numel())] = self.compressed.residuals.pop(name)
+        for row, mean in zip(rows.values(), mean_over(unsent, peers, self.device), strict=True):
             rate = self.correction.rate_of(row.group) * peers.num_ranks / peers.num_participants  # each has a part
             target = row.in_order(row.parameter.detach())
             target.add_(mean.view(target.shape).to(target.dtype), alpha=-rate)
@@ -534,6 +536,8 @@ class GradientSync(Synchronizer):
         mine, kept = self.by_name(), dict[str, Tensor]()
         for each in replaced:
             assert isinstance(each, GradientSync)
+            if each.correction.is_complete:  # of which `flush_` has applied them
+                continue
             ours = {name: residual for name, residual in each.residuals.items() if name in mine}
             self.params.orders |= {name: each.params.orders[name] for name in ours}
             kept |= ours

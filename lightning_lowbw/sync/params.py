@@ -186,6 +186,11 @@ class Params:
             self._key, self._members, self._rows = key, members, rows
         return self._rows
 
+    @property
+    def last_rows(self) -> Sequence[Row]:
+        """The rows of the last step."""
+        return self._rows
+
     def note_orders(self, rows: Sequence[Row], step: int, kept: Collection[str]) -> None:
         """Note the order of each parameter's elements in memory, in which its residual will be.
 

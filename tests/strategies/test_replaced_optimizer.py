@@ -214,6 +214,12 @@ def two_then_one(module: pl.LightningModule) -> list[Optimizer]:
     return two(module) if module.trainer.current_epoch == 0 else adam(module)
 
 
+def after_another_change(module: Any) -> list[Optimizer]:
+    """As finetuning-scheduler does: what the old optimizer has trained has left its groups before."""
+    module.trainer.optimizers[0].param_groups[0]["params"] = list(module.head.parameters())
+    return adam(module)
+
+
 class Manual(ManualTiny):
     """Steps all optimizers that there are."""
 
@@ -265,6 +271,7 @@ RELATIVES: dict[str, Callable[[], tuple[Tiny, pl.Callback]]] = {
         Manual(),
         Replace(lambda m: two(m) if m.trainer.current_epoch == 0 else adam(m), at=(3, 9)),
     ),
+    "with other groups at the end": lambda: (Tiny(), Replace(after_another_change)),
     "of a scheduler": lambda: (WithScheduler(), Replace(adam)),
     "in the step, after which it counts": lambda: (Tiny(), Replace(adam, "on_before_optimizer_step")),
 }
