@@ -227,6 +227,7 @@ class Strategy(CheckpointedStrategy, DDPStrategy):
         before = self.workers
         self.signals.settle()  # a rank repeats its request
         self.method = method
+        self._workers.clear()
         self._make_workers()
         for worker, old in zip(self.workers, before, strict=True):
             worker.inherit(old, ())
