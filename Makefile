@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 OLDEST := torch==2.4.0 lightning==2.4.0 pytorch-lightning==2.4.0 torchmetrics==1.0.0 hydra-core==1.3.0 omegaconf==2.3.0
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-slow test-oldest test-clients reliability surface bench gpu lint docs clean
+.PHONY: help venv demo test test-slow test-wheel test-oldest test-clients reliability surface bench gpu lint docs clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## */make \1\t/' | expand -t 20
@@ -41,6 +41,17 @@ test-slow: $(STAMP)  ## before a release: what takes long, the oldest releases, 
 	$(RUN) -m pytest $(PARALLEL) -m "slow and not alone"
 	$(RUN) -m pytest -m "slow and alone" $$(grep -rl "mark\.alone" tests --include="test_*.py")
 	$(MAKE) test-oldest reliability surface test-clients
+
+# The newest releases that the package's ranges allow; torch as pinned, because a plain install may bring one with CUDA.
+test-wheel:  ## build the wheel from what is committed, install it into an empty environment, and train with it
+	rm -rf build/wheel && mkdir -p build/wheel/source build/wheel/empty
+	git archive HEAD | tar x -C build/wheel/source
+	$(PYTHON) -m venv build/wheel/venv
+	build/wheel/venv/bin/python -m pip install --quiet --no-compile -c constraints.txt torch
+	build/wheel/venv/bin/python -m pip wheel --quiet --no-deps --wheel-dir build/wheel ./build/wheel/source
+	build/wheel/venv/bin/python -m pip install --quiet --no-compile build/wheel/*.whl
+	cd build/wheel/empty && ../venv/bin/lowbw-train +model.num_layers=1 trainer.max_steps=10 trainer.limit_val_batches=1
+	ls build/wheel/empty/outputs/*/*/checkpoints/*.ckpt
 
 # Warnings of old releases about each other are not errors of ours; and their fake tensors cannot count launches.
 test-oldest:  ## run the quick tests with the oldest releases that the package accepts (Python 3.10 to 3.12)
