@@ -552,14 +552,18 @@ class ElasticSync(LocalSync):
     # What others look at: the anchor, which all members have ----------------------------------------------------------
 
     def show_consensus(self) -> None:
-        if self.own is None and self.start:
+        if not self.is_shown and self.start:
             now, values = self.averaged_tensors(), {self.name_of(p): start for p, start in self.start.items()}
             self.show({**now, **values, **self.buffers.start})
+
+    def adopt_parameters(self) -> None:
+        """Go on from what the user's code has put in the place of the anchor: as if this member's steps led there."""
+        self.hide_consensus(keeps_parameters=True)
 
     def finish(self) -> None:
         """Leave the anchor in the model. Communicates nothing: others may train on."""
         self.show_consensus()
-        self.own, self._shown = None, {}
+        self._forget_shown()
         self._all.moved.clear()
         self.tokens, self.ending.step = 0.0, None  # the work is not in the model
 

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 import lightning.pytorch as pl
 import torch
+import torch.distributed as dist
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.core.optimizer import LightningOptimizer
@@ -27,7 +28,7 @@ from lightning_lowbw.errors import ConfigurationError
 from lightning_lowbw.method import Method
 from lightning_lowbw.namespaces import PACKAGES, package_of, twins
 from lightning_lowbw.strategies import checks
-from lightning_lowbw.strategies.callback_agreement import agree_on_monitored
+from lightning_lowbw.strategies.callback_agreement import agree_on_monitored, agree_on_weights_
 from lightning_lowbw.strategies.lost_peers import LostPeers
 from lightning_lowbw.strategies.optimizer_states import agree_on_states_, leave_own_state, take_over
 from lightning_lowbw.strategies.signals import Signals
@@ -55,7 +56,13 @@ class FirstCallback(Callback):
         _of(trainer).end_batch()
 
     def on_validation_start(self, trainer: pl.Trainer, *_: Any) -> None:
-        _of(trainer).show_consensus()
+        _of(trainer).begin_evaluation()
+
+    def on_validation_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        _of(trainer).agree_on_evaluated()
+
+    def on_validation_epoch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        _of(trainer).agree_on_evaluated()  # of a rank without batches
 
     def on_validation_end(self, trainer: pl.Trainer, *_: Any) -> None:
         if not trainer.sanity_checking:
@@ -66,6 +73,10 @@ class FirstCallback(Callback):
 
     def on_train_end(self, trainer: pl.Trainer, *_: Any) -> None:
         _of(trainer).leave_consensus()
+
+    on_test_start = on_validation_start
+    on_test_batch_start = on_validation_batch_start
+    on_test_epoch_end = on_validation_epoch_end
 
 
 def _of(trainer: pl.Trainer) -> BaseStrategy:
@@ -104,6 +115,8 @@ class BaseStrategy(ParallelStrategy):
 
     def _begin_state(self) -> None:
         """Forget the last fit, or the steps with a method of another kind."""
+        self._is_evaluated = False  # the consensus view is that of a validation
+        self._has_agreed = False  # in this validation
         self._is_fit_over = False  # everything is whole then, and on the CPU: nothing is averaged or checked any more
         self._has_new_gradients = False  # since the last exchange
         self._waits_for_hooks = False  # whether the gradients of this step are exchanged after Lightning's hooks
@@ -476,7 +489,37 @@ class BaseStrategy(ParallelStrategy):
         """End a batch, before the callbacks do."""
 
     def show_consensus(self) -> None:
-        """Put what is equal on all ranks into the model, until the next batch, the end of validation or of a save."""
+        """Put what is equal on all ranks into the model, until the next batch, or the end of a save."""
+
+    def begin_evaluation(self) -> None:
+        """Begin a validation or a test: what is seen in it stays up to the next batch."""
+        self._is_evaluated, self._has_agreed = True, False
+        self.show_consensus()
+
+    def agree_on_evaluated(self) -> None:
+        """Make weights equal that hooks have put in since `begin_evaluation`: each rank has a moving average of its own.
+
+        Collective: all ranks, the first time in each evaluation.
+        """
+        if not self._has_agreed:
+            self._has_agreed = True
+            self._agree_on_weights(with_buffers=True)
+
+    def _agree_on_weights(self, *, with_buffers: bool = False) -> None:
+        """Make weights equal that the user's code has put in the place of the consensus; see `agree_on_weights_`.
+
+        Args:
+            with_buffers: also floating buffers that are averaged. Not after a validation: what that has changed in
+                them is each rank's own.
+        """
+        for worker in () if self.is_interrupted else self.replicas:
+            tensors = [parameter.detach() for parameter in worker.params]
+            tensors += worker.buffers.floating.values() if with_buffers else ()
+            agree_on_weights_(tensors, self._peers_of(worker), self.root_device)
+
+    def _peers_of(self, worker: LocalSync) -> Peers:
+        """Return those among which a worker's weights should be equal; also after the fit, with groups that are left."""
+        return Peers(None, self.ledger)
 
     def agree_on_metrics(self) -> None:
         """Average the metrics that callbacks and schedulers monitor."""
@@ -514,10 +557,28 @@ class BaseStrategy(ParallelStrategy):
         for worker in self.replicas:
             worker.show_consensus()
 
-    def _hide_mean(self) -> None:
-        """Give this rank its own weights back."""
-        for worker in self.replicas:
-            worker.hide_consensus()
+    def _hide_mean(self, *, adopts: bool = False) -> None:
+        """Give this rank its own weights back, where those that were shown are still in the model.
+
+        Collective: all ranks, one number for each worker, if something is shown.
+
+        Args:
+            adopts: whether to go on from those that the user's code has put in their place; else these stay for now.
+        """
+        shown = [worker for worker in self.replicas if worker.is_shown]
+        if not shown or self.is_interrupted:
+            return
+        flags = torch.tensor([worker.is_changed for worker in shown], dtype=torch.int32, device=self.root_device)
+        if self.world_size > 1:
+            dist.all_reduce(flags, op=dist.ReduceOp.MAX)
+        are_changed = flags.tolist()
+        if adopts and any(are_changed):
+            self._agree_on_weights()
+        for worker, is_changed in zip(shown, are_changed, strict=True):
+            if not is_changed:
+                worker.hide_consensus()
+            elif adopts:
+                worker.adopt_parameters()
 
     def _copied(self, state: dict[str, Any]) -> dict[str, Any]:
         """Return a model's state that does not change when the mean is hidden: it may be written to disk later."""

@@ -104,7 +104,8 @@ class CheckpointedStrategy(BaseStrategy):
             if self._loaded["precision"]:
                 self.precision_plugin.load_state_dict(self._loaded["precision"])
             self._loaded = None
-        self._hide_mean()  # the last consensus view may not have ended
+        self._hide_mean(adopts=True)  # what callbacks have put in before a validation may be out again by now
+        self._is_evaluated = False
 
     # Saving -----------------------------------------------------------------------------------------------------
 
@@ -305,8 +306,11 @@ class CheckpointedStrategy(BaseStrategy):
         else:
             self._restore(shard)
         for worker, values in zip(self.replicas, consensus, strict=True):
+            shown = None if shard is None else shard["workers"][self.workers.index(worker)].get("shown")
             if not worker.is_consensus:  # until the first batch the model keeps the checkpoint's weights
-                worker.show(values)
+                worker.show(values, shown)
+            elif shown is not None:
+                worker.note_shown(shown)
         if metadata["is_interrupted"]:
             own = "" if shard is None else " and ".join(state["torn"] for state in states if state["torn"])
             torn = [f"rank {rank}: {each}" for rank, each in enumerate(gather(own, "interrupted steps")) if each]

@@ -364,10 +364,22 @@ class ShardedStrategy(CheckpointedStrategy, ModelParallelStrategy):
                 worker.note_shown()
 
     @override
-    def _hide_mean(self) -> None:
-        if self.is_consensus_shown:
+    def _hide_mean(self, *, adopts: bool = False) -> None:
+        if any(worker.is_shown for worker in self.replicas):
             reshard_(self.trainer.lightning_module)
-            super()._hide_mean()
+            self._pull()
+            super()._hide_mean(adopts=adopts)
+
+    @override
+    def _agree_on_weights(self, *, with_buffers: bool = False) -> None:
+        if not self._is_fit_over:  # then whole tensors
+            reshard_(self.trainer.lightning_module)
+            self._pull()
+            super()._agree_on_weights(with_buffers=with_buffers)
+
+    @override
+    def _peers_of(self, worker: LocalSync) -> Peers:
+        return worker.peers
 
     @override
     def end_epoch(self) -> None:
@@ -397,8 +409,8 @@ class ShardedStrategy(CheckpointedStrategy, ModelParallelStrategy):
     @override
     def on_validation_end(self) -> None:
         super().on_validation_end()
-        if not self.trainer.sanity_checking:  # after which there may be nothing to train
-            self._hide_mean()
+        if is_overridden("on_validation_model_eval", self.trainer.lightning_module):
+            self._hide_mean()  # its counterpart takes out what was put in before the consensus was shown
         reshard_(self.trainer.lightning_module)
 
     @override
@@ -409,6 +421,7 @@ class ShardedStrategy(CheckpointedStrategy, ModelParallelStrategy):
             self._renew_before_save()
             self._check_late_faults()
             self.show_consensus()
+            self._agree_on_weights()
         return self._copied(super().lightning_module_state_dict())
 
     @override
@@ -431,7 +444,7 @@ class ShardedStrategy(CheckpointedStrategy, ModelParallelStrategy):
             )
             return
         self._save(checkpoint, filepath, functools.partial(super().save_checkpoint, storage_options=storage_options))
-        if not self.trainer.validating:
+        if not self._is_evaluated:
             self._hide_mean()
 
     @override

@@ -24,6 +24,7 @@ import torch.distributed as dist
 from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
@@ -452,7 +453,7 @@ class Strategy(CheckpointedStrategy, DDPStrategy):
 
     @override
     def show_consensus(self) -> None:
-        """Put what is equal on all ranks into the model, until the next batch, the end of validation or of a save."""
+        """Put what is equal on all ranks into the model, until the next batch, or the end of a save."""
         module = self.lightning_module
         if not self.replicas:
             is_fit = self._workers or (module is not None and self.trainer.state.fn == TrainerFn.FITTING)
@@ -520,8 +521,8 @@ class Strategy(CheckpointedStrategy, DDPStrategy):
         super().on_validation_end()
         if not self.method.averages_weights:
             self.auto.restart_clock(self.ledger)
-        elif not self.trainer.sanity_checking:  # after which there may be nothing to train
-            self._hide_mean()
+        elif is_overridden("on_validation_model_eval", self.trainer.lightning_module):
+            self._hide_mean()  # its counterpart takes out what was put in before the consensus was shown
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
@@ -532,6 +533,8 @@ class Strategy(CheckpointedStrategy, DDPStrategy):
             self._check_late_faults()
         elif trainer is not None and trainer.state.fn == TrainerFn.FITTING:
             self.show_consensus()
+            if not self._is_fit_over:
+                self._agree_on_weights()
         return self._copied(super().lightning_module_state_dict())
 
     @override
@@ -545,6 +548,8 @@ class Strategy(CheckpointedStrategy, DDPStrategy):
         if self.is_interrupted or self._is_fit_over or not isinstance(worker, GradientSync):
             return state
         whole = worker.whole_momentum()
+        if not whole:  # of an optimizer that shards its state Lightning returns nothing but on rank 0
+            return state
         entries = dict(state["state"])  # new dictionaries: those of the state are the optimizer's own
         for index, parameter in enumerate(p for group in worker.optimizer.param_groups for p in group["params"]):
             if parameter in whole:
@@ -556,7 +561,7 @@ class Strategy(CheckpointedStrategy, DDPStrategy):
         self._save(checkpoint, filepath, functools.partial(super().save_checkpoint, storage_options=storage_options))
         if not self.method.averages_weights:
             self.auto.restart_clock(self.ledger)
-        elif not self.trainer.validating:
+        elif not self._is_evaluated:
             self._hide_mean()
 
     @override

@@ -6,9 +6,10 @@ import gc
 import os
 import re
 import warnings
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from types import MappingProxyType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -16,6 +17,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_lowbw.comm.agreement import agree, digest, failing_together
 from lightning_lowbw.comm.peers import Peers
@@ -122,6 +124,77 @@ def warn_if_incomplete(optimizer: Optimizer, when: EveryStep) -> None:
         "torch.optim.SGD, Adam and AdamW have corrections.",
         stacklevel=3,  # the caller of `Method.attach`
     )
+
+
+def refuse_second_weights(optimizer: Optimizer) -> None:
+    """Raise ConfigurationError where an optimizer has a second set of weights, which no average would include."""
+    if callable(getattr(optimizer, "train", None)) and callable(getattr(optimizer, "eval", None)):
+        raise ConfigurationError(
+            f"{type(optimizer).__name__} has train() and eval(), which exchange the weights for a second set that it "
+            "keeps; methods that average weights would average one of the two. Take one that exchanges gradients, such "
+            "as 'dgc' or 'int8'."
+        )
+
+
+class _WithoutCollectives(TorchDispatchMode):
+    """Refuses collectives of this thread.
+
+    Args:
+        name: of the optimizer's class.
+
+    Attributes:
+        is_in_closure: whether they are allowed.
+    """
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self._name, self.is_in_closure = name, False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "c10d" in func.namespace and not self.is_in_closure:
+            raise ConfigurationError(
+                f"{self._name} communicates in its step ({func}), and where weights are averaged each rank steps with "
+                "gradients of its own: what it gathers would be made of one rank's. Take an optimizer that does not "
+                "communicate, or a method that exchanges gradients, such as 'dgc' or 'int8'."
+            )
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def refusing_collectives(optimizer: Optimizer) -> Iterator[list[Optimizer]]:
+    """Refuse collectives of an optimizer's step in a `with` block, except those in its closure.
+
+    Yields:
+        A list that contains the optimizer when it has stepped: a GradScaler may leave the step out.
+
+    Raises:
+        ConfigurationError: on all ranks, which communicate together; before anything is sent.
+    """
+    mode, stepped = _WithoutCollectives(type(optimizer).__name__), list[Optimizer]()
+
+    def enter() -> None:
+        if not stepped:
+            stepped.append(optimizer)
+            stack.enter_context(mode)
+
+    def watch(_: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        if not callable(closure):
+            enter()
+            return None
+
+        def watched() -> Any:  # called any number of times
+            mode.is_in_closure = True
+            result = closure()
+            mode.is_in_closure = False
+            enter()  # not before: forward and backward passes may be compiled, which a mode would prevent
+            return result
+
+        return (args, {**kwargs, "closure": watched}) if "closure" in kwargs else ((args[0], watched, *args[2:]), kwargs)
+
+    with ExitStack() as stack:
+        stack.callback(optimizer.register_step_pre_hook(watch).remove)
+        yield stepped
 
 
 # Of all ranks ---------------------------------------------------------------------------------------------------------

@@ -38,7 +38,7 @@ from lightning_lowbw.comm.peers import Peers, average_gradients_, fill_buckets, 
 from lightning_lowbw.compress.top_k import TopK
 from lightning_lowbw.errors import WITHOUT_RESIDUALS, ConfigurationError, DisagreementError, NonFiniteGradientError
 from lightning_lowbw.kernels.reference import are_not_finite
-from lightning_lowbw.kernels.tensors import Rates, as_real, copy_all_, download, relative_distance
+from lightning_lowbw.kernels.tensors import Rates, as_real, checksum, copy_all_, download, relative_distance
 from lightning_lowbw.namespaces import LOGGER
 from lightning_lowbw.schedules.every_k import FIRST_LR_DECAY, EveryK, steps_before
 from lightning_lowbw.sync.average import (
@@ -61,7 +61,12 @@ from lightning_lowbw.sync.average import (
     unchanged,
     wide_copies,
 )
-from lightning_lowbw.sync.checks import agree_on_end, raise_at_other_batches
+from lightning_lowbw.sync.checks import (
+    agree_on_end,
+    raise_at_other_batches,
+    refuse_second_weights,
+    refusing_collectives,
+)
 from lightning_lowbw.sync.exchange import Deferred, DenseMean, TopKExchange, WholeExchange, exchange_for
 from lightning_lowbw.sync.params import check_shapes
 from lightning_lowbw.sync.state import check_origin, is_loadable, on_cpu, origin, own_part, saved
@@ -93,7 +98,8 @@ class LocalSync(Synchronizer):
         phase: where it is in its schedule.
         loss: the mean since the last average, for the adaptive rules.
         fragments: the parameters, by the averages that they belong to.
-        own: this rank's tensors by name, on the CPU, while the consensus is shown in the model; else None.
+        own: this rank's tensors by name, on the CPU, while a consensus that differs from them is shown in the model;
+            else None.
         consensus_distance: ``||x_i - mean|| / ||mean||`` at the last average, of large tensors from a sample; a scalar
             tensor, None before it.
         steps_since_average: local steps since the last average was begun, of any fragment.
@@ -117,6 +123,11 @@ class LocalSync(Synchronizer):
         named_buffers: Mapping[str, Tensor],
     ) -> None:
         super().__init__(method, optimizer, named_parameters, peers)
+        is_one = peers.num_participants == 1 and not peers.may_grow
+        if not is_one:
+            refuse_second_weights(optimizer)
+        # Inside of an elastic group, or of a sharded model, an optimizer may communicate: these ranks step alike.
+        self._is_watched = is_one or peers.may_grow or peers.nodes is not None
         self.steps_since_average = self.num_averages = 0
         self.has_met = self._has_been_local = False
         self.begin_epoch()
@@ -136,6 +147,7 @@ class LocalSync(Synchronizer):
         self.consensus_distance: Tensor | None = None
         self.own: dict[str, Tensor] | None = None
         self._shown: dict[str, Tensor] = {}  # copies of the buffers' consensus, while it is shown
+        self._shown_parameters: tuple[list[Parameter], int] | None = None  # with their checksum, while it is shown
         num_fragments = self.when.num_fragments_of(len(self.parameters()))
         self.fragments = make_fragments(self.parameters(), num_fragments, self.sent_bytes)
 
@@ -323,6 +335,16 @@ class LocalSync(Synchronizer):
     def _lr(self) -> float:
         """The largest learning rate of the param groups; 1 where there is none."""
         return max((self._rate_of(group) for group in self.optimizer.param_groups if "lr" in group), default=1.0)
+
+    @contextmanager
+    def stepping(self) -> Iterator[None]:
+        with super().stepping():
+            if self._is_watched:
+                yield
+            else:
+                with refusing_collectives(self.optimizer) as stepped:
+                    yield
+                self._is_watched = bool(stepped)
 
     @torch.no_grad()
     def after_step(self) -> None:
@@ -705,11 +727,12 @@ class LocalSync(Synchronizer):
             NonFiniteGradientError: on all ranks; names the rank and the parameter. Nothing is shown.
             ValueError: on all ranks; a message that a rank has received was damaged.
         """
-        if self.own is not None:
+        if self.is_shown:
             return
         with torch.inference_mode(False), torch.no_grad():  # tensors made here outlive an evaluation
             if self.is_consensus:
                 self.check_late_faults()
+                self.note_shown()
                 return
             try:
                 self._show_mean()
@@ -743,32 +766,76 @@ class LocalSync(Synchronizer):
         self.buffers.agree_counts(self.peers)
         self.note_shown()
 
-    def note_shown(self) -> None:
-        """Note what the buffers have now, with the consensus in the model."""
-        self._shown = copies(self._averaged_buffers())
+    def note_shown(self, shown: int | None = None) -> None:
+        """Note what parameters and buffers have now, with the consensus in the model.
+
+        Args:
+            shown: the checksum of the parameters' consensus, if the model has other values.
+        """
+        self._shown = {} if self.own is None else copies(self._averaged_buffers())
+        parameters = self.parameters()
+        self._shown_parameters = parameters, int(checksum(parameters)) if shown is None else shown
+
+    @property
+    def is_shown(self) -> bool:
+        """Whether the consensus has been put into the model; perhaps this rank's weights are the same."""
+        return self._shown_parameters is not None
+
+    @property
+    def is_changed(self) -> bool:
+        """Whether the user's code has put other parameters in the place of the consensus; waits for the device.
+
+        Tensors are compared by their bits: `p.data.copy_(...)` leaves no trace, and a moving average is often put in
+        and taken out again.
+        """
+        if self._shown_parameters is None:
+            return False
+        parameters, shown = self._shown_parameters
+        return int(checksum(parameters)) != shown
 
     @torch.no_grad()
-    def show(self, values: Mapping[str, Tensor]) -> None:
+    def show(self, values: Mapping[str, Tensor], shown: int | None = None) -> None:
         """Put a consensus into the model, until `hide_consensus`; one of a checkpoint that has just been loaded.
 
         Args:
             values: for `averaged_tensors`.
+            shown: as in `note_shown`.
         """
         self.own = saved(self.own_tensors())
         for name, tensor in self.averaged_tensors().items():
             tensor.copy_(values[name])
-        self.note_shown()
+        self.note_shown(shown)
 
     @torch.no_grad()
-    def hide_consensus(self) -> None:
-        """Put this rank's own parameters and buffers back, except buffers that have been changed meanwhile."""
-        if self.own is None:
-            return
-        tensors, kept = self.averaged_tensors(), self._unchanged()
-        for name, value in kept.items():
-            tensors[name].copy_(value)
-        self.buffers.restart(self.own.keys() - kept.keys())
-        self.own, self._shown = None, {}
+    def hide_consensus(self, *, keeps_parameters: bool = False) -> None:
+        """Put this rank's own parameters and buffers back, except buffers that have been changed meanwhile.
+
+        Args:
+            keeps_parameters: whether what is in the model stays there.
+        """
+        if self.own is not None:
+            tensors, back = self.averaged_tensors(), self._unchanged()
+            self.buffers.restart(self.own.keys() - back.keys())
+            for name in self.by_name() if keeps_parameters else ():
+                back.pop(name, None)
+            for name, value in back.items():
+                tensors[name].copy_(value)
+        self._forget_shown()
+
+    def _forget_shown(self) -> None:
+        self.own, self._shown, self._shown_parameters = None, {}, None
+
+    @torch.no_grad()
+    def adopt_parameters(self) -> None:
+        """Go on from parameters that the user's code has put in the place of the consensus: they are the next one.
+
+        What is kept back and the outer velocity stay. Averages in progress are of other weights, and are dropped.
+
+        Collective: all ranks, which have the same parameters in the model; waits for averages in progress.
+        """
+        self.hide_consensus(keeps_parameters=True)
+        self._drop_averages()
+        copy_all_(list(self.start.values()), [as_real(p.detach()) for p in self.start])
 
     @contextmanager
     def consensus(self) -> Iterator[None]:
@@ -797,15 +864,19 @@ class LocalSync(Synchronizer):
         self._read_status()
         was_consensus = self.is_consensus
         self.show_consensus()
-        self.own, self._shown = None, {}
+        self._forget_shown()
         self.ending.step = None
         if was_consensus:
             agree_on_end(self.step, self.by_name(), self.peers.group)
+        self._drop_averages()
+        self.steps_since_average = 0
+
+    def _drop_averages(self) -> None:
+        """Forget what the next average would have made equal: it is."""
         for fragment in self.fragments:
             if fragment.work is not None:
                 self._cancel(fragment, fragment.work)
             fragment.moved.clear()
-        self.steps_since_average = 0
 
     def _cancel(self, fragment: Fragment, average: Average) -> None:
         """Wait for an average that has been begun, and will not be applied.
@@ -882,6 +953,7 @@ class LocalSync(Synchronizer):
             "torn": self.torn,
             "loss": self.loss.state_dict(),
             "own": {} if self.parameters_agree else saved(self.own_tensors()),
+            "shown": None if self._shown_parameters is None else self._shown_parameters[1],
             "buffers": saved(self.buffers.start),
             "start": saved({self.name_of(p): start for p, start in self.start.items()}),
             "velocity": saved({self.name_of(p): u for p, u in self.velocity.items()}),
