@@ -497,7 +497,7 @@ class BaseStrategy(ParallelStrategy):
         self.show_consensus()
 
     def agree_on_evaluated(self) -> None:
-        """Make weights equal that hooks have put in since `begin_evaluation`: each rank has a moving average of its own.
+        """Make weights equal that hooks have put in since `begin_evaluation`: a moving average is each rank's own.
 
         Collective: all ranks, the first time in each evaluation.
         """
@@ -509,16 +509,16 @@ class BaseStrategy(ParallelStrategy):
         """Make weights equal that the user's code has put in the place of the consensus; see `agree_on_weights_`.
 
         Args:
-            with_buffers: also floating buffers that are averaged. Not after a validation: what that has changed in
-                them is each rank's own.
+            with_buffers: also floating buffers, where their consensus is shown. Not after a validation: what that
+                has changed in them is each rank's own.
         """
         for worker in () if self.is_interrupted else self.replicas:
             tensors = [parameter.detach() for parameter in worker.params]
-            tensors += worker.buffers.floating.values() if with_buffers else ()
+            tensors += worker.buffers.floating.values() if with_buffers and worker.own is not None else ()
             agree_on_weights_(tensors, self._peers_of(worker), self.root_device)
 
     def _peers_of(self, worker: LocalSync) -> Peers:
-        """Return those among which a worker's weights should be equal; also after the fit, with groups that are left."""
+        """Return those among which a worker's weights should be equal; also after the fit, when its own have ended."""
         return Peers(None, self.ledger)
 
     def agree_on_metrics(self) -> None:

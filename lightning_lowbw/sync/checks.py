@@ -6,7 +6,7 @@ import gc
 import os
 import re
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from types import MappingProxyType
 from typing import Any, NoReturn
@@ -190,7 +190,9 @@ def refusing_collectives(optimizer: Optimizer) -> Iterator[list[Optimizer]]:
             enter()  # not before: forward and backward passes may be compiled, which a mode would prevent
             return result
 
-        return (args, {**kwargs, "closure": watched}) if "closure" in kwargs else ((args[0], watched, *args[2:]), kwargs)
+        return (
+            (args, {**kwargs, "closure": watched}) if "closure" in kwargs else ((args[0], watched, *args[2:]), kwargs)
+        )
 
     with ExitStack() as stack:
         stack.callback(optimizer.register_step_pre_hook(watch).remove)
