@@ -64,6 +64,15 @@ class FirstCallback(Callback):
     def on_validation_epoch_end(self, trainer: pl.Trainer, *_: Any) -> None:
         _of(trainer).agree_on_evaluated()  # of a rank without batches
 
+    def on_test_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        _of(trainer).begin_evaluation()
+
+    def on_test_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        _of(trainer).agree_on_evaluated()
+
+    def on_test_epoch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        _of(trainer).agree_on_evaluated()
+
     def on_validation_end(self, trainer: pl.Trainer, *_: Any) -> None:
         if not trainer.sanity_checking:
             _of(trainer).agree_on_metrics()
@@ -73,10 +82,6 @@ class FirstCallback(Callback):
 
     def on_train_end(self, trainer: pl.Trainer, *_: Any) -> None:
         _of(trainer).leave_consensus()
-
-    on_test_start = on_validation_start
-    on_test_batch_start = on_validation_batch_start
-    on_test_epoch_end = on_validation_epoch_end
 
 
 def _of(trainer: pl.Trainer) -> BaseStrategy:
