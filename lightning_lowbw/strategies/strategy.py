@@ -541,8 +541,10 @@ class Strategy(CheckpointedStrategy, DDPStrategy):
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return it with whole velocities, of which each rank of a node keeps a part: any strategy resumes from it.
 
-        Collective: the ranks of a node.
+        Collective: the ranks of a node; all, where the optimizer shards its state, which rank 0 then gathers.
         """
+        if self._is_out_of_reach:
+            return {}
         state: dict[str, Any] = super().optimizer_state(optimizer)
         worker = self._workers.get(id(getattr(optimizer, "optimizer", optimizer)))
         if self.is_interrupted or self._is_fit_over or not isinstance(worker, GradientSync):
@@ -556,8 +558,19 @@ class Strategy(CheckpointedStrategy, DDPStrategy):
                 entries[index] = {**entries.get(index, {}), worker.velocities.key: whole[parameter]}
         return {**state, "state": entries}
 
+    @property
+    def _is_out_of_reach(self) -> bool:
+        """Whether other ranks have parts of the optimizer's state, and cannot be asked while an exception unwinds."""
+        return self.is_interrupted and any(hasattr(each.optimizer, "consolidate_state_dict") for each in self.workers)
+
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None) -> None:
+        if self._is_out_of_reach and "optimizer_states" in checkpoint:
+            rank_zero_warn(
+                f"{filepath} is not written: an exception has ended the training of this rank, and the optimizer's "
+                "state is shared between all ranks. Go on from the checkpoint before."
+            )
+            return
         self._save(checkpoint, filepath, functools.partial(super().save_checkpoint, storage_options=storage_options))
         if not self.method.averages_weights:
             self.auto.restart_clock(self.ledger)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.callbacks import Callback, OnExceptionCheckpoint
 from torch import Tensor, nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.optim import SGD, AdamW, Optimizer
@@ -289,9 +291,29 @@ def share_and_save(name: str, folder: str) -> None:
     assert gathered(weights_of(whole)) == gathered(weights_of(again))
 
 
+class Fail(Callback):
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        if trainer.global_step == 2:
+            raise RuntimeError("a fault of the user's")
+
+
+def fail(folder: str) -> list[str]:
+    callbacks = [Fail(), OnExceptionCheckpoint(folder)]
+    trainer = make_trainer(GRADIENTS["int8"](), 2, callbacks=callbacks, enable_checkpointing=True)
+    with pytest.raises(RuntimeError, match="of the user's"), warnings.catch_warnings(record=True) as caught:
+        trainer.fit(Tiny(zero), make_data(2, STEPS))
+    return [str(each.message) for each in caught if "is not written" in str(each.message)]
+
+
+def test_nothing_is_gathered_while_an_exception_ends_the_fit(tmp_path: Path) -> None:
+    first, _ = run_ranks(fail, 2, str(tmp_path))
+    assert len(first) == 1
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.fault(
     "a checkpoint with ZeroRedundancyOptimizer, with a method that exchanges gradients", "saved and resumed as by ddp"
 )
 @pytest.mark.parametrize("name", ["dense", "dgc", "int8", "hierarchical"])
-def test_an_optimizer_that_communicates_trains_and_resumes_with_gradients(name: str, tmp_path: Any) -> None:
+def test_an_optimizer_that_communicates_trains_and_resumes_with_gradients(name: str, tmp_path: Path) -> None:
     run_ranks(share_and_save, 2, name, str(tmp_path))
