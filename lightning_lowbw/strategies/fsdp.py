@@ -382,6 +382,11 @@ class ShardedStrategy(CheckpointedStrategy, ModelParallelStrategy):
         return worker.peers
 
     @override
+    def agree_on_metrics(self) -> None:
+        reshard_(self.trainer.lightning_module)  # callbacks may put weights in after a validation, or take them out
+        super().agree_on_metrics()
+
+    @override
     def end_epoch(self) -> None:
         if self.replicas:
             self.agree_on_metrics()

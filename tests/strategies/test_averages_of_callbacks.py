@@ -12,10 +12,14 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 
-from lightning_lowbw import LocalSGD, LocalSGDStrategy, Strategy
+from lightning_lowbw import LocalSGD, LocalSGDStrategy, ShardedStrategy, Strategy
+from lightning_lowbw.comm.agreement import digest
+from lightning_lowbw.sync.local_view import DTensor
 from tests.ranks import run_ranks
 from tests.strategies.fits import SPARSE, Trace, gathered
-from tests.tiny import Tiny, make_data, make_trainer, weights_of
+from tests.strategies.sharded_models import Configured, shard_digest
+from tests.strategies.sharded_models import train as train_shards
+from tests.tiny import Tiny, make_data, make_trainer, sgd, weights_of
 
 STEPS = 10
 # When it is taken out again -> whether the last weights that were validated are saved, and left after the fit, by ddp.
@@ -266,3 +270,36 @@ def resume(folder: str) -> None:
 
 def test_a_resume_begins_with_the_average_that_was_saved(tmp_path: Path) -> None:
     run_ranks(resume, 2, str(tmp_path))
+
+
+class ValidatedShards(Configured):
+    def __init__(self) -> None:
+        super().__init__(sgd)
+        self.validated: list[str] = []
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        # Copies: FSDP cannot free the memory of a gathered tensor that numpy has seen.
+        shards = [p.to_local() if isinstance(p, DTensor) else p for p in self.parameters()]
+        self.validated.append(digest([each.detach().clone() for each in shards]))
+        super().validation_step(batch, batch_idx)
+
+
+def train_sharded() -> None:
+    """Two nodes of two ranks; rank i has the same shard as rank i + 2."""
+    left = {}
+    for out in (None, "on_validation_end", "on_train_epoch_start", "on_train_batch_start", ""):
+        module, strategy = ValidatedShards(), ShardedStrategy(LocalSGD(4, 0), topology=2)
+        options = {"val": out is not None, "callbacks": [] if out is None else [Average(out)], "max_epochs": 2}
+        train_shards(strategy, module, STEPS - 1, 4, dist.get_rank(), num_sanity_val_steps=0, max_steps=13, **options)
+        for of_ranks in zip(*gathered(module.validated), strict=True):
+            assert of_ranks[:2] == of_ranks[2:], out
+        of_ranks = gathered(shard_digest(module))
+        assert of_ranks[:2] == of_ranks[2:], out
+        left[out] = of_ranks
+    quiet, *others, kept = left.values()
+    assert others == [quiet] * 3
+    assert kept != quiet
+
+
+def test_an_average_of_a_sharded_model_is_that_of_all_nodes() -> None:
+    run_ranks(train_sharded, 4)
