@@ -301,7 +301,8 @@ class Method:
             topology: instead of the method's own.
             process_group: of flat peers; None is the world.
             named_buffers: for `EveryK`: to be averaged with this optimizer's parameters; a batch norm's
-                ``X.running_var`` belongs to its ``X.running_mean``. Other methods leave each rank its own buffers.
+                ``X.running_var`` belongs to its ``X.running_mean``. A tensor that the module puts in place of another
+                is put into this mapping, too. Other methods leave each rank its own buffers.
 
         Raises:
             ConfigurationError: the optimizer cannot be used, the names are of another model, a pattern of `exclude`
@@ -332,11 +333,13 @@ class Method:
                     "Give the named parameters of the model that the optimizer trains."
                 )
             named = [(name, parameter) for parameter, name in names.items()]
-            buffers = dict(named_buffers or {})
+            buffers = {} if named_buffers is None else named_buffers
             worker = method.make_synchronizer(optimizer, named, peers, buffers)
             check_not_in_ddp(worker.parameters(), process_group)
         agree_on_model(worker.by_name().items(), buffers.items(), process_group)
         agree_on_optimizers([optimizer], named, process_group)
+        if isinstance(worker, LocalSync):
+            worker.buffers.layout.take(buffers)
         if peers.topology is not None and peers.topology.num_nodes == 1 and peers.num_ranks > 1 and peers.rank == 0:
             warnings.warn(
                 f"topology={method.where.topology!r}: all ranks are on one node, between which nothing is compressed: "

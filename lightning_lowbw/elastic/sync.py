@@ -220,7 +220,7 @@ class ElasticSync(LocalSync):
         self.members, self.membership = members, members.membership
         self.round_s, self.participants = round_s, participants
         super().__init__(method, optimizer, named_parameters, members, named_buffers or {})
-        self.buffers.counts = {}  # their maximum would be one more collective, after the commit
+        self.buffers.compares = False  # with members that come and go; and integers would be sent after the commit
         (self._all,) = self.fragments
         self.tokens = self.tokens_seen = 0.0
         self.contributed: dict[str, int] = {}
@@ -307,6 +307,12 @@ class ElasticSync(LocalSync):
             TimeoutError: on all processes of the group; others have been there before, and have not come.
         """
         self.num_skipped, self.healed = 0, None
+        if resized := self.buffers.changed():
+            raise ConfigurationError(
+                f"Step {self.step}: the module has registered, removed or resized buffers since the fit began, and a "
+                f"member that is behind takes them in one shape: {', '.join(resized)}. Give them "
+                "their size before the fit, or name them in the module's _ddp_params_and_buffers_to_ignore."
+            )
         ends_s = time.monotonic() + (self.max_wait_s if self.num_averages else math.inf)
 
         def gives_up() -> bool:
@@ -457,7 +463,7 @@ class ElasticSync(LocalSync):
     # Overrides of one average, in which nothing may be communicated after the commit ----------------------------------
 
     def _status(self, parameters: Sequence[Parameter], nonfinite: Mapping[str, Tensor]) -> Tensor:
-        sums = [0.0, 0.0, 0.0, self._lr, 0.0, 0.0]
+        sums = [0.0, 0.0, 0.0, self._lr, 0.0, 0.0, 0.0]
         return status_message(sums, 0.0, 0, self.peers.rank, self.peers.num_ranks, self.device)
 
     def _check(self, status: Status, average: Average) -> None:
@@ -467,7 +473,8 @@ class ElasticSync(LocalSync):
 
     def _tensors(self) -> tuple[list[Tensor], list[Tensor]]:
         """Return the tensors that are averaged, and their anchors."""
-        now = [*(p.detach() for p in self.start), *(self.buffers.floating[n] for n in self.buffers.start)]
+        buffers = self.buffers.now()
+        now = [*(p.detach() for p in self.start), *(buffers[name] for name in self.buffers.start)]
         return [as_real(each) for each in now], [*self.start.values(), *self.buffers.start.values()]
 
     def _work(self) -> list[Tensor]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, ItemsView, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
 import lightning.pytorch as pl
@@ -31,6 +31,7 @@ from lightning_lowbw.strategies import checks
 from lightning_lowbw.strategies.callback_agreement import agree_on_monitored, agree_on_weights_
 from lightning_lowbw.strategies.lost_peers import LostPeers
 from lightning_lowbw.strategies.optimizer_states import agree_on_states_, leave_own_state, take_over
+from lightning_lowbw.strategies.shared_buffers import buffers_of
 from lightning_lowbw.strategies.signals import Signals
 from lightning_lowbw.strategies.step_hooks import Clipping, StepGuard, Unowned, exchange_unscaled_, parameters_of
 from lightning_lowbw.sync.checks import warn_if_mostly_sent
@@ -125,7 +126,6 @@ class BaseStrategy(ParallelStrategy):
         self._is_fit_over = False  # everything is whole then, and on the CPU: nothing is averaged or checked any more
         self._has_new_gradients = False  # since the last exchange
         self._waits_for_hooks = False  # whether the gradients of this step are exchanged after Lightning's hooks
-        self._has_warned_of_buffers = False
         self._has_own_states = False  # whether the optimizers' states are of this rank's own shard of a checkpoint
         self._unowned, self._num_batches = Unowned(), 0
 
@@ -519,7 +519,8 @@ class BaseStrategy(ParallelStrategy):
         """
         for worker in () if self.is_interrupted else self.replicas:
             tensors = [parameter.detach() for parameter in worker.params]
-            tensors += worker.buffers.floating.values() if with_buffers and worker.own is not None else ()
+            shown = worker.averaged_buffers().values() if with_buffers and worker.own is not None else ()
+            tensors += [buffer for buffer in shown if buffer.is_floating_point() or buffer.is_complex()]
             agree_on_weights_(tensors, self._peers_of(worker), self.root_device)
 
     def _peers_of(self, worker: LocalSync) -> Peers:
@@ -555,10 +556,6 @@ class BaseStrategy(ParallelStrategy):
 
         Collective: all ranks; if the replicas are equal, as `Synchronizer.check_late_faults`.
         """
-        module = self.lightning_module
-        assert module is not None
-        if not self._has_warned_of_buffers:
-            self._has_warned_of_buffers = checks.warn_if_replaced(module, self.replicas)
         for worker in self.replicas:
             worker.show_consensus()
 
@@ -697,18 +694,45 @@ def _twin(cls: type[BaseStrategy], packages: str) -> type[BaseStrategy]:
     return twins(cls)[-1]
 
 
-def buffers_by_optimizer(module: torch.nn.Module, optimizers: list[Optimizer]) -> dict[int, dict[str, Tensor]]:
+class LayerBuffers(Mapping[str, Tensor]):
+    """The buffers of some layers of a module by name, as they are when they are looked up.
+
+    Args:
+        module: that is trained.
+        has: whether the layer with a name is one of these.
+    """
+
+    def __init__(self, module: torch.nn.Module, has: Callable[[str], bool]) -> None:
+        self._module, self._has = module, has
+
+    def _now(self) -> dict[str, Tensor]:
+        return {name: each for name, each in buffers_of(self._module).items() if self._has(name.rpartition(".")[0])}
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._now()[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._now())
+
+    def __len__(self) -> int:
+        return len(self._now())
+
+    @override
+    def items(self) -> ItemsView[str, Tensor]:  # in one pass over the module
+        return self._now().items()
+
+
+def buffers_by_optimizer(module: torch.nn.Module, optimizers: list[Optimizer]) -> dict[int, Mapping[str, Tensor]]:
     """Return, by id of the optimizer, the buffers of layers whose parameters it trains; all others with the first."""
-    owner = {p: id(optimizer) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
-    shares: dict[int, dict[str, Tensor]] = {id(optimizer): {} for optimizer in optimizers}
-    if not optimizers:
-        return shares
-    seen: set[int] = set()
-    for prefix, layer in module.named_modules():
-        owners = [owner[p] for p in layer.parameters(recurse=False) if p in owner]
-        for name, buffer in layer.named_buffers(recurse=False):
-            if id(buffer) not in seen:
-                seen.add(id(buffer))
-                share = shares[owners[0] if owners else id(optimizers[0])]
-                share[f"{prefix}.{name}" if prefix else name] = buffer
-    return shares
+    owner = {
+        p: number for number, each in enumerate(optimizers) for group in each.param_groups for p in group["params"]
+    }
+    owners = {
+        prefix: next((owner[p] for p in layer.parameters(recurse=False) if p in owner), 0)
+        for prefix, layer in module.named_modules()
+    }
+
+    def of(number: int) -> LayerBuffers:
+        return LayerBuffers(module, lambda prefix: owners.get(prefix, 0) == number)
+
+    return {id(optimizer): of(number) for number, optimizer in enumerate(optimizers)}

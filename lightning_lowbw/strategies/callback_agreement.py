@@ -13,12 +13,18 @@ from torch import Tensor
 from lightning_lowbw.comm.agreement import differ
 from lightning_lowbw.comm.peers import Peers, mean_over
 from lightning_lowbw.kernels.tensors import as_real
+from lightning_lowbw.strategies.shared_buffers import buffers_of
+from lightning_lowbw.sync.buffers import alike
 
 
-def weights_of(module: torch.nn.Module) -> list[Tensor]:
-    """Return the tensors of a module that are averaged: parameters and floating buffers."""
-    buffers = [b for b in module.buffers() if b.is_floating_point() or b.is_complex()]
-    return [*(p.detach() for p in module.parameters()), *buffers]
+def weights_of(module: torch.nn.Module, peers: Peers) -> list[Tensor]:
+    """Return the tensors of a module that are averaged: parameters, and floating buffers of one shape on all ranks.
+
+    Collective: all peers, blocking.
+    """
+    buffers = alike(buffers_of(module), peers.group).values()
+    floating = [each for each in buffers if each.is_floating_point() or each.is_complex()]
+    return [*(p.detach() for p in module.parameters()), *floating]
 
 
 def agree_on_weights_(tensors: Sequence[Tensor], peers: Peers, device: torch.device) -> int:

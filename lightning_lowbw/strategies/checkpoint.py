@@ -90,9 +90,13 @@ class CheckpointedStrategy(BaseStrategy):
         """Return those buffers, by name, that a rank keeps in its shard: its own, also while the mean is shown."""
         own = dict(buffers)
         for worker in self.replicas:
-            shown = worker.averaged_tensors()  # not a buffer that another tensor has taken the place of
-            own |= {name: each for name, each in worker.own_tensors().items() if shown[name] is buffers.get(name)}
+            own |= {name: each for name, each in worker.own_tensors().items() if name in buffers}
         return own
+
+    @property
+    def _apart(self) -> frozenset[str]:
+        """The names of the buffers whose shapes differ between ranks."""
+        return frozenset[str]().union(*(worker.buffers.layout.apart for worker in self.replicas))
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
@@ -185,6 +189,7 @@ class CheckpointedStrategy(BaseStrategy):
             "rng": rng_state(self.root_device),
             "precision": self.precision_plugin.state_dict(),  # a GradScaler's; ranks that step alone scale alone
             "buffers": {name: buffer.cpu().clone() for name, buffer in buffers.items()},
+            "apart": sorted(self._apart),
         }
 
     def _path_of_rank_zero(self, filepath: _PATH) -> _PATH:
@@ -338,9 +343,14 @@ class CheckpointedStrategy(BaseStrategy):
         self._loaded = {name: shard[name] for name in ("rng", "precision")}
         module = self.lightning_module
         assert module is not None
-        for name, buffer in module.named_buffers():
-            if name in shard["buffers"] and buffer.shape == shard["buffers"][name].shape:
-                buffer.copy_(shard["buffers"][name])
+        apart = shard.get("apart", ())
+        for name, buffer in list(module.named_buffers()):
+            kept = shard["buffers"].get(name)
+            if kept is not None and buffer.shape == kept.shape:
+                buffer.copy_(kept)
+            elif kept is not None and name in apart:  # the checkpoint has that of rank 0
+                layer, _, last = name.rpartition(".")
+                module.get_submodule(layer)._buffers[last] = kept.to(buffer.device, buffer.dtype)
 
 
 def _on(nodes: list[list[int]] | None) -> str:

@@ -18,7 +18,7 @@ from lightning.pytorch.callbacks import (
     Timer,
 )
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_lowbw.comm.agreement import failing_together, gather
@@ -30,7 +30,6 @@ from lightning_lowbw.schedules.every_k import MOST_FRAGMENTS, EveryK
 from lightning_lowbw.strategies.shared_buffers import buffers_of
 from lightning_lowbw.sync.checks import agree_on_model, agree_on_optimizers, warn_if_incomplete
 from lightning_lowbw.sync.gradient import GradientSync
-from lightning_lowbw.sync.local import LocalSync
 from lightning_lowbw.sync.synchronizer import Synchronizer
 
 C = TypeVar("C", bound=pl.Callback)
@@ -279,17 +278,3 @@ def _tell_of_sparse_steps(workers: Sequence[Synchronizer]) -> None:
             "elements that are trained, are sent sparse. The others have less than min_numel elements or are in "
             "exclude, and are sent whole. Change these to compress more."
         )
-
-
-def warn_if_replaced(module: nn.Module, workers: Iterable[LocalSync]) -> bool:
-    """Warn of buffers that other tensors have taken the place of: those are not averaged; return whether there are."""
-    buffers = {name: buffer for worker in workers for name, buffer in worker.buffers.floating.items()}
-    now = dict(module.named_buffers())
-    replaced = [name for name, buffer in buffers.items() if now.get(name) is not buffer]
-    if replaced:
-        rank_zero_warn(
-            f"These buffers have been replaced since the fit began, and are not averaged: {', '.join(replaced)}. Each "
-            "rank has its own, and validation and checkpoints have that of rank 0. Change a buffer in place: "
-            "self.x.copy_(...) instead of self.x = ..."
-        )
-    return bool(replaced)

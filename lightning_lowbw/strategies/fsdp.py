@@ -46,6 +46,7 @@ from lightning_lowbw.strategies.checkpoint import GO_ON, CheckpointedStrategy, L
 from lightning_lowbw.strategies.keywords import Needs, as_timeout
 from lightning_lowbw.strategies.shared_buffers import share_, statistics_of
 from lightning_lowbw.strategies.step_hooks import clips_before_exchange, scaler_of
+from lightning_lowbw.sync.buffers import alike
 from lightning_lowbw.sync.checks import raise_at_other_batches
 from lightning_lowbw.sync.gradient import GradientSync
 from lightning_lowbw.sync.local import LocalSync
@@ -359,7 +360,7 @@ class ShardedStrategy(CheckpointedStrategy, ModelParallelStrategy):
         self._show_mean()
         for worker in self.replicas:
             if worker.own is not None:
-                buffers = (*worker.buffers.floating.values(), *worker.buffers.counts.values())
+                buffers = alike(worker.averaged_buffers(), self.mesh.node()).values()
                 broadcast_flat_(buffers, lambda flat: dist.broadcast(flat, group=self.mesh.node(), group_src=0))
                 worker.note_shown()
 
@@ -734,10 +735,11 @@ def equalise_(module: nn.Module, tensors: LocalTensors, group: dist.ProcessGroup
     In place:
         Parameters and buffers.
 
-    Collective: the ranks of the group, which have the same shards; two numbers, and the tensors where these differ.
+    Collective: the ranks of the group, which have the same shards; the shapes of buffers, two numbers, and the tensors
+    where these differ.
     """
     own: list[Tensor] = [tensors.of(parameter).detach() for parameter in module.parameters()]
-    own += list(module.buffers())
+    own += alike(dict(module.named_buffers()), group).values()
     if own and dist.get_world_size(group) > 1 and any(differ([own], group, own[0].device)):
         for tensor in own:  # one by one: all of them together would be a second copy of the shard
             broadcast_flat_([tensor], lambda flat: dist.broadcast(flat, group=group, group_src=0))

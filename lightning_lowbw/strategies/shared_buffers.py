@@ -7,11 +7,16 @@ read them, so that a validation changes nothing. In a dense step DDP broadcasts 
 compressed one they may be more than the gradients (4 MB of a moving average; 213 KB of statistics in ResNet-50): then
 those are broadcast which the ranks have been found to change differently, without the running statistics of batch norm,
 which no training step reads.
+
+Modules resize buffers, and ranks may do so differently. So what is sent has the shapes that all ranks have agreed on
+(`sync.buffers`), and says of which buffers rank 0 has others by now.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import lightning.pytorch as pl
 import torch
@@ -21,14 +26,16 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_lowbw.comm.agreement import differ
 from lightning_lowbw.comm.collectives import Level, TrafficLedger, broadcast_flat_
-from lightning_lowbw.sync.gradient import CHECK_EVERY_STEPS
+from lightning_lowbw.kernels.tensors import as_real, constant, copy_all_, download
+from lightning_lowbw.sync.buffers import Layout, Spec, is_check_due, spec_of, unequal
+
+IGNORED = "_ddp_params_and_buffers_to_ignore"  # torch's own name
 
 
 def buffers_of(module: nn.Module) -> dict[str, Tensor]:
     """Return the buffers that DDP would broadcast, by name."""
-    ignored = getattr(module, "_ddp_params_and_buffers_to_ignore", ())
+    ignored = getattr(module, IGNORED, ())
     strided = {name: buffer for name, buffer in module.named_buffers() if buffer.layout == torch.strided}
     return {name: buffer for name, buffer in strided.items() if name not in ignored}
 
@@ -43,13 +50,18 @@ def statistics_of(module: nn.Module) -> frozenset[str]:
     )
 
 
-def unequal(buffers: Mapping[str, Tensor], device: torch.device) -> list[str]:
-    """Return the names of the buffers that differ between ranks.
-
-    Collective: all ranks, blocking; an all-reduce of two numbers for each buffer, if there are any.
-    """
-    are_unequal = differ([[buffer] for buffer in buffers.values()], None, device) if buffers else []
-    return [name for name, is_unequal in zip(buffers, are_unequal, strict=True) if is_unequal]
+@contextmanager
+def ignoring(module: nn.Module, names: Collection[str]) -> Iterator[None]:
+    """Let DDP, when it is made, and Lightning's first broadcast leave out buffers whose shapes differ between ranks."""
+    before = getattr(module, IGNORED, None)
+    setattr(module, IGNORED, [*(before or ()), *names])
+    try:
+        yield
+    finally:
+        if before is None:
+            delattr(module, IGNORED)
+        else:
+            setattr(module, IGNORED, before)
 
 
 class SharedBuffers:
@@ -59,6 +71,7 @@ class SharedBuffers:
         asked: whether the user wants DDP's broadcast in every forward pass; None if they have not said so.
 
     Attributes:
+        layout: which buffers all ranks have in one shape.
         unequal: the names of the buffers that the ranks have been found to change differently; None: not known.
         is_check_due: whether the ranks compare their buffers before the next batch.
     """
@@ -66,30 +79,80 @@ class SharedBuffers:
     def __init__(self, asked: bool | None) -> None:
         self._asked = asked
         self._statistics: frozenset[str] = frozenset()  # names of buffers that no training step reads
+        self.layout = Layout()
         self.unequal: list[str] | None = None
         self.is_check_due = False
+        self._is_steady = True  # whether no buffer of rank 0 has changed its shape
+        # Reads of each buffer in the last message whether rank 0 had it in that shape.
+        self._fits: Callable[[], list[float]] = list
 
-    def begin_fit(self, module: nn.Module) -> None:
-        """Forget the last fit."""
-        self.unequal, self.is_check_due = None, False
-        self._statistics = frozenset() if self._asked is False else statistics_of(module)
+    def begin(self, module: nn.Module, *, is_fit: bool) -> None:
+        """Forget the last fit, and compare the shapes of the buffers.
+
+        Collective: all ranks.
+        """
+        self.layout = Layout(None if is_fit else self.layout.told)
+        self.layout.agree(buffers_of(module), None)
+        if is_fit:
+            self.unequal, self.is_check_due, self._is_steady, self._fits = None, False, True, list
+            self._statistics = frozenset() if self._asked is False else statistics_of(module)
 
     def own(self, buffers: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return those that a rank keeps in its shard of a checkpoint: not those that are in the ``.ckpt``."""
         return {name: buffer for name, buffer in buffers.items() if name not in self._statistics}
 
-    def to_broadcast(self, buffers: Mapping[str, Tensor], *, is_compressed: bool) -> list[Tensor]:
-        """Return those that rank 0 sends before a forward pass."""
+    def to_broadcast(self, *, is_compressed: bool) -> list[str]:
+        """Return the names of those that rank 0 sends before a forward pass."""
+        names = list(self.layout.specs)
         if self._asked is not None or not is_compressed:
-            return list(buffers.values())
-        chosen = buffers.keys() - self._statistics if self.unequal is None else self.unequal
-        return [buffer for name, buffer in buffers.items() if name in chosen]
+            return names
+        chosen = {*names} - self._statistics if self.unequal is None else self.unequal
+        return [name for name in names if name in chosen]
+
+    def broadcast_(
+        self,
+        module: nn.Module,
+        choose: Callable[[], list[str]],
+        send_: Callable[[Tensor], object],
+        device: torch.device,
+    ) -> int:
+        """Take over the buffers of rank 0, of those that it has in the agreed shape.
+
+        If a buffer of rank 0 has another shape, all ranks compare theirs, and it sends those anew. The first time on a
+        GPU they do so before the next forward pass only, because they would wait for the device in each.
+
+        Collective: all ranks; see `Layout.agree`.
+
+        In place:
+            The buffers.
+
+        Args:
+            module: that is trained.
+            choose: returns the names of those that are to be sent.
+            send_: overwrites bytes with those of rank 0.
+            device: of the message.
+
+        Returns:
+            The bytes of the buffers that were sent, without the byte beside each.
+        """
+        nbytes = 0
+        while True:
+            if not all(self._fits()):
+                self._is_steady = False
+                self.layout.agree(buffers_of(module), None)
+            self._fits, names = list, choose()
+            if not names:
+                return nbytes
+            message = _send_({name: self.layout.specs[name] for name in names}, buffers_of(module), send_, device)
+            nbytes += message.nbytes - len(names)
+            self._fits = download(message[-len(names) :])
+            if (self._is_steady and device.type != "cpu") or all(self._fits()):
+                return nbytes
 
     def note_step(self, num_steps: int, *, is_compressed: bool) -> None:
         """Note that a step has ended, before whose forward pass DDP may have broadcast."""
         if self._asked is None and is_compressed:  # often at first, because then it shows which differ
-            is_due = num_steps % CHECK_EVERY_STEPS == 0 or num_steps & (num_steps - 1) == 0
-            self.is_check_due |= self.unequal is None or is_due
+            self.is_check_due |= self.unequal is None or is_check_due(num_steps)
 
     def compare(self, module: nn.Module, device: torch.device) -> None:
         """Find buffers that the ranks change differently: from now on they are broadcast in compressed steps, too.
@@ -97,9 +160,9 @@ class SharedBuffers:
         Collective: all ranks, after the same steps.
         """
         self.is_check_due, known = False, self.unequal or []
-        buffers = buffers_of(module)
+        buffers = self._agreed(module)
         unknown = {name: b for name, b in buffers.items() if name not in self._statistics and name not in known}
-        new = unequal(unknown, device)
+        new = unequal(unknown, None, device)
         self.unequal = [*known, *new]
         if new:
             nbytes = sum(buffers[name].nbytes for name in self.unequal if name in buffers)
@@ -118,10 +181,16 @@ class SharedBuffers:
             return
         if self.is_check_due:  # before they are made equal
             self.compare(module, device)
-        buffers = buffers_of(module)
+        buffers = self._agreed(module)
         if not module.automatic_optimization:
             buffers = {name: buffer for name, buffer in buffers.items() if name in self._statistics}
         share_(buffers, ledger, device)
+
+    def _agreed(self, module: nn.Module) -> dict[str, Tensor]:
+        """Compare shapes; return the buffers that all ranks have in one."""
+        buffers = buffers_of(module)
+        self.layout.agree(buffers, None)
+        return self.layout.fitting(buffers)
 
 
 @torch.no_grad()
@@ -129,38 +198,82 @@ def share_(buffers: Mapping[str, Tensor], ledger: TrafficLedger, device: torch.d
     """Take over the buffers of rank 0 that differ.
 
     Collective: all ranks, blocking; as `unequal`, and a broadcast for each dtype of those that differ.
+
+    Args:
+        buffers: of the same shapes on all ranks.
+        ledger: gets what is sent.
+        device: of the messages.
     """
 
     def broadcast_(flat: Tensor) -> None:
         dist.broadcast(flat, src=0)
         ledger.record(flat.nbytes)
 
-    broadcast_flat_([buffers[name] for name in unequal(buffers, device)], broadcast_)
+    broadcast_flat_([buffers[name] for name in unequal(buffers, None, device)], broadcast_)
+
+
+def _send_(
+    specs: Mapping[str, Spec], buffers: Mapping[str, Tensor], send_: Callable[[Tensor], object], device: torch.device
+) -> Tensor:
+    """Send buffers in one message: their bytes, and then a byte for each, whether rank 0 has it in the agreed shape.
+
+    In place:
+        The buffers that have that shape, here and on rank 0.
+
+    Returns:
+        The message; without a wait for the device.
+    """
+    names = sorted(specs, key=lambda name: -specs[name][1].itemsize)  # so that each begins at a multiple of its own
+    here = {name: buffers[name] for name in names if name in buffers and spec_of(buffers[name]) == specs[name]}
+    sizes = [math.prod(specs[name][0]) * specs[name][1].itemsize for name in names]
+    own = [
+        as_real(here[name]).reshape(-1).view(torch.uint8)
+        if name in here
+        else torch.zeros(size, dtype=torch.uint8, device=device)
+        for name, size in zip(names, sizes, strict=True)
+    ]
+    mine = torch.cat([*own, constant(tuple(name in here for name in names), torch.uint8, device)])
+    message = mine.clone()
+    send_(message)
+    fits = message[-len(names) :].repeat_interleave(constant(tuple(sizes), torch.int64, device), output_size=sum(sizes))
+    parts = torch.where(fits.bool(), message[: sum(sizes)], mine[: sum(sizes)]).split(sizes)
+    targets = {name: as_real(buffer) for name, buffer in here.items()}
+    received = {name: part for name, part in zip(names, parts, strict=True) if name in here}
+    copy_all_(
+        list(targets.values()),
+        [part.view(targets[name].dtype).view(targets[name].shape) for name, part in received.items()],
+    )
+    return message
 
 
 def choose_buffers(
     model: DistributedDataParallel,
-    choose: Callable[[Mapping[str, Tensor]], list[Tensor]],
+    shared: SharedBuffers,
+    choose: Callable[[], list[str]],
     ledger: TrafficLedger,
     level: Level | None,
 ) -> None:
-    """Let DDP broadcast only the chosen buffers before a forward pass, and count them.
+    """Let DDP broadcast only the chosen buffers before a forward pass, in agreed shapes, and count them.
 
     Args:
         model: asks for a broadcast before the forward passes of stock DDP.
-        choose: of all buffers, by name.
+        shared: knows the shapes.
+        choose: returns the names of those that are to be sent.
         ledger: gets what is sent, and what DDP would have sent.
         level: of the topology that a message to all ranks crosses, if there is one.
     """
-    broadcast = model._distributed_broadcast_coalesced
+    broadcast, device = model._distributed_broadcast_coalesced, next(model.parameters()).device
 
     def broadcast_chosen(buffers: Sequence[Tensor], *args: int) -> None:
-        chosen = choose(model.named_module_buffers)
-        if chosen:
-            broadcast(chosen, *args)
-            ledger.record(sum(buffer.nbytes for buffer in chosen), level)
-            nbytes = sum(buffer.nbytes for buffer in buffers)
-            ledger.dense_bytes += nbytes
-            ledger.dense_inter_bytes += nbytes if level == "inter" else 0
+        nbytes = shared.broadcast_(model.module, choose, lambda message: broadcast([message], *args), device)
+        if nbytes:
+            ledger.record(nbytes, level)
+            dense = sum(buffer.nbytes for buffer in buffers)
+            ledger.dense_bytes += dense
+            ledger.dense_inter_bytes += dense if level == "inter" else 0
+
+    def will_sync() -> bool:  # a rank that has no buffer any more waits for the message, too
+        return model.require_forward_param_sync and model.broadcast_buffers and bool(shared.layout.specs)
 
     model._distributed_broadcast_coalesced = broadcast_chosen  # type: ignore[method-assign]
+    model.will_sync_module_buffers = will_sync  # type: ignore[method-assign]

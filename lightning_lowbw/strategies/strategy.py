@@ -45,7 +45,7 @@ from lightning_lowbw.strategies.callback_agreement import agree_on_weights_, wei
 from lightning_lowbw.strategies.checkpoint import CheckpointedStrategy
 from lightning_lowbw.strategies.gradient_hook import GradientHook, Reduction
 from lightning_lowbw.strategies.keywords import DDP_KEYWORDS, Needs, asked_of_buffers, given_keywords, shows
-from lightning_lowbw.strategies.shared_buffers import SharedBuffers, choose_buffers
+from lightning_lowbw.strategies.shared_buffers import SharedBuffers, choose_buffers, ignoring
 from lightning_lowbw.strategies.step_hooks import clips_before_exchange
 from lightning_lowbw.strategies.traffic_monitor import bring_monitor
 from lightning_lowbw.strategies.uneven import Uneven
@@ -155,7 +155,6 @@ class Strategy(CheckpointedStrategy, DDPStrategy):
             self._workers.clear()
             self.signals.begin_fit()
             self._begin_state()
-            self.buffers.begin_fit(trainer.lightning_module)
             super().setup(trainer)
             self._make_workers()
             checks.check_optimizers(self.optimizers, list(trainer.lightning_module.named_parameters()))
@@ -171,7 +170,9 @@ class Strategy(CheckpointedStrategy, DDPStrategy):
                     "as without it. Set Trainer(devices=..., num_nodes=...) for more."
                 )
         else:
-            super().setup(trainer)
+            self.buffers.begin(trainer.lightning_module, is_fit=False)
+            with ignoring(trainer.lightning_module, self.buffers.layout.apart):
+                super().setup(trainer)
         self._insert_first_callback(trainer)
 
     def _check_trainer(self, trainer: pl.Trainer) -> None:
@@ -210,10 +211,12 @@ class Strategy(CheckpointedStrategy, DDPStrategy):
             buffers = buffers_by_optimizer(module, optimizers) if self.method.averages_weights else {}
             for optimizer in optimizers:
                 key = id(optimizer)
-                if key not in kept:
-                    self._workers[key] = self._make_worker(optimizer, named_parameters, buffers.get(key))
-                else:
+                if key in kept:
                     self._workers[key] = kept[key]
+                    continue
+                worker = self._workers[key] = self._make_worker(optimizer, named_parameters, buffers.get(key))
+                if isinstance(worker, LocalSync):
+                    worker.buffers.layout.told = self.buffers.layout.told
 
     def _make_worker(
         self, optimizer: Optimizer, named_parameters: list[tuple[str, torch.nn.Parameter]], buffers: Any
@@ -244,10 +247,13 @@ class Strategy(CheckpointedStrategy, DDPStrategy):
         self._make_peers(self._ddp_kwargs.get("process_group"))
         # Parameters that are frozen now and unfrozen later are not DDP's; the exchange takes care of them.
         self._reduced_by_ddp = frozenset(p for p in self.model.parameters() if p.requires_grad)
-        super().configure_ddp()
+        module = self.trainer.lightning_module
+        self.buffers.begin(module, is_fit=True)
+        with ignoring(module, self.buffers.layout.apart):
+            super().configure_ddp()
         level: Level | None = "inter" if self.peers.is_two_level else None
         if self.world_size > 1:
-            choose_buffers(self._ddp, lambda buffers: self._buffers_to_broadcast(buffers), self.ledger, level)
+            choose_buffers(self._ddp, self.buffers, lambda: self._buffers_to_broadcast(), self.ledger, level)
 
     def _make_peers(self, group: dist.ProcessGroup | None) -> None:
         """Find out which ranks share a node, and make the process groups.
@@ -361,11 +367,11 @@ class Strategy(CheckpointedStrategy, DDPStrategy):
         """Whether gradients of the coming step are not sent whole."""
         return any(not worker.reduces_in_backward for worker in self.workers)
 
-    def _buffers_to_broadcast(self, buffers: Mapping[str, Tensor]) -> list[Tensor]:
-        """Return the buffers that rank 0 sends to all before the coming forward pass."""
-        if self.replicas:
-            return list(buffers.values()) if any(each.reduces_in_backward for each in self.workers) else []
-        return self.buffers.to_broadcast(buffers, is_compressed=self._is_compressed)
+    def _buffers_to_broadcast(self) -> list[str]:
+        """Return the names of the buffers that rank 0 sends to all before the coming forward pass."""
+        if self.replicas and not any(each.reduces_in_backward for each in self.workers):
+            return []
+        return self.buffers.to_broadcast(is_compressed=self._is_compressed and not self.replicas)
 
     @override
     def pre_backward(self, closure_loss: Tensor) -> None:
@@ -474,7 +480,7 @@ class Strategy(CheckpointedStrategy, DDPStrategy):
         for callback in checks.callbacks_of(self.trainer, *checks.AVERAGING):
             average = getattr(callback, "_average_model", None)  # not before it begins
             if average is not None:
-                agree_on_weights_(weights_of(average), self._equals, self.root_device)
+                agree_on_weights_(weights_of(average, self._equals), self._equals, self.root_device)
 
     @override
     def end_epoch(self) -> None:
@@ -496,7 +502,7 @@ class Strategy(CheckpointedStrategy, DDPStrategy):
     @override
     def on_train_end(self) -> None:
         if self.replicas:
-            agree_on_weights_(weights_of(self.trainer.lightning_module), self._equals, self.root_device)
+            agree_on_weights_(weights_of(self.trainer.lightning_module, self._equals), self._equals, self.root_device)
         else:
             self.signals.settle()
             self._check_late_faults()
@@ -606,9 +612,15 @@ class Strategy(CheckpointedStrategy, DDPStrategy):
     def _shard(self, metadata: Mapping[str, Any]) -> dict[str, Any]:
         return {**super()._shard(metadata), "unequal_buffers": self.buffers.unequal}
 
+    @property
+    @override
+    def _apart(self) -> frozenset[str]:
+        return super()._apart | self.buffers.layout.apart
+
     @override
     def _restore(self, shard: Mapping[str, Any]) -> None:
         super()._restore(shard)
         self.buffers.unequal = shard["unequal_buffers"]
+        self.buffers.layout.leave_out(shard.get("apart", ()))
         if not self.trainer.lightning_module.automatic_optimization:  # of a fit the first forward pass alone broadcasts
             self._ddp.require_forward_param_sync = False

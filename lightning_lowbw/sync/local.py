@@ -10,7 +10,8 @@ steps, counted from there,
     exchange    the payload's, as for gradients; a node is one participant
     apply       x0 = outer(x0, mean);  x = x0, or with a delay the steps taken meanwhile are kept
 
-for parameters and floating buffers. Batch norm's running variance gets the variance between the ranks' means, too.
+for parameters and for the floating buffers that differ between ranks (`sync.buffers`). Batch norm's running variance
+gets the variance between the ranks' means, too.
 
 With fragments, each part of the parameters has its own turn: Douillard et al., "Streaming DiLoCo with overlapping
 communication", arXiv 2501.18512, algorithm 2.
@@ -46,12 +47,12 @@ from lightning_lowbw.sync.average import (
     LR,
     NUM_ENDED,
     NUM_LOSSES,
+    NUM_RESIZED,
     NUM_SAVE,
     NUM_STOP,
     Average,
     Fragment,
     Phase,
-    ReplicaBuffers,
     RunningLoss,
     change_of,
     copies,
@@ -59,8 +60,8 @@ from lightning_lowbw.sync.average import (
     make_fragments,
     note_steps,
     unchanged,
-    wide_copies,
 )
+from lightning_lowbw.sync.buffers import ReplicaBuffers, wide_copies
 from lightning_lowbw.sync.checks import (
     agree_on_end,
     raise_at_other_batches,
@@ -86,6 +87,7 @@ from lightning_lowbw.sync.synchronizer import Synchronizer, raise_fault
 
 _logger = logging.getLogger(LOGGER)
 COUNTERS = ("steps_since_average", "num_averages")
+BUFFER = "buffer "
 
 
 class LocalSync(Synchronizer):
@@ -148,6 +150,7 @@ class LocalSync(Synchronizer):
         self.own: dict[str, Tensor] | None = None
         self._shown: dict[str, Tensor] = {}  # copies of the buffers' consensus, while it is shown
         self._shown_parameters: tuple[list[Parameter], int] | None = None  # with their checksum, while it is shown
+        self._look: ReplicaBuffers | None = None  # what the ranks have found out for that
         num_fragments = self.when.num_fragments_of(len(self.parameters()))
         self.fragments = make_fragments(self.parameters(), num_fragments, self.sent_bytes)
 
@@ -387,8 +390,8 @@ class LocalSync(Synchronizer):
     def begin_local(self) -> None:
         """Agree on the weights from which the next changes are measured, if the coming step is local.
 
-        Collective: all ranks, the first time; a broadcast of the floating buffers. `exchange` calls it where the
-        caller has not.
+        Collective: all ranks, the first time; a comparison of the buffers, and a broadcast of the floating ones that
+        differ. `exchange` calls it where the caller has not.
         """
         if not self.is_local:
             return
@@ -399,7 +402,7 @@ class LocalSync(Synchronizer):
         if self.needs_start:  # of frozen parameters not before they train
             new = [p for p in self.params if p.requires_grad and p not in self.start]
             self.start.update(zip(new, wide_copies(new), strict=True))
-        self.buffers.begin(self.peers)
+        self.buffers.begin(self.peers, self.device)
 
     # When averages are due ------------------------------------------------------------------------------------------
 
@@ -445,18 +448,25 @@ class LocalSync(Synchronizer):
         Collective: all ranks.
 
         Wire:
-            The parameters trained since the last average and the floating buffers, in float32 (or wider), with a
-            status of 6 numbers and 2 per rank; integer buffers separately; and the messages of the payload, which
-            contain the status if nothing else is sent.
+            The parameters trained since the last average and the floating buffers that differ, in float32 (or wider),
+            with a status of 7 numbers and 2 per rank; integer buffers that differ separately; and the messages of the
+            payload, which contain the status if nothing else is sent.
         """
         is_hidden = self.when.delay_steps > 0
+        if fragment.takes_buffers:
+            self.buffers.begin_average(self.peers, self.device)
         parameters = [p for p in fragment.parameters if p in fragment.moved and p.numel()]
         nonfinite = self.nonfinite_weights(parameters)
         status = self._status(parameters, nonfinite)
         # D = x - x0 of what the payload sends; x of the rest, and the changes of buffers.
         changes = self._changes([p for p in parameters if self.takes(p)])
         whole: dict[str, Tensor] = {self.name_of(p): p for p in parameters if not self.takes(p)}
-        whole |= self._buffer_changes() if fragment.takes_buffers else {}
+        unsent: Sequence[str] = ()
+        if fragment.takes_buffers:
+            whole |= _of_buffers(self.buffers.changes())
+            unsent = self.buffers.unsent()
+            if self.buffers.changed():  # what it sends of them is of the agreed shapes
+                status[NUM_RESIZED] = 1.0
         # The status is part of the message of the changes if no fragment sends anything else: ranks at different
         # steps must issue the same collectives, so that the difference is detected.
         is_alone = not whole and bool(changes) and self._sends_changes_only()
@@ -469,6 +479,7 @@ class LocalSync(Synchronizer):
             nonfinite,
             wide_copies(parameters) if is_hidden else None,
             self.buffers.snapshot() if is_hidden and fragment.takes_buffers else {},
+            unsent,
         )
 
     def _begin_changes(self, changes: Mapping[str, Tensor], status: Tensor | None) -> Any:
@@ -487,13 +498,8 @@ class LocalSync(Synchronizer):
             return self.params.is_compressed(self.method.what, parameter)
         return self.compressed is not None and parameter.numel() > 0
 
-    def _buffer_changes(self) -> dict[str, Tensor]:
-        return {
-            f"buffer {name}": change for name, change in zip(self.buffers.floating, self.buffers.changes(), strict=True)
-        }
-
     def _sends_changes_only(self) -> bool:
-        if not isinstance(self.method.what, TopK) or self.buffers.floating:
+        if not isinstance(self.method.what, TopK) or self.buffers.start:
             return False
         return all(
             self.takes(p) or not (p.requires_grad and p.numel()) for each in self.fragments for p in each.parameters
@@ -515,7 +521,7 @@ class LocalSync(Synchronizer):
     def _status(self, parameters: Sequence[Parameter], nonfinite: Mapping[str, Tensor]) -> Tensor:
         # A mean of weights makes replicas equal from any start; changes need the same consensus on all ranks.
         mark = make_mark(self.step + self.batch, (self.start[p] for p in parameters) if self.needs_start else None)
-        sums = [float(self.has_ended), 0.0, 0.0, self._lr, *counts_of(self.requests)]
+        sums = [float(self.has_ended), 0.0, 0.0, self._lr, *counts_of(self.requests), 0.0]
         fault = any_of([*self.late_flags(), *nonfinite.values()], self.device)
         message = status_message(sums, fault, mark, self.peers.rank, self.peers.num_ranks, self.device)
         loss = self.loss.mean()
@@ -556,7 +562,7 @@ class LocalSync(Synchronizer):
     def _wait_and_apply_(self, fragment: Fragment, average: Average) -> Status:
         """Wait for an average, and apply it. Return the status.
 
-        Collective: all ranks, where there are integer buffers.
+        Collective: all ranks, where there are integer buffers that differ, or the shape of a buffer has changed.
 
         In place:
             Parameters, buffers, `start`.
@@ -569,8 +575,11 @@ class LocalSync(Synchronizer):
         status = Status.read(numbers, self.peers.num_ranks)
         self._check(status, average)
         changes = average.changes.wait()[0].dense()
+        changed: Collection[str] = ()
         if fragment.takes_buffers:
-            self.buffers.agree_counts(self.peers)
+            if any(status.sums[NUM_RESIZED:]):
+                changed = self.buffers.compare(self.peers, self.device, average.unsent)
+            self.buffers.agree_integers(self.peers, self.device)
         # From here on nothing is communicated: an exchange that fails, fails before a weight changes.
         names = {p: self.name_of(p) for p in average.parameters}
         starts = {name: self.start[p] for p, name in names.items() if name in changes}
@@ -578,9 +587,7 @@ class LocalSync(Synchronizer):
         means |= zip(starts, torch._foreach_add(list(starts.values()), moves) if moves else (), strict=True)
         of_parameters = [means[name] for name in names.values()]
         self._apply_(average, of_parameters, status.sums[LR] / self.peers.num_ranks, fragment.moved)
-        if fragment.takes_buffers:
-            of_buffers = [means[f"buffer {name}"] for name in self.buffers.floating]
-            self.buffers.apply(of_buffers, average.buffer_snapshots)
+        self.buffers.apply(_buffers_in(means), average.buffer_snapshots, changed)
         return status
 
     def _check(self, status: Status, average: Average) -> None:
@@ -684,14 +691,15 @@ class LocalSync(Synchronizer):
     @property
     def is_consensus(self) -> bool:
         """Whether there is nothing to average. Any forward pass may change buffers."""
-        return self.parameters_agree and not self.buffers.start
+        return self.parameters_agree and not self.buffers.may_differ
 
     def averaged_tensors(self) -> dict[str, Tensor]:
-        """Return everything that is averaged, by name: parameters, floating buffers, counts."""
-        return {**self.by_name(), **self._averaged_buffers()}
+        """Return everything that the consensus has, by name: parameters, and buffers of one shape on all ranks."""
+        return {**self.by_name(), **self.averaged_buffers()}
 
-    def _averaged_buffers(self) -> dict[str, Tensor]:
-        return {**self.buffers.floating, **self.buffers.counts}
+    def averaged_buffers(self) -> dict[str, Tensor]:
+        """Return the buffers that all ranks have in one shape, by name."""
+        return (self._look or self.buffers).now()
 
     def _unequal(self) -> list[Parameter]:
         """Return the parameters that may differ between ranks: those trained since their last average."""
@@ -705,14 +713,9 @@ class LocalSync(Synchronizer):
         """Return this rank's own tensors that are averaged, without frozen parameters that were never trained."""
         if self.own is not None:
             now, kept = self.averaged_tensors(), self._unchanged()
-            return {name: kept.get(name, now[name]) for name in self.own}
+            return {name: kept.get(name, now[name]) for name in self.own if name in now}
         frozen = {p for p in self.params if not p.requires_grad}.difference(self._unequal())
         return {name: tensor for name, tensor in self.averaged_tensors().items() if tensor not in frozen}
-
-    def restart_buffers(self) -> None:
-        """Measure the changes of buffers that were set while the consensus was shown as `hide_consensus` would."""
-        if self.own is not None:
-            self.buffers.restart(self.own.keys() - self._unchanged().keys())
 
     def _unchanged(self) -> dict[str, Tensor]:
         """Return this rank's own of what has not been changed while the consensus was shown."""
@@ -741,7 +744,9 @@ class LocalSync(Synchronizer):
                 raise
 
     def _show_mean(self) -> None:
-        parameters, changes = self._unequal(), self._buffer_changes()
+        look = self.buffers.for_a_look()
+        look.compare(self.peers, self.device)
+        parameters, changes = self._unequal(), _of_buffers(look.changes())
         nonfinite = self.nonfinite_weights(parameters)
         fault = any_of([*self.late_flags(), *nonfinite.values()], self.device).float().reshape(1)
         signal = {**{self.name_of(p): p for p in parameters}, **changes}
@@ -754,16 +759,15 @@ class LocalSync(Synchronizer):
                 own = self.describe_late_fault() or self.describe_weights(nonfinite, self.step)
                 raise_fault(first_fault(own, self.fault_group))
             if not number:
+                self._look = look
                 self.own = saved(self.own_tensors())  # on the CPU, for as long as it takes
             for name, each in mean.dense().items():
                 if name in unequal:
                     as_real(unequal[name]).copy_(each)
                 else:
                     means[name] = each.clone()  # of buffers; else the bucket would stay
-        kept = {name: start.clone() for name, start in self.buffers.start.items()}
-        self.buffers.apply([means[name] for name in changes], {})
-        self.buffers.start = kept
-        self.buffers.agree_counts(self.peers)
+        look.apply(_buffers_in(means), {})
+        look.agree_integers(self.peers, self.device)
         self.note_shown()
 
     def note_shown(self, shown: int | None = None) -> None:
@@ -772,7 +776,7 @@ class LocalSync(Synchronizer):
         Args:
             shown: the checksum of the parameters' consensus, if the model has other values.
         """
-        self._shown = {} if self.own is None else copies(self._averaged_buffers())
+        self._shown = {} if self.own is None else copies(self.averaged_buffers())
         parameters = self.parameters()
         self._shown_parameters = parameters, int(checksum(parameters)) if shown is None else shown
 
@@ -815,7 +819,6 @@ class LocalSync(Synchronizer):
         """
         if self.own is not None:
             tensors, back = self.averaged_tensors(), self._unchanged()
-            self.buffers.restart(self.own.keys() - back.keys())
             for name in self.by_name() if keeps_parameters else ():
                 back.pop(name, None)
             for name, value in back.items():
@@ -823,7 +826,7 @@ class LocalSync(Synchronizer):
         self._forget_shown()
 
     def _forget_shown(self) -> None:
-        self.own, self._shown, self._shown_parameters = None, {}, None
+        self.own, self._shown, self._shown_parameters, self._look = None, {}, None, None
 
     @torch.no_grad()
     def adopt_parameters(self) -> None:
@@ -936,7 +939,6 @@ class LocalSync(Synchronizer):
         An average that has been begun is waited for; nothing is communicated.
         """
         self.ending.step = None  # whoever has the state can go on
-        self.restart_buffers()
         fragments = [
             {
                 "names": [self.name_of(p) for p in fragment.parameters],
@@ -955,6 +957,7 @@ class LocalSync(Synchronizer):
             "own": {} if self.parameters_agree else saved(self.own_tensors()),
             "shown": None if self._shown_parameters is None else self._shown_parameters[1],
             "buffers": saved(self.buffers.start),
+            "layout": self.buffers.state_dict(),
             "start": saved({self.name_of(p): start for p, start in self.start.items()}),
             "velocity": saved({self.name_of(p): u for p, u in self.velocity.items()}),
             "residuals": {} if self.compressed is None else self.compressed.residuals.state(),
@@ -983,14 +986,17 @@ class LocalSync(Synchronizer):
             raise
         self.is_compared = False
         self.forget_late_faults()
-        targets = self.averaged_tensors()
-        for name, own in state["own"].items():
-            targets[name].copy_(own)
         self.load_equal_state(state)
+        self.buffers.load_state_dict(
+            state.get("layout"), {name: start.to(device, copy=True) for name, start in state["buffers"].items()}
+        )
+        targets: dict[str, Tensor] = {**parameters, **dict(self.buffers.named.items())}
+        for name, own in state["own"].items():
+            if name in targets and targets[name].shape == own.shape:  # else a buffer, which the next average compares
+                targets[name].copy_(own)
         for name in COUNTERS:
             setattr(self, name, state[name])
         self.loss.load_state_dict(state["loss"], device)
-        self.buffers.start = {name: start.to(device, copy=True) for name, start in state["buffers"].items()}
         self.start = {parameters[name]: start.to(device, copy=True) for name, start in state["start"].items()}
         self.velocity = {parameters[name]: u.to(device, copy=True) for name, u in state["velocity"].items()}
         if self.compressed is not None:
@@ -1044,8 +1050,8 @@ class LocalSync(Synchronizer):
                 f"average would ever make them equal: {self.method}. Resume with the schedule and the topology of that "
                 "run, or load what lightning_lowbw.merge_states makes of the states of all its ranks."
             )
-        check_shapes({name: own.shape for name, own in state["own"].items()}, self.averaged_tensors())
         parameters = self.by_name()
+        check_shapes({name: own.shape for name, own in state["own"].items() if name in parameters}, parameters)
         reals = {name: as_real(parameter) for name, parameter in parameters.items()}
         check_shapes({name: start.shape for name, start in state["start"].items()}, reals)
         for name in (name for fragment in state["fragments"] for name in fragment["names"]):
@@ -1062,3 +1068,12 @@ class LocalSync(Synchronizer):
                     f"and with {self.method.what} they never would be. Resume with the compression of that run, or "
                     f"{WITHOUT_RESIDUALS}."
                 )
+
+
+def _of_buffers(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return them by names that are those of no parameter."""
+    return {f"{BUFFER}{name}": tensor for name, tensor in tensors.items()}
+
+
+def _buffers_in(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name.removeprefix(BUFFER): tensor for name, tensor in tensors.items() if name.startswith(BUFFER)}

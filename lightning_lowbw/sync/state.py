@@ -185,7 +185,7 @@ def merge_replicas(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     num_states, num_parts = 0, 1
     for state in states:
         num_states, (_, num_parts) = num_states + 1, state["local_rank"]
-        merged = merged or {**state, "own": {}, "buffers": {}, "steps_since_average": 0}
+        merged = merged or {**state, "own": {}, "buffers": {}, "layout": None, "steps_since_average": 0}
         for name, kept in state["residuals"].items():
             residuals.add(name, kept, state["start"][name].numel(), state["local_rank"])
         for work in [fragment["work"] for fragment in state["fragments"] if fragment["work"]]:

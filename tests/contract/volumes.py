@@ -87,7 +87,7 @@ class Volumes:
         taken = [] if isinstance(self.what, Whole) else list(numels.values())
         if isinstance(self.what, TopK):
             taken = [numel for name, numel in numels.items() if self.what.takes(name, numel, 1)]
-        words = sum(numels.values()) - sum(taken) + BUFFERS * with_buffers + 6 + 2 * self.row.num_ranks
+        words = sum(numels.values()) - sum(taken) + BUFFERS * with_buffers + 7 + 2 * self.row.num_ranks
         if isinstance(self.what, TopK):
             return self.whole(words) + self.sparse(self.what, taken, None)
         return self.whole(words) + (self.compressed(numels) if taken else 0)
@@ -103,7 +103,9 @@ class Volumes:
         assert isinstance(when.begin_step, int)
         synchronous = self.whole(NUMEL + len(NUMELS) + 4 + self.row.num_ranks)
         by_step = [synchronous if step < when.begin_step else 0 for step in range(num_steps)]
-        by_step[max(0, when.begin_step - 1)] += FLOAT_BYTES * BUFFERS  # where changes of them are measured from
+        # What differs, of three buffers: all do; and where changes of floating ones are measured from.
+        by_step[max(0, when.begin_step - 1)] += all_reduce_bytes(2 * INT_BYTES * (1 + 3), self.row.num_ranks)
+        by_step[max(0, when.begin_step - 1)] += FLOAT_BYTES * BUFFERS
         for begun, fragment, applied in turns:
             is_last = fragment == len(fragments) - 1
             by_step[begun - 1] += self.of_average(when, fragments[fragment], with_buffers=is_last)

@@ -51,9 +51,10 @@ def monitor() -> tuple[list[dict[str, float]], int, list[float]]:
 
 def test_what_is_logged() -> None:
     for rows, numel, distances in run_ranks(monitor, 2):
-        buffers = 2 * 64  # running mean and variance; the count of batches is apart
-        average = all_reduce_bytes(4 * (numel + buffers + 6 + 2 * 2), 2) + all_reduce_bytes(8, 2)
+        buffers = 2 * 64  # running mean and variance; the counts of batches are equal
+        average = all_reduce_bytes(4 * (numel + buffers + 7 + 2 * 2), 2)
         sent = [row["traffic/bytes_sent"] for row in rows]
+        average += all_reduce_bytes(2 * 8 * (1 + 1), 2)  # whether the counts differ: before averages 1 and 2
         assert sent[1:] == [0, 0, 0, average, 0, 0, 0, average]
         assert [row["traffic/averages"] for row in rows] == [0, 0, 0, 0, 1, 1, 1, 1, 2]
         assert {row["traffic/k_steps"] for row in rows} == {4.0}
@@ -101,7 +102,7 @@ def fit_gan() -> dict[str, Any]:
         "trace": trace,
         "averages": [worker.num_averages for worker in strategy.replicas],
         "steps": [worker.step for worker in strategy.replicas],
-        "buffers": [sorted(worker.buffers.floating) for worker in strategy.replicas],
+        "buffers": [sorted(worker.buffers.start) for worker in strategy.replicas],
         "end": weights(model),
     }
 

@@ -41,6 +41,7 @@ from lightning_lowbw.method import Method
 from lightning_lowbw.presets import DGC, LocalSGD, QuantizedGradients
 from lightning_lowbw.strategies.fsdp import agree_in_node
 from lightning_lowbw.strategies.step_hooks import exchange_unscaled_
+from lightning_lowbw.sync.buffers import Layout, ReplicaBuffers, spec_of, wide_copies
 from lightning_lowbw.sync.exchange import ReduceScatterExchange
 from lightning_lowbw.sync.gradient import GradientSync
 from lightning_lowbw.sync.local import LocalSync
@@ -284,6 +285,14 @@ def fake_buffers(model: str) -> dict[str, Tensor]:
     return buffers
 
 
+def know_what_differs(buffers: ReplicaBuffers) -> None:
+    """Let the ranks have compared their buffers, as before averages 1, 2 and 4: the counts of batches are equal."""
+    floating = {name: each for name, each in buffers.named.items() if each.is_floating_point()}
+    buffers.is_begun, buffers.num_averages, buffers.differing = True, 4, frozenset(floating)
+    buffers.layout.specs = {name: spec_of(each) for name, each in buffers.named.items()}
+    buffers.start = dict(zip(floating, wide_copies(list(floating.values())), strict=True))
+
+
 def count_step(
     monkeypatch: pytest.MonkeyPatch, model: str, optimizer: Any, peers: Any, *, also: str = ""
 ) -> Counter[str]:
@@ -329,11 +338,13 @@ def count_step(
 def count_average(monkeypatch: pytest.MonkeyPatch, model: str, method: Method) -> Counter[str]:
     """Return what one average has launched and waited for, from its begin to the weights that it changes."""
     peers, of_average = Peers(), Counter[str]()
+    monkeypatch.setattr(ReplicaBuffers, "compare", lambda *_: set[str]())  # the status says 1 of everything
     count = stand_in(monkeypatch, peers.num_ranks)
     with torch.no_grad(), FakeTensorMode(), Operations(count) as operations:
         parameters = fake_parameters(model)
         named = [(str(i), each) for i, each in enumerate(parameters)]
         worker = LocalSync(method, SGD(parameters, lr=0.1, momentum=0.9), named, peers, fake_buffers(model))
+        know_what_differs(worker.buffers)
         for step in range(2 * K_STEPS + 1):  # the first average makes what is kept
             for parameter in parameters:
                 parameter.grad = torch.empty_like(parameter)
@@ -358,6 +369,7 @@ def count_local_step(
         parameters = fake_parameters("ResNet-50")
         named = [(str(i), each) for i, each in enumerate(parameters)]
         worker = LocalSync(LocalSGD(8, begin_step), SGD(parameters, lr=0.1), named, peers, fake_buffers("ResNet-50"))
+        know_what_differs(worker.buffers)
         for _ in range(3):
             for parameter in parameters:
                 parameter.grad = torch.empty_like(parameter)
@@ -587,6 +599,7 @@ def eight_ranks() -> Iterator[None]:
 def test_the_consensus_view_takes_no_memory_of_the_device_while_it_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     count = stand_in(monkeypatch, 8)
     monkeypatch.setattr(FakeTensor, "__float__", lambda tensor: 0.0, raising=False)  # no rank has a fault
+    monkeypatch.setattr(Layout, "agree", lambda *_: set[str]())  # there are no buffers
     with torch.no_grad(), FakeTensorMode(), Operations(count) as operations:
         parameters = fake_parameters("ResNet-50")
         named = [(str(i), each) for i, each in enumerate(parameters)]

@@ -301,7 +301,7 @@ def test_the_mean_of_a_sparse_gradient_is_dense_on_all_ranks() -> None:
 
 # What fragments are for -----------------------------------------------------------------------------------------------
 
-CONTROL = all_reduce_bytes(4 * (6 + 2 * 2), 2)  # the control message of each average, on two ranks
+CONTROL = all_reduce_bytes(4 * (7 + 2 * 2), 2)  # the control message of each average, on two ranks
 
 
 def most_sent(numels: Sequence[int], num_fragments: int) -> int:
