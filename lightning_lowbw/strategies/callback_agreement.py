@@ -9,22 +9,27 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import Checkpoint, EarlyStopping
 from torch import Tensor
+from torch.nn import Parameter
 
 from lightning_lowbw.comm.agreement import differ
 from lightning_lowbw.comm.peers import Peers, mean_over
 from lightning_lowbw.kernels.tensors import as_real
-from lightning_lowbw.strategies.shared_buffers import buffers_of
+from lightning_lowbw.strategies.shared_buffers import IGNORED, buffers_of
 from lightning_lowbw.sync.buffers import alike
 
 
 def weights_of(module: torch.nn.Module, peers: Peers) -> list[Tensor]:
     """Return the tensors of a module that are averaged: parameters, and floating buffers of one shape on all ranks.
 
+    Not those that DDP ignores, nor parameters of a class of their own, such as frozen weights in few bits.
+
     Collective: all peers, blocking.
     """
+    ignored = getattr(module, IGNORED, ())
+    parameters = {name: p for name, p in module.named_parameters() if name not in ignored and type(p) is Parameter}
     buffers = alike(buffers_of(module), peers.group).values()
     floating = [each for each in buffers if each.is_floating_point() or each.is_complex()]
-    return [*(p.detach() for p in module.parameters()), *floating]
+    return [*(p.detach() for p in parameters.values()), *floating]
 
 
 def agree_on_weights_(tensors: Sequence[Tensor], peers: Peers, device: torch.device) -> int:

@@ -197,6 +197,13 @@ def check_optimizers(optimizers: Sequence[Optimizer], named_parameters: Iterable
     """
     trained = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
     with failing_together():
+        for optimizer in optimizers:
+            if not hasattr(optimizer, "_optimizer_step_pre_hooks"):
+                raise ConfigurationError(
+                    f"{type(optimizer).__name__} has not called torch.optim.Optimizer.__init__, as wrappers for "
+                    "differential privacy do not: what they add to a gradient in their step would come after it has "
+                    "been sent. Use strategy='ddp'."
+                )
         if len({*trained}) < len(trained):
             raise ConfigurationError(
                 "Two optimizers have a parameter in common: its gradient would be exchanged twice. Give each parameter "

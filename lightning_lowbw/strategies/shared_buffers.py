@@ -15,6 +15,7 @@ Modules resize buffers, and ranks may do so differently. So what is sent has the
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
@@ -262,10 +263,20 @@ def choose_buffers(
         ledger: gets what is sent, and what DDP would have sent.
         level: of the topology that a message to all ranks crosses, if there is one.
     """
-    broadcast, device = model._distributed_broadcast_coalesced, next(model.parameters()).device
+    # Not the model itself: as a cycle it would live on after the fit, until some thread collects it, while the backward
+    # pass of the next fit may call the hooks of its reducer.
+    owner, device = weakref.ref(model), next(model.parameters()).device
+
+    def ddp() -> DistributedDataParallel:
+        found = owner()
+        assert found is not None
+        return found
 
     def broadcast_chosen(buffers: Sequence[Tensor], *args: int) -> None:
-        nbytes = shared.broadcast_(model.module, choose, lambda message: broadcast([message], *args), device)
+        def send_(message: Tensor) -> None:
+            DistributedDataParallel._distributed_broadcast_coalesced(ddp(), [message], *args)
+
+        nbytes = shared.broadcast_(ddp().module, choose, send_, device)
         if nbytes:
             ledger.record(nbytes, level)
             dense = sum(buffer.nbytes for buffer in buffers)
@@ -273,7 +284,7 @@ def choose_buffers(
             ledger.dense_inter_bytes += dense if level == "inter" else 0
 
     def will_sync() -> bool:  # a rank that has no buffer any more waits for the message, too
-        return model.require_forward_param_sync and model.broadcast_buffers and bool(shared.layout.specs)
+        return ddp().require_forward_param_sync and ddp().broadcast_buffers and bool(shared.layout.specs)
 
     model._distributed_broadcast_coalesced = broadcast_chosen  # type: ignore[method-assign]
     model.will_sync_module_buffers = will_sync  # type: ignore[method-assign]

@@ -45,11 +45,11 @@ from lightning_lowbw.strategies.callback_agreement import agree_on_weights_, wei
 from lightning_lowbw.strategies.checkpoint import CheckpointedStrategy
 from lightning_lowbw.strategies.gradient_hook import GradientHook, Reduction
 from lightning_lowbw.strategies.keywords import DDP_KEYWORDS, Needs, asked_of_buffers, given_keywords, shows
-from lightning_lowbw.strategies.shared_buffers import SharedBuffers, choose_buffers, ignoring
+from lightning_lowbw.strategies.shared_buffers import IGNORED, SharedBuffers, choose_buffers, ignoring
 from lightning_lowbw.strategies.step_hooks import clips_before_exchange
 from lightning_lowbw.strategies.traffic_monitor import bring_monitor
 from lightning_lowbw.strategies.uneven import Uneven
-from lightning_lowbw.sync.checks import plain_values
+from lightning_lowbw.sync.checks import agree_on_end, plain_values
 from lightning_lowbw.sync.gradient import GradientSync
 from lightning_lowbw.sync.local import LocalSync
 from lightning_lowbw.sync.synchronizer import Synchronizer
@@ -508,7 +508,10 @@ class Strategy(CheckpointedStrategy, DDPStrategy):
             self._check_late_faults()
             checks.agree_on_hyperparameters(self.trainer)
             self._check_unowned()
+            ignored = getattr(self.trainer.lightning_module, IGNORED, ())
             for worker in self.workers:
+                own = {name: parameter for name, parameter in worker.by_name().items() if name not in ignored}
+                agree_on_end(worker.step, own, None)
                 if isinstance(worker, GradientSync):  # of a node's velocities each rank has had a part
                     for parameter, velocity in worker.whole_momentum().items():
                         worker.optimizer.state[parameter][worker.velocities.key] = velocity

@@ -246,7 +246,8 @@ def agree_on_model(
         }
         settings |= {f"buffer {name}": (tuple(b.shape), str(b.dtype)) for name, b in named_buffers}
         if compares_weights:
-            settings |= {f"weights of {name} (init_sync=False)": digest([p])[:8] for name, p in parameters}
+            plain = {name: p for name, p in parameters if type(p) is Parameter}  # a frozen weight in few bits is none
+            settings |= {f"weights of {name} (init_sync=False)": digest([p])[:8] for name, p in plain.items()}
     agree("model", settings, group)
 
 

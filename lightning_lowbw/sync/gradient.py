@@ -303,7 +303,9 @@ class GradientSync(Synchronizer):
         }
         peers.count_dense(sum(row.parameter.nbytes for row in self._rows))
         used = [float(row.parameter.grad is not None) for row in self._rows]
-        weights = None if self.step % CHECK_EVERY_STEPS else (row.parameter for row in self._rows)
+        begins = not (is_dense or self.residuals)  # a rank may have left out what DDP has reduced up to now
+        compares = begins or self.step % CHECK_EVERY_STEPS == 0
+        weights = (row.parameter for row in self._rows) if compares else None
         fault = self.fault
         requests: Tensor | int = self.requests
         if self.node_flags is not None:

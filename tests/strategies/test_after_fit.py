@@ -6,7 +6,9 @@ Lightning's own collectives work as under ddp, also after an exception that the 
 from __future__ import annotations
 
 import contextlib
+import gc
 import sys
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,14 +17,21 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.strategies import DDPStrategy
 
 from lightning_lowbw import DGCStrategy, LocalSGD, LocalSGDStrategy, ShardedStrategy
 from tests.ranks import run_ranks
+from tests.sync.problem import each
 from tests.tiny import MIN_NUMEL, Tiny, make_data, make_trainer, weights_of
 
 STRATEGIES: dict[str, Any] = {
     "dgc on two levels": lambda: DGCStrategy(sparsity=[0.9], min_numel=MIN_NUMEL, topology=2),
     "local_sgd": lambda: LocalSGDStrategy(k_steps=2, begin_step=0),
+}
+STRATEGIES_OF_ONE_NODE: dict[str, Any] = {
+    "ddp": DDPStrategy,
+    "dgc": lambda: DGCStrategy(sparsity=[0.9], min_numel=MIN_NUMEL),
+    "local_sgd": STRATEGIES["local_sgd"],
 }
 SHARDED = {"sharded": lambda: ShardedStrategy(LocalSGD(k_steps=2, begin_step=0), topology=2)}
 
@@ -93,3 +102,27 @@ def communicate_after_an_exception(name: str) -> tuple[list[str], bool, str, boo
 def test_ranks_communicate_after_an_exception_that_was_caught(name: str) -> None:
     expected = [([f"from rank {rank}"], True, "from rank 0", True) for rank in range(4)]
     assert run_ranks(communicate_after_an_exception, 4, name) == expected
+
+
+def ddp_that_is_left(name: str) -> bool:
+    """Return whether the model that DDP has wrapped outlives its fit."""
+    seen: list[Any] = []
+
+    class Watching(Callback):
+        def on_train_start(self, trainer: Any, *_: Any) -> None:
+            seen.append(weakref.ref(trainer.strategy.model))
+
+    trainer = make_trainer(STRATEGIES_OF_ONE_NODE[name](), dist.get_world_size(), callbacks=[Watching()])
+    gc.collect()
+    gc.disable()
+    try:
+        trainer.fit(Tiny(), make_data(dist.get_world_size(), 3))
+        return seen[0]() is not None
+    finally:
+        gc.enable()
+
+
+def test_the_wrapped_model_is_gone_without_a_collection() -> None:
+    """Else any thread that collects the cycle ends DDP's reducer, perhaps while the next fit's backward uses it."""
+    cases = [(name,) for name in STRATEGIES_OF_ONE_NODE]
+    assert run_ranks(each, 2, ddp_that_is_left, cases) == [[False] * len(cases)] * 2
