@@ -117,6 +117,7 @@ class BaseStrategy(ParallelStrategy):
         self.lost_peers = LostPeers()
         self._clipping = Clipping()
         self._guard = StepGuard()
+        self._unowned = Unowned()
         self._first_callback = FirstCallback()
 
     def _begin_state(self) -> None:
@@ -127,7 +128,8 @@ class BaseStrategy(ParallelStrategy):
         self._has_new_gradients = False  # since the last exchange
         self._waits_for_hooks = False  # whether the gradients of this step are exchanged after Lightning's hooks
         self._has_own_states = False  # whether the optimizers' states are of this rank's own shard of a checkpoint
-        self._unowned, self._num_batches = Unowned(), 0
+        self._unowned.begin_fit()
+        self._num_batches = 0
 
     @property
     def workers(self) -> list[Synchronizer]:

@@ -237,6 +237,10 @@ class Unowned:
 
     def __init__(self) -> None:
         self._handles: list[RemovableHandle] = []
+        self.begin_fit()
+
+    def begin_fit(self) -> None:
+        """Forget the last fit."""
         self._with_gradient: set[str] | None = None  # names; None: not known, and all are compared
 
     def watch(self, parameters: Mapping[str, Tensor]) -> None:

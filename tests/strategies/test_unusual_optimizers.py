@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback, OnExceptionCheckpoint
 from torch import Tensor, nn
-from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.optim import SGD, AdamW, Optimizer
 
 from lightning_lowbw import (
@@ -28,6 +27,10 @@ from lightning_lowbw import (
 from tests.ranks import run_ranks
 from tests.strategies.fits import SPARSE, adamw, gathered
 from tests.tiny import Tiny, Watcher, amp_with_scaler, make_data, make_trainer, weights_of
+
+with warnings.catch_warnings():  # of torch about itself
+    warnings.simplefilter("ignore")
+    from torch.distributed.optim import ZeroRedundancyOptimizer
 
 STEPS = 6
 

@@ -41,7 +41,7 @@ from lightning_lowbw.method import Method
 from lightning_lowbw.presets import DGC, LocalSGD, QuantizedGradients
 from lightning_lowbw.strategies.fsdp import agree_in_node
 from lightning_lowbw.strategies.step_hooks import exchange_unscaled_
-from lightning_lowbw.sync.buffers import Layout, ReplicaBuffers, spec_of, wide_copies
+from lightning_lowbw.sync.buffers import ReplicaBuffers, spec_of, wide_copies
 from lightning_lowbw.sync.exchange import ReduceScatterExchange
 from lightning_lowbw.sync.gradient import GradientSync
 from lightning_lowbw.sync.local import LocalSync
@@ -599,7 +599,7 @@ def eight_ranks() -> Iterator[None]:
 def test_the_consensus_view_takes_no_memory_of_the_device_while_it_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     count = stand_in(monkeypatch, 8)
     monkeypatch.setattr(FakeTensor, "__float__", lambda tensor: 0.0, raising=False)  # no rank has a fault
-    monkeypatch.setattr(Layout, "agree", lambda *_: set[str]())  # there are no buffers
+    monkeypatch.setattr(ReplicaBuffers, "compare", lambda *_: set[str]())  # there are no buffers
     with torch.no_grad(), FakeTensorMode(), Operations(count) as operations:
         parameters = fake_parameters("ResNet-50")
         named = [(str(i), each) for i, each in enumerate(parameters)]
