@@ -1,7 +1,7 @@
 """docs/reliability.md: what happens when something fails, as the tests of it say and have measured.
 
     @pytest.mark.fault("a rank has failed", "the others name it, and end")  # may record_property("seconds", ...)
-    @pytest.mark.fault("a rank has failed")  # another test of it, further down
+    @pytest.mark.fault("a rank has failed")  # another test of it
 
 `pytest tests -m fault --rewrite-reliability` runs them and writes the page anew, except the column of Lightning's own
 ddp, which is written by hand.
@@ -40,7 +40,7 @@ class Recorder:
 
     def _note(self, words: tuple[str, ...], item: pytest.Item, found: dict[str, Any], duration: float) -> None:
         row = self.rows.setdefault(words[0], {"what": "", "seconds": [], "whole": [], "tests": {}})
-        row["what"] = row["what"] or words[1]
+        row["what"] = row["what"] or "".join(words[1:])  # of one of its tests
         row["tests"][f"{item.path.relative_to(TESTS).as_posix()}::{item.originalname}"] = None  # type: ignore[attr-defined]
         row["seconds"] += [found["seconds"]] if "seconds" in found else []
         row["whole"].append(duration)
