@@ -22,6 +22,7 @@ import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.types import _PATH
+from lightning.pytorch.callbacks import ModelPruning
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -183,6 +184,12 @@ class Strategy(CheckpointedStrategy, DDPStrategy):
             raise ConfigurationError(
                 "Trainer(sync_batchnorm=True) communicates in every forward pass, and local SGD must send nothing "
                 "between averages, which include batch norm's statistics. Leave it out."
+            )
+        if any(each._prune_on_train_epoch_end for each in checks.callbacks_of(trainer, ModelPruning)):
+            raise ConfigurationError(
+                "ModelPruning(prune_on_train_epoch_end=True): at the end of an epoch each rank has weights of its own, "
+                "and would prune others. Give prune_on_train_epoch_end=False, which prunes the consensus after each "
+                "validation, or a method that exchanges gradients, such as 'dgc'."
             )
         if getattr(trainer, "_val_check_time_interval", None) is not None:  # since Lightning 2.6
             raise ConfigurationError(

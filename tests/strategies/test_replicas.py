@@ -148,6 +148,7 @@ def test_a_search_is_no_run(tmp_path: Path) -> None:
 REFUSED: dict[str, dict[str, Any]] = {
     "Give a number of batches": {"val_check_interval": "00:00:00:05", "check_val_every_n_epoch": None},
     "sync_batchnorm=True": {"sync_batchnorm": True},
+    "would prune others": {"callbacks": [pl.callbacks.ModelPruning("l1_unstructured")]},
 }
 
 
@@ -158,7 +159,7 @@ def fit_refused() -> None:
 
 
 @pytest.mark.skipif(not hasattr(pl.callbacks, "WeightAveraging"), reason="a time since Lightning 2.6")
-def test_settings_that_communicate_between_averages_are_refused() -> None:
+def test_settings_that_do_not_go_with_replicas_are_refused() -> None:
     run_ranks(fit_refused, 2)
 
 
