@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import time
@@ -33,12 +34,19 @@ from lightning_lowbw.strategies.lost_peers import LostPeers
 from lightning_lowbw.strategies.optimizer_states import agree_on_states_, leave_own_state, take_over
 from lightning_lowbw.strategies.shared_buffers import buffers_of
 from lightning_lowbw.strategies.signals import Signals
-from lightning_lowbw.strategies.step_hooks import Clipping, StepGuard, Unowned, exchange_unscaled_, parameters_of
+from lightning_lowbw.strategies.step_hooks import (
+    Clipping,
+    StepGuard,
+    Unowned,
+    exchange_unscaled_,
+    parameters_of,
+    scaler_of,
+)
 from lightning_lowbw.sync.checks import warn_if_mostly_sent
 from lightning_lowbw.sync.gradient import GradientSync
 from lightning_lowbw.sync.kernels import prepare_kernels, uses_of
 from lightning_lowbw.sync.local import LocalSync
-from lightning_lowbw.sync.synchronizer import Synchronizer, eagerly
+from lightning_lowbw.sync.synchronizer import Synchronizer, eagerly, last_pre_hook
 
 T = TypeVar("T")
 
@@ -310,6 +318,7 @@ class BaseStrategy(ParallelStrategy):
         self.signals.settle()  # a rank repeats its request
         self._check_late_faults()
         if self.replicas:
+            self._hide_mean(adopts=True)
             self.leave_consensus()
         before = dict(self._workers)
         # Of a replica nothing is in the optimizer alone, and its buffers may belong to another one now.
@@ -405,11 +414,16 @@ class BaseStrategy(ParallelStrategy):
             self._guard.note_exchange()
             return result
 
-        with self._guard.allowing(own), worker.stepping():
-            result = super().optimizer_step(
-                optimizer, functools.partial(eagerly(), exchanging_closure), model, **kwargs
-            )
-            self._check_exchanged(worker)
+        traceable = functools.partial(eagerly(), exchanging_closure)
+        # With a GradScaler the hooks before a step come after the closure, and what they write counts, too.
+        has_scaler = scaler_of(self.precision_plugin) is not None
+        late = last_pre_hook(own, worker.step_exchanged) if has_scaler else contextlib.nullcontext()
+        try:
+            with self._guard.allowing(own), worker.stepping(), late:
+                result = super().optimizer_step(optimizer, traceable, model, **kwargs)
+                self._check_exchanged(worker)
+        finally:
+            self._waits_for_hooks = False
         self._end_step(worker)
         return result
 
@@ -442,7 +456,6 @@ class BaseStrategy(ParallelStrategy):
     def _check_exchanged(self, worker: Synchronizer) -> None:
         """Raise ConfigurationError if `_end_hooks` has not been called."""
         if self._waits_for_hooks:
-            self._waits_for_hooks = False
             raise ConfigurationError(
                 f"{type(self.precision_plugin).__name__} has stepped {type(worker.optimizer).__name__} without calling "
                 "its _after_closure, so the gradients were not exchanged. Let its optimizer_step end in that of "

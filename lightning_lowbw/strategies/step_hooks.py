@@ -128,13 +128,15 @@ def exchange_unscaled_(
         precision_plugin: Lightning's.
         optimizer: the user's own.
         exchange: whether to skip steps with inf or NaN -> whether the step is to be taken.
-        is_after_hooks: whether the plugin has unscaled the gradients already, if it is the one that does.
+        is_after_hooks: whether the plugin has unscaled the gradients already, if not the optimizer does.
     """
     scaler = scaler_of(precision_plugin)
     if scaler is None:
         exchange(False)
         return
-    if is_after_hooks and not getattr(optimizer, "_step_supports_amp_scaling", False):
+    if is_after_hooks:
+        if getattr(optimizer, "_step_supports_amp_scaling", False):  # a fused one, which would unscale in its step
+            scaler.unscale_(optimizer)
         is_taken = exchange(True)
         (parameter, *_) = (p for group in optimizer.param_groups for p in group["params"] if p.requires_grad)
         found = torch.full((), float(not is_taken), device=parameter.device)  # by all ranks, instead of by this one

@@ -415,7 +415,7 @@ class Strategy(CheckpointedStrategy, DDPStrategy):
             or self._guard.is_gradient_seen(self.trainer, worker.optimizer)
         )
         is_taken = worker.exchange(skip_nonfinite=skip_nonfinite, applies=applies)
-        if is_taken:
+        if is_taken and not skip_nonfinite:  # else in `optimizer_step`
             worker.step_exchanged()
         return is_taken
 

@@ -72,6 +72,7 @@ class GradientSync(Synchronizer):
         what = method.what
         self.last_density = 1.0
         self._last_residual_norm: float | None = None
+        self._has_compressed = False  # whether a step since the last load was compressed; equal on all ranks
         self._rows: list[Row] = []  # of the step in progress
         self.fault: Tensor | None = None
         self._refused = ""  # the name of a parameter whose gradient is a sparse tensor
@@ -303,7 +304,7 @@ class GradientSync(Synchronizer):
         }
         peers.count_dense(sum(row.parameter.nbytes for row in self._rows))
         used = [float(row.parameter.grad is not None) for row in self._rows]
-        begins = not (is_dense or self.residuals)  # a rank may have left out what DDP has reduced up to now
+        begins = not (is_dense or self._has_compressed)  # a rank may have left out what DDP has reduced up to now
         compares = begins or self.step % CHECK_EVERY_STEPS == 0
         weights = (row.parameter for row in self._rows) if compares else None
         fault = self.fault
@@ -655,6 +656,7 @@ class GradientSync(Synchronizer):
 
     def after_step(self) -> None:
         self.restore_optimizer()
+        self._has_compressed |= not self.reduces_in_backward
         self.torn, self.last_density = "", self.density
         self.step += 1
         self.peers.ledger.steps += 1
@@ -720,7 +722,8 @@ class GradientSync(Synchronizer):
                 another payload or correction.
         """
         self._check_state(state)
-        self.is_compared, parameters = False, self.by_name()
+        self.is_compared = self._has_compressed = False
+        parameters = self.by_name()
         keeps_parts = self.compressed is None or self.compressed.keeps_parts
         of = (self.peers.local_rank, self.peers.num_local_ranks) if keeps_parts else (0, 1)
 

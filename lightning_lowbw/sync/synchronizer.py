@@ -7,7 +7,7 @@ import inspect
 import logging
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from types import MethodType
 from typing import Any, cast
@@ -449,7 +449,7 @@ def wrap_step(worker: Synchronizer) -> None:
 
     @functools.wraps(getattr(step, "__func__", step))
     def exchanging_step(_: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        return _take_step(worker, step, args, kwargs)
+        return eagerly()(_take_step, worker, step, args, kwargs)
 
     optimizer.step = MethodType(exchanging_step, optimizer)  # type: ignore[method-assign]
     if "grad_scaler" not in inspect.signature(step).parameters:
@@ -485,18 +485,21 @@ def _take_step(worker: Synchronizer, step: Callable[..., Any], args: tuple[Any, 
 
     with nullcontext() if worker.is_stepping else worker.stepping():
         scaling = _unscale(worker)
-        is_taken = True
+        is_taken, late = True, cast("AbstractContextManager[Any]", nullcontext())
         if args and callable(args[0]):
             args = (exchanging(args[0]), *args[1:])
         elif kwargs.get("closure") is not None:
             kwargs = {**kwargs, "closure": exchanging(kwargs["closure"])}
-        elif worker.clips_before_exchange and scaling is None and not worker.is_exchanged and _pre_hooks(worker):
-            # Like clipping, these get this rank's own gradient, and what they write into the param groups counts.
-            with _last_pre_hook(worker.optimizer, lambda: _exchange_to_step(worker)):
-                return step(*args, **kwargs)
+        elif _pre_hooks(worker):  # what these write into the param groups counts in this step
+            if worker.clips_before_exchange and scaling is None and not worker.is_exchanged:
+                last: Callable[[], Any] = functools.partial(_exchange_to_step, worker)  # as clipping: the own gradient
+            else:
+                is_taken, last = _exchange_checked(worker, scaling), worker.step_exchanged
+            late = last_pre_hook(worker.optimizer, last, must_call=is_taken)
         else:
             is_taken = _exchange_to_step(worker, scaling)
-        result = step(*args, **kwargs) if is_taken else None
+        with late:
+            result = step(*args, **kwargs) if is_taken else None
         if scaling is not None:
             vars(worker.optimizer).update(scaling)  # the scaler deletes them
     return result
@@ -508,26 +511,41 @@ def _pre_hooks(worker: Synchronizer) -> list[Callable[..., Any]]:
 
 
 @contextmanager
-def _last_pre_hook(optimizer: Optimizer, function: Callable[[], Any]) -> Iterator[None]:
-    """Call a function after all other hooks before a step, for the steps in a `with` block."""
+def last_pre_hook(optimizer: Optimizer, function: Callable[[], Any], *, must_call: bool = False) -> Iterator[None]:
+    """Call a function after all other hooks before a step, for the steps in a `with` block.
+
+    Raises:
+        ConfigurationError: it was not called, and must be.
+    """
+    calls = list[None]()
 
     def hook(*_: Any) -> None:
-        function()
+        calls.append(function() and None)
 
     handle = optimizer.register_step_pre_hook(hook)
     try:
         yield
     finally:
         handle.remove()
+    if must_call and not calls:
+        raise ConfigurationError(
+            f"The step of this {type(optimizer).__name__} has been replaced by one that calls no hooks before a step, "
+            "so the gradients were not exchanged. Replace it after attach, or leave out the hooks."
+        )
 
 
 def _exchange_to_step(worker: Synchronizer, scaling: Mapping[str, Any] | None = None) -> bool:
     """Exchange, and do what has to be done directly before the optimizer's step; return whether that is to be taken."""
-    is_taken = _exchange_once(worker, skip_nonfinite=scaling is not None)
-    is_taken = is_taken and (scaling is None or not bool(any_of(are_not_finite(_gradients(worker)), worker.device)))
+    is_taken = _exchange_checked(worker, scaling)
     if is_taken:
         worker.step_exchanged()
     return is_taken
+
+
+def _exchange_checked(worker: Synchronizer, scaling: Mapping[str, Any] | None) -> bool:
+    """Exchange; return whether the step is to be taken: under a GradScaler only if the means are finite."""
+    is_taken = _exchange_once(worker, skip_nonfinite=scaling is not None)
+    return is_taken and (scaling is None or not bool(any_of(are_not_finite(_gradients(worker)), worker.device)))
 
 
 def _exchange_once(worker: Synchronizer, *, skip_nonfinite: bool = False) -> bool:

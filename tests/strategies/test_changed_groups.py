@@ -214,6 +214,31 @@ def test_a_closure_that_is_called_twice_is_refused_where_gradients_are_kept_back
     assert first[3] == first[4]
 
 
+# Steps of which a rank, or torch's optimizer, sees nothing -----------------------------------------------------------
+
+
+class OnOneRank(Tiny):
+    """Rank 1 has a gradient of a small tensor alone."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return super().training_step(batch, batch_idx) if self.global_rank == 0 else self.head.bias.sum()
+
+
+def fit_sparse(kind: str) -> str:
+    options: dict[str, Any] = {"plugins": [amp_with_scaler()]} if kind == "fused" else {}
+    module = Tiny(partial(AdamW, lr=0.01, fused=True)) if kind == "fused" else OnOneRank(OPTIMIZERS["sgd"])
+    method = DGC(sparsity=[0.5], min_numel=1 if kind == "fused" else MIN_NUMEL)
+    before = weights_of(module)
+    fit(module, STEPS, strategy=Strategy(method), **options)
+    assert weights_of(module) != before
+    return weights_of(module)
+
+
+def test_a_rank_without_a_large_gradient_and_a_fused_optimizer_without_any_step_alike() -> None:
+    first, second = run_ranks(each, 2, fit_sparse, [("fused",), ("one rank",)])
+    assert first == second
+
+
 # A step that is compiled ----------------------------------------------------------------------------------------------
 
 

@@ -175,6 +175,23 @@ def test_hooks_after_the_step_see_dense_gradients_and_those_before_it_a_ranks_ow
             assert not mine[step]["matrix"].equal(others[step]["matrix"])  # type: ignore[union-attr, arg-type]
 
 
+def replace_the_step() -> str | None:
+    parameters = make_parameters(SHAPES)
+    optimizer = SGD(parameters.values(), **DECAYED)
+    optimizer.step = lambda closure=None: None  # type: ignore[method-assign, misc, assignment]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        DGC(sparsity=[0.5], min_numel=18).attach(optimizer, parameters.items())
+    optimizer.register_step_pre_hook(lambda *_: None)
+    backward(parameters, 0)
+    return message_of(optimizer.step, ConfigurationError)
+
+
+def test_a_step_that_calls_no_hooks_is_refused_where_hooks_come_first() -> None:
+    for message in run_ranks(replace_the_step, 2):
+        assert "has been replaced by one that calls no hooks" in message
+
+
 # Optimizers of others -------------------------------------------------------------------------------------------------
 
 
