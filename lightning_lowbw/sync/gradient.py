@@ -76,12 +76,10 @@ class GradientSync(Synchronizer):
         self._rows: list[Row] = []  # of the step in progress
         self.fault: Tensor | None = None
         self._refused = ""  # the name of a parameter whose gradient is a sparse tensor
-        self._unstepped: list[
-            Row
-        ] = []  # compressed ones whose means are in `.grad`, and which the optimizer is not to step
-        self._hidden: list[
-            tuple[Parameter, Tensor]
-        ] = []  # gradients that the optimizer is not to see, until it has stepped
+        # Compressed rows whose means are in `.grad`, for `step_exchanged`; then these gradients, which the optimizer
+        # is not to see until it has stepped.
+        self._unstepped: list[Row] = []
+        self._hidden: list[tuple[Parameter, Tensor]] = []
         self._showing: RemovableHandle | None = None  # a hook that gives these back before other hooks look
         self._is_torn = False  # whether residuals have changed in this step, and what was sent of them is not averaged
         # Whether gradients of this step, or sums with their residuals, have an inf or NaN: bool, one of each row.
