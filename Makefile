@@ -70,7 +70,7 @@ reliability: $(STAMP)  ## run the tests of faults, also under Lightning's ddp, a
 	$(RUN) -m pytest -m fault --rewrite-reliability tests
 
 surface: $(STAMP)  ## try what Lightning offers with every strategy, and write docs/lightning.md
-	$(RUN) -c "from tests import surface; surface.write_page()"
+	$(RUN) -c "from benchmarks import surface; surface.write_page()"
 
 bench: $(STAMP)  ## measure on a throttled link: step time against bandwidth (needs iproute2)
 	$(RUN) benchmarks/slow_link.py

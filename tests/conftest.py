@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed.fsdp
 
+from benchmarks.reliability import Recorder
 from tests.ranks import end_ranks, idle_processes
-from tests.reliability import Recorder
 
 # Written by pytest itself; and by libraries when they are first imported, which may happen inside of a test.
 NOT_OURS = ("PYTEST_", "KMP_", "TORCHINDUCTOR_", "TRITON_", "CUDA_", "TZ")

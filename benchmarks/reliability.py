@@ -17,8 +17,8 @@ from typing import Any
 
 import pytest
 
-TESTS = Path(__file__).parent
-PAGE = TESTS.parent / "docs" / "reliability.md"
+ROOT = Path(__file__).parents[1]
+TESTS, PAGE = ROOT / "tests", ROOT / "docs" / "reliability.md"
 BEGIN = "| fault | what happens | s | stock ddp | test |\n|---|---|---|---|---|\n"
 
 

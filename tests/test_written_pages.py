@@ -1,0 +1,37 @@
+"""The pages that runs write are whole, and what was measured; nothing fails that works with Lightning's own ddp."""
+
+from __future__ import annotations
+
+from itertools import product
+
+from benchmarks import reliability, surface
+from clients import run
+
+
+def test_the_page_of_faults_has_their_tests() -> None:
+    written: dict[str, tuple[str, set[str]]] = {}
+    for line in reliability.PAGE.read_text().split(reliability.BEGIN)[1].splitlines():
+        fault, what, _, _, tests = (cell.strip() for cell in line.strip("|").split(" | "))
+        written[fault] = what, set(tests.replace("`", "").split(", "))
+    marked: dict[str, tuple[str, set[str]]] = {}
+    for words, path, name in reliability.marked():
+        fault, _, what = words.partition("\n")
+        before, tests = marked.get(fault, ("", set()))
+        marked[fault] = before or what, {*tests, f"{path}::{name}"}
+    assert written == marked, "make reliability writes docs/reliability.md anew"
+
+
+def test_the_page_of_lightning_has_every_row_and_nothing_fails_with_ours_alone() -> None:
+    rows = (*surface.ROWS, surface.NOTEBOOK)
+    cells = surface.read_table(surface.PAGE.read_text())
+    assert [*cells] == [*product(rows, surface.COLUMNS)], "make surface writes docs/lightning.md anew"
+    works = [name for name in rows if cells[name, "ddp"] == surface.YES]
+    assert {cells[name, column] for name in works for column in surface.COLUMNS} == {surface.YES}
+
+
+def test_the_page_of_clients_is_what_the_runs_have_shown_and_nothing_fails_with_ours_alone() -> None:
+    results = run.read()
+    assert run.DOCUMENT.read_text() == run.document(results), "python -m clients.run writes it"
+    assert run.ours_alone(results) == []
+    trained = {name for name, ways in results["runs"].items() if all("loss" in ways.get(way, {}) for way in run.WAYS)}
+    assert len({run.clients()[name]["project"] for name in trained}) >= 12
