@@ -38,8 +38,8 @@ from lightning_lowbw.kernels.reference import are_not_finite
 from lightning_lowbw.kernels.tensors import CPU, as_real, checksum, copy_all_
 from lightning_lowbw.method import Method
 from lightning_lowbw.namespaces import LOGGER
-from lightning_lowbw.sync.average import Average
 from lightning_lowbw.sync.exchange import TopKExchange, Whole
+from lightning_lowbw.sync.fragments import Average
 from lightning_lowbw.sync.local import LocalSync
 from lightning_lowbw.sync.state import on_cpu
 from lightning_lowbw.sync.status import SAVE, STOP, Status, any_of, status_message

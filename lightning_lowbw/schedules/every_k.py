@@ -16,9 +16,9 @@ nearly equal sizes, for any model.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Literal, get_args
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -30,6 +30,7 @@ Rule = Literal["fixed", "fleet", "adacomm", "qsr"]
 OuterName = Literal["none", "slowmo", "nesterov"]
 FIRST_LR_DECAY = "first_lr_decay"
 RELATIVE_CHANGE = 1e-6  # below it a learning rate has not changed
+LOSS_DECAY = 0.9  # of the weight of a step, with each step after it
 AUTO = "auto"
 MOST_FRAGMENTS = 4  # of "auto"
 DEFAULT_OUTER_LR = {"none": 1.0, "slowmo": 1.0, "nesterov": 0.7}
@@ -282,3 +283,123 @@ def steps_before(fragment: int, num_fragments: int, k_steps: int) -> int:
         [25, 50, 75, 100]
     """
     return k_steps - round((fragment + 1) * k_steps / num_fragments)
+
+
+# The place in the schedule -------------------------------------------------------------------------------------------
+
+
+class Phase:
+    """Whether steps are local, and the period; equal on all ranks, known without communication."""
+
+    def __init__(self) -> None:
+        self._local_since: int | None = None  # the step from which on steps are local, once that has come
+        self._period: Period | None = None
+        self._highest_lr = 0.0
+
+    def _begin(self, when: EveryK) -> int | None:
+        """Return the first local step; None while that is not known."""
+        if self._local_since is None and isinstance(when.begin_step, int):
+            return when.begin_step
+        return self._local_since
+
+    def is_local(self, when: EveryK, step: int) -> bool:
+        """Return whether the coming step is after the synchronous ones."""
+        begin = self._begin(when)
+        return not when.is_always_synchronous and begin is not None and step >= begin
+
+    def k_steps(self, when: EveryK) -> int:
+        """Return the period of local steps."""
+        return when.k_steps if when.rule == "fixed" else (self._period or Period(when.k_steps)).k
+
+    def begin_local(self, when: EveryK) -> None:
+        """Keep the step from which on steps are local, whatever becomes of the schedule."""
+        self._local_since = self._begin(when)
+
+    def has_decayed(self, lr: float) -> bool:
+        """Note a learning rate; return whether it is lower than it has been; on this rank."""
+        has_decayed = 0.0 < lr < self._highest_lr * (1 - RELATIVE_CHANGE)
+        self._highest_lr = max(lr, self._highest_lr)
+        return has_decayed
+
+    def begin_at(self, step: int) -> bool:
+        """Begin the local steps at a step, if it is not known yet; return whether it was not."""
+        is_new = self._local_since is None
+        self._local_since = step if is_new else self._local_since
+        return is_new
+
+    def adapt(self, when: EveryK, lr: float, loss: float, *, has_losses: bool) -> None:
+        """Choose the period after an average, by the rule.
+
+        Args:
+            lr: mean over ranks.
+            loss: mean since the last average, over the ranks that have one.
+            has_losses: whether all ranks have one that should.
+
+        Raises:
+            ConfigurationError: on all ranks; the rule needs a loss.
+        """
+        if when.rule == "fixed":
+            return
+        if when.rule != "qsr" and not has_losses:
+            raise ConfigurationError(
+                f"rule={when.rule!r} chooses k by the training loss, and there was none: return it from "
+                "training_step, or call worker.observe_loss(loss) in a loop of your own; or use rule='qsr'."
+            )
+        self._period = when.next_period(self._period or Period(when.k_steps), lr, loss)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what is the same on all ranks."""
+        period = None if self._period is None else asdict(self._period)
+        return {"local_since": self._local_since, "highest_lr": self._highest_lr, "period": period}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load what `state_dict` returned, among other values."""
+        self._local_since, self._highest_lr = state["local_since"], state["highest_lr"]
+        self._period = None if state["period"] is None else Period(**state["period"])
+
+
+class RunningLoss:
+    """A mean of losses since the last average, in which late steps weigh more. Waits for no device.
+
+    Examples:
+        >>> loss = RunningLoss()
+        >>> for value in (1.0, 3.0):
+        ...     loss.observe(torch.tensor(value))
+        ...     loss.end_step()
+        >>> loss.mean()  # (0.9 + 3) / (0.9 + 1)
+        tensor(2.0526)
+    """
+
+    def __init__(self) -> None:
+        self._of_step: Tensor | None = None
+        self._total: Tensor | None = None
+        self._weight = 0.0
+
+    def observe(self, loss: Tensor) -> None:
+        """Add to the loss of the step in progress; a scalar, any device."""
+        loss = loss.detach().float()
+        self._of_step = loss if self._of_step is None else self._of_step + loss
+
+    def end_step(self) -> None:
+        """Add the loss of the step to the mean, if one has been observed."""
+        if self._of_step is not None:
+            self._total = self._of_step if self._total is None else LOSS_DECAY * self._total + self._of_step
+            self._weight = LOSS_DECAY * self._weight + 1.0
+            self._of_step = None
+
+    def mean(self) -> Tensor | None:
+        """Return the mean; None where none has been observed."""
+        return None if self._total is None else self._total / self._weight
+
+    def clear(self) -> None:
+        """Begin anew, with the next step."""
+        self._total, self._weight = None, 0.0
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return it on the CPU."""
+        return {"total": None if self._total is None else self._total.cpu().clone(), "weight": self._weight}
+
+    def load_state_dict(self, state: dict[str, Any], device: torch.device) -> None:
+        """Load what `state_dict` returned."""
+        total, self._weight = state["total"], state["weight"]
+        self._total = None if total is None else total.to(device)

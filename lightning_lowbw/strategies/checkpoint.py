@@ -32,7 +32,7 @@ from lightning_lowbw.comm.agreement import agree, failing_together, gather
 from lightning_lowbw.errors import ConfigurationError
 from lightning_lowbw.strategies.base import BaseStrategy
 from lightning_lowbw.strategies.keywords import Needs
-from lightning_lowbw.sync.average import copies
+from lightning_lowbw.sync.consensus import copies
 from lightning_lowbw.sync.state import merge_states
 
 METADATA_KEY = "lightning_lowbw"

@@ -37,12 +37,21 @@ from lightning_lowbw.comm.agreement import agree
 from lightning_lowbw.comm.collectives import all_reduce_bytes
 from lightning_lowbw.comm.peers import Peers, average_gradients_, fill_buckets, wide_dtype
 from lightning_lowbw.compress.top_k import TopK
-from lightning_lowbw.errors import WITHOUT_RESIDUALS, ConfigurationError, DisagreementError, NonFiniteGradientError
+from lightning_lowbw.errors import ConfigurationError, DisagreementError, NonFiniteGradientError
 from lightning_lowbw.kernels.reference import are_not_finite
 from lightning_lowbw.kernels.tensors import Rates, as_real, checksum, copy_all_, download, relative_distance
 from lightning_lowbw.namespaces import LOGGER
-from lightning_lowbw.schedules.every_k import FIRST_LR_DECAY, EveryK, steps_before
-from lightning_lowbw.sync.average import (
+from lightning_lowbw.schedules.every_k import FIRST_LR_DECAY, EveryK, Phase, RunningLoss, steps_before
+from lightning_lowbw.sync.buffers import ReplicaBuffers, wide_copies
+from lightning_lowbw.sync.checks import (
+    agree_on_end,
+    raise_at_other_batches,
+    refuse_second_weights,
+    refusing_collectives,
+)
+from lightning_lowbw.sync.consensus import copies, unchanged
+from lightning_lowbw.sync.exchange import Deferred, DenseMean, TopKExchange, WholeExchange, exchange_for
+from lightning_lowbw.sync.fragments import (
     LOSS,
     LR,
     NUM_ENDED,
@@ -52,25 +61,21 @@ from lightning_lowbw.sync.average import (
     NUM_STOP,
     Average,
     Fragment,
-    Phase,
-    RunningLoss,
     change_of,
-    copies,
     due,
     make_fragments,
     note_steps,
-    unchanged,
 )
-from lightning_lowbw.sync.buffers import ReplicaBuffers, wide_copies
-from lightning_lowbw.sync.checks import (
-    agree_on_end,
-    raise_at_other_batches,
-    refuse_second_weights,
-    refusing_collectives,
+from lightning_lowbw.sync.state import (
+    check_replica,
+    fragment_state,
+    load_fragments_,
+    load_optimizer_,
+    optimizer_state,
+    origin,
+    own_part,
+    saved,
 )
-from lightning_lowbw.sync.exchange import Deferred, DenseMean, TopKExchange, WholeExchange, exchange_for
-from lightning_lowbw.sync.params import check_shapes
-from lightning_lowbw.sync.state import check_origin, is_loadable, on_cpu, origin, own_part, saved
 from lightning_lowbw.sync.status import (
     EXACT,
     SAVE,
@@ -939,15 +944,6 @@ class LocalSync(Synchronizer):
         An average that has been begun is waited for; nothing is communicated.
         """
         self.ending.step = None  # whoever has the state can go on
-        fragments = [
-            {
-                "names": [self.name_of(p) for p in fragment.parameters],
-                "steps": fragment.steps,
-                "moved": [self.name_of(p) for p in fragment.moved],
-                "work": None if fragment.work is None else fragment.work.state_dict(self.name_of),
-            }
-            for fragment in self.fragments
-        ]
         return {
             **self.equal_state(),
             **origin(self.peers),
@@ -962,8 +958,8 @@ class LocalSync(Synchronizer):
             "velocity": saved({self.name_of(p): u for p, u in self.velocity.items()}),
             "residuals": {} if self.compressed is None else self.compressed.residuals.state(),
             "exchange": None if self.compressed is None else self.compressed.state_dict(),
-            "fragments": fragments,
-            "optimizer": self._optimizer_state(),
+            "fragments": [fragment_state(fragment, self.name_of) for fragment in self.fragments],
+            "optimizer": optimizer_state(self.optimizer),
         }
 
     @torch.no_grad()
@@ -980,7 +976,12 @@ class LocalSync(Synchronizer):
         parameters, device, before = self.by_name(), self.device, self.params.small_numel
         self.params.small_numel = state["small_numel"]  # which tells what is sent
         try:
-            self._check_state(state)
+            check_replica(
+                *(state, self.peers, parameters, self.method),
+                num_fragments=len(self.fragments),
+                needs_start=self.needs_start,
+                sends=self.takes,
+            )
         except ConfigurationError:
             self.params.small_numel = before
             raise
@@ -1007,67 +1008,9 @@ class LocalSync(Synchronizer):
             self.compressed.residuals.load(parts, device)
             if state["exchange"] is not None:
                 self.compressed.load_state_dict(state["exchange"])
-        for fragment, kept in zip(self.fragments, state["fragments"], strict=True):
-            fragment.parameters = [parameters[name] for name in kept["names"]]
-            fragment.steps = kept["steps"]
-            fragment.moved = {parameters[name]: None for name in kept["moved"]}
-            fragment.work = None if kept["work"] is None else Average.from_state(kept["work"], parameters, device)
-        self._load_optimizer(state["optimizer"])
+        load_fragments_(self.fragments, state["fragments"], parameters, device)
+        load_optimizer_(self.optimizer, state["optimizer"])
         self._has_been_local = bool(state["optimizer"]["state"])
-
-    def _optimizer_state(self) -> dict[str, Any]:
-        """Return the optimizer's state without what no shard can hold, as a function in a param group."""
-        state = self.optimizer.state_dict()
-        groups = [{key: value for key, value in group.items() if is_loadable(value)} for group in state["param_groups"]]
-        saved_state: dict[str, Any] = on_cpu({**state, "param_groups": groups})
-        return saved_state
-
-    def _load_optimizer(self, state: Mapping[str, Any]) -> None:
-        """Load what `_optimizer_state` returned; what it has left out stays as it is."""
-        pairs = zip(self.optimizer.param_groups, state["param_groups"], strict=True)
-        groups = [
-            {**{key: value for key, value in own.items() if not is_loadable(value)}, **kept} for own, kept in pairs
-        ]
-        self.optimizer.load_state_dict({**state, "param_groups": groups})
-
-    def _check_state(self, state: Mapping[str, Any]) -> None:
-        check_origin(state, self.peers)
-        if len(state["fragments"]) != len(self.fragments):
-            raise ConfigurationError(
-                f"The checkpoint has been written with num_fragments={len(state['fragments'])}, and this is "
-                f"{len(self.fragments)}. Resume with the same num_fragments, or {WITHOUT_RESIDUALS}."
-            )
-        if self.needs_start and state["own"] and not state["start"]:
-            raise ConfigurationError(
-                "The checkpoint was written between two averages, and not with an outer optimizer or a compression, "
-                "which need the last consensus. Resume without these, from a checkpoint written after an average, or "
-                f"{WITHOUT_RESIDUALS}."
-            )
-        is_one_node = self.peers.num_participants == 1 and not self.peers.may_grow
-        if state["own"] and self.peers.num_ranks > 1 and (is_one_node or self.when.is_always_synchronous):
-            raise ConfigurationError(
-                "The state was written between two averages, where each rank has weights of its own, and here no "
-                f"average would ever make them equal: {self.method}. Resume with the schedule and the topology of that "
-                "run, or load what lightning_lowbw.merge_states makes of the states of all its ranks."
-            )
-        parameters = self.by_name()
-        check_shapes({name: own.shape for name, own in state["own"].items() if name in parameters}, parameters)
-        reals = {name: as_real(parameter) for name, parameter in parameters.items()}
-        check_shapes({name: start.shape for name, start in state["start"].items()}, reals)
-        for name in (name for fragment in state["fragments"] for name in fragment["names"]):
-            if name not in parameters:
-                raise ConfigurationError(
-                    f"The checkpoint has {name!r}, and this optimizer has no such parameter. Resume with the model it "
-                    f"was written with, or {WITHOUT_RESIDUALS}."
-                )
-        for name, residual in state["residuals"].items():
-            keeps = self.compressed is not None and self.takes(parameters[name])
-            if not keeps and residual.any():
-                raise ConfigurationError(
-                    f"The checkpoint keeps changes of {name!r} ({residual.numel()} elements) that have not been sent, "
-                    f"and with {self.method.what} they never would be. Resume with the compression of that run, or "
-                    f"{WITHOUT_RESIDUALS}."
-                )
 
 
 def _of_buffers(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -8,17 +8,20 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
+from torch.optim import Optimizer
 
 from lightning_lowbw.comm.peers import Peers, part_of
 from lightning_lowbw.errors import WITHOUT_RESIDUALS, ConfigurationError
 from lightning_lowbw.kernels.tensors import Order, as_real, order_of
-from lightning_lowbw.sync.average import change_of
+from lightning_lowbw.sync.exchange import Deferred, DenseMean
+from lightning_lowbw.sync.fragments import NUM_SAVE, NUM_STOP, Average, Fragment, change_of
+from lightning_lowbw.sync.params import check_shapes
 
 Named = dict[str, Tensor]
 
@@ -28,6 +31,11 @@ OF_GRADIENTS = ("step", "small_numel", "correction", "payload", "shapes", "order
 def saved(tensors: Mapping[str, Tensor]) -> Named:
     """Return copies on the CPU."""
     return {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
+
+
+def loaded(tensors: Mapping[str, Tensor], device: torch.device) -> Named:
+    """Return copies on a device."""
+    return {name: tensor.to(device, copy=True) for name, tensor in tensors.items()}
 
 
 def on_cpu(value: Any) -> Any:
@@ -105,6 +113,155 @@ def check_order(parameter: Parameter, name: str, old: Order) -> None:
             f"the order {new}. Resume with the memory format of that run (model.to(memory_format=...)), or "
             f"{WITHOUT_RESIDUALS}."
         )
+
+
+# A replica ------------------------------------------------------------------------------------------------------------
+
+
+def fragment_state(fragment: Fragment, name_of: Callable[[Parameter], str]) -> dict[str, Any]:
+    """Return a fragment on the CPU, by the names of its parameters; waits for its average."""
+    return {
+        "names": [name_of(parameter) for parameter in fragment.parameters],
+        "steps": fragment.steps,
+        "moved": [name_of(parameter) for parameter in fragment.moved],
+        "work": None if fragment.work is None else _average_state(fragment.work, name_of),
+    }
+
+
+def _average_state(average: Average, name_of: Callable[[Parameter], str]) -> dict[str, Any]:
+    """Wait for an average, and return it on the CPU; it may be waited for again."""
+    means, status = average.wait_for_whole()
+    changes = average.changes.wait()[0].dense()
+    average.whole = Deferred(lambda: DenseMean(means), status)
+    average.changes = Deferred(lambda: DenseMean(changes))
+    return {
+        "step": average.step,
+        "parameters": [name_of(parameter) for parameter in average.parameters],
+        "means": saved(means),
+        "changes": saved(changes),
+        "status": status.cpu().clone(),
+        "snapshots": [snapshot.cpu().clone() for snapshot in average.snapshots or []],
+        "buffer_snapshots": saved(average.buffer_snapshots),
+        "unsent": list(average.unsent),
+    }
+
+
+def load_fragments_(
+    fragments: Sequence[Fragment],
+    states: Sequence[Mapping[str, Any]],
+    parameters: Mapping[str, Parameter],
+    device: torch.device,
+) -> None:
+    """Load what `fragment_state` has returned of each fragment.
+
+    In place:
+        The fragments.
+
+    Args:
+        parameters: of the optimizer, by name.
+        device: of these.
+    """
+    for fragment, state in zip(fragments, states, strict=True):
+        fragment.parameters = [parameters[name] for name in state["names"]]
+        fragment.steps = state["steps"]
+        fragment.moved = {parameters[name]: None for name in state["moved"]}
+        fragment.work = None if state["work"] is None else _loaded_average(state["work"], parameters, device)
+
+
+def _loaded_average(state: Mapping[str, Any], parameters: Mapping[str, Parameter], device: torch.device) -> Average:
+    """Return a saved average, without requests to processes that have ended."""
+    status = state["status"].to(device, copy=True)
+    status[[NUM_STOP, NUM_SAVE]] = 0.0
+    means, changes = loaded(state["means"], device), loaded(state["changes"], device)
+    return Average(
+        state["step"],
+        [parameters[name] for name in state["parameters"]],
+        Deferred(lambda: DenseMean(means), status),
+        Deferred(lambda: DenseMean(changes)),
+        snapshots=[snapshot.to(device) for snapshot in state["snapshots"]],
+        buffer_snapshots=loaded(state["buffer_snapshots"], device),
+        unsent=state.get("unsent", ()),
+    )
+
+
+def optimizer_state(optimizer: Optimizer) -> dict[str, Any]:
+    """Return an optimizer's state without what no shard can hold, as a function in a param group."""
+    state = optimizer.state_dict()
+    groups = [{key: value for key, value in group.items() if is_loadable(value)} for group in state["param_groups"]]
+    copied: dict[str, Any] = on_cpu({**state, "param_groups": groups})
+    return copied
+
+
+def load_optimizer_(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+    """Load what `optimizer_state` returned; what it has left out stays as it is.
+
+    In place:
+        The optimizer.
+    """
+    pairs = zip(optimizer.param_groups, state["param_groups"], strict=True)
+    groups = [{**{key: value for key, value in own.items() if not is_loadable(value)}, **kept} for own, kept in pairs]
+    optimizer.load_state_dict({**state, "param_groups": groups})
+
+
+def check_replica(
+    state: Mapping[str, Any],
+    peers: Peers,
+    parameters: Mapping[str, Parameter],
+    method: Any,
+    *,
+    num_fragments: int,
+    needs_start: bool,
+    sends: Callable[[Parameter], bool],
+) -> None:
+    """Check that a replica can go on from a state.
+
+    Args:
+        state: of a replica, or merged.
+        peers: of the replica.
+        parameters: of its optimizer, by name.
+        method: of the replica.
+        num_fragments: of the replica.
+        needs_start: whether it keeps the last consensus.
+        sends: whether the payload sends the change of a parameter.
+
+    Raises:
+        ConfigurationError: it cannot.
+    """
+    check_origin(state, peers)
+    if len(state["fragments"]) != num_fragments:
+        raise ConfigurationError(
+            f"The checkpoint has been written with num_fragments={len(state['fragments'])}, and this is "
+            f"{num_fragments}. Resume with the same num_fragments, or {WITHOUT_RESIDUALS}."
+        )
+    if needs_start and state["own"] and not state["start"]:
+        raise ConfigurationError(
+            "The checkpoint was written between two averages, and not with an outer optimizer or a compression, "
+            "which need the last consensus. Resume without these, from a checkpoint written after an average, or "
+            f"{WITHOUT_RESIDUALS}."
+        )
+    is_one_node = peers.num_participants == 1 and not peers.may_grow
+    if state["own"] and peers.num_ranks > 1 and (is_one_node or method.when.is_always_synchronous):
+        raise ConfigurationError(
+            "The state was written between two averages, where each rank has weights of its own, and here no "
+            f"average would ever make them equal: {method}. Resume with the schedule and the topology of that "
+            "run, or load what lightning_lowbw.merge_states makes of the states of all its ranks."
+        )
+    check_shapes({name: own.shape for name, own in state["own"].items() if name in parameters}, parameters)
+    reals = {name: as_real(parameter) for name, parameter in parameters.items()}
+    check_shapes({name: start.shape for name, start in state["start"].items()}, reals)
+    for name in (name for fragment in state["fragments"] for name in fragment["names"]):
+        if name not in parameters:
+            raise ConfigurationError(
+                f"The checkpoint has {name!r}, and this optimizer has no such parameter. Resume with the model it "
+                f"was written with, or {WITHOUT_RESIDUALS}."
+            )
+    for name, residual in state["residuals"].items():
+        if residual.any() and not sends(parameters[name]):
+            raise ConfigurationError(
+                f"The checkpoint keeps changes of {name!r} ({residual.numel()} elements) that have not been sent, "
+                f"and with {method.what} they never would be. Resume with the compression of that run, or "
+                f"{WITHOUT_RESIDUALS}."
+            )
 
 
 # Another world --------------------------------------------------------------------------------------------------------
