@@ -12,6 +12,9 @@ import importlib
 import importlib.metadata
 import os
 
+from _pytest.assertion import install_importhook
+from _pytest.config import get_config
+
 # The server must not use CUDA before it forks: torch asks NVML then whether there is a device.
 os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
 # Each Trainer looks for callbacks of other packages, through all that is installed: a seventh of a short fit.
@@ -52,6 +55,9 @@ if os.environ.get("TRITON_INTERPRET") == "1":  # tests/kernels/kernel_steps.py
     from tests.kernels import interpreter
 
     interpreter.speed_up()
+
+# What a failed assert in a rank has compared, as in the process of the tests.
+install_importhook(get_config())
 
 gc.collect()
 gc.freeze()  # and is not looked through again, after each function that a rank runs

@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import faulthandler
+import functools
 import gc
 import io
 import logging
@@ -92,6 +93,26 @@ def run_ranks(
         else:
             for rank in ranks:
                 rank.end()
+
+
+def on_ranks(num_ranks: int = 2, **options: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Let a test run on each of some ranks, as many as its argument `num_ranks` says if it has one.
+
+    Args:
+        options: of `run_ranks`.
+    """
+
+    def decorate(test: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(test)
+        def run(**arguments: Any) -> None:
+            if dist.is_initialized():  # the rank finds the test by its name
+                test(**arguments)
+            else:
+                run_ranks(functools.partial(run, **arguments), arguments.get("num_ranks", num_ranks), **options)
+
+        return run
+
+    return decorate
 
 
 def end_ranks() -> None:

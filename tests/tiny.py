@@ -37,6 +37,10 @@ def make_data(num_ranks: int, steps: int) -> DataLoader:
     return DataLoader(TensorDataset(x[mine], y[mine]), batch_size=BATCH, shuffle=False)
 
 
+def trained(module: nn.Module) -> list[Tensor]:
+    return [p for p in module.parameters() if p.requires_grad]
+
+
 class Tiny(pl.LightningModule):
     """Two wide layers, batch norm, biases, a frozen layer and, on request, one that no or one rank uses."""
 
@@ -90,7 +94,7 @@ class Tiny(pl.LightningModule):
         self.log("test_loss", nn.functional.cross_entropy(self(batch[0]), batch[1]), sync_dist=True)
 
     def configure_optimizers(self) -> Optimizer:
-        return self.make_optimizer([p for p in self.parameters() if p.requires_grad])
+        return self.make_optimizer(trained(self))
 
 
 class ManualTiny(Tiny):

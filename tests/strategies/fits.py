@@ -1,44 +1,185 @@
-"""What the tests of several strategies have in common: fits, callbacks that watch them, and uneven data."""
+"""What the tests of several strategies have in common: strategies by name, fits, and callbacks that watch them."""
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
+import pytest
 import torch
 import torch.distributed as dist
+from lightning.pytorch.strategies import DDPStrategy
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from lightning_lowbw import (
+    DGC,
+    ConfigurationError,
+    Hierarchical,
+    LocalSGD,
+    Method,
+    PowerSGD,
+    QuantizedGradients,
+    ShardedStrategy,
+    Strategy,
+)
 from lightning_lowbw.comm.agreement import digest
-from tests.tiny import BATCH, make_data, make_strategy, make_trainer
+from tests.tiny import BATCH, MIN_NUMEL, Tiny, Watcher, make_data, make_trainer
 
 STEPS = 9
 
 
 SPARSE = {"density": 1 / 8, "chunk": 64, "min_numel": 100}  # the tiny layers
+_sparse = partial(DGC, sparsity=[0.9], min_numel=MIN_NUMEL)
+METHODS: dict[str, Method] = {
+    "dgc": _sparse(),
+    "dgc, dense at first": _sparse(rampup_begin_step=3),
+    "dgc, warm-up": DGC(rampup_begin_step=2, rampup_step=4, sparsity=(0.5, 0.95), min_numel=MIN_NUMEL),
+    "dgc, auto": DGC(sparsity="auto", min_numel=MIN_NUMEL),
+    "dense": DGC(rampup_begin_step=10**6),
+    "int8": QuantizedGradients("int8"),
+    "powersgd": PowerSGD(),
+    "hierarchical": Hierarchical(),
+    "local_sgd": LocalSGD(3, 0),
+    "post-local": LocalSGD(3, 2),
+    "diloco": LocalSGD(3, 0, outer="nesterov", outer_lr=0.7),
+    "sparse_loco": LocalSGD(3, 0, compression=SPARSE),
+    "delayed": LocalSGD(4, 0, compression=SPARSE, delay_steps=3),
+    "streaming": LocalSGD(4, 0, outer="nesterov", num_fragments=2, delay_steps=2),
+}
 
 
 adamw = partial(torch.optim.AdamW, lr=1e-2)
 
 
-def fit(model: pl.LightningModule, steps: int = STEPS, **options: Any) -> pl.Trainer:
+def make(name: str, changes: dict[str, Any] | None = None, **keywords: Any) -> Any:
+    """Return a strategy.
+
+    Args:
+        name: "ddp", or one of `METHODS`, perhaps with " on two levels" or ", sharded", over nodes of two ranks.
+        changes: of the method.
+    """
+    if name == "ddp":
+        return DDPStrategy(**keywords)
+    is_sharded, base = name.endswith(", sharded"), name.removesuffix(", sharded").removesuffix(" on two levels")
+    method = METHODS[base].replace(**changes or {})
+    if base != name:
+        keywords = {"topology": 2, **keywords}
+    return (ShardedStrategy if is_sharded else Strategy)(method, **keywords)
+
+
+def train(
+    strategy: Any,
+    model: pl.LightningModule | None = None,
+    data: int | DataLoader = STEPS,
+    val: int | DataLoader = 0,
+    *,
+    resume: str | None = None,
+    **options: Any,
+) -> pl.Trainer:
+    """Fit a model on this rank.
+
+    Args:
+        strategy: or its name for `make`.
+        data: of the training, or in how many batches of it.
+        val: the same of the validation.
+        options: of the Trainer.
+    """
     num_ranks = dist.get_world_size()
-    strategy = options.pop("strategy", None) or make_strategy("dgc")
-    trainer = make_trainer(strategy, num_ranks, **options)
-    trainer.fit(model, make_data(num_ranks, steps))
+    trainer = make_trainer(make(strategy) if isinstance(strategy, str) else strategy, num_ranks, **options)
+    loaders = [
+        (make_data(num_ranks, each) if each else None) if isinstance(each, int) else each for each in (data, val)
+    ]
+    trainer.fit(Tiny() if model is None else model, *loaders, ckpt_path=resume)
     return trainer
+
+
+def train_by_step(
+    strategy: Any,
+    path: str = "",
+    save_at: Iterable[int] = (),
+    resume: str | None = None,
+    *,
+    model: pl.LightningModule | None = None,
+    callbacks: Iterable[pl.Callback] = (),
+    steps: int = 10,
+    **options: Any,
+) -> pl.Trainer:
+    """Train so that a resume can be exact: data and dropout follow the step and the rank, not the epoch."""
+    torch.manual_seed(7 + dist.get_rank() if resume is None else 99)
+    model = Tiny(dropout=0.3, data_by_step=True) if model is None else model
+    watching = [Watcher(path, tuple(save_at)), *callbacks]
+    options = {"callbacks": watching, "max_steps": steps, "max_epochs": -1, **options}
+    return train(strategy, model, steps, resume=resume, **options)
+
+
+def fit(model: pl.LightningModule, steps: int = STEPS, **options: Any) -> pl.Trainer:
+    return train(options.pop("strategy", "dgc, warm-up"), model, steps, **options)
+
+
+def refusal(*args: Any, error: Any = ConfigurationError, **options: Any) -> str:
+    """Return what `train` says when it refuses."""
+    with pytest.raises(error) as caught:
+        train(*args, **options)
+    return str(caught.value)
+
+
+def warned(function: Callable[[], Any]) -> tuple[Any, list[str]]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        result = function()
+    return result, [str(each.message) for each in caught]
 
 
 def weights(module: nn.Module) -> str:
     return digest([*module.parameters(), *module.buffers()])
 
 
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """Return what a parameter has on all ranks of a node."""
+    return getattr(tensor, "full_tensor", tensor.detach)().detach()
+
+
+def whole_weights(module: nn.Module) -> str:
+    return digest([whole(p) for p in module.parameters()])
+
+
 def gathered(value: Any) -> list[Any]:
     values = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values
+
+
+def same(value: Any) -> Any:
+    """Return a value that all ranks have."""
+    values = gathered(value)
+    assert values == [values[0]] * len(values), f"the ranks have different ones: {values}"
+    return value
+
+
+class At(pl.Callback):
+    """Calls a function of the Trainer and the module in a hook, where some steps have been taken.
+
+    Args:
+        ranks: on these alone.
+    """
+
+    def __init__(
+        self,
+        steps: int | tuple[int, ...],
+        call: Callable[[Any, Any], Any],
+        hook: str = "on_train_batch_end",
+        ranks: tuple[int, ...] | None = None,
+    ) -> None:
+        def called(trainer: pl.Trainer, module: pl.LightningModule, *_: Any) -> None:
+            is_due = trainer.global_step in (steps if isinstance(steps, tuple) else (steps,))
+            if is_due and (ranks is None or trainer.global_rank in ranks):
+                call(trainer, module)
+
+        setattr(self, hook, called)
 
 
 class Trace(pl.Callback):

@@ -9,57 +9,32 @@ import random
 import shutil
 import signal
 import time
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import OnExceptionCheckpoint
 from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
-from lightning.pytorch.strategies import DDPStrategy
 
-from lightning_lowbw import ConfigurationError, LocalSGDStrategy
+from lightning_lowbw import ConfigurationError, Strategy
 from lightning_lowbw.comm.collectives import TensorWork
 from lightning_lowbw.strategies import checkpoint as files
-from tests.ranks import run_ranks
-from tests.strategies.fits import SPARSE
-from tests.tiny import Tiny, Watcher, make_data, make_strategy, make_trainer, since_lightning_2_5, weights_of
+from tests.ranks import on_ranks, run_ranks
+from tests.strategies.fits import At, gathered, make, same, train, train_by_step, warned
+from tests.tiny import Tiny, since_lightning_2_5, weights_of
 
-STEPS = 10
-SAVES = (5, 7)  # to one place
-
-
-def make(name: str, **options: Any) -> DDPStrategy:
-    if name in ("ddp", "dgc"):
-        return make_strategy(name, **options)
-    averages: dict[str, Any] = {
-        "local_sgd": {"k_steps": 4},
-        "delayed": {"k_steps": 4, "compression": SPARSE, "delay_steps": 3},
-    }
-    return LocalSGDStrategy(begin_step=0, **averages[name], **options)
+SAVES = (5, 7)  # of ten steps; to one place
+CHANGES = {"local_sgd": {"k_steps": 4}}
 
 
-def fit(
-    name: str,
-    path: str = "",
-    save_at: tuple[int, ...] = (),
-    resume: str | None = None,
-    callbacks: tuple[pl.Callback, ...] = (),
-    **options: Any,
-) -> str:
+def fit(name: str | Strategy, *args: Any, **options: Any) -> str:
     """Return a digest of the weights at the end; of all weights and random numbers on the way to it."""
-    num_ranks, model = dist.get_world_size(), Tiny(dropout=0.3, data_by_step=True)
-    torch.manual_seed(7 + dist.get_rank() if resume is None else 99)
-    watching = [Watcher(path, save_at), *callbacks]
-    settings: dict[str, Any] = {"callbacks": watching, "max_steps": STEPS, "max_epochs": -1}
-    trainer = make_trainer(make(name, **options), num_ranks, enable_checkpointing=bool(callbacks), **settings)
-    trainer.fit(model, make_data(num_ranks, STEPS), ckpt_path=resume)
-    assert trainer.global_step == STEPS
-    return weights_of(model)
+    name = make(name, CHANGES.get(name)) if isinstance(name, str) else name
+    options["enable_checkpointing"] = bool(options.get("callbacks"))
+    return weights_of(train_by_step(name, *args, **options).lightning_module)
 
 
 # Saves that are cut off -----------------------------------------------------------------------------------------------
@@ -107,30 +82,25 @@ def die() -> None:
 CUTS = {"shard": 1, "checkpoint": 0}  # what is cut, and the rank that writes it
 
 
-def fail_while_saving(name: str, folder: str) -> list[str]:
-    whole, messages = fit(name, f"{folder}/whole.ckpt", SAVES), []
-    for what, victim in CUTS.items():
-        path = f"{folder}/{what}.ckpt"
-        with pytest.MonkeyPatch.context() as patch:
-            break_the_disk(patch, victim, what, have_no_room)
-            with pytest.raises((OSError, ConfigurationError)) as caught:
-                fit(name, path, SAVES)
-        messages.append(str(caught.value))
-        assert fit(name, path, (9,), resume=path) == whole, what
-        dist.barrier()
-        assert len(os.listdir(f"{path}.ranks")) == 2, "what the failed save has left is swept"
-    return messages
-
-
 @pytest.mark.fault(
     "a disk that is full while a checkpoint is overwritten, on any rank",
     "an error on all ranks that names the rank; the checkpoint before is whole, and resumes to the same bits",
 )
+@on_ranks(2)
 def test_a_save_that_fails_on_one_rank_leaves_the_checkpoint_before(tmp_path: Path) -> None:
-    first, second = run_ranks(fail_while_saving, 2, "dgc", str(tmp_path))
-    assert second[0] == first[1] == "No space left on device"
-    assert "rank 1: OSError: No space left on device" in first[0]
-    assert "rank 0: OSError: No space left on device" in second[1]
+    whole = fit("dgc", f"{tmp_path}/whole.ckpt", SAVES)
+    for what, victim in CUTS.items():
+        path = f"{tmp_path}/{what}.ckpt"
+        with pytest.MonkeyPatch.context() as patch:
+            break_the_disk(patch, victim, what, have_no_room)
+            with pytest.raises((OSError, ConfigurationError)) as caught:
+                fit("dgc", path, SAVES)
+        said = gathered(str(caught.value))
+        assert said[victim] == "No space left on device"
+        assert f"rank {victim}: OSError: No space left on device" in said[1 - victim]
+        assert fit("dgc", path, (9,), path) == whole, what
+        dist.barrier()
+        assert len(os.listdir(f"{path}.ranks")) == 2, "what the failed save has left is not swept"
 
 
 def die_while_saving(name: str, path: str, cut: str) -> None:
@@ -143,11 +113,11 @@ def die_while_saving(name: str, path: str, cut: str) -> None:
         fit(name, path, SAVES)
 
 
-def resume_after_death(name: str, path: str, folder: str) -> tuple[str, str, int]:
+def resume_after_death(name: str, path: str, folder: str) -> None:
     whole = fit(name, f"{folder}/whole.ckpt", SAVES)
-    resumed = fit(name, path, (9,), resume=path)
+    assert fit(name, path, (9,), path) == whole
     dist.barrier()
-    return whole, resumed, len(os.listdir(f"{path}.ranks"))
+    assert len(os.listdir(f"{path}.ranks")) == 2
 
 
 @pytest.mark.fault(
@@ -161,9 +131,7 @@ def test_a_rank_that_is_killed_while_it_saves_leaves_the_last_whole_checkpoint(
     path = str(tmp_path / "last.ckpt")
     with pytest.raises(AssertionError, match="died without a word"):
         run_ranks(die_while_saving, 2, name, path, cut, fresh=True)
-    for whole, resumed, num_files in run_ranks(resume_after_death, 2, name, path, str(tmp_path)):
-        assert resumed == whole
-        assert num_files == 2
+    run_ranks(resume_after_death, 2, name, path, str(tmp_path))
 
 
 # Exceptions in the middle of a step -----------------------------------------------------------------------------------
@@ -173,54 +141,43 @@ class LinkLost(RuntimeError):
     pass
 
 
-class LosesTheLink(pl.Callback):
-    """From a step on nothing that has been sent arrives, on any rank."""
-
-    def __init__(self, patch: pytest.MonkeyPatch, step: int) -> None:
-        self.patch, self.step = patch, step
-
-    def on_train_batch_start(self, trainer: pl.Trainer, module: pl.LightningModule, *_: Any) -> None:
-        if trainer.global_step == self.step:
-            self.patch.setattr(TensorWork, "wait", self.fail)
-
-    @staticmethod
-    def fail(*_: Any) -> None:
-        raise LinkLost
+def lose_the_link(*_: Any) -> None:
+    raise LinkLost
 
 
-def warned(function: Callable[[], Any]) -> tuple[Any, str]:
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        result = function()
-    return result, "\n".join(str(each.message) for each in caught)
-
-
-def lose_the_link(name: str, folder: str) -> dict[str, Any]:
-    path = f"{folder}/{name}.ckpt"
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(LinkLost):
-        fit(name, callbacks=(LosesTheLink(patch, 5), OnExceptionCheckpoint(folder, name)))
-    dist.barrier()
-    weights, warning = warned(lambda: fit(name, resume=path))
+def state_of_shard(path: str) -> dict[str, Any]:
     shard = next(Path(f"{path}.ranks").glob(f"rank-{dist.get_rank()}-*"))
-    (state,) = torch.load(shard, weights_only=True)["workers"]
-    kept = {key: state.get(key) for key in ("torn", "own", "step")}
-    return {"weights": weights, "warning": warning, **kept}
+    return torch.load(shard, weights_only=True)["workers"][0]  # type: ignore[no-any-return]
 
 
 @pytest.mark.fault(
     "an exception inside an exchange, and a checkpoint on exceptions",
     "each rank saves what it has; a warning of the resumed run names ranks that repeat the step",
 )
-@pytest.mark.parametrize("name", ["dgc", "delayed"])
-def test_a_checkpoint_on_an_exception_in_an_exchange_keeps_what_each_rank_has(name: str, tmp_path: Path) -> None:
-    first, second = run_ranks(lose_the_link, 2, name, str(tmp_path))
-    assert first["weights"] == second["weights"]
-    # That of a gradient, of the average that has been begun after step 4.
-    assert first["step"] == second["step"] == {"dgc": 5, "delayed": 6}[name]
-    assert first["torn"] == second["torn"] != ""
-    assert f"rank 0: {first['torn']}; rank 1: {first['torn']}. Those ranks take the step again" in first["warning"]
+@pytest.mark.parametrize(("name", "step"), [("dgc", 5), ("delayed", 6)])  # of the average that is begun after step 4
+@on_ranks(2)
+def test_a_checkpoint_on_an_exception_in_an_exchange_keeps_what_each_rank_has(
+    name: str, step: int, tmp_path: Path
+) -> None:
+    patch = pytest.MonkeyPatch()
+    lose = At(5, lambda *_: patch.setattr(TensorWork, "wait", lose_the_link), "on_train_batch_start")
+    with pytest.raises(LinkLost):
+        fit(name, callbacks=(lose, OnExceptionCheckpoint(tmp_path, name)))
+    patch.undo()
+    dist.barrier()
+    weights, said = warned(lambda: fit(name, resume=f"{tmp_path}/{name}.ckpt"))
+    same(weights)
+    state = state_of_shard(f"{tmp_path}/{name}.ckpt")
+    torn = same(state["torn"])
+    assert torn
+    assert state["step"] == step
+    assert (
+        any(f"rank 0: {torn}; rank 1: {torn}. Those ranks take the step again" in each for each in said)
+        or dist.get_rank()
+    )
     if name != "dgc":
-        assert not torch.equal(first["own"]["wide.weight"], second["own"]["wide.weight"])
+        first, second = gathered(state["own"]["wide.weight"])
+        assert not torch.equal(first, second)
 
 
 class Raises(Tiny):
@@ -236,12 +193,10 @@ class Raises(Tiny):
 
 def raise_apart(name: str, folder: str, raised: type[BaseException]) -> float:
     """The first rank that raises ends, as a process would; the other one meets the end of its connection, or raises."""
-    model, begun_s = Raises(raised), time.monotonic()
-    saver = OnExceptionCheckpoint(folder, name)
-    trainer = make_trainer(make(name), 2, callbacks=[saver], max_steps=STEPS, enable_checkpointing=True)
+    begun_s, options = time.monotonic(), {"callbacks": [OnExceptionCheckpoint(folder, name)]}
     with pytest.raises((KeyError, RuntimeError, SystemExit)):
-        trainer.fit(model, make_data(2, STEPS))
-    del model, trainer, saver
+        train(make(name, CHANGES.get(name)), Raises(raised), 10, enable_checkpointing=True, **options)
+    del options
     dist.destroy_process_group()
     gc.collect()
     return time.monotonic() - begun_s
@@ -249,7 +204,8 @@ def raise_apart(name: str, folder: str, raised: type[BaseException]) -> float:
 
 def resume_with_warning(name: str, path: str) -> tuple[str, str]:
     try:
-        return warned(lambda: fit(name, resume=path))
+        weights, said = warned(lambda: fit(name, resume=path))
+        return weights, "\n".join(said)
     except ConfigurationError as error:
         return "", str(error)
 
@@ -262,11 +218,8 @@ def resume_with_warning(name: str, path: str) -> tuple[str, str]:
     ("name", "raised", "expected"),
     [
         ("dgc", KeyError, "rank 0: the exchange of gradients after step 5. Those ranks"),
-        (
-            "local_sgd",
-            KeyboardInterrupt,  # between two averages, where ranks are apart
-            "steps and averages [(5, 1)] instead of [(6, 1)]",
-        ),
+        # Between two averages, where ranks are apart.
+        ("local_sgd", KeyboardInterrupt, "steps and averages [(5, 1)] instead of [(6, 1)]"),
     ],
 )
 def test_ranks_that_are_interrupted_apart_save_and_end(
@@ -295,35 +248,28 @@ DAMAGES = {  # of the shard of rank 1
 }
 
 
-def resume_damaged(folder: str) -> dict[str, str]:
-    os.chdir(folder)
-    for name in ("one.ckpt", "two.ckpt"):
-        fit("dgc", name, (7,))
-    dist.barrier()
-    (first, second), (_, other) = (sorted(Path(f"{name}.ckpt.ranks").iterdir()) for name in ("one", "two"))
-    content, code, messages = second.read_bytes(), io.BytesIO(), {}
-    torch.save(Evil(), code)
-    contents = (first.read_bytes(), other.read_bytes(), content[:-100], code.getvalue())
-    for what, damaged in zip(DAMAGES, contents, strict=True):
-        dist.barrier()
-        if dist.get_rank() == 0:
-            second.write_bytes(damaged)
-        dist.barrier()
-        with pytest.raises(ConfigurationError) as caught:
-            fit("dgc", resume="one.ckpt")
-        messages[what] = str(caught.value)
-    assert not Path("executed").exists()
-    return messages
-
-
 @pytest.mark.fault(
     "shards of another save or rank, cut or damaged ones",
     "refused on all ranks, with the reason; nothing in them is executed",
 )
+@on_ranks(2)
 def test_shards_that_are_not_those_of_the_save_are_refused_on_all_ranks(tmp_path: Path) -> None:
-    for messages in run_ranks(resume_damaged, 2, str(tmp_path)):
-        for what, expected in DAMAGES.items():
-            assert expected in messages[what], what
+    os.chdir(tmp_path)
+    for name in ("one.ckpt", "two.ckpt"):
+        fit("dgc", name, (7,))
+    dist.barrier()
+    (first, second), (_, other) = (sorted(Path(f"{name}.ckpt.ranks").iterdir()) for name in ("one", "two"))
+    content, code = second.read_bytes(), io.BytesIO()
+    torch.save(Evil(), code)
+    contents = (first.read_bytes(), other.read_bytes(), content[:-100], code.getvalue())
+    for expected, damaged in zip(DAMAGES.values(), contents, strict=True):
+        dist.barrier()
+        if dist.get_rank() == 0:
+            second.write_bytes(damaged)
+        dist.barrier()
+        with pytest.raises(ConfigurationError, match=expected):
+            fit("dgc", resume="one.ckpt")
+    assert not Path("executed").exists()
 
 
 def mutated(content: bytes, rng: random.Random) -> bytes:
@@ -386,39 +332,25 @@ class SlowDisk(TorchCheckpointIO):
         super().save_checkpoint(checkpoint, path, storage_options)
 
 
-def save_in_the_background(path: str) -> tuple[int, list[str], str]:
-    disk = SlowDisk()
-    weights = fit("dgc", path, SAVES, checkpoint_io=AsyncCheckpointIO(disk))
-    return disk.num_looks, disk.missing, weights
-
-
 @since_lightning_2_5
+@on_ranks(2)
 def test_a_save_in_the_background_keeps_the_shards_of_the_checkpoint_on_disk(tmp_path: Path) -> None:
-    path = str(tmp_path / "last.ckpt")
-    first, second = run_ranks(save_in_the_background, 2, path)
-    assert first[:2] == (1, [])
-    assert first[2] == second[2]
-    assert run_ranks(fit, 2, "dgc", "", (), path) == [first[2]] * 2
+    path, disk = str(tmp_path / "last.ckpt"), SlowDisk()
+    weights = fit(make("dgc", checkpoint_io=AsyncCheckpointIO(disk)), path, SAVES)
+    assert (disk.num_looks, disk.missing) == (1 - dist.get_rank(), [])
+    dist.barrier()
+    assert fit("dgc", resume=path) == same(weights)
 
 
-class SaveAlone(pl.Callback):
-    """Rank 0 saves the weights; the others do not know of it."""
-
-    def __init__(self, path: str) -> None:
-        self.path = path
-
-    def on_train_batch_end(self, trainer: pl.Trainer, module: pl.LightningModule, *_: Any) -> None:
-        if trainer.global_step == 3 and trainer.is_global_zero:
-            trainer.strategy.save_checkpoint({"state_dict": module.state_dict()}, self.path)
-
-
-def save_alone(name: str, path: str) -> str:
-    return fit(name, callbacks=(SaveAlone(path),))
-
-
+@on_ranks(2, timeout_s=60.0)
 def test_weights_that_rank_0_saves_alone_wait_for_nobody(tmp_path: Path) -> None:
     """As under DDP; it waited for the others, which were in the next step."""
     path = tmp_path / "weights.ckpt"
-    first, second = run_ranks(save_alone, 2, "local_sgd", str(path), timeout_s=60.0)
-    assert first == second
+    save = At(
+        3,
+        lambda trainer, module: trainer.strategy.save_checkpoint({"state_dict": module.state_dict()}, path),
+        ranks=(0,),
+    )
+    same(fit("local_sgd", callbacks=(save,)))
+    dist.barrier()
     assert set(torch.load(path, weights_only=True)["state_dict"]) == set(Tiny().state_dict())
