@@ -91,7 +91,7 @@ def measure(codec: SparseCodec) -> list[dict[str, Any]]:
             else:
                 for residual in reducer.residuals.values():
                     residual.zero_()
-                reducer.begin(signal)
+                reducer.prepare(signal).send()
                 unsent = sum(float(residual.abs().sum()) for residual in reducer.residuals.values()) / magnitude(parts)
             received = exchange.ledger.received_bytes - before
             rows.append({"exchange": name, "received": received, "formula": formula[name], "unsent": unsent})

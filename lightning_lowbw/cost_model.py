@@ -421,8 +421,9 @@ def cost_of(method: Method, shapes: Shapes, cluster: Cluster, step_s: float, flo
     num_local = 1 if method.where.topology == "flat" else cluster.ranks_per_node
     between = Between(cluster, num_local)
     numel = sum(map(math.prod, shapes))
-    density = 1.0 - when.stairs[-1] if isinstance(when, EveryStep) and when.stairs else None
-    sent = _traffic(what, shapes, between, density, float_bytes)
+    if isinstance(what, TopK) and isinstance(when, EveryStep) and when.stairs:
+        what = what.at(1.0 - when.stairs[-1]) if when.stairs[-1] else Whole()
+    sent = _traffic(what, shapes, between, float_bytes)
     work_s = 0.0 if isinstance(what, TopK) else WORK_BYTES * numel / cluster.memory_bytes_per_s
     exchange_s = cluster.link.seconds(sent.node_bytes, sent.rounds) + inside.seconds(sent.inside_bytes)
     exchange_s += work_s if between.num_ranks > 1 else 0.0
@@ -489,7 +490,7 @@ class Between:
         return Traffic(on_node * outside * nbytes, int(self.num_ranks > 1))
 
 
-def _traffic(what: object, shapes: Shapes, between: Between, density: float | None, float_bytes: int) -> Traffic:
+def _traffic(what: object, shapes: Shapes, between: Between, float_bytes: int) -> Traffic:
     """Return what a payload sends, with the status and what is sent whole in one all-reduce."""
     all_numels, num_ranks, num_local = [*map(math.prod, shapes)], between.num_ranks, between.num_local
     if isinstance(what, Quantized):
@@ -510,12 +511,12 @@ def _traffic(what: object, shapes: Shapes, between: Between, density: float | No
     taken = [numel for numel in all_numels if what.takes("", numel, small)]
     whole = between.all_reduce(max(1, FLOAT_BYTES * (sum(all_numels) - sum(taken))))
     parts = [-(-numel // num_local) for numel in taken]
-    if what.collective(parts, density, num_ranks, is_two_level=num_local > 1) == "all_gather":
-        message = what.nbytes(parts, density)
+    if what.collective(parts, num_ranks, is_two_level=num_local > 1) == "all_gather":
+        message = what.nbytes(parts)
         in_node = Traffic(0, 0, all_gather_bytes(num_ranks * message, num_local))
         return whole + between.all_gather(message) + in_node
     # What `compress.sparse_sum` sends: the elements to their owners, then the largest sums to all.
-    num_sent = sum(what.nums_sent(parts, density))
+    num_sent = sum(what.nums_sent(parts))
     scattered, gathered = message_sizes(what.codec, sum(parts), num_sent, num_ranks)
     return whole + between.all_to_all(scattered) + between.all_gather(gathered)
 

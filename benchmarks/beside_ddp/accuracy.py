@@ -119,7 +119,7 @@ def nominal_values(nominal: dict[str, Any], task: str, link: Link) -> Iterator[l
         sparse, others = numels
         fixed_s = small_s + dense_s(sum(others))
         work_s = {density: fixed_s + sent_s * density * sum(sparse) for density in DENSITIES}
-        sending_s = {density: time_s(1, what.nbytes(sparse, density)) for density in DENSITIES}
+        sending_s = {density: time_s(1, what.at(density).nbytes(sparse)) for density in DENSITIES}
         exchange_s: dict[float | str, float] = {density: work_s[density] + sending_s[density] for density in DENSITIES}
         return Measured(step_s, step_s + dense_s(sum(sparse) + sum(others)), exchange_s, link)
 

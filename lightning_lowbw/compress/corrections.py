@@ -8,7 +8,7 @@ the mean.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -16,31 +16,46 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
+from lightning_lowbw.compress.params import Row
+from lightning_lowbw.compress.top_k import TopK
 from lightning_lowbw.errors import ConfigurationError
 from lightning_lowbw.kernels.reference import Constants, OtherPart, SecondMoment
-from lightning_lowbw.kernels.tensors import Rates, copy_in_order_, flat_in_order, in_order
+from lightning_lowbw.kernels.tensors import Rates, copy_in_order_, flat_in_order
 
 Group = dict[str, Any]
+Part = Callable[[int], slice]  # of a number of elements, that of this rank
 
 
 class ErrorFeedback:
     """``v = v + G``. The optimizer applies its own momentum and decay to the mean.
+
+    A velocity is the optimizer's own state; on two levels each rank keeps its part of it here instead.
 
     Attributes:
         kind: saved in a checkpoint, because residuals and velocities depend on it.
         velocity_key: of the optimizer's state that is u; None without.
         is_complete: whether nothing of the optimizer's arithmetic is left out.
         masks: whether velocities are cleared where they have been sent, unless the user says.
+        clears: whether they are in this step.
+        parts: u of this rank's part of each tensor, flat, where ranks keep parts.
     """
 
     kind = "error_feedback"
     velocity_key: str | None = None
     is_complete = False
     masks = True
+    clears = False
 
-    def __init__(self, optimizer: Optimizer, num_participants: int) -> None:
-        self.optimizer, self.num_participants = optimizer, num_participants
+    def __init__(self, optimizer: Optimizer, num_participants: int, *, keeps_parts: bool = False) -> None:
+        self.optimizer, self.num_participants, self.keeps_parts = optimizer, num_participants, keeps_parts
         self.rate_of = Rates()
+        self.parts: dict[Parameter, Tensor] = {}
+        # Of the step in progress: rows by name, constants by group, this rank's part of a number of elements, and
+        # copies of what is laid out unlike its parameter.
+        self._rows: dict[str, Row] = {}
+        self._constants: dict[int, Constants] = {}
+        self._part: Part = slice
+        self._copies: list[tuple[Tensor, Row, Tensor]] = []
 
     def local_keys(self, parameter: Parameter) -> tuple[str, ...]:
         """Return the names of a parameter's other states in the optimizer that differ between ranks."""
@@ -62,31 +77,40 @@ class ErrorFeedback:
         """Return the constants of the tensors of a group, as the user has them."""
         return Constants()
 
-    def velocity(self, parameter: Parameter) -> Tensor:
-        """Return u of a parameter: the optimizer's own, in the parameter's shape; zeros where there is none yet."""
-        assert self.velocity_key is not None
-        state = self.optimizer.state[parameter]
-        if state.get(self.velocity_key) is None:
-            state[self.velocity_key] = torch.zeros_like(parameter, requires_grad=False)
-        velocity: Tensor = state[self.velocity_key]
-        return velocity
+    # A step, in the order of its calls ------------------------------------------------------------------------------
 
-    def second_moment(self, parameter: Parameter, group: Group, own: slice) -> SecondMoment | None:
-        """Return what divides the velocity of this rank's part on its way into the residual; None for 1.
+    def begin_step(self, rows: Iterable[Row], part: Part, payload: TopK) -> None:
+        """Read what the user has set for the step.
 
-        Called once per sparse step, before that part is brought up to date.
+        Args:
+            rows: all that are compressed in it, on all ranks, so that masking is equal on all.
+            part: this rank's part of so many elements.
+            payload: with the density of the step.
         """
-        return None
+        self._rows, self._part = {row.name: row for row in rows}, part
+        groups = {id(row.group): row.group for row in self._rows.values()}
+        self._constants = {key: self.constants(group) for key, group in groups.items()}
+        momenta = [constants.momentum for constants in self._constants.values()]
+        self.clears = payload.masks(momenta, by_default=self.masks)
 
-    def other_parts(self, parameter: Parameter, group: Group, own: slice) -> tuple[OtherPart, ...]:
-        """Return the parts of a parameter that other ranks of the node accumulate, if their second moment is kept here.
+    def segment(self, name: str) -> dict[str, Any]:
+        """Return what a segment (`kernels.reference.Segment`) holds beside gradient and residual.
 
-        Called once per sparse step, after `second_moment`.
+        Called once per step. State is a copy where it is laid out unlike the parameter: see `write_back_`.
         """
-        return ()
+        row = self._rows[name]
+        constants, own = self._constants[id(row.group)], self._part(row.parameter.numel())
+        return {
+            "momentum_buffer": self._velocity_of(row, own) if self._has_velocity(constants) else None,
+            "weight": row.part(row.parameter, own) if constants.weight_decay != 0 else None,
+            **vars(constants),
+        }
 
-    def write_second_moment(self, parameter: Parameter, own: slice, moment: SecondMoment) -> None:
-        """Write back what `second_moment` has returned, where it was a copy."""
+    def write_back_(self) -> None:
+        """Write into the optimizer's state what kernels have changed in copies of it."""
+        for whole, row, copy in self._copies:
+            copy_in_order_(whole, row.parameter, copy)
+        self._copies.clear()
 
     def step_(self, parameters: Sequence[Parameter], group: Group) -> None:
         """Do what is left of the optimizer's step: ``w = w - lr mean``, with the mean in `.grad`."""
@@ -99,6 +123,73 @@ class ErrorFeedback:
 
     def end_step(self) -> None:
         """Count the step, where the optimizer does not."""
+        self._rows, self._constants = {}, {}
+        self._copies.clear()  # of one that has failed
+
+    # The velocity: the optimizer's own, or this rank's part of it ---------------------------------------------------
+
+    def _has_velocity(self, constants: Constants) -> bool:
+        return constants.momentum != 0
+
+    def velocity(self, parameter: Parameter) -> Tensor:
+        """Return u of a parameter: the optimizer's own, in the parameter's shape; zeros where there is none yet."""
+        assert self.velocity_key is not None
+        state = self.optimizer.state[parameter]
+        if state.get(self.velocity_key) is None:
+            state[self.velocity_key] = torch.zeros_like(parameter, requires_grad=False)
+        velocity: Tensor = state[self.velocity_key]
+        return velocity
+
+    def part_of(self, parameter: Parameter, own: slice) -> Tensor:
+        """Return u of this rank's part: flat; on two levels it leaves the optimizer's state."""
+        if parameter in self.parts:
+            return self.parts[parameter]
+        whole = flat_in_order(self.velocity(parameter), parameter)
+        if not self.keeps_parts:
+            return whole
+        self.parts[parameter] = whole[own].clone()
+        del self.optimizer.state[parameter][self.velocity_key]
+        return self.parts[parameter]
+
+    def _velocity_of(self, row: Row, own: slice) -> Tensor:
+        if self.keeps_parts:
+            return self.part_of(row.parameter, own)
+        whole = self.velocity(row.parameter)
+        return self._noted(whole, row, row.part(whole, own))
+
+    def _noted(self, whole: Tensor, row: Row, values: Tensor) -> Tensor:
+        """Return values of a whole state; where they are a copy it is written back."""
+        if values.data_ptr() != whole.data_ptr():
+            self._copies.append((whole, row, values))
+        return values
+
+    def saved(self, parameter: Parameter) -> Tensor | None:
+        """Return u of this rank's part as it is, without making one."""
+        if parameter in self.parts:
+            return self.parts[parameter]
+        velocity = self.optimizer.state.get(parameter, {}).get(self.velocity_key)
+        return None if velocity is None else flat_in_order(velocity.detach(), parameter)
+
+    def load(self, parameter: Parameter, part: Tensor, own: slice) -> None:
+        """Load u of this rank's part: flat, in the parameter's order."""
+        if self.keeps_parts:
+            self.part_of(parameter, own).copy_(part)
+        else:
+            copy_in_order_(self.velocity(parameter), parameter, part)
+
+    def leave_(self, part: Part, num_local_ranks: int) -> None:
+        """Give the optimizer what this rank has of the velocities, where it has none: without a message to others.
+
+        In place:
+            The optimizer's state: zeros but for this rank's part, so that the mean over all ranks is that over nodes.
+        """
+        for parameter, own in self.parts.items():
+            state = self.optimizer.state[parameter]
+            if state.get(self.velocity_key) is None:
+                flat = own.new_zeros(parameter.numel())
+                flat[part(parameter.numel())] = own * num_local_ranks
+                state[self.velocity_key] = torch.empty_like(parameter, requires_grad=False)
+                copy_in_order_(state[self.velocity_key], parameter, flat)
 
 
 class MomentumCorrection(ErrorFeedback):
@@ -159,8 +250,8 @@ class AdamCorrection(ErrorFeedback):
     masks = False
     LARGEST_BETA1 = 0.7
 
-    def __init__(self, optimizer: Optimizer, num_participants: int) -> None:
-        super().__init__(optimizer, num_participants)
+    def __init__(self, optimizer: Optimizer, num_participants: int, *, keeps_parts: bool = False) -> None:
+        super().__init__(optimizer, num_participants, keeps_parts=keeps_parts)
         # The optimizer's count of steps as it was left, its version, and what it says.
         self._counted: dict[Parameter, tuple[Tensor, int, int]] = {}
         self._coming: dict[Parameter, int] = {}  # the number of the step in progress
@@ -193,42 +284,14 @@ class AdamCorrection(ErrorFeedback):
     def _is_decoupled(self, group: Group) -> bool:
         return bool(group.get("decoupled_weight_decay", isinstance(self.optimizer, AdamW)))
 
-    def second_moment(self, parameter: Parameter, group: Group, own: slice) -> SecondMoment:
-        self._state(parameter, group)
-        self._coming[parameter] = self._num_steps(parameter) + 1
-        return self._moment(parameter, group).map(lambda tensor: tensor[own])
-
-    def other_parts(self, parameter: Parameter, group: Group, own: slice) -> tuple[OtherPart, ...]:
-        assert parameter.grad is not None
-        moment, gradient = self._moment(parameter, group), flat_in_order(parameter.grad, parameter)
-        constants = self.constants(group)
-        weight = flat_in_order(parameter.detach(), parameter) if constants.weight_decay != 0 else None
-        parts = [slice(0, own.start), slice(own.stop, parameter.numel())]
-        others = tuple(
-            OtherPart(
-                second_moment=moment.map(lambda tensor, part=part: tensor[part]),  # type: ignore[misc]
-                gradient=gradient[part],
-                weight=None if weight is None else weight[part],
-                weight_decay=constants.weight_decay,
-                sign=constants.sign,
-            )
-            for part in parts
-            if part.start < part.stop
-        )
-        states, keys = self.optimizer.state[parameter], self.local_keys(parameter)
-        if not others or all(in_order(states[key], parameter).is_contiguous() for key in keys):
-            return others
-        for other in others:  # copies, to be written back now
-            other.update_()
-        self._write(parameter, dict(zip(keys, moment.tensors, strict=True)))
-        return ()
-
-    def _moment(self, parameter: Parameter, group: Group) -> SecondMoment:
-        """Return the second moment of a whole parameter; copies of what is laid out otherwise."""
-        state, beta2 = self.optimizer.state[parameter], float(group["betas"][1])
-        step, beta1 = self._coming[parameter], self.constants(group).momentum
-        flat = {key: flat_in_order(state[key], parameter) for key in self.local_keys(parameter)}
-        return SecondMoment(
+    def segment(self, name: str) -> dict[str, Any]:
+        row = self._rows[name]
+        parameter, group, own = row.parameter, row.group, self._part(row.parameter.numel())
+        state, beta2 = self._state(parameter, group), float(group["betas"][1])
+        self._coming[parameter] = step = self._num_steps(parameter) + 1
+        flat = {k: self._noted(state[k], row, flat_in_order(state[k], parameter)) for k in self.local_keys(parameter)}
+        beta1 = self._constants[id(group)].momentum
+        moment = SecondMoment(
             square=flat["exp_avg_sq"],
             largest=flat.get("max_exp_avg_sq"),
             beta2=beta2,
@@ -236,21 +299,26 @@ class AdamCorrection(ErrorFeedback):
             eps=float(group["eps"]),
             corrections=(1.0 - beta1**step, 1.0 - beta2**step),
         )
+        # All ranks of a node keep the second moment of the whole tensor.
+        parts = [part for part in (slice(0, own.start), slice(own.stop, parameter.numel())) if part.start < part.stop]
+        return {
+            **super().segment(name),
+            "second_moment": moment.map(lambda tensor: tensor[own]) if parts else moment,
+            "other_parts": tuple(self._other_part(row, moment, part) for part in parts),
+        }
 
-    def write_second_moment(self, parameter: Parameter, own: slice, moment: SecondMoment) -> None:
-        state = self.optimizer.state[parameter]
-        flat = {key: flat_in_order(state[key], parameter) for key in self.local_keys(parameter)}
-        for whole, part in zip(flat.values(), moment.tensors, strict=True):
-            if whole[own].data_ptr() != part.data_ptr():
-                whole[own] = part
-        self._write(parameter, flat)
+    def _other_part(self, row: Row, moment: SecondMoment, part: slice) -> OtherPart:
+        constants = self._constants[id(row.group)]
+        return OtherPart(
+            second_moment=moment.map(lambda tensor: tensor[part]),
+            gradient=flat_in_order(row.gradient, row.parameter)[part],
+            weight=flat_in_order(row.parameter.detach(), row.parameter)[part] if constants.weight_decay != 0 else None,
+            weight_decay=constants.weight_decay,
+            sign=constants.sign,
+        )
 
-    def _write(self, parameter: Parameter, flat: Mapping[str, Tensor]) -> None:
-        """Write states back that are laid out otherwise, so that their flat form is a copy."""
-        for key, copy in flat.items():
-            whole = self.optimizer.state[parameter][key]
-            if not in_order(whole, parameter).is_contiguous():
-                copy_in_order_(whole, parameter, copy)
+    def _has_velocity(self, constants: Constants) -> bool:
+        return True  # also without momentum, because the velocity is divided
 
     def _num_steps(self, parameter: Parameter) -> int:
         """Return the steps taken. On the device, where a fused optimizer counts, they are read once."""
@@ -277,6 +345,7 @@ class AdamCorrection(ErrorFeedback):
             torch._foreach_mul_(list(parameters), 1.0 - self.rate_of(group) * float(group["weight_decay"]))
 
     def end_step(self) -> None:
+        super().end_step()
         counts = {parameter: self.optimizer.state[parameter]["step"] for parameter in self._coming}
         for device in dict.fromkeys(count.device for count in counts.values()):
             torch._foreach_add_([count for count in counts.values() if count.device == device], 1)
@@ -284,14 +353,13 @@ class AdamCorrection(ErrorFeedback):
         self._coming.clear()
 
 
-def correction_for(optimizer: Optimizer, num_participants: int, *, corrects: bool = True) -> ErrorFeedback:
+def correction_for(
+    optimizer: Optimizer, num_participants: int, *, corrects: bool = True, keeps_parts: bool = False
+) -> ErrorFeedback:
     """Return the correction of an optimizer: its own, if there is one; else, or without `corrects`, error feedback.
 
     A subclass of torch's optimizers has a step of its own, which need not be the one corrected here.
     """
-    kind = type(optimizer)
-    if corrects and kind is SGD:
-        return MomentumCorrection(optimizer, num_participants)
-    if corrects and kind in (Adam, AdamW):
-        return AdamCorrection(optimizer, num_participants)
-    return ErrorFeedback(optimizer, num_participants)
+    kinds = {SGD: MomentumCorrection, Adam: AdamCorrection, AdamW: AdamCorrection}
+    kind = kinds.get(type(optimizer), ErrorFeedback) if corrects else ErrorFeedback
+    return kind(optimizer, num_participants, keeps_parts=keeps_parts)

@@ -18,7 +18,7 @@ better by far for local SGD (docs/methods/sparse_local_sgd.md).
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import lru_cache
 from typing import Any, Literal, get_args
@@ -103,6 +103,8 @@ class TopK:
     exchange: str = "auto"
     momentum_masking: bool | None = None
 
+    takes_density = True
+
     def __post_init__(self) -> None:
         if not is_number(self.density) or not 0 < self.density < 1:
             raise ConfigurationError(
@@ -151,9 +153,11 @@ class TopK:
             return False
         return self.exchange == "reduce_scatter" or num_participants > MOST_GATHERED
 
-    def collective(
-        self, numels: Sequence[int], density: float | None, num_participants: int, *, is_two_level: bool
-    ) -> str:
+    def at(self, density: float) -> TopK:
+        """Return the payload with another density: that of a stair of the schedule."""
+        return self if density == self.density else _at(self, density)
+
+    def collective(self, numels: Sequence[int], num_participants: int, *, is_two_level: bool) -> str:
         """Return how elements of gradients are summed in a step: "all_gather" or "reduce_scatter".
 
         "auto" compares what a rank sends, in bytes; it receives as much. With m the message of a participant, s and g
@@ -171,21 +175,22 @@ class TopK:
             return "all_gather"
         if self.exchange == "reduce_scatter":
             return "reduce_scatter"
-        to_and_from = sum(message_sizes(self.codec, numel, sum(self.nums_sent(numels, density)), N))
-        is_cheaper = 2 * ((N - 1) * to_and_from + N * OWNER_BYTES) < (N - 1) * self.nbytes(numels, density)
+        to_and_from = sum(message_sizes(self.codec, numel, sum(self.nums_sent(numels)), N))
+        is_cheaper = 2 * ((N - 1) * to_and_from + N * OWNER_BYTES) < (N - 1) * self.nbytes(numels)
         return "reduce_scatter" if is_cheaper else "all_gather"
 
-    def masks(self, density: float, momenta: Iterable[float], *, by_default: bool) -> bool:
+    def masks(self, momenta: Iterable[float], *, by_default: bool) -> bool:
         """Return whether velocities are cleared where they are sent; see `momentum_masking`.
 
         Args:
-            density: of the step.
             momenta: of the tensors.
             by_default: whether the optimizer's correction does so.
         """
         if self.momentum_masking is not None:
             return self.momentum_masking
-        return by_default and all(2.0 * density <= 1.0 - momentum + 1e-6 for momentum in momenta)  # 1 - 0.9 is not 0.1
+        return by_default and all(
+            2.0 * self.density <= 1.0 - momentum + 1e-6 for momentum in momenta
+        )  # 1 - 0.9 is not 0.1
 
     @property
     def codec(self) -> SparseCodec:
@@ -203,9 +208,9 @@ class TopK:
         is_excluded = any(fnmatchcase(name, pattern) for pattern in self.exclude)
         return numel >= (self.min_numel or small_numel) and not is_excluded
 
-    def layout(self, numel: int, density: float | None = None) -> ChunkLayout:
-        """Return how many elements are sent of a tensor, at the payload's own density or at another one."""
-        density = self.density if density is None else density
+    def layout(self, numel: int) -> ChunkLayout:
+        """Return how many elements are sent of a tensor."""
+        density = self.density
         if numel == 0:
             return ChunkLayout(0, 0, 0)
         if self.chunk is None:
@@ -215,31 +220,30 @@ class TopK:
         k_last = min(rest, max(num_selected(rest, density), least))
         return ChunkLayout(num_full, num_selected(self.chunk, density), k_last)
 
-    def selected(self, numels: Sequence[int], density: float | None = None) -> list[dict[str, Any]]:
+    def selected(self, numels: Sequence[int]) -> list[dict[str, Any]]:
         """Return the fields of each segment (`kernels.reference.Segment`) that say how many elements are selected."""
-        layouts = _layouts(self, tuple(numels), density)
+        layouts = _layouts(self, tuple(numels))
         if self.chunk is None:
             return [{"k": layout.k_last} for layout in layouts]
         return [{"k": layout.k, "chunk": self.chunk, "k_last": layout.k_last} for layout in layouts]
 
-    def nums_sent(self, numels: Sequence[int], density: float | None = None) -> list[int]:
+    def nums_sent(self, numels: Sequence[int]) -> list[int]:
         """Return how many elements are sent of each tensor."""
-        return [layout.num_sent for layout in _layouts(self, tuple(numels), density)]
+        return [layout.num_sent for layout in _layouts(self, tuple(numels))]
 
-    def num_sent(self, numel: int, density: float | None = None) -> int:
+    def num_sent(self, numel: int) -> int:
         """Return how many of a tensor's elements are sent."""
-        return self.layout(numel, density).num_sent
+        return self.layout(numel).num_sent
 
-    def nbytes(self, numels: Sequence[int], density: float | None = None) -> int:
+    def nbytes(self, numels: Sequence[int]) -> int:
         """Return the size of a participant's message about tensors with these numbers of elements, in bytes."""
         numels = [numel for numel in numels if numel]
-        return self.codec.nbytes(self.nums_sent(numels, density), numels) if numels else 0
+        return self.codec.nbytes(self.nums_sent(numels), numels) if numels else 0
 
     def decode(
         self,
         messages: Tensor,
         numels: Sequence[int],
-        density: float | None,
         damaged: Tensor | None = None,
         tensors: slice = ALL,
     ) -> tuple[Tensor, Tensor]:
@@ -250,14 +254,13 @@ class TopK:
             messages: one row for each group of equal parts and each participant: uint8, shape (groups, participants,
                 nbytes).
             numels: elements of each tensor that is not empty.
-            density: at which was selected.
             damaged: see `SparseCodec.decode`.
             tensors: of which the elements are returned; consecutive ones.
 
         Raises:
             ValueError: a message is damaged; see `SparseCodec.decode`.
         """
-        counts = self.nums_sent(numels, density)
+        counts = self.nums_sent(numels)
         shape = *messages.shape[:2], sum(counts[tensors])
         decoded = self.codec.decode(messages.flatten(0, 1), counts, numels, damaged, tensors)
         positions, values = (each.view(shape) for each in decoded)
@@ -265,9 +268,14 @@ class TopK:
 
 
 @lru_cache(maxsize=64)
-def _layouts(payload: TopK, numels: tuple[int, ...], density: float | None) -> tuple[ChunkLayout, ...]:
+def _layouts(payload: TopK, numels: tuple[int, ...]) -> tuple[ChunkLayout, ...]:
     """Return the layout of each tensor; once for those of every step."""
-    return tuple(payload.layout(numel, density) for numel in numels)
+    return tuple(payload.layout(numel) for numel in numels)
+
+
+@lru_cache(maxsize=64)
+def _at(payload: TopK, density: float) -> TopK:
+    return replace(payload, density=density)
 
 
 def small_numel(numels: Iterable[int]) -> int:

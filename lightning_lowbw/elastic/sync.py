@@ -38,7 +38,7 @@ from lightning_lowbw.kernels.reference import are_not_finite
 from lightning_lowbw.kernels.tensors import CPU, as_real, checksum, copy_all_
 from lightning_lowbw.method import Method
 from lightning_lowbw.namespaces import LOGGER
-from lightning_lowbw.sync.exchange import TopKExchange, Whole
+from lightning_lowbw.sync.exchange import Whole
 from lightning_lowbw.sync.fragments import Average
 from lightning_lowbw.sync.local import LocalSync
 from lightning_lowbw.sync.state import on_cpu
@@ -552,8 +552,6 @@ class ElasticSync(LocalSync):
             residual.copy_(residuals[name]) if name in residuals else residual.zero_()
 
     def _lose(self, fragment: Any) -> None:
-        if isinstance(self.compressed, TopKExchange):
-            self.compressed.forget()
         fragment.work = None  # the caller puts the residuals back
 
     # What others look at: the anchor, which all members have ----------------------------------------------------------

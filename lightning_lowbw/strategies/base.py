@@ -280,7 +280,7 @@ class BaseStrategy(ParallelStrategy):
     def _leave_states(self, workers: Iterable[Synchronizer]) -> None:
         for worker in workers:
             if isinstance(worker, GradientSync):
-                worker.velocities.leave_()
+                worker.correction.leave_(worker.peers.part, worker.peers.num_local_ranks)
             if worker.has_own_state:
                 leave_own_state(self._optimizer_of(worker))
 

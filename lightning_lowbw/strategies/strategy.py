@@ -521,7 +521,7 @@ class Strategy(CheckpointedStrategy, DDPStrategy):
                 agree_on_end(worker.step, own, None)
                 if isinstance(worker, GradientSync):  # of a node's velocities each rank has had a part
                     for parameter, velocity in worker.whole_momentum().items():
-                        worker.optimizer.state[parameter][worker.velocities.key] = velocity
+                        worker.optimizer.state[parameter][worker.correction.velocity_key] = velocity
             self.show_consensus()
             self.auto.end_training(type(self).__name__)
         super().on_train_end()
@@ -571,7 +571,7 @@ class Strategy(CheckpointedStrategy, DDPStrategy):
         entries = dict(state["state"])  # new dictionaries: those of the state are the optimizer's own
         for index, parameter in enumerate(p for group in worker.optimizer.param_groups for p in group["params"]):
             if parameter in whole:
-                entries[index] = {**entries.get(index, {}), worker.velocities.key: whole[parameter]}
+                entries[index] = {**entries.get(index, {}), worker.correction.velocity_key: whole[parameter]}
         return {**state, "state": entries}
 
     @property

@@ -1,7 +1,9 @@
 """How tensors of all ranks become their mean: one interface, an implementation for each payload.
 
-    pending = exchange.begin(signal, status)      # e = e + signal; choose, encode; send
-    mean, status = pending.wait()                 # 1/N of the sum, in one order: the same bits on all ranks
+    prepared = exchange.prepare(signal)       # e = e + signal, or a correction of it; choose, and take out of e
+    pending = prepared.send(status)           # encode; one message
+    mean, status = pending.wait()             # 1/N of the sum, in one order: the same bits on all ranks
+    mean.step_(steps)                         # w = w - rate mean; or mean.dense()
 
 A signal is the gradients of a step, or the changes of the weights since the last average: by name, in one order on all
 ranks. A status (`sync.status`) rides on the exchange where it is given; the sum over all ranks comes back. What is
@@ -12,9 +14,9 @@ not sent, and rounding errors, stay in the residuals e.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import lru_cache
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import lru_cache, partial
 from itertools import accumulate, groupby, product
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -23,7 +25,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from lightning_lowbw.arguments import names_arguments
-from lightning_lowbw.comm.collectives import all_gather_bytes
+from lightning_lowbw.comm.collectives import all_gather_bytes, all_reduce_bytes
 from lightning_lowbw.comm.peers import MeanWork, Peers, part_of
 from lightning_lowbw.compress.codec import MAX_NUMEL
 from lightning_lowbw.compress.selection import Residuals, Selection
@@ -32,6 +34,7 @@ from lightning_lowbw.compress.top_k import TopK
 from lightning_lowbw.errors import ConfigurationError
 from lightning_lowbw.kernels.dispatch import averages_for
 from lightning_lowbw.kernels.reference import Arrival, Segment, add_, flat
+from lightning_lowbw.kernels.table import DTYPES
 from lightning_lowbw.kernels.tensors import allocate
 
 Signal = Mapping[str, Tensor]
@@ -46,12 +49,77 @@ class Mean(Protocol):
         """Return it by name, flat (that of `WholeExchange` in its shapes); new memory, or that of the signal."""
         ...
 
+    def step_(self, steps: Mapping[str, Step]) -> None:
+        """Step weights: ``w = w - rate mean``; or write the mean, of tensors without a weight.
+
+        In place:
+            The weights, and the room: the mean where there is no weight, else undefined afterwards.
+
+        Args:
+            steps: of each tensor a room of its size, its weight, and the rate. With a weight both are float32 and
+                contiguous; without one the room is real, of any dtype and layout.
+        """
+        ...
+
 
 class Pending(Protocol):
-    """An exchange that has been begun."""
+    """A message that has been sent."""
 
-    def wait(self) -> tuple[Mean, Tensor | None]:
-        """Wait for it; return the mean, and the sum of the statuses where one was given."""
+    def wait(self) -> tuple[Mean, Tensor]:
+        """Wait for those of all; return the mean, and the sum of the statuses: empty where none was given."""
+        ...
+
+
+Faulty = tuple[Sequence[str], Tensor]  # names, and of each whether an inf or NaN was found: bool
+
+
+class Prepared(Protocol):
+    """A signal, of which everything has been chosen that is sent.
+
+    Attributes:
+        faults: where tensors were checked: whether one has an inf or NaN, or has left one in its residual.
+    """
+
+    faults: Faulty | None
+
+    @property
+    def names(self) -> Collection[str]:
+        """Those of the tensors that have been prepared."""
+        ...
+
+    def add(self, signal: Signal) -> Faulty | None:
+        """Prepare tensors that were announced as None; return the faults of these."""
+        ...
+
+    def send(self, status: Tensor | None = None) -> Pending:
+        """Send what has been prepared.
+
+        Collective: all ranks, with the same names.
+
+        Args:
+            status: None, except where the payload is `TopK` or `Whole`.
+        """
+        ...
+
+    def drop(self) -> None:
+        """Put back into the residuals what has been taken out of them, and not been sent."""
+        ...
+
+
+class Correction(Protocol):
+    """What an optimizer's correction (`compress.corrections`) adds to the signal on its way into the residuals."""
+
+    @property
+    def clears(self) -> bool:
+        """Whether velocities are cleared where elements are sent."""
+        ...
+
+    def segment(self, name: str) -> Mapping[str, Any]:
+        """Return more fields of the segment (`kernels.reference.Segment`) that is this rank's part of a tensor."""
+        ...
+
+    def write_back_(self) -> None:
+        """Write into the optimizer's state what kernels have changed in copies of it."""
         ...
 
 
@@ -64,7 +132,7 @@ class Exchange(Protocol):
             the device; None if not, or before the first. A later status reports it: that of this exchange has gone.
         payload: what is sent; may be replaced between steps, on all ranks.
         keeps_parts: whether each rank of a node keeps back its part of every tensor only; else all of it.
-        can_be_hidden: whether `begin` sends everything, so that local steps can be taken before `wait`.
+        can_be_hidden: whether `send` sends everything, so that local steps can be taken before `wait`.
     """
 
     residuals: Residuals
@@ -73,14 +141,16 @@ class Exchange(Protocol):
     keeps_parts: bool
     can_be_hidden: bool
 
-    def begin(self, signal: Signal, status: Tensor | None = None) -> Pending:
-        """Begin to average a signal.
+    def prepare(self, signal: Mapping[str, Tensor | None], correction: Correction | None = None) -> Prepared:
+        """Begin an exchange; communicates nothing.
 
-        Collective: all ranks, with the same names; on two levels the ranks of a node have equal signals.
+        In place:
+            The residuals.
 
         Args:
-            signal: at least one tensor, each with elements: real, of any floating dtype and shape, read in C order.
-            status: None, except where the payload is `TopK`.
+            signal: in one order on all ranks; each with elements: real, of any floating dtype and shape, read in C
+                order; on two levels equal on the ranks of a node. None: not known yet, see `Prepared.add`.
+            correction: for `TopK` of gradients, which are then checked for inf and NaN.
         """
         ...
 
@@ -148,16 +218,57 @@ class DenseMean:
     def dense(self) -> dict[str, Tensor]:
         return self.tensors
 
+    def step_(self, steps: Mapping[str, Step]) -> None:
+        for name, (out, weight, rate) in steps.items():
+            mean = self.tensors[name].view(out.shape)
+            if weight is not None:
+                weight.sub_(mean.to(weight.dtype), alpha=rate)
+            elif mean.data_ptr() != out.data_ptr():  # else it has been written where it belongs
+                out.copy_(mean)
+
 
 @dataclass(frozen=True)
 class Deferred:
-    """An exchange that takes place when it is waited for; or has been waited for."""
+    """A message that is exchanged when it is waited for; or has been waited for."""
 
     run: Callable[[], Mean]
-    status: Tensor | None = None
+    status: Tensor = field(default_factory=partial(torch.empty, 0))
 
-    def wait(self) -> tuple[Mean, Tensor | None]:
+    def wait(self) -> tuple[Mean, Tensor]:
         return self.run(), self.status
+
+
+class PreparedWhole:
+    """A signal of which nothing is chosen: all of it is sent.
+
+    Args:
+        signal: see `Exchange.prepare`.
+        begin: sends the tensors that are known, and a status.
+    """
+
+    faults = None
+
+    def __init__(
+        self, signal: Mapping[str, Tensor | None], begin: Callable[[dict[str, Tensor], Tensor | None], Pending]
+    ) -> None:
+        self._signal, self._begin = dict(signal), begin
+
+    @property
+    def names(self) -> Collection[str]:
+        return self._known.keys()
+
+    @property
+    def _known(self) -> dict[str, Tensor]:
+        return {name: tensor for name, tensor in self._signal.items() if tensor is not None}
+
+    def add(self, signal: Signal) -> None:
+        self._signal.update(signal)
+
+    def send(self, status: Tensor | None = None) -> Pending:
+        return self._begin(self._known, status)
+
+    def drop(self) -> None:
+        pass
 
 
 @dataclass(frozen=True)
@@ -172,7 +283,6 @@ class PendingWhole:
         return DenseMean(dict(zip(self.names, means, strict=True))), status
 
 
-@dataclass
 class WholeExchange:
     """Averages whole tensors, and a status beside them: an all-reduce over all ranks. Keeps nothing back.
 
@@ -181,16 +291,29 @@ class WholeExchange:
         exact: whether `inter_dtype` is disregarded; see `MeanWork`.
     """
 
-    peers: Peers
-    exact: bool = True
+    payload, fault, keeps_parts, can_be_hidden = Whole(), None, False, True
 
-    def begin(self, signal: Signal, status: Tensor) -> PendingWhole:
-        """Begin to average tensors of any floating dtype and layout, read now; see `MeanWork`.
+    def __init__(self, peers: Peers, *, exact: bool = True) -> None:
+        self._peers, self._exact, self.residuals = peers, exact, Residuals()
 
-        Args:
-            status: float32, 1-d.
-        """
-        return PendingWhole(list(signal), MeanWork(list(signal.values()), status, self.peers, exact=self.exact))
+    def prepare(self, signal: Mapping[str, Tensor | None], correction: Correction | None = None) -> PreparedWhole:
+        return PreparedWhole(signal, self._send)
+
+    def _send(self, signal: Signal, status: Tensor | None) -> PendingWhole:
+        assert status is not None
+        return PendingWhole(list(signal), MeanWork(list(signal.values()), status, self._peers, exact=self._exact))
+
+    def sent_bytes(self, shape: torch.Size) -> int:
+        return all_reduce_bytes(4 * shape.numel(), self._peers.num_participants)
+
+    def to(self, device: torch.device) -> None:
+        pass
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        pass
 
 
 # The k largest --------------------------------------------------------------------------------------------------------
@@ -200,10 +323,9 @@ class WholeExchange:
 class TopKExchange:
     """Exchanges the largest elements of tensors between peers, and keeps the rest of each.
 
-        accumulate   e = beta e + signal, or a correction of it   | `compress.selection`, over a table of segments
-        choose       the k largest of e, and encode them          | `compress.top_k`
-        send         an all-gather between peers                  | `comm.peers`
-        average      1/N of the sum, in one order                 | `SparseMean`
+        prepare   e = beta e + signal, or a correction of it; the k largest of e   | `compress.selection`
+        send      encode them, an all-gather between peers                         | `compress.codec`, `comm.peers`
+        wait      1/N of the sum, in one order                                     | `SparseMean`
 
     On two levels each rank of a node does this for its part of every tensor, among the ranks that have this part in
     the other nodes; inside the node the messages are gathered.
@@ -211,96 +333,53 @@ class TopKExchange:
     Args:
         payload: what is sent; may be replaced between steps, on all ranks.
         peers: who takes part.
-
-    Attributes:
-        density: the fraction that is sent; the payload's own, unless a schedule sets another.
-        accumulated: the names of what has been accumulated, and not sent yet.
     """
 
     keeps_parts = can_be_hidden = True
 
     def __init__(self, payload: TopK, peers: Peers) -> None:
-        self.payload, self._peers = payload, peers
-        self.density = payload.density
+        self.payload, self.peers = payload, peers
         self.residuals = Residuals()
+        self.selection = Selection()
         self.fault: Tensor | None = None
-        self._selection = Selection()
-        self.accumulated: set[str] = set()
-        self._selected: dict[str, Sparse] = {}  # of these, except parts of no elements: taken out of the residuals
+        self._flags = torch.empty(0, dtype=torch.bool)  # those of the last signal
 
-    def accumulate_(
-        self, signal: Signal, fields: Mapping[str, Mapping[str, Any]] | None = None, *, masking: bool = False
-    ) -> list[str]:
-        """Accumulate tensors, and take the largest elements out of the residuals, for the next `begin` to send.
+    def prepare(self, signal: Mapping[str, Tensor | None], correction: Correction | None = None) -> PreparedTopK:
+        """Accumulate a signal into the residuals, and take the largest elements out of them.
 
         In place:
-            The residuals; with `fields` the velocities.
-
-        Args:
-            signal: any floating dtype, flat; of this rank's part of each tensor.
-            fields: more fields of each segment, as `Velocities.fields` returns them.
-            masking: whether velocities are cleared where elements are taken.
-
-        Returns:
-            The names of which this rank has a part.
+            The residuals; with a correction the velocities, and Adam's second moments.
 
         Raises:
             ConfigurationError: a part has more elements than there are positions.
         """
-        self.accumulated.update(signal)
-        table = self._segments(signal, fields or {})
-        if self.payload.decay != 1.0 and table:
-            torch._foreach_mul_([segment.residual for segment in table.values()], self.payload.decay)
-        self._selected |= zip(table, self._selection.compress_(table, masking=masking), strict=True)
-        return list(table)
+        return PreparedTopK(self, signal, correction)
 
-    def forget(self) -> None:
-        """Forget what has been selected in a step that has failed: it is lost."""
-        self.accumulated, self._selected = set(), {}
+    def flags_for(self, num: int, device: torch.device, *, is_late: bool) -> Tensor:
+        """Return as many flags, none set.
 
-    def _segments(self, parts: Signal, fields: Mapping[str, Mapping[str, Any]]) -> dict[str, Segment]:
-        """Return the table of this rank's parts that are not empty, for the kernels."""
-        for name, part in parts.items():
-            if part.numel() > MAX_NUMEL:
-                raise ConfigurationError(
-                    f"{name!r} has {part.numel()} elements, positions go up to {MAX_NUMEL}: exclude=[{name!r}]."
-                )
-        if not parts:
-            return {}
-        device = next(iter(parts.values())).device
-        wide = [name for name, part in parts.items() if part.dtype == torch.float64]
-        self.residuals.ensure({name: part.numel() for name, part in parts.items()}, device, wide)
-        here = {name: part for name, part in parts.items() if part.numel()}
-        selected = self.payload.selected([part.numel() for part in here.values()], self.density)
-        return {
-            name: Segment(residual=self.residuals[name], gradient=part, **fields.get(name, {}), **each)
-            for (name, part), each in zip(here.items(), selected, strict=True)
-        }
+        In one place, or the table of the kernels would be another in each step; late ones are still read in the next.
+        """
+        if is_late:
+            return torch.zeros(num, dtype=torch.bool, device=device)
+        if self._flags.numel() != num or self._flags.device != device:
+            self._flags = torch.empty(num, dtype=torch.bool, device=device)
+        return self._flags.zero_()
 
-    def begin(self, signal: Signal, status: Tensor | None = None) -> Pending:
-        """Send the largest elements of what has been accumulated; or, if nothing has been, accumulate it now.
+    def send(self, selected: dict[str, Sparse], numels: Mapping[str, int], status: Tensor | None) -> Pending:
+        """Send elements.
+
+        In place:
+            The residuals: what is rounded away goes back into them.
 
         Wire:
             `TopK.nbytes` of this rank's parts, padded to the longest of the ranks of a node; then the status. An
             all-gather, on two levels another one inside the node.
 
         Args:
-            signal: whole; on two levels equal on the ranks of a node. Of what has been accumulated only the sizes are
-                read.
-        """
-        if not self.accumulated.issuperset(signal):
-            flats = {name: flat(each) for name, each in signal.items()}
-            self.accumulate_({name: each[self._peers.part(each.numel())] for name, each in flats.items()})
-        self.accumulated.clear()
-        numels = {name: each.numel() for name, each in signal.items()}
-        selected = {name: self._selected.pop(name) for name in signal if name in self._selected}
-        return self._send(selected, numels, status)
-
-    def _send(self, selected: dict[str, Sparse], numels: Mapping[str, int], status: Tensor | None) -> Pending:
-        """Send elements.
-
-        In place:
-            The residuals: what is rounded away goes back into them.
+            selected: elements by tensor, already subtracted from the residual; empty parts are absent.
+            numels: elements of each whole tensor.
+            status: see `Prepared.send`.
         """
         message = torch.empty(0, dtype=torch.uint8, device=self._device)
         if selected:
@@ -308,17 +387,17 @@ class TopKExchange:
             sizes_here = [residual.numel() for residual in residuals]
             message = self.payload.codec.encode(list(selected.values()), sizes_here, residuals)
             selected.clear()  # memory for the messages of all
-        layout = Layout.of(self.payload, numels, self.density, self._peers)
+        layout = Layout.of(self.payload, numels, self.peers)
         if missing := max(layout.sizes) - message.numel():
             message = pad(message, (0, missing))
         if status is not None:
             message = torch.cat([message, status.view(torch.uint8)])
         if self.fault is None:
             self.fault = torch.zeros((), dtype=torch.bool, device=self._device)
-        return PendingTopK(layout, self._peers, self._peers.begin_gather(message), status is not None, self.fault)
+        return PendingTopK(layout, self.peers, self.peers.begin_gather(message), status is not None, self.fault)
 
     def sent_bytes(self, shape: torch.Size) -> int:
-        return all_gather_bytes(self.payload.nbytes([shape.numel()]), self._peers.num_participants)
+        return all_gather_bytes(self.payload.nbytes([shape.numel()]), self.peers.num_participants)
 
     @property
     def _device(self) -> torch.device:
@@ -327,14 +406,98 @@ class TopKExchange:
     def to(self, device: torch.device) -> None:
         """Move the residuals; the kernels' workspaces are made anew, except the thresholds."""
         self.residuals.to(device)
-        self._selection.thresholds = self._selection.thresholds
+        self.selection.thresholds = self.selection.thresholds
         self.fault = None if self.fault is None else self.fault.to(device)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"thresholds": dict(self._selection.thresholds)}
+        return {"thresholds": dict(self.selection.thresholds)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._selection.thresholds = state.get("thresholds", {})  # none of another payload
+        self.selection.thresholds = state.get("thresholds", {})  # none of another payload
+
+
+class PreparedTopK:
+    """The largest elements of a signal, taken out of the residuals.
+
+    Args:
+        exchange: that sends them.
+        signal: see `Exchange.prepare`; its order is that of the message.
+        correction: see `Exchange.prepare`.
+    """
+
+    def __init__(
+        self, exchange: TopKExchange, signal: Mapping[str, Tensor | None], correction: Correction | None
+    ) -> None:
+        self._exchange, self._order, self._correction = exchange, list(signal), correction
+        self._numels: dict[str, int] = {}  # of the whole tensors
+        # Selected elements by tensor, already subtracted from the residual; empty parts are absent.
+        self._selected: dict[str, Sparse] = {}
+        self.faults = self.add({name: tensor for name, tensor in signal.items() if tensor is not None})
+
+    @property
+    def names(self) -> Collection[str]:
+        return self._numels.keys()
+
+    def add(self, signal: Signal) -> Faulty | None:
+        if not signal:
+            return None
+        exchange, correction, names = self._exchange, self._correction, list(signal)
+        payload, residuals, device = exchange.payload, exchange.residuals, next(iter(signal.values())).device
+        parts = {name: _part(tensor, exchange.peers) for name, tensor in signal.items()}
+        for name, part in parts.items():
+            if part.numel() > MAX_NUMEL:
+                raise ConfigurationError(
+                    f"{name!r} has {part.numel()} elements, positions go up to {MAX_NUMEL}: exclude=[{name!r}]."
+                )
+        wide = [name for name, part in parts.items() if part.dtype == torch.float64]
+        residuals.ensure({name: part.numel() for name, part in parts.items()}, device, wide)
+        fields: dict[str, Mapping[str, Any]] = {name: {} for name in names}
+        faults: Faulty | None = None
+        if correction is not None:
+            faults = names, exchange.flags_for(len(names), device, is_late=bool(self._numels))
+            fields = {
+                n: {"fault": flag, **correction.segment(n)} for n, flag in zip(names, faults[1].unbind(), strict=True)
+            }
+        for name, part in parts.items():
+            if not part.numel():  # nothing of it is this rank's, except that all keep Adam's second moment of all
+                for other in fields[name].get("other_parts", ()):
+                    other.update_()
+        parts = {name: part for name, part in parts.items() if part.numel()}
+        counts = payload.selected([part.numel() for part in parts.values()])
+        table = {
+            name: Segment(residual=residuals[name], gradient=part, **fields[name], **count)
+            for (name, part), count in zip(parts.items(), counts, strict=True)
+        }
+        if payload.decay != 1.0 and table:
+            torch._foreach_mul_([segment.residual for segment in table.values()], payload.decay)
+        clears = correction is not None and correction.clears
+        self._selected |= zip(table, exchange.selection.compress_(table, masking=clears), strict=True)
+        if correction is not None:
+            correction.write_back_()
+        self._numels |= {name: tensor.numel() for name, tensor in signal.items()}
+        return faults
+
+    def send(self, status: Tensor | None = None) -> Pending:
+        numels = {name: self._numels[name] for name in self._order if name in self._numels}
+        selected = {name: self._selected.pop(name) for name in numels if name in self._selected}
+        return self._exchange.send(selected, numels, status)
+
+    def drop(self) -> None:
+        for name, (positions, values) in self._selected.items():
+            residual = self._exchange.residuals[name]
+            residual.index_add_(0, positions, values.to(residual.dtype))
+        self._selected.clear()
+
+
+def _part(tensor: Tensor, peers: Peers) -> Tensor:
+    """Return this rank's part of a tensor: contiguous, a copy where its elements are in another order in memory.
+
+    The whole in its own shape: views of hundreds of tensors take as long as all else that a step does on the host.
+    """
+    own = peers.part(tensor.numel())
+    if own.stop - own.start == tensor.numel() and tensor.is_contiguous():
+        return tensor
+    return flat(tensor)[own]
 
 
 class ReduceScatterExchange(TopKExchange):
@@ -351,17 +514,17 @@ class ReduceScatterExchange(TopKExchange):
     numels: tuple[int, ...] = ()
     boundaries: tuple[int, ...] = ()
 
-    def _send(self, selected: dict[str, Sparse], numels: Mapping[str, int], status: Tensor | None) -> Pending:
+    def send(self, selected: dict[str, Sparse], numels: Mapping[str, int], status: Tensor | None) -> Pending:
         """Sum at the owners: an all-to-all and an all-gather; blocking.
 
         In place:
             The residuals, to which elements that do not fit, sums that wait, and rounding errors are added.
         """
-        ranks, sizes = self._peers.between, tuple(numels[name] for name in selected)
-        if self.payload.collective(sizes, self.density, ranks.num_ranks, is_two_level=False) == "all_gather":
-            return super()._send(selected, numels, status)
+        ranks, sizes = self.peers.between, tuple(numels[name] for name in selected)
+        if self.payload.collective(sizes, ranks.num_ranks, is_two_level=False) == "all_gather":
+            return super().send(selected, numels, status)
         assert status is None
-        parts, counts = list(selected.values()), self.payload.nums_sent(sizes, self.density)
+        parts, counts = list(selected.values()), self.payload.nums_sent(sizes)
         if (sizes, ranks.num_ranks) != (self.numels, len(self.boundaries) - 1):
             self.numels, self.boundaries = sizes, even_boundaries(sizes, counts, ranks.num_ranks)
         plan = SparseSum(sizes, sum(counts), self.boundaries, self.payload.codec)
@@ -415,7 +578,6 @@ class Layout:
     Attributes:
         payload: with which they were sent.
         numels: elements of each whole tensor, by name.
-        density: the fraction that is sent.
         num_participants: that have sent.
         sizes: bytes of the elements in the message of each rank of a node.
         pieces: of all messages, participants in their order.
@@ -423,15 +585,14 @@ class Layout:
 
     payload: TopK
     numels: Mapping[str, int]
-    density: float
     num_participants: int
     sizes: list[int]
     pieces: list[Piece]
 
     @classmethod
-    def of(cls, payload: TopK, numels: Mapping[str, int], density: float, peers: Peers) -> Layout:
+    def of(cls, payload: TopK, numels: Mapping[str, int], peers: Peers) -> Layout:
         of_ranks = peers.num_local_ranks, peers.num_participants
-        return _layout(payload, tuple(numels.items()), density, *of_ranks, DECODED_BYTES // ELEMENT_BYTES)
+        return _layout(payload, tuple(numels.items()), *of_ranks, DECODED_BYTES // ELEMENT_BYTES)
 
     def decode(self, gathered: Tensor, damaged: Tensor) -> Iterator[Decoded]:
         """Yield the elements in the messages of all, piece by piece."""
@@ -439,7 +600,7 @@ class Layout:
             messages = gathered[piece.ranks, piece.participants, : self.sizes[piece.ranks.start]]
             # Not kept here: the next ones need the memory.
             yield Decoded(
-                *self.payload.decode(messages, piece.numels, self.density, damaged, piece.tensors),
+                *self.payload.decode(messages, piece.numels, damaged, piece.tensors),
                 piece.spans,
                 piece.participants.start,
                 self.num_participants,
@@ -450,7 +611,6 @@ class Layout:
 def _layout(
     payload: TopK,
     numels: tuple[tuple[str, int], ...],
-    density: float,
     num_local_ranks: int,
     num_participants: int,
     most: int,
@@ -465,7 +625,7 @@ def _layout(
     for of_one, ranks in groupby(range(num_local_ranks), key=lambda each: lengths[each]):
         if not of_one:
             continue
-        alike, counts = list(ranks), payload.nums_sent(of_one, density)
+        alike, counts = list(ranks), payload.nums_sent(of_one)
         for tensors in _groups(counts, most // num_participants):
             num_sent = sum(counts[tensors])
             ranks_at_once = max(1, most // (num_participants * num_sent))
@@ -477,8 +637,8 @@ def _layout(
                 spans = [span for row, each in enumerate(of_ranks) for span in _spans(each, counts[tensors], row)]
                 participants = slice(first, min(first + at_once, num_participants))
                 pieces.append(Piece(slice(mine[0], mine[-1] + 1), participants, tensors, of_one, spans))
-    sizes = [payload.nbytes(of_rank, density) for of_rank in lengths]
-    return Layout(payload, dict(numels), density, num_participants, sizes, pieces)
+    sizes = [payload.nbytes(of_rank) for of_rank in lengths]
+    return Layout(payload, dict(numels), num_participants, sizes, pieces)
 
 
 class PendingTopK:
@@ -496,7 +656,7 @@ class PendingTopK:
         self._layout, self._peers, self._work, self._damaged = layout, peers, work, damaged
         self._has_status, self._gathered = has_status, list[Tensor]()
 
-    def wait(self) -> tuple[SparseMean, Tensor | None]:
+    def wait(self) -> tuple[SparseMean, Tensor]:
         if not self._gathered:
             with self._peers.ledger.waiting(self._damaged.device):
                 self._gathered.append(self._work.wait())
@@ -504,7 +664,7 @@ class PendingTopK:
         decode, weights = (lambda: layout.decode(gathered, damaged)), self._peers.weights
         mean = SparseMean(layout.payload, layout.numels, decode, damaged.device, weights)
         if not self._has_status:
-            return mean, None
+            return mean, torch.empty(0)
         statuses = gathered[..., max(layout.sizes) :].contiguous().view(torch.float32).flatten(0, 1)
         first, *others = statuses
         return mean, sum(others, first)  # in one order: the same bits everywhere
@@ -622,16 +782,17 @@ class SparseMean:
         return outs
 
     def step_(self, steps: Mapping[str, Step]) -> None:
-        """Step weights where any participant has sent an element: ``w = w - rate mean``.
-
-        In place:
-            The weights, and the workspace: the mean where there is no weight, else undefined afterwards.
-
-        Args:
-            steps: of each tensor a workspace of its size, its weight, and the rate: float32, contiguous, of any shape.
-                Without a weight the mean may be of 16 bits.
-        """
-        self._step_(self._decode, steps)
+        # Kernels write float32 and 16 bits, contiguous.
+        is_out = {name: room.dtype in DTYPES and room.is_contiguous() for name, (room, _, _) in steps.items()}
+        outs = {
+            name: steps[name][0].new_empty(self._numels[name], dtype=torch.float32)
+            for name in steps
+            if not is_out[name]
+        }
+        rooms = {name: (outs.get(name, room), weight, rate) for name, (room, weight, rate) in steps.items()}
+        self._step_(self._decode, rooms)
+        for name, out in outs.items():
+            steps[name][0].copy_(out.view(steps[name][0].shape))
 
     def _step_(self, decode: Callable[[], Iterable[Decoded]], steps: Mapping[str, Step]) -> None:
         over_senders, mean = self._payload.mean_over == "senders", torch.empty(0)

@@ -47,7 +47,6 @@ class Average:
     def wait_for_whole(self) -> tuple[dict[str, Tensor], Tensor]:
         """Wait for the means of the tensors that are averaged whole, and for the status."""
         mean, status = (self.whole or self.changes).wait()
-        assert status is not None
         return mean.dense() if self.whole is not None else {}, status
 
 

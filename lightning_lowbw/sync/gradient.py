@@ -36,15 +36,14 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_lowbw.comm.peers import Peers, average_gradients_, mean_over, wide_dtype
 from lightning_lowbw.compress.corrections import correction_for
+from lightning_lowbw.compress.params import Row, by_group, check_shapes
 from lightning_lowbw.compress.top_k import TopK
 from lightning_lowbw.errors import WITHOUT_RESIDUALS, ConfigurationError, DisagreementError, NonFiniteGradientError
 from lightning_lowbw.kernels.reference import are_not_finite
-from lightning_lowbw.kernels.table import DTYPES
-from lightning_lowbw.kernels.tensors import as_real, copy_all_, copy_in_order_, flat_in_order, order_of
+from lightning_lowbw.kernels.tensors import as_real, copy_all_, copy_in_order_, order_of
 from lightning_lowbw.schedules.every_step import EveryStep
 from lightning_lowbw.sync.checks import agree_on_end, check_two_levels, compare_batches, raise_at_other_batches
-from lightning_lowbw.sync.exchange import SparseMean, TopKExchange, Whole, WholeExchange, exchange_for
-from lightning_lowbw.sync.params import Row, Velocities, by_group, check_shapes
+from lightning_lowbw.sync.exchange import Faulty, Prepared, Whole, WholeExchange, exchange_for
 from lightning_lowbw.sync.state import check_order, check_origin, origin, own_part, saved
 from lightning_lowbw.sync.status import SAVE, STOP, Fault, Status, any_of, first_fault, make_mark, status_message
 from lightning_lowbw.sync.synchronizer import Synchronizer
@@ -58,7 +57,6 @@ class GradientSync(Synchronizer):
     Attributes:
         last_density: the fraction of elements that the last step sent of a compressed tensor; 1.0 in the dense phase.
         correction: how a gradient enters the residual, and what is left to the optimizer.
-        velocities: u of the compressed tensors.
         fault: after `check_gradients`, whether this rank has found a fault; a scalar. None if nothing was checked.
     """
 
@@ -73,20 +71,22 @@ class GradientSync(Synchronizer):
         self.last_density = 1.0
         self._last_residual_norm: float | None = None
         self._has_compressed = False  # whether a step since the last load was compressed; equal on all ranks
-        self._rows: list[Row] = []  # of the step in progress
-        self.fault: Tensor | None = None
-        self._refused = ""  # the name of a parameter whose gradient is a sparse tensor
-        # Compressed rows whose means are in `.grad`, for `step_exchanged`; then these gradients, which the optimizer
-        # is not to see until it has stepped.
+        # Of the step in progress: the tensors, what of them is compressed, and of that the tensors whose means are in
+        # `.grad`, for `step_exchanged`; then these gradients, which the optimizer is not to see until it has stepped.
+        self._rows: list[Row] = []
+        self._prepared: Prepared | None = None
         self._unstepped: list[Row] = []
         self._hidden: list[tuple[Parameter, Tensor]] = []
         self._showing: RemovableHandle | None = None  # a hook that gives these back before other hooks look
         self._is_torn = False  # whether residuals have changed in this step, and what was sent of them is not averaged
-        # Whether gradients of this step, or sums with their residuals, have an inf or NaN: bool, one of each row.
-        self._nonfinite: list[tuple[list[Row], Tensor]] = []
-        self._late: list[tuple[list[Row], Tensor]] = []  # the same, found after the status of the last step
-        self._flags = torch.empty(0, dtype=torch.bool)  # those of the last pass that has accumulated
-        self.correction = correction_for(optimizer, peers.num_participants, corrects=isinstance(what, TopK))
+        self.fault: Tensor | None = None
+        self._refused = ""  # the name of a parameter whose gradient is a sparse tensor
+        # Whether gradients of this step, or sums with their residuals, have an inf or NaN: bool, one of each name.
+        self._nonfinite: list[Faulty] = []
+        self._late: list[Faulty] = []  # the same, found after the status of the last step
+        self.correction = correction_for(
+            optimizer, peers.num_participants, corrects=isinstance(what, TopK), keeps_parts=peers.is_two_level
+        )
         if not method.when.is_auto:  # with "auto" nothing is corrected yet, and perhaps never
             self.correction.check()
         if not isinstance(what, Whole):
@@ -95,7 +95,6 @@ class GradientSync(Synchronizer):
             if peers.is_two_level:
                 check_two_levels(what)
             what.check_names(self.params.names())
-        self.velocities = Velocities(self.correction, peers)
         self.compressed = exchange_for(what, peers, of_gradients=True)
 
     # Read by the strategies -----------------------------------------------------------------------------------------
@@ -122,11 +121,7 @@ class GradientSync(Synchronizer):
     @property
     def reduces_in_backward(self) -> bool:
         """Whether the coming step is a dense one, whose gradients are all-reduced during backward, as DDP does."""
-        if self.compressed is None or self.peers.num_participants == 1:
-            return True
-        if isinstance(self.compressed, TopKExchange):
-            return not self.is_sparse
-        return self.step < self.when.rampup_begin_step
+        return self.compressed is None or self.peers.num_participants == 1 or self.when.is_dense(self.step)
 
     @property
     def reduces_in_node(self) -> bool:
@@ -195,7 +190,7 @@ class GradientSync(Synchronizer):
         self._check_method()
         what, reduced = self.method.what, frozenset(reduced)
         skipped = reduced if self.reduces_in_backward else frozenset()
-        self._rows = self.params.trained(what if self.is_sparse and isinstance(what, TopK) else None, skipped)
+        self._rows = self.params.trained(None if self.reduces_in_backward else what, skipped)
         self._check_rows()
         if self.reduces_in_node:
             others = [row.parameter for row in self._rows if row.parameter not in reduced]
@@ -206,10 +201,11 @@ class GradientSync(Synchronizer):
     def check_gradients(self) -> None:
         if not self._rows:
             return
-        checked = {row.name for rows, _ in self._nonfinite for row in rows}
+        checked = {name for names, _ in self._nonfinite for name in names}
         unchecked = [row for row in self._rows if row.name not in checked and not row.is_missing]
         if unchecked:
-            self._nonfinite.append((unchecked, are_not_finite([row.gradient for row in unchecked])))
+            flags = are_not_finite([row.gradient for row in unchecked])
+            self._nonfinite.append(([row.name for row in unchecked], flags))
         self.fault = any_of([*self.late_flags(), *(flags for _, flags in self._nonfinite)], self.device)
         for row in self._rows:
             if row.has_sparse_layout:
@@ -264,9 +260,10 @@ class GradientSync(Synchronizer):
     def _exchange(self, skip_nonfinite: bool, applies: bool) -> bool:
         if not self._rows:
             return self._exchange_alone(skip_nonfinite) if self.peers.num_participants == 1 else True
-        # u = m u + g;  v = v + u: the same pass finds inf and NaN, where nobody has looked for them yet.
+        # decay, correct, select, mask: in one pass, which finds inf and NaN, too, where nobody has looked for them yet
         if self.fault is None:
-            self._accumulate_([row for row in self._rows if row.is_compressed and not row.is_missing])
+            if self.is_sparse:
+                self._prepare()
             self.check_gradients()
         # Tensors that are sent whole, and the status: one all-reduce.
         means, status = self._average_whole()
@@ -282,10 +279,11 @@ class GradientSync(Synchronizer):
         rows = self._take_means_(means, status.sums)
         if self.peers.num_participants == 1:
             return self._exchange_alone(skip_nonfinite=False)
-        if self.is_sparse:
-            self._average_sparse_(rows, applies)
-        elif not self.reduces_in_backward:
-            self._average_compressed_(rows)
+        sent = [
+            row for row in rows if row.is_compressed and row.parameter.numel()
+        ]  # of an empty shard the peers have none
+        if sent:
+            self._average_(sent, applies)
         return True
 
     def _average_whole(self) -> tuple[Mapping[str, Tensor], Status]:
@@ -298,7 +296,7 @@ class GradientSync(Synchronizer):
         whole = {
             row.name: row.in_order(torch.zeros_like(row.parameter) if row.is_missing else row.gradient)
             for row in self._rows
-            if is_dense or (is_sparse and not row.is_compressed)
+            if not row.is_compressed
         }
         peers.count_dense(sum(row.parameter.nbytes for row in self._rows))
         used = [float(row.parameter.grad is not None) for row in self._rows]
@@ -313,7 +311,7 @@ class GradientSync(Synchronizer):
         mark = make_mark(self.batch, weights, requests)
         message = status_message(used, fault, mark, peers.rank, peers.num_ranks, fault.device)
         exact = is_sparse or self.method.where.inter_dtype == "float32"
-        mean, numbers = WholeExchange(peers, exact=exact).begin(whole, message).wait()
+        mean, numbers = WholeExchange(peers, exact=exact).prepare(whole).send(message).wait()
         status = Status.read(numbers, peers.num_ranks)
         self.agree_on(status.requests)
         return mean.dense(), status
@@ -331,52 +329,60 @@ class GradientSync(Synchronizer):
         copy_all_([row.in_order(row.gradient) for row in mine], [means[row.name] for row in mine])
         return stepped
 
-    def _average_compressed_(self, rows: Sequence[Row]) -> None:
-        """Replace gradients by their means, all of them sent compressed.
+    def _prepare(self) -> None:
+        """Prepare the gradients that are compressed, of those that this rank has.
 
-        Collective: all ranks, blocking.
+        In place:
+            Residuals and velocities; inf and NaN do not enter them, `_nonfinite` says where there are any.
         """
-        assert self.compressed is not None
-        gradients = {row.name: row.in_order(row.gradient) for row in rows if row.parameter.numel()}
-        if not gradients:
-            return
-        self._is_torn = True
-        means = self.compressed.begin(gradients).wait()[0].dense()
-        self._is_torn = False
-        for name, gradient in gradients.items():
-            if means[name].data_ptr() != gradient.data_ptr():  # laid out otherwise: a copy
-                gradient.copy_(means[name].view(gradient.shape))
+        what, exchange, correction = self.method.what, self.compressed, None
+        rows = [row for row in self._rows if row.is_compressed and row.parameter.numel()]
+        assert exchange is not None
+        if isinstance(what, TopK):
+            exchange.payload, correction = what.at(self.density), self.correction
+            correction.begin_step(rows, self.peers.part, exchange.payload)
+        signal = {row.name: None if row.is_missing else row.in_order(row.gradient) for row in rows}
+        self._is_torn, self._prepared = True, exchange.prepare(signal, correction)
+        self._note(self._prepared.faults)
 
-    def _average_sparse_(self, rows: Sequence[Row], applies: bool) -> None:
+    def _note(self, faults: Faulty | None) -> None:
+        if faults is not None:
+            self._nonfinite.append(faults)
+
+    def _average_(self, rows: Sequence[Row], applies: bool) -> None:
         """Average the compressed tensors, and apply the means: as gradients, or as steps of the weights.
 
         Collective: all ranks, blocking.
+
+        Args:
+            rows: that any rank has used.
+            applies: see `exchange`.
         """
-        assert isinstance(self.compressed, TopKExchange)
-        sparse, correction = [row for row in rows if row.is_compressed], self.correction
-        num_known = len(self._nonfinite)
-        self._accumulate_(sparse)  # of those that nobody has accumulated yet
-        # The status of this step has gone: what the pass has found now is told with the next one.
-        self._late = self._nonfinite[num_known:]
-        sparse = [row for row in sparse if row.parameter.numel()]  # an empty shard: the peers have nothing of it either
-        if not sparse:
-            return
-        # The k largest |v|, and 1/N of the sum of what all have sent.
-        mean = self.compressed.begin({row.name: row.gradient for row in sparse}).wait()[0]
-        assert isinstance(mean, SparseMean)
-        self._is_torn = False
-        # w = w - lr mean, where something was sent; else a gradient, to be stepped with later.
-        steps = [row for row in sparse if row.is_steppable] if applies and correction.is_complete else []
-        for group, mine in by_group(steps):
-            correction.decay_weights([row.parameter for row in mine], group)
+        num_told, correction = len(self._nonfinite), self.correction
+        if self._prepared is None:
+            self._prepare()
+        assert self._prepared is not None
+        # Of what only other ranks have used the gradient is zero here, and the velocity goes on.
+        known = self._prepared.names
+        self._note(self._prepared.add({row.name: row.in_order(row.gradient) for row in rows if row.name not in known}))
+        self._late = self._nonfinite[num_told:]  # the status of this step has gone: they are told with the next one
+        mean, _ = self._prepared.send().wait()  # average: 1/N of the sum of what all have sent
+        self._is_torn, self._prepared = False, None
+        # step: w = w - lr mean, where something was sent; else a gradient, to be stepped with later
+        steps = [row for row in rows if row.is_steppable] if applies and correction.is_complete else []
+        for group, rows_of_group in by_group(steps):
+            correction.decay_weights([row.parameter for row in rows_of_group], group)
         rates = {id(row.group): correction.rate_of(row.group) for row in steps}
         mean.step_(
             {row.name: (row.in_order(row.gradient), row.in_order(row.parameter), rates[id(row.group)]) for row in steps}
         )
         for row in steps:
             row.parameter.grad = None
-        others = [row for row in sparse if row.parameter.grad is not None]
-        self._write_gradients_(mean, others)
+        others = [row for row in rows if row.parameter.grad is not None]
+        mean.step_({row.name: (row.in_order(row.gradient), None, 0.0) for row in others})
+        # torch's sign, for an optimizer with maximize=True
+        if climbing := [row.gradient for row in others if correction.constants(row.group).sign < 0]:
+            torch._foreach_neg_(climbing)
         if correction.is_complete:
             self._unstepped = others
 
@@ -402,62 +408,6 @@ class GradientSync(Synchronizer):
             if parameter.grad is None:
                 parameter.grad = gradient
         self._hidden = []
-
-    def _accumulate_(self, rows: Sequence[Row]) -> None:
-        """Accumulate gradients into the residuals, and select the largest elements of this rank's parts.
-
-        In place:
-            Residuals and velocities; inf and NaN do not enter them, `_nonfinite` says where there are any.
-        """
-        if not rows:
-            return
-        what, exchange = self.method.what, self.compressed
-        assert isinstance(exchange, TopKExchange)
-        assert isinstance(what, TopK)
-        rows = [row for row in rows if row.name not in exchange.accumulated]
-        if not rows:
-            return
-        self._is_torn = True
-        # Of all compressed tensors, also of those that this rank accumulates later: so masking is equal on all ranks.
-        groups = {id(row.group): row.group for row in self._rows if row.is_compressed}
-        constants = {key: self.correction.constants(group) for key, group in groups.items()}
-        device = rows[0].parameter.device
-        if self._late or self._flags.numel() != len(rows) or self._flags.device != device:  # late ones are still read
-            self._flags = torch.empty(len(rows), dtype=torch.bool, device=device)
-        flags = self._flags.zero_()  # in one place, or the table of the kernels would be another in each step
-        parts, fields = {}, {}
-        for row, flag in zip(rows, flags.unbind(), strict=True):
-            own = self.peers.part(row.parameter.numel())
-            parts[row.name] = row.part(row.gradient, own)
-            fields[row.name] = {"fault": flag, **self.velocities.fields(row, own, constants[id(row.group)])}
-        exchange.density = self.density
-        momenta = [each.momentum for each in constants.values()]
-        masking = what.masks(self.density, momenta, by_default=self.correction.masks)
-        here = set(exchange.accumulate_(parts, fields, masking=masking))
-        for row in rows:
-            if row.name not in here:  # this rank's part has no elements
-                for other in fields[row.name]["other_parts"]:
-                    other.update_()
-        self.velocities.write_back([row for row in rows if row.name in here], fields)
-        self._nonfinite.append((rows, flags))
-
-    def _write_gradients_(self, mean: SparseMean, rows: Sequence[Row]) -> None:
-        """Write means into gradients, for an optimizer that does more than to subtract them."""
-        outs = {}
-        for row in rows:
-            is_out = row.gradient.dtype in DTYPES and row.in_order(row.gradient).is_contiguous()
-            outs[row.name] = (
-                flat_in_order(row.gradient, row.parameter)
-                if is_out
-                else row.gradient.new_empty(row.gradient.numel(), dtype=torch.float32)
-            )
-        mean.step_({name: (out, None, 0.0) for name, out in outs.items()})
-        for row in rows:
-            if outs[row.name].data_ptr() != row.gradient.data_ptr():
-                copy_in_order_(row.gradient, row.parameter, outs[row.name])
-        climbing = [row.gradient for row in rows if self.correction.constants(row.group).sign < 0]
-        if climbing:  # torch's sign, for an optimizer with maximize=True
-            torch._foreach_neg_(climbing)
 
     def _exchange_alone(self, skip_nonfinite: bool) -> bool:
         """Do what is left to a single participant; in a run that had several, apply what they had not sent."""
@@ -601,7 +551,7 @@ class GradientSync(Synchronizer):
         late = self.describe_late_fault()
         if late is not None:
             return late
-        nonfinite = {row.name for rows, flags in self._nonfinite for row in compress(rows, flags.tolist())}
+        nonfinite = {name for names, flags in self._nonfinite for name in compress(names, flags.tolist())}
         for row in self._rows:
             if row.name not in nonfinite:
                 continue
@@ -622,9 +572,9 @@ class GradientSync(Synchronizer):
         return [*(flags for _, flags in self._late), *super().late_flags()]
 
     def describe_late_fault(self) -> Fault | None:
-        row = next((row for rows, flags in self._late for row in compress(rows, flags.tolist())), None)
-        if row is not None:
-            return self.overflow(1, f"the gradient of {row.name!r} on {self.here}, added to the residual,")
+        name = next((name for names, flags in self._late for name in compress(names, flags.tolist())), None)
+        if name is not None:
+            return self.overflow(1, f"the gradient of {name!r} on {self.here}, added to the residual,")
         return super().describe_late_fault()
 
     def forget_late_faults(self) -> None:
@@ -669,8 +619,9 @@ class GradientSync(Synchronizer):
 
     def _end_step(self) -> None:
         """Forget the step; where it has failed in the exchange, what it took out of the residuals is lost."""
-        if isinstance(self.compressed, TopKExchange):
-            self.compressed.forget()
+        if self._prepared is not None:
+            self._prepared.drop()
+            self._prepared = None
         if self._is_torn:
             self.torn, self._is_torn = f"the exchange of gradients after step {self.step}", False
         self._rows, self._unstepped, self.fault, self._refused = [], [], None, ""
@@ -679,14 +630,24 @@ class GradientSync(Synchronizer):
     # State ----------------------------------------------------------------------------------------------------------
 
     def whole_momentum(self) -> dict[Parameter, Tensor]:
-        """Return the whole velocities that this node keeps in parts; empty on one level.
+        """Return the velocities that this node keeps in parts, whole; on the CPU, so that the device has one at a time.
 
         Collective: the ranks of a node, blocking.
         """
-        return self.velocities.whole()
+        whole = {}
+        for parameter, velocity in self.correction.parts.items():
+            # In float32, which holds narrower ones exactly.
+            wide = velocity.to(torch.promote_types(velocity.dtype, torch.float32))
+            longest = self.peers.part(parameter.numel(), 0).stop
+            wide = torch.nn.functional.pad(wide, (0, longest - wide.numel()))
+            ordered = torch.empty_like(parameter, requires_grad=False)
+            copy_in_order_(ordered, parameter, self.peers.gather_parts_in_node(wide, parameter.numel()))
+            whole[parameter] = ordered.cpu()
+        return whole
 
     def to(self, device: torch.device) -> None:
-        self.velocities.to(device)
+        parts = self.correction.parts
+        parts.update((parameter, part.to(device)) for parameter, part in parts.items())
         if self.compressed is not None:
             self.compressed.to(device)
 
@@ -694,7 +655,7 @@ class GradientSync(Synchronizer):
         """Return this rank's own state: what differs from rank to rank, and the step."""
         parameters, state = self.by_name(), self.optimizer.state
         kept = {name: parameters[name] for name in self.residuals if name in parameters}  # not what was taken out
-        velocities = {name: self.velocities.saved(parameter) for name, parameter in kept.items()}
+        velocities = {name: self.correction.saved(parameter) for name, parameter in kept.items()}
         return {
             **self.equal_state(),
             **origin(self.peers),
@@ -732,14 +693,15 @@ class GradientSync(Synchronizer):
         residuals = {name: own(name, kept) for name, kept in state["residuals"].items()}
         self.params.orders = {name: order_of(as_real(parameters[name])) for name in residuals}
         self.load_equal_state(state)
-        self.velocities.clear()
+        self.correction.parts.clear()
         self.forget_late_faults()
         if self.compressed is not None:
             self.compressed.residuals.load(residuals, self.device)
             if state["exchange"] is not None:
                 self.compressed.load_state_dict(state["exchange"])
         for name, kept in state["velocities"].items():
-            self.velocities.load(parameters[name], own(name, kept))
+            part = self.peers.part(parameters[name].numel())
+            self.correction.load(parameters[name], own(name, kept), part)
         for name, tensors in state["local"].items():
             for key, value in tensors.items():
                 of_parameter = self.optimizer.state.get(parameters[name], {})

@@ -475,7 +475,7 @@ class LocalSync(Synchronizer):
         # The status is part of the message of the changes if no fragment sends anything else: ranks at different
         # steps must issue the same collectives, so that the difference is detected.
         is_alone = not whole and bool(changes) and self._sends_changes_only()
-        pending = None if is_alone else WholeExchange(self.peers).begin(whole, status)
+        pending = None if is_alone else WholeExchange(self.peers).prepare(whole).send(status)
         return Average(
             self.step,
             parameters,
@@ -491,9 +491,7 @@ class LocalSync(Synchronizer):
         exchange, what = self.compressed, self.method.what
         assert exchange is not None
         exchange.payload = what  # may have been replaced
-        if isinstance(exchange, TopKExchange):
-            exchange.density = what.density
-        return exchange.begin(changes, status)
+        return exchange.prepare(changes).send(status)
 
     def takes(self, parameter: Parameter) -> bool:
         """Whether the payload sends a parameter's change; otherwise it is averaged whole."""
@@ -650,8 +648,6 @@ class LocalSync(Synchronizer):
 
         The weights still have the changes that the residuals have accumulated, and the next average measures them anew.
         """
-        if isinstance(self.compressed, TopKExchange):
-            self.compressed.forget()
         residuals = {} if self.compressed is None else self.compressed.residuals
         for parameter in fragment.parameters if fragment.work is None else fragment.work.parameters:
             if self.name_of(parameter) in residuals:
@@ -759,7 +755,7 @@ class LocalSync(Synchronizer):
         exchange, means = WholeExchange(self.peers), {}
         names, unequal = list(signal), {self.name_of(p): p for p in parameters}
         for number, bucket in enumerate(buckets):  # one after the other: the device has the means of one
-            mean, num_faulty = exchange.begin({names[i]: signal[names[i]] for i in bucket.members}, fault).wait()
+            mean, num_faulty = exchange.prepare({names[i]: signal[names[i]] for i in bucket.members}).send(fault).wait()
             if not number and float(num_faulty):  # before anything changes
                 own = self.describe_late_fault() or self.describe_weights(nonfinite, self.step)
                 raise_fault(first_fault(own, self.fault_group))

@@ -36,7 +36,7 @@ from lightning_lowbw.comm.collectives import all_reduce_bytes
 from lightning_lowbw.comm.peers import Peers
 from lightning_lowbw.compress.selection import Residuals
 from lightning_lowbw.errors import ConfigurationError
-from lightning_lowbw.sync.exchange import Deferred, DenseMean, Signal, exchanges
+from lightning_lowbw.sync.exchange import Correction, Deferred, DenseMean, PreparedWhole, Signal, exchanges
 
 
 @names_arguments
@@ -52,6 +52,11 @@ class LowRank:
     """
 
     rank: int = 2
+
+    takes_density = False
+
+    def takes(self, name: str, numel: int, small_numel: int) -> bool:
+        return numel > 0
 
     def __post_init__(self) -> None:
         if not is_count(self.rank):
@@ -87,12 +92,15 @@ class LowRankExchange:
     _starts: dict[str, Tensor] = field(default_factory=dict)  # Q by name: float32, shape (m, r)
     keeps_parts = can_be_hidden = False
 
-    def begin(self, signal: Signal, status: Tensor | None = None) -> Deferred:
-        """Average tensors of any floating dtype and shape; the two all-reduces follow one another, in `wait`."""
-        assert status is None
-        # In manual optimization steps are taken under the autocast of `training_step`, which would round the products.
-        average = torch.autocast(next(iter(signal.values())).device.type, enabled=False)(self.average)
-        return Deferred(lambda: average(signal))
+    def prepare(self, signal: Mapping[str, Tensor | None], correction: Correction | None = None) -> PreparedWhole:
+        """Prepare tensors of any floating dtype and shape; the two all-reduces follow one another, in `wait`."""
+
+        def begin(tensors: dict[str, Tensor], _: Tensor | None) -> Deferred:
+            # In manual optimization steps are taken under the autocast of `training_step`, which would round products.
+            average = torch.autocast(next(iter(tensors.values())).device.type, enabled=False)(self.average)
+            return Deferred(lambda: average(tensors))
+
+        return PreparedWhole(signal, begin)
 
     @torch.no_grad()
     def average(self, signal: Signal) -> DenseMean:

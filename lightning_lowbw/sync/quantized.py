@@ -16,7 +16,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import reduce
+from functools import partial, reduce
 from itertools import accumulate
 from typing import Any
 
@@ -35,7 +35,7 @@ from lightning_lowbw.compress.quantization import (
 )
 from lightning_lowbw.compress.selection import Residuals
 from lightning_lowbw.kernels.tensors import copy_all_, split_front
-from lightning_lowbw.sync.exchange import Deferred, DenseMean, Signal, exchanges
+from lightning_lowbw.sync.exchange import Correction, Deferred, DenseMean, PreparedWhole, exchanges
 
 RANGE = 1 << 18  # values, 1 MiB: they stay in the second cache, and are many beside the cost of a call
 RANGE_OF_GPU = 1 << 24  # values, 64 MiB: few launches, and few bytes beside a model that takes more ranges than one
@@ -54,6 +54,11 @@ class Quantized:
     """
 
     value_dtype: str = "int8"
+
+    takes_density = False
+
+    def takes(self, name: str, numel: int, small_numel: int) -> bool:
+        return numel > 0
 
     def __post_init__(self) -> None:
         check_one_of("value_dtype", self.value_dtype, QUANTIZED_NAMES)
@@ -75,10 +80,10 @@ class QuantizedExchange:
         self.residuals = Residuals()
         self.fault: Tensor | None = None
 
-    def begin(self, signal: Signal, status: Tensor | None = None) -> Deferred:
-        """Average tensors: any floating dtype and shape.
+    def prepare(self, signal: Mapping[str, Tensor | None], correction: Correction | None = None) -> PreparedWhole:
+        """Prepare tensors: any floating dtype and shape.
 
-        The two exchanges depend on each other: both are in `wait`, which is called once.
+        The two messages depend on each other: all is done in `wait`, which is called once.
 
         In place:
             The residuals; and the signal, where it is contiguous, becomes the mean.
@@ -86,13 +91,13 @@ class QuantizedExchange:
         Wire:
             `compress.quantization.quantized_mean_bytes` of all elements together: an all-to-all, and an all-gather.
         """
-        assert status is None
-        return Deferred(lambda: self._average_({name: each.reshape(-1) for name, each in signal.items()}))
+        return PreparedWhole(signal, lambda tensors, _: Deferred(partial(self._average_, tensors)))
 
     def sent_bytes(self, shape: torch.Size) -> int:
         return quantized_mean_bytes(shape.numel(), self._peers.num_participants, make_format(self.payload.value_dtype))
 
-    def _average_(self, signal: dict[str, Tensor]) -> DenseMean:
+    def _average_(self, tensors_by_name: dict[str, Tensor]) -> DenseMean:
+        signal = {name: tensor.reshape(-1) for name, tensor in tensors_by_name.items()}
         tensors = list(signal.values())
         parts = {name: self._peers.part(each.numel()) for name, each in signal.items()}
         numels = {name: part.stop - part.start for name, part in parts.items()}

@@ -17,11 +17,11 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from lightning_lowbw.comm.peers import Peers, part_of
+from lightning_lowbw.compress.params import check_shapes
 from lightning_lowbw.errors import WITHOUT_RESIDUALS, ConfigurationError
 from lightning_lowbw.kernels.tensors import Order, as_real, order_of
 from lightning_lowbw.sync.exchange import Deferred, DenseMean
 from lightning_lowbw.sync.fragments import NUM_SAVE, NUM_STOP, Average, Fragment, change_of
-from lightning_lowbw.sync.params import check_shapes
 
 Named = dict[str, Tensor]
 

@@ -20,12 +20,12 @@ from torch.optim import LBFGS, Optimizer
 from torch.optim import optimizer as torch_optimizer
 
 from lightning_lowbw.comm.peers import Peers
+from lightning_lowbw.compress.params import Params
 from lightning_lowbw.errors import ConfigurationError, NonFiniteGradientError
 from lightning_lowbw.kernels.reference import are_not_finite
 from lightning_lowbw.namespaces import LOGGER
 from lightning_lowbw.sync.checks import agree_on_beginning, check_not_in_ddp
 from lightning_lowbw.sync.exchange import Exchange, TopKExchange, WholeExchange
-from lightning_lowbw.sync.params import Params
 from lightning_lowbw.sync.status import SAVE, STOP, Fault, Status, any_of, first_fault, status_message
 
 _logger = logging.getLogger(LOGGER)
@@ -306,7 +306,7 @@ class Synchronizer:
             return
         fault = any_of(self.late_flags(), self.device)
         message = status_message((), fault, 0, peers.rank, peers.num_ranks, self.device)
-        status = Status.read(WholeExchange(peers).begin({}, message).wait()[1], peers.num_ranks)
+        status = Status.read(WholeExchange(peers).prepare({}).send(message).wait()[1], peers.num_ranks)
         if status.is_faulty:
             raise_fault(first_fault(self.describe_late_fault(), self.fault_group))
         self.forget_late_faults()

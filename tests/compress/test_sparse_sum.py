@@ -192,7 +192,7 @@ def exchange_skewed() -> dict[str, list[Tensor]]:
                 for number, numel in enumerate(NUMELS)
             }
             gradients["4"][200:] = 0.0  # all of the last tensor's elements lie at its beginning
-            means = exchange.begin(gradients).wait()[0].dense()
+            means = exchange.prepare(gradients).send().wait()[0].dense()
             for total, mean, mine, gradient in zip(applied, means.values(), made, gradients.values(), strict=True):
                 total += mean.double() * peers.num_ranks
                 mine += gradient

@@ -63,7 +63,7 @@ def test_auto_scatters_where_it_costs_less_than_half(
 ) -> None:
     def chosen(is_two_level: bool = False, **options: Any) -> str:
         numels = [numel // 2, numel - numel // 2]
-        return TopK(**options).collective(numels, density, num_participants, is_two_level=is_two_level)
+        return TopK(**options).at(density).collective(numels, num_participants, is_two_level=is_two_level)
 
     assert chosen() == ("reduce_scatter" if scatters else "all_gather")
     assert chosen(exchange="reduce_scatter") == "reduce_scatter"

@@ -389,7 +389,7 @@ def count_reduce_scatter(monkeypatch: pytest.MonkeyPatch, num_ranks: int) -> Cou
     what = TopK(density=0.001, exchange="reduce_scatter")
     numels = [math.prod(shape) for shape in resnet50_shapes()]
     sizes = tuple(numel for numel in numels if what.takes("", numel, small_numel(numels)))
-    counts = what.nums_sent(sizes, what.density)
+    counts = what.nums_sent(sizes)
     plan = SparseSum(sizes, sum(counts), even_boundaries(sizes, counts, num_ranks), what.codec)
     generator = torch.Generator().manual_seed(0)
     selected = [
@@ -625,9 +625,9 @@ def test_whole_velocities_are_gathered_one_by_one(monkeypatch: pytest.MonkeyPatc
         named = [(str(i), each) for i, each in enumerate(parameters)]
         worker = GradientSync(DGC(sparsity=[0.999]), SGD(parameters, lr=0.1, momentum=0.9), named, peers)
         for parameter in parameters:
-            worker.velocities._part(parameter)
+            worker.correction.part_of(parameter, peers.part(parameter.numel()))
         operations.clear()
-        whole = worker.velocities.whole()
+        whole = worker.whole_momentum()
         assert {each.device.type for each in whole.values()} == {"cpu"}
         largest = max(4 * p.numel() for p in parameters)
         assert operations.most - operations.start < 4 * largest  # whatever their number: all would be eleven times it

@@ -14,12 +14,9 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from lightning_lowbw.arguments import names_of
-from lightning_lowbw.comm.peers import Peers
-from lightning_lowbw.compress.corrections import ErrorFeedback
 from lightning_lowbw.compress.top_k import TopK, small_numel
 from lightning_lowbw.errors import WITHOUT_RESIDUALS, ConfigurationError
-from lightning_lowbw.kernels.reference import Constants
-from lightning_lowbw.kernels.tensors import Order, as_real, copy_in_order_, flat_in_order, order_of
+from lightning_lowbw.kernels.tensors import Order, as_real, order_of
 
 
 @dataclass(frozen=True)
@@ -147,8 +144,9 @@ class Params:
         return self.whole_numels.get(parameter, as_real(parameter).numel())
 
     def is_compressed(self, what: TopK, parameter: Parameter) -> bool:
-        """Return whether the largest elements of a parameter are sent, not all."""
-        return what.takes(self.name_of(parameter), self.numel_of(parameter), self.small_numel)
+        """Return whether a parameter is sent compressed, not whole; never the largest elements of complex numbers."""
+        is_taken = what.takes(self.name_of(parameter), self.numel_of(parameter), self.small_numel)
+        return is_taken and (parameter.is_floating_point() or not what.takes_density)
 
     def numels_by_kind(self, what: TopK) -> tuple[list[int], list[int]]:
         """Return the elements of each trained parameter whose largest are sent, and of each other one."""
@@ -180,8 +178,7 @@ class Params:
             rows = []
             for parameter, group in members:
                 if parameter.requires_grad and parameter not in skipped:
-                    is_compressed = what is not None and parameter.is_floating_point()
-                    is_compressed = is_compressed and self.is_compressed(what, parameter)  # type: ignore[arg-type]
+                    is_compressed = what is not None and self.is_compressed(what, parameter)
                     rows.append(Row.of(self.name_of(parameter), parameter, group, is_compressed=is_compressed))
             self._key, self._members, self._rows = key, members, rows
         return self._rows
@@ -222,131 +219,3 @@ def check_shapes(saved: Mapping[str, Sequence[int]], tensors: Mapping[str, Tenso
                 f"{'is missing' if there is None else f'has shape {there}'}. Resume with the model it was written "
                 f"with, or {WITHOUT_RESIDUALS}."
             )
-
-
-class Velocities:
-    """The velocities u of compressed tensors: the optimizer's own state; on two levels each rank keeps its part.
-
-    Args:
-        correction: knows where the optimizer keeps u.
-        peers: say which part is this rank's.
-    """
-
-    def __init__(self, correction: ErrorFeedback, peers: Peers) -> None:
-        self._correction, self._peers = correction, peers
-        self._parts: dict[Parameter, Tensor] = {}  # on two levels, instead of the optimizer's
-        self._copies: list[tuple[Row, Tensor]] = []  # in the step in progress, see `write_back`
-
-    @property
-    def key(self) -> str | None:
-        """The name of u in the optimizer's state; None under error feedback."""
-        return self._correction.velocity_key
-
-    def fields(self, row: Row, own: slice, constants: Constants) -> dict[str, Any]:
-        """Return what a segment (`kernels.reference.Segment`) holds beside gradient and residual.
-
-        Velocity and second moment are copies where they are laid out unlike the parameter: see `write_back`.
-
-        Args:
-            row: a parameter that is compressed.
-            own: this rank's part of it.
-            constants: of its group.
-        """
-        parameter, correction = row.parameter, self._correction
-        second_moment = correction.second_moment(parameter, row.group, own)
-        # Adam without momentum has a velocity, too, because the velocity is divided.
-        has_velocity = constants.momentum != 0 or second_moment is not None
-        return {
-            "momentum_buffer": self._own(row, own) if has_velocity else None,
-            "weight": row.part(parameter, own) if constants.weight_decay != 0 else None,
-            "second_moment": second_moment,
-            "other_parts": correction.other_parts(parameter, row.group, own),
-            **vars(constants),
-        }
-
-    def write_back(self, rows: Sequence[Row], fields: Mapping[str, Mapping[str, Any]]) -> None:
-        """Write what `fields` has returned, and kernels have changed, into the optimizer's state, where it was a copy.
-
-        Args:
-            rows: any.
-            fields: by name; those of rows of which this rank has a part.
-        """
-        for row, copy in self._copies:
-            copy_in_order_(self._correction.velocity(row.parameter), row.parameter, copy)
-        self._copies.clear()
-        for row in rows:
-            if (moment := fields[row.name]["second_moment"]) is not None:
-                self._correction.write_second_moment(row.parameter, self._peers.part(row.parameter.numel()), moment)
-
-    def _own(self, row: Row, own: slice) -> Tensor:
-        """Return u of this rank's part, to be written back if it is a copy."""
-        if self._peers.is_two_level:
-            return self._part(row.parameter)
-        whole = self._correction.velocity(row.parameter)
-        velocity = row.part(whole, own)
-        if velocity.data_ptr() != whole.data_ptr():
-            self._copies.append((row, velocity))
-        return velocity
-
-    def _part(self, parameter: Parameter) -> Tensor:
-        """Return u of this rank's part: flat."""
-        if not self._peers.is_two_level:
-            return flat_in_order(self._correction.velocity(parameter), parameter)
-        if parameter not in self._parts:
-            whole = flat_in_order(self._correction.velocity(parameter), parameter)
-            self._parts[parameter] = whole[self._peers.part(parameter.numel())].clone()
-            del self._correction.optimizer.state[parameter][self.key]
-        return self._parts[parameter]
-
-    def whole(self) -> dict[Parameter, Tensor]:
-        """Return the velocities that are kept in parts, whole; on the CPU, so that the device has one at a time.
-
-        Collective: the ranks of a node, blocking.
-        """
-        whole = {}
-        for parameter, velocity in self._parts.items():
-            # In float32, which holds narrower ones exactly.
-            wide = velocity.to(torch.promote_types(velocity.dtype, torch.float32))
-            longest = self._peers.part(parameter.numel(), 0).stop
-            wide = torch.nn.functional.pad(wide, (0, longest - wide.numel()))
-            gathered = self._peers.gather_parts_in_node(wide, parameter.numel())
-            ordered = torch.empty_like(parameter, requires_grad=False)
-            copy_in_order_(ordered, parameter, gathered)
-            whole[parameter] = ordered.cpu()
-        return whole
-
-    def leave_(self) -> None:
-        """Give the optimizer what this rank has of the velocities, where it has none: without a message to others.
-
-        In place:
-            The optimizer's state: zeros but for this rank's part, so that the mean over all ranks is that over nodes.
-        """
-        for parameter, part in self._parts.items():
-            state = self._correction.optimizer.state[parameter]
-            if state.get(self.key) is None:
-                flat = part.new_zeros(parameter.numel())
-                flat[self._peers.part(parameter.numel())] = part * self._peers.num_local_ranks
-                state[self.key] = torch.empty_like(parameter, requires_grad=False)
-                copy_in_order_(state[self.key], parameter, flat)
-
-    def saved(self, parameter: Parameter) -> Tensor | None:
-        """Return u of this rank's part as it is, without making one."""
-        if parameter in self._parts:
-            return self._parts[parameter]
-        velocity = None if self.key is None else self._correction.optimizer.state.get(parameter, {}).get(self.key)
-        return None if velocity is None else flat_in_order(velocity.detach(), parameter)
-
-    def load(self, parameter: Parameter, part: Tensor) -> None:
-        """Load u of this rank's part: flat, in the parameter's order."""
-        if self._peers.is_two_level:
-            self._part(parameter).copy_(part)
-        else:
-            copy_in_order_(self._correction.velocity(parameter), parameter, part)
-
-    def clear(self) -> None:
-        """Forget the parts."""
-        self._parts.clear()
-
-    def to(self, device: torch.device) -> None:
-        """Move the parts."""
-        self._parts = {parameter: part.to(device) for parameter, part in self._parts.items()}
