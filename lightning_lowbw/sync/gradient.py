@@ -555,13 +555,14 @@ class GradientSync(Synchronizer):
         for row in self._rows:
             if row.name not in nonfinite:
                 continue
-            is_from_start = row.is_compressed and self.when.rampup_begin_step == 0 and len(self.when.stairs) <= 1
+            is_added = row.is_compressed and self.is_sparse  # in the pass that has found it
+            is_from_start = is_added and self.when.rampup_begin_step == 0 and len(self.when.stairs) <= 1
             warm_up = "give it a warm-up (there is none: see rampup_begin_step, rampup_step), " if is_from_start else ""
             return Fault(
                 4,
                 NonFiniteGradientError,
                 f"Step {self.step}: the gradient of {row.name!r} on {self.here} is not finite"
-                f"{', or too large to be added to the residual' if row.is_compressed else ''}. Nothing was exchanged. "
+                f"{', or too large to be added to the residual' if is_added else ''}. Nothing was exchanged. "
                 f"Lower the learning rate, clip the gradient, {warm_up}or look at the data there; with a GradScaler "
                 "(precision='16-mixed') such steps are skipped.",
                 is_skipped=True,
