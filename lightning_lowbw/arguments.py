@@ -45,6 +45,29 @@ def _naming(function: Called, name: str) -> Called:
     return call  # type: ignore[return-value]
 
 
+def arguments_of(*functions: Callable[..., Any]) -> dict[str, inspect.Parameter]:
+    """Return the parameters of functions or classes by name, with their types evaluated."""
+    signatures = [inspect.signature(function, eval_str=True) for function in functions]
+    return {name: parameter for signature in signatures for name, parameter in signature.parameters.items()}
+
+
+def shows(passed_on: Mapping[str, inspect.Parameter]) -> Callable[[Called], Called]:
+    """Decorate a function: its signature has the keywords that its last argument, `**kwargs`, is passed on to.
+
+    `help` and LightningCLI (for types, defaults and accepted names) read this signature.
+    """
+
+    def decorate(function: Called) -> Called:
+        signature = inspect.signature(function, eval_str=True)
+        *named, _ = signature.parameters.values()
+        others = [each for name, each in passed_on.items() if name not in signature.parameters]
+        keywords = [parameter.replace(kind=parameter.KEYWORD_ONLY) for parameter in others]
+        function.__signature__ = signature.replace(parameters=[*named, *keywords])  # type: ignore[attr-defined]
+        return function
+
+    return decorate
+
+
 def from_mapping(kind: type[Value], arguments: Mapping[str, Any], subject: str) -> Value:
     """Return the value, a dataclass, of a mapping of its arguments.
 

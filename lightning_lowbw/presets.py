@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-from lightning_lowbw.arguments import names_arguments, sorted_into
+from lightning_lowbw.arguments import arguments_of, names_arguments, shows, sorted_into
 from lightning_lowbw.comm.peers import Algorithm
 from lightning_lowbw.comm.topology import TopologyChoice
 from lightning_lowbw.compress.top_k import Compression, TopK, as_compression
@@ -22,6 +22,7 @@ from lightning_lowbw.sync.quantized import Quantized
 DGC_SPARSITY = (0.999,)
 
 
+@shows(arguments_of(EveryStep, TopK))
 @names_arguments
 def DGC(*, topology: TopologyChoice = "flat", **knobs: Any) -> Method:
     """Return deep gradient compression: every step, the k largest elements of each tensor.
@@ -50,12 +51,13 @@ def DGC(*, topology: TopologyChoice = "flat", **knobs: Any) -> Method:
     return Method(when=EveryStep(**when), what=TopK(**what), where=Where(topology=topology, algorithm="sharded"))
 
 
+@shows(arguments_of(EveryK))
 @names_arguments
 def LocalSGD(
     k_steps: int = 8,
     begin_step: int | float | str = 1,
     *,
-    compression: TopK | Mapping[str, Any] | str | None = None,
+    compression: Mapping[str, Any] | TopK | str | None = None,  # in this order LightningCLI tries them
     topology: TopologyChoice = "flat",
     **knobs: Any,
 ) -> Method:
@@ -80,6 +82,7 @@ def LocalSGD(
     return Method(when=EveryK(k_steps=k_steps, begin_step=begin_step, **when), what=what, where=topology)  # type: ignore[arg-type]
 
 
+@shows({name: parameter for name, parameter in arguments_of(LocalSGD).items() if name != "k_steps"})
 @names_arguments
 def AdaptiveLocalSGD(
     init_k_steps: int = 1,
@@ -106,24 +109,20 @@ def AdaptiveLocalSGD(
     return LocalSGD(init_k_steps, begin_step, max_k_steps=max_k_steps, rule=rule, **knobs)
 
 
+@shows(arguments_of(Where))
 @names_arguments
-def Hierarchical(
-    topology: TopologyChoice = "auto",
-    algorithm: Algorithm | None = None,
-    *,
-    inter_dtype: str = "float32",
-) -> Method:
+def Hierarchical(topology: TopologyChoice = "auto", algorithm: Algorithm | None = None, **knobs: Any) -> Method:
     """Return DDP on two levels: every step, whole gradients, each node sends its own once.
 
     Args:
         topology: as of `Where`.
         algorithm: as of `Where`.
-        inter_dtype: as of `Where`.
+        **knobs: the other field of `Where`.
 
     Raises:
         ConfigurationError: a value is out of range.
     """
-    return Method(where=Where(topology=topology, algorithm=algorithm, inter_dtype=inter_dtype))
+    return Method(where=Where(topology=topology, algorithm=algorithm, **knobs))
 
 
 @names_arguments
@@ -163,37 +162,21 @@ def PowerSGD(rank: int = 2, *, start_step: int = 0, topology: TopologyChoice = "
     return Method(when=EveryStep(rampup_begin_step=start_step), what=LowRank(rank=rank), where=Where(topology=topology))
 
 
-@dataclass(frozen=True)
-class Preset:
-    """What a name for `Trainer(strategy=...)` stands for: a family, and what differs from its defaults."""
-
-    family: str
-    arguments: Mapping[str, Any]
-
-
-FAMILIES = {
-    "dgc": DGC,
-    "local_sgd": LocalSGD,
-    "adaptive_local_sgd": AdaptiveLocalSGD,
-    "hierarchical": Hierarchical,
-    "quantized_gradients": QuantizedGradients,
-    "powersgd": PowerSGD,
-}
 DILOCO: dict[str, Any] = {"k_steps": 100, "begin_step": 0, "outer": "nesterov"}
-STREAMING: dict[str, Any] = {"num_fragments": AUTO, "delay_steps": 5, "mixing": 0.5}
-PRESETS = {
-    "dgc": Preset("dgc", {"sparsity": "auto"}),
-    "float16": Preset("quantized_gradients", {"value_dtype": "float16"}),
-    "int8": Preset("quantized_gradients", {"value_dtype": "int8"}),
-    "int4": Preset("quantized_gradients", {"value_dtype": "int4"}),
-    "powersgd": Preset("powersgd", {}),
-    "local_sgd": Preset("local_sgd", {}),
-    "post_local_sgd": Preset("local_sgd", {"begin_step": FIRST_LR_DECAY}),
-    "adaptive_local_sgd": Preset("adaptive_local_sgd", {}),
-    "diloco": Preset("local_sgd", DILOCO),
-    "streaming_diloco": Preset("local_sgd", {**DILOCO, **STREAMING}),
-    "sparse_loco": Preset("local_sgd", {"k_steps": 15, "begin_step": 0, "compression": Compression()}),
-    "hierarchical": Preset("hierarchical", {}),
+# What a name for `Trainer(strategy=...)` stands for, and what differs from its defaults.
+PRESETS: dict[str, partial[Method]] = {
+    "dgc": partial(DGC, sparsity="auto"),
+    "float16": partial(QuantizedGradients, value_dtype="float16"),
+    "int8": partial(QuantizedGradients, value_dtype="int8"),
+    "int4": partial(QuantizedGradients, value_dtype="int4"),
+    "powersgd": partial(PowerSGD),
+    "local_sgd": partial(LocalSGD),
+    "post_local_sgd": partial(LocalSGD, begin_step=FIRST_LR_DECAY),
+    "adaptive_local_sgd": partial(AdaptiveLocalSGD),
+    "diloco": partial(LocalSGD, **DILOCO),
+    "streaming_diloco": partial(LocalSGD, **DILOCO, num_fragments=AUTO, delay_steps=5, mixing=0.5),
+    "sparse_loco": partial(LocalSGD, k_steps=15, begin_step=0, compression=Compression()),
+    "hierarchical": partial(Hierarchical),
 }
 
 
@@ -209,4 +192,4 @@ def preset(name: str) -> Method:
     """
     if name not in PRESETS:
         raise ConfigurationError(f"method {name!r}: choose one of {', '.join(PRESETS)}.")
-    return FAMILIES[PRESETS[name].family](**PRESETS[name].arguments)  # type: ignore[operator]
+    return PRESETS[name]()

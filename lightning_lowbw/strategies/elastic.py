@@ -17,13 +17,13 @@ from torch import nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_lowbw.arguments import is_count, is_number
+from lightning_lowbw.arguments import is_count, is_number, shows
 from lightning_lowbw.elastic.membership import Membership
 from lightning_lowbw.elastic.sync import ElasticSync, Members, check_elastic
 from lightning_lowbw.elastic.torchft_membership import TorchftMembership
 from lightning_lowbw.errors import ConfigurationError
 from lightning_lowbw.method import Method
-from lightning_lowbw.strategies.keywords import STRATEGY_KEYWORDS, shows
+from lightning_lowbw.strategies.keywords import STRATEGY_KEYWORDS
 from lightning_lowbw.strategies.strategy import Strategy
 from lightning_lowbw.sync.local_view import DTensor
 from lightning_lowbw.sync.synchronizer import Synchronizer

@@ -5,13 +5,14 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from datetime import timedelta
-from typing import Any, Literal, TypeVar
+from typing import Any, Concatenate, Literal, ParamSpec
 
 from lightning.pytorch.strategies import DDPStrategy
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_lowbw.arguments import is_number
+from lightning_lowbw.arguments import arguments_of, is_number
 from lightning_lowbw.errors import ConfigurationError
+from lightning_lowbw.method import Method
 
 # The communication hook is this package's; the others would communicate outside of the hook.
 OWNED = frozenset({"ddp_comm_state", "ddp_comm_hook", "ddp_comm_wrapper", "model_averaging_period"})
@@ -19,7 +20,7 @@ UNSUPPORTED = frozenset({"delay_all_reduce_named_params", "param_to_hook_all_red
 SET_BY_LIGHTNING = frozenset({"module", "device_ids", "output_device", "dim", "kwargs"})
 
 Needs = Literal["exact", "weights and optimizer"]  # what a resume loads
-Constructor = TypeVar("Constructor", bound=Callable[..., None])
+Arguments = ParamSpec("Arguments")
 
 
 def _keyword(parameter: inspect.Parameter) -> inspect.Parameter:
@@ -48,18 +49,29 @@ STRATEGY_KEYWORDS = {
 }
 
 
-def shows(passed_on: Mapping[str, inspect.Parameter]) -> Callable[[Constructor], Constructor]:
-    """Decorate a constructor: its signature has the keywords that `**kwargs` stands for, and that are passed on.
+def made_by(
+    preset: Callable[Arguments, Method], knobs: str
+) -> Callable[[Callable[..., None]], Callable[Concatenate[Any, Arguments], None]]:
+    """Decorate a constructor that takes a method: it takes knobs of a preset instead, which makes the method of them.
 
-    `help` and LightningCLI (for types, defaults and accepted names) read this signature.
+    Names, types and defaults are the preset's. `help` and LightningCLI read the signature, of these knobs and of all
+    strategies' keywords; a static checker sees the arguments of the preset.
+
+    Args:
+        preset: such as `DGC`.
+        knobs: their names, separated by spaces; those that can be given by position first.
     """
+    names, known = knobs.split(), arguments_of(preset)
 
-    def decorate(init: Constructor) -> Constructor:
-        own = inspect.signature(init, eval_str=True)
-        *named, _ = own.parameters.values()
-        others = (parameter for name, parameter in passed_on.items() if name not in own.parameters)
-        init.__signature__ = own.replace(parameters=[*named, *others])  # type: ignore[attr-defined]
-        return init
+    def decorate(init: Callable[..., None]) -> Callable[Concatenate[Any, Arguments], None]:
+        def __init__(self: Any, /, *args: Any, **kwargs: Any) -> None:
+            given = {name: kwargs.pop(name) for name in names if name in kwargs}
+            init(self, preset(*args, **given), **kwargs)
+
+        this = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+        shown = [this, *(known[name] for name in names), *STRATEGY_KEYWORDS.values()]
+        __init__.__signature__ = inspect.Signature(shown)  # type: ignore[attr-defined]
+        return __init__
 
     return decorate
 

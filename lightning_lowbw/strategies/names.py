@@ -6,25 +6,33 @@ processes, and for models with parameters that no loss depends on, with the endi
 
 from __future__ import annotations
 
-import inspect
 import itertools
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from lightning.fabric.strategies.registry import _StrategyRegistry
 from lightning.pytorch.strategies import StrategyRegistry
 
-from lightning_lowbw.comm.peers import Algorithm
-from lightning_lowbw.comm.topology import TopologyChoice
-from lightning_lowbw.compress.top_k import TopK
+from lightning_lowbw.arguments import arguments_of, shows
 from lightning_lowbw.cost_model import CANDIDATES
+from lightning_lowbw.method import Method
 from lightning_lowbw.presets import DGC, DGC_SPARSITY, PRESETS, AdaptiveLocalSGD, Hierarchical, LocalSGD, preset
-from lightning_lowbw.schedules.every_k import OuterName, Rule
 from lightning_lowbw.schedules.every_step import AUTO
 from lightning_lowbw.strategies.elastic import ElasticStrategy
 from lightning_lowbw.strategies.fsdp import ShardedStrategy
-from lightning_lowbw.strategies.keywords import STRATEGY_KEYWORDS, shows
+from lightning_lowbw.strategies.keywords import made_by
 from lightning_lowbw.strategies.strategy import Strategy
+
+
+@shows(arguments_of(DGC))
+def _dgc(*, sparsity: Sequence[float] | str | None = None, **knobs: Any) -> Method:
+    """Return the method of a `DGCStrategy`, in which the length of the run is known: "auto" is the default."""
+    if sparsity is None:
+        # By value, not by presence: LightningCLI passes all defaults.
+        has_phases = (knobs.get("rampup_begin_step", 0), knobs.get("rampup_step", 1)) != (0, 1)
+        sparsity = DGC_SPARSITY if has_phases else AUTO
+    return DGC(sparsity=sparsity, **knobs)
 
 
 class DGCStrategy(Strategy):
@@ -74,32 +82,8 @@ class DGCStrategy(Strategy):
 
     _reports = True
 
-    @shows(STRATEGY_KEYWORDS)
-    def __init__(
-        self,
-        *,
-        rampup_begin_step: int = 0,
-        rampup_step: int = 1,
-        sparsity: Sequence[float] | str | None = None,
-        pretrained: bool = False,
-        min_numel: int | None = None,
-        exclude: Sequence[str] = (),
-        value_dtype: str = "bfloat16",
-        topology: TopologyChoice = "flat",
-        **kwargs: Any,
-    ) -> None:
-        if sparsity is None:
-            sparsity = AUTO if (rampup_begin_step, rampup_step) == (0, 1) else DGC_SPARSITY
-        method = DGC(
-            rampup_begin_step=rampup_begin_step,
-            rampup_step=rampup_step,
-            sparsity=sparsity,
-            pretrained=pretrained,
-            min_numel=min_numel,
-            exclude=exclude,
-            value_dtype=value_dtype,
-            topology=topology,
-        )
+    @made_by(_dgc, "rampup_begin_step rampup_step sparsity pretrained min_numel exclude value_dtype topology")
+    def __init__(self, method: Method, **kwargs: Any) -> None:
         super().__init__(method, **kwargs)
 
 
@@ -143,28 +127,8 @@ class LocalSGDStrategy(Strategy):
         >>> trainer = Trainer(strategy=strategy, accelerator="cpu", devices=2, logger=False, barebones=True)
     """
 
-    @shows(STRATEGY_KEYWORDS)
-    def __init__(
-        self,
-        k_steps: int = 8,
-        begin_step: int | float | str = 1,
-        *,
-        outer: OuterName = "none",
-        delay_steps: int = 0,
-        num_fragments: int | str = 1,
-        compression: Mapping[str, Any] | TopK | str | None = None,
-        topology: TopologyChoice = "flat",
-        **kwargs: Any,
-    ) -> None:
-        method = LocalSGD(
-            k_steps=k_steps,
-            begin_step=begin_step,
-            outer=outer,
-            delay_steps=delay_steps,
-            num_fragments=num_fragments,
-            compression=compression,
-            topology=topology,
-        )
+    @made_by(LocalSGD, "k_steps begin_step outer delay_steps num_fragments compression topology")
+    def __init__(self, method: Method, **kwargs: Any) -> None:
         super().__init__(method, **kwargs)
 
 
@@ -190,32 +154,10 @@ class AdaptiveLocalSGDStrategy(Strategy):
         2
     """
 
-    @shows(STRATEGY_KEYWORDS)
-    def __init__(
-        self,
-        init_k_steps: int = 1,
-        max_k_steps: int = 16,
-        begin_step: int | float | str = 1,
-        *,
-        rule: Rule = "fleet",
-        qsr_alpha: float = 0.01,
-        outer: OuterName = "none",
-        delay_steps: int = 0,
-        compression: Mapping[str, Any] | TopK | str | None = None,
-        topology: TopologyChoice = "flat",
-        **kwargs: Any,
-    ) -> None:
-        method = AdaptiveLocalSGD(
-            init_k_steps,
-            max_k_steps,
-            begin_step,
-            rule=rule,
-            qsr_alpha=qsr_alpha,
-            outer=outer,
-            delay_steps=delay_steps,
-            compression=compression,
-            topology=topology,
-        )
+    @made_by(
+        AdaptiveLocalSGD, "init_k_steps max_k_steps begin_step rule qsr_alpha outer delay_steps compression topology"
+    )
+    def __init__(self, method: Method, **kwargs: Any) -> None:
         super().__init__(method, **kwargs)
 
 
@@ -248,16 +190,8 @@ class HierarchicalStrategy(Strategy):
         >>> trainer = Trainer(strategy=strategy, accelerator="cpu", devices=4, logger=False, barebones=True)
     """
 
-    @shows(STRATEGY_KEYWORDS)
-    def __init__(
-        self,
-        topology: TopologyChoice = "auto",
-        algorithm: Algorithm | None = None,
-        *,
-        inter_dtype: str = "float32",
-        **kwargs: Any,
-    ) -> None:
-        method = Hierarchical(topology, algorithm, inter_dtype=inter_dtype)
+    @made_by(Hierarchical, "topology algorithm inter_dtype")
+    def __init__(self, method: Method, **kwargs: Any) -> None:
         super().__init__(method, **kwargs)
 
 
@@ -290,31 +224,23 @@ class AutoStrategy(Strategy):
 
     _candidates, _reports = tuple(CANDIDATES), True
 
-    @shows(STRATEGY_KEYWORDS)
-    def __init__(
-        self,
-        *,
-        budget: float = 0.05,
-        pretrained: bool = False,
-        topology: TopologyChoice = "flat",
-        **kwargs: Any,
-    ) -> None:
-        super().__init__(DGC(sparsity="auto", budget=budget, pretrained=pretrained, topology=topology), **kwargs)
+    @made_by(partial(DGC, sparsity=AUTO), "budget pretrained topology")
+    def __init__(self, method: Method, **kwargs: Any) -> None:
+        super().__init__(method, **kwargs)
 
 
-STRATEGIES: dict[str, type[Strategy]] = {
-    "dgc": DGCStrategy,
-    "local_sgd": LocalSGDStrategy,
-    "adaptive_local_sgd": AdaptiveLocalSGDStrategy,
-    "hierarchical": HierarchicalStrategy,
+STRATEGIES: dict[Any, type[Strategy]] = {
+    DGC: DGCStrategy,
+    LocalSGD: LocalSGDStrategy,
+    AdaptiveLocalSGD: AdaptiveLocalSGDStrategy,
+    Hierarchical: HierarchicalStrategy,
 }
 # A name is the general strategy with its method, where no class has all of its knobs.
 NAMES: dict[str, tuple[type[Strategy], Mapping[str, Any]]] = {
-    name: (STRATEGIES[each.family], each.arguments)
-    if each.family in STRATEGIES
-    and each.arguments.keys() <= inspect.signature(STRATEGIES[each.family]).parameters.keys()
-    else (Strategy, {"method": preset(name)})
-    for name, each in PRESETS.items()
+    name: (STRATEGIES[method.func], method.keywords)
+    if method.func in STRATEGIES and method.keywords.keys() <= arguments_of(STRATEGIES[method.func]).keys()
+    else (Strategy, {"method": method()})
+    for name, method in PRESETS.items()
 }
 NAMES["lowbw"] = (AutoStrategy, {})  # may become any of those that communicate in every step
 # Sharded inside each node; processes are started by a launcher, or as with popen. `sparsity="auto"` cannot measure
@@ -326,10 +252,9 @@ OF_SHARDS = {
 # Groups that come and go, each a Lightning run; `diloco_elastic` and so on.
 OF_GROUPS = {name: preset(name).replace(begin_step=0) for name in ("local_sgd", "diloco", "sparse_loco")}
 START_METHODS = {"": "popen", "_spawn": "spawn", "_fork": "fork", "_notebook": "fork"}
-SEARCHES: dict[str, dict[str, Any]] = {
-    "": {},
-    "_find_unused_parameters_true": {"find_unused_parameters": True},
-    "_find_unused_parameters_false": {"find_unused_parameters": False},
+SEARCHES: dict[str, dict[str, Any]] = {"": {}}
+SEARCHES |= {
+    f"_find_unused_parameters_{searches}".lower(): {"find_unused_parameters": searches} for searches in (True, False)
 }
 
 

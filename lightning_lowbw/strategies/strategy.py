@@ -32,7 +32,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_lowbw.arguments import code_of
+from lightning_lowbw.arguments import code_of, shows
 from lightning_lowbw.comm.agreement import agree, failing_together
 from lightning_lowbw.comm.collectives import Level, TrafficLedger
 from lightning_lowbw.comm.peers import Peers
@@ -45,7 +45,7 @@ from lightning_lowbw.strategies.base import buffers_by_optimizer
 from lightning_lowbw.strategies.callback_agreement import agree_on_weights_, weights_of
 from lightning_lowbw.strategies.checkpoint import CheckpointedStrategy
 from lightning_lowbw.strategies.gradient_hook import GradientHook, Reduction
-from lightning_lowbw.strategies.keywords import DDP_KEYWORDS, Needs, asked_of_buffers, given_keywords, shows
+from lightning_lowbw.strategies.keywords import DDP_KEYWORDS, Needs, asked_of_buffers, given_keywords
 from lightning_lowbw.strategies.shared_buffers import IGNORED, SharedBuffers, choose_buffers, ignoring
 from lightning_lowbw.strategies.step_hooks import clips_before_exchange
 from lightning_lowbw.strategies.traffic_monitor import bring_monitor

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import dataclasses
 import functools
 import graphlib
 import importlib
@@ -228,23 +227,13 @@ def knobs_of(function: Any) -> dict[str, Any]:
     return {p.name: p.default for p in has_default if p.name not in STRATEGY_KEYWORDS}
 
 
-def defaults_of(*values: Any) -> dict[str, Any]:
-    return {field.name: getattr(value, field.name) for value in values for field in dataclasses.fields(value)}
-
-
-def test_the_constructors_have_the_defaults_of_the_method() -> None:
-    """Written twice for the sake of a flat constructor: with the same values."""
-    auto = DGC(sparsity="auto")
-    of_dgc = {**defaults_of(auto.when, auto.what), "topology": "flat"}
-    assert knobs_of(DGCStrategy)["sparsity"] is None  # which depends on the others; here it is "auto"
-    assert {**knobs_of(DGCStrategy), "sparsity": "auto"}.items() <= of_dgc.items()
-    assert DGCStrategy().method == Strategy(auto).method == preset("dgc")
-    outside = {"compression", "topology"}  # not of the schedule
-    for strategy, method in ((LocalSGDStrategy, LocalSGD()), (AdaptiveLocalSGDStrategy, AdaptiveLocalSGD())):
-        knobs = {{"init_k_steps": "k_steps"}.get(name, name): value for name, value in knobs_of(strategy).items()}
-        of_schedule = {name: value for name, value in knobs.items() if name not in outside}
-        assert of_schedule.items() <= defaults_of(method.when).items()
-        assert strategy().method == method
+def test_a_constructor_without_arguments_is_its_preset() -> None:
+    """Names, types and defaults are made from the preset's. Without others `sparsity` is "auto", as `preset` has it."""
+    assert knobs_of(DGCStrategy)["sparsity"] is None
+    assert DGCStrategy().method == Strategy(DGC(sparsity="auto")).method == preset("dgc")
+    for strategy, make in ((LocalSGDStrategy, LocalSGD), (AdaptiveLocalSGDStrategy, AdaptiveLocalSGD)):
+        assert knobs_of(strategy).items() <= knobs_of(make).items()
+        assert strategy().method == make()
     assert HierarchicalStrategy().method == Hierarchical()
 
 
