@@ -42,7 +42,7 @@ from lightning_lowbw.sync.exchange import Whole
 from lightning_lowbw.sync.fragments import Average
 from lightning_lowbw.sync.local import LocalSync
 from lightning_lowbw.sync.state import on_cpu
-from lightning_lowbw.sync.status import SAVE, STOP, Status, any_of, status_message
+from lightning_lowbw.sync.status import SAVE, STOP, Faults, Status, any_of, status_message
 
 _logger = logging.getLogger(LOGGER)
 TOKENS, FAULTS, ANCHOR, NAMES, STEP = range(5)  # of a row: sums over a group's processes, except the last
@@ -462,7 +462,7 @@ class ElasticSync(LocalSync):
 
     # Overrides of one average, in which nothing may be communicated after the commit ----------------------------------
 
-    def _status(self, parameters: Sequence[Parameter], nonfinite: Mapping[str, Tensor]) -> Tensor:
+    def _status(self, parameters: Sequence[Parameter], faults: Faults) -> Tensor:
         sums = [0.0, 0.0, 0.0, self._lr, 0.0, 0.0, 0.0]
         return status_message(sums, 0.0, 0, self.peers.rank, self.peers.num_ranks, self.device)
 
@@ -488,7 +488,7 @@ class ElasticSync(LocalSync):
 
     def _restart_if_not_finite(self) -> None:
         """Go on from the anchor where local steps have left an inf or NaN, without their tokens and momentum."""
-        flags = [*are_not_finite(self._tensors()[0]), *self.late_flags()]
+        flags = [*are_not_finite(self._tensors()[0]), self.late_faults().any(self.device)]
         if self._any_in_node(any_of(flags, self.device))[0]:
             self._has_faults = True
             self._add_(None)

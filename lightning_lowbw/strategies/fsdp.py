@@ -51,7 +51,7 @@ from lightning_lowbw.sync.checks import raise_at_other_batches
 from lightning_lowbw.sync.gradient import GradientSync
 from lightning_lowbw.sync.local import LocalSync
 from lightning_lowbw.sync.local_view import DTensor, LocalTensors, LocalView
-from lightning_lowbw.sync.status import any_of, first_fault, flags, read_flags
+from lightning_lowbw.sync.status import first_fault, flags, read_flags
 from lightning_lowbw.sync.synchronizer import Synchronizer, raise_fault
 
 try:
@@ -535,12 +535,10 @@ def agree_in_world(worker: LocalSync) -> None:
     Raises:
         NonFiniteGradientError, ValueError: on all ranks; names the rank and the parameter.
     """
-    nonfinite = worker.nonfinite_weights([each for each in worker.parameters() if each.requires_grad])
-    fault = any_of([*worker.late_flags(), *nonfinite.values()], worker.device)
-    is_faulty, worker.requests = _any_in_world(worker, fault, worker.requests)
+    faults = worker.faults_of([each for each in worker.parameters() if each.requires_grad])
+    is_faulty, worker.requests = _any_in_world(worker, faults.any(worker.device), worker.requests)
     if is_faulty:
-        own = worker.describe_late_fault() or worker.describe_weights(nonfinite, worker.step)
-        raise_fault(first_fault(own, worker.fault_group))
+        raise_fault(first_fault(faults.first(), worker.fault_group))
 
 
 def check_last_faults(worker: Synchronizer) -> None:
@@ -551,8 +549,9 @@ def check_last_faults(worker: Synchronizer) -> None:
     Raises:
         NonFiniteGradientError, ValueError: on all ranks; names the rank and the parameter.
     """
-    if _any_in_world(worker, any_of(worker.late_flags(), worker.device))[0]:
-        raise_fault(first_fault(worker.describe_late_fault(), worker.fault_group))
+    faults = worker.late_faults()
+    if _any_in_world(worker, faults.any(worker.device))[0]:
+        raise_fault(first_fault(faults.first(), worker.fault_group))
     worker.forget_late_faults()
 
 

@@ -36,6 +36,7 @@ from lightning_lowbw.kernels.dispatch import averages_for
 from lightning_lowbw.kernels.reference import Arrival, Segment, add_, flat
 from lightning_lowbw.kernels.table import DTYPES
 from lightning_lowbw.kernels.tensors import allocate
+from lightning_lowbw.sync.status import Fault
 
 Signal = Mapping[str, Tensor]
 Step = tuple[Tensor, Tensor | None, float]  # room, the weight that is stepped, the rate
@@ -151,6 +152,16 @@ class Exchange(Protocol):
             signal: in one order on all ranks; each with elements: real, of any floating dtype and shape, read in C
                 order; on two levels equal on the ranks of a node. None: not known yet, see `Prepared.add`.
             correction: for `TopK` of gradients, which are then checked for inf and NaN.
+        """
+        ...
+
+    def describe_fault(self, step: int, kept: str, here: str) -> Fault:
+        """Return what `fault` stands for.
+
+        Args:
+            step: optimizer steps completed.
+            kept: what the residuals are.
+            here: whose they are.
         """
         ...
 
@@ -303,6 +314,9 @@ class WholeExchange:
         assert status is not None
         return PendingWhole(list(signal), MeanWork(list(signal.values()), status, self._peers, exact=self._exact))
 
+    def describe_fault(self, step: int, kept: str, here: str) -> Fault:
+        raise NotImplementedError("nothing is kept back")
+
     def sent_bytes(self, shape: torch.Size) -> int:
         return all_reduce_bytes(4 * shape.numel(), self._peers.num_participants)
 
@@ -395,6 +409,15 @@ class TopKExchange:
         if self.fault is None:
             self.fault = torch.zeros((), dtype=torch.bool, device=self._device)
         return PendingTopK(layout, self.peers, self.peers.begin_gather(message), status is not None, self.fault)
+
+    def describe_fault(self, step: int, kept: str, here: str) -> Fault:
+        return Fault(
+            2,
+            ValueError,
+            f"Step {step}: {here} has received a damaged message: its positions were too many, too few, or outside "
+            "their tensors, and its weights may differ from those of the others. Look at the memory and the network of "
+            "its host, and go on from an earlier checkpoint.",
+        )
 
     def sent_bytes(self, shape: torch.Size) -> int:
         return all_gather_bytes(self.payload.nbytes([shape.numel()]), self.peers.num_participants)

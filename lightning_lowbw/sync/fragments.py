@@ -12,6 +12,7 @@ from torch.nn import Parameter
 from lightning_lowbw.errors import ConfigurationError
 from lightning_lowbw.schedules.every_k import balance
 from lightning_lowbw.sync.exchange import Pending
+from lightning_lowbw.sync.status import Faults
 
 # The sums in the status of an average.
 NUM_ENDED, NUM_LOSSES, LOSS, LR, NUM_STOP, NUM_SAVE, NUM_RESIZED = range(7)
@@ -29,7 +30,7 @@ class Average:
         parameters: it is of.
         whole: of the tensors that are averaged whole, with the status; None where `changes` has the status.
         changes: of the tensors that the payload sends: the mean changes by name, flat.
-        nonfinite: whether a parameter has an inf or NaN, by name: bool, scalars on the device.
+        faults: of the parameters, and late ones; None of one that was saved.
         snapshots: of the parameters when it was begun, where local steps go on meanwhile.
         buffer_snapshots: of the buffers, by name; as `snapshots`.
         unsent: the names of buffers of which this rank has sent nothing, because their shape had changed.
@@ -39,7 +40,7 @@ class Average:
     parameters: list[Parameter]
     whole: Pending | None
     changes: Pending
-    nonfinite: dict[str, Tensor] = field(default_factory=dict)
+    faults: Faults | None = None
     snapshots: list[Tensor] | None = None
     buffer_snapshots: dict[str, Tensor] = field(default_factory=dict)
     unsent: Sequence[str] = ()

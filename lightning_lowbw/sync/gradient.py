@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from itertools import compress
 from typing import Any
 
 import torch
@@ -45,7 +44,18 @@ from lightning_lowbw.schedules.every_step import EveryStep
 from lightning_lowbw.sync.checks import agree_on_end, check_two_levels, compare_batches, raise_at_other_batches
 from lightning_lowbw.sync.exchange import Faulty, Prepared, Whole, WholeExchange, exchange_for
 from lightning_lowbw.sync.state import check_order, check_origin, origin, own_part, saved
-from lightning_lowbw.sync.status import SAVE, STOP, Fault, Status, any_of, first_fault, make_mark, status_message
+from lightning_lowbw.sync.status import (
+    SAVE,
+    STOP,
+    Fault,
+    Faults,
+    Status,
+    any_of,
+    first_fault,
+    make_mark,
+    overflow,
+    status_message,
+)
 from lightning_lowbw.sync.synchronizer import Synchronizer
 
 CHECK_EVERY_STEPS = 100  # compare the replicas; a pass over the weights, no extra message
@@ -79,11 +89,9 @@ class GradientSync(Synchronizer):
         self._hidden: list[tuple[Parameter, Tensor]] = []
         self._showing: RemovableHandle | None = None  # a hook that gives these back before other hooks look
         self._is_torn = False  # whether residuals have changed in this step, and what was sent of them is not averaged
+        self._faults, self._checked = Faults(), set[str]()  # and of which tensors gradients have been looked at
         self.fault: Tensor | None = None
-        self._refused = ""  # the name of a parameter whose gradient is a sparse tensor
-        # Whether gradients of this step, or sums with their residuals, have an inf or NaN: bool, one of each name.
-        self._nonfinite: list[Faulty] = []
-        self._late: list[Faulty] = []  # the same, found after the status of the last step
+        self._late: list[Faulty] = []  # what the last step has found after its status
         self.correction = correction_for(
             optimizer, peers.num_participants, corrects=isinstance(what, TopK), keeps_parts=peers.is_two_level
         )
@@ -185,6 +193,7 @@ class GradientSync(Synchronizer):
     def list_gradients(self, *, reduced: Collection[Parameter] = ()) -> None:
         self.is_prepared = True
         self._end_step()  # of one that has failed
+        self._faults, self._checked = self.late_faults(), set()
         if self.peers.num_ranks == 1:
             return
         self._check_method()
@@ -201,16 +210,21 @@ class GradientSync(Synchronizer):
     def check_gradients(self) -> None:
         if not self._rows:
             return
-        checked = {name for names, _ in self._nonfinite for name in names}
-        unchecked = [row for row in self._rows if row.name not in checked and not row.is_missing]
+        unchecked = [row for row in self._rows if row.name not in self._checked and not row.is_missing]
         if unchecked:
             flags = are_not_finite([row.gradient for row in unchecked])
-            self._nonfinite.append(([row.name for row in unchecked], flags))
-        self.fault = any_of([*self.late_flags(), *(flags for _, flags in self._nonfinite)], self.device)
+            self._note(([row.name for row in unchecked], flags))
         for row in self._rows:
             if row.has_sparse_layout:
-                self._refused, row.parameter.grad = row.name, None  # clipping would fail on this rank alone
-                self.fault = torch.ones_like(self.fault)
+                row.parameter.grad = None  # clipping would fail on this rank alone
+                self._faults.add(torch.ones((), dtype=torch.bool), [row.name], self._describe_sparse)
+        self.fault = self._faults.any(self.device)
+
+    def _note(self, found: Faulty | None) -> None:
+        """Note whether gradients of this step, or sums with their residuals, have an inf or NaN."""
+        if found is not None:
+            self._checked.update(found[0])
+            self._faults.add(found[1], found[0], self._describe_nonfinite)
 
     @torch.no_grad()
     def exchange(self, *, skip_nonfinite: bool = False, applies: bool = False) -> bool:
@@ -263,7 +277,7 @@ class GradientSync(Synchronizer):
         # decay, correct, select, mask: in one pass, which finds inf and NaN, too, where nobody has looked for them yet
         if self.fault is None:
             if self.is_sparse:
-                self._prepare()
+                self._note(self._prepare().faults)
             self.check_gradients()
         # Tensors that are sent whole, and the status: one all-reduce.
         means, status = self._average_whole()
@@ -271,7 +285,7 @@ class GradientSync(Synchronizer):
             compare_batches(self.batch, self.step, self.fault_group)
         self._check_marks(status)
         if status.is_faulty:
-            fault = first_fault(self._describe_fault(), self.fault_group)
+            fault = first_fault(self._faults.first(), self.fault_group)
             if skip_nonfinite and fault.is_skipped:
                 return False
             raise fault.error(fault.text)
@@ -279,10 +293,8 @@ class GradientSync(Synchronizer):
         rows = self._take_means_(means, status.sums)
         if self.peers.num_participants == 1:
             return self._exchange_alone(skip_nonfinite=False)
-        sent = [
-            row for row in rows if row.is_compressed and row.parameter.numel()
-        ]  # of an empty shard the peers have none
-        if sent:
+        # Of an empty shard the peers have none either.
+        if sent := [row for row in rows if row.is_compressed and row.parameter.numel()]:
             self._average_(sent, applies)
         return True
 
@@ -329,11 +341,11 @@ class GradientSync(Synchronizer):
         copy_all_([row.in_order(row.gradient) for row in mine], [means[row.name] for row in mine])
         return stepped
 
-    def _prepare(self) -> None:
+    def _prepare(self) -> Prepared:
         """Prepare the gradients that are compressed, of those that this rank has.
 
         In place:
-            Residuals and velocities; inf and NaN do not enter them, `_nonfinite` says where there are any.
+            Residuals and velocities; inf and NaN do not enter them, the faults say where there are any.
         """
         what, exchange, correction = self.method.what, self.compressed, None
         rows = [row for row in self._rows if row.is_compressed and row.parameter.numel()]
@@ -343,11 +355,7 @@ class GradientSync(Synchronizer):
             correction.begin_step(rows, self.peers.part, exchange.payload)
         signal = {row.name: None if row.is_missing else row.in_order(row.gradient) for row in rows}
         self._is_torn, self._prepared = True, exchange.prepare(signal, correction)
-        self._note(self._prepared.faults)
-
-    def _note(self, faults: Faulty | None) -> None:
-        if faults is not None:
-            self._nonfinite.append(faults)
+        return self._prepared
 
     def _average_(self, rows: Sequence[Row], applies: bool) -> None:
         """Average the compressed tensors, and apply the means: as gradients, or as steps of the weights.
@@ -358,15 +366,14 @@ class GradientSync(Synchronizer):
             rows: that any rank has used.
             applies: see `exchange`.
         """
-        num_told, correction = len(self._nonfinite), self.correction
-        if self._prepared is None:
-            self._prepare()
-        assert self._prepared is not None
+        correction, is_late = self.correction, self._prepared is None
+        prepared = self._prepared or self._prepare()
         # Of what only other ranks have used the gradient is zero here, and the velocity goes on.
-        known = self._prepared.names
-        self._note(self._prepared.add({row.name: row.in_order(row.gradient) for row in rows if row.name not in known}))
-        self._late = self._nonfinite[num_told:]  # the status of this step has gone: they are told with the next one
-        mean, _ = self._prepared.send().wait()  # average: 1/N of the sum of what all have sent
+        known = prepared.names
+        added = prepared.add({row.name: row.in_order(row.gradient) for row in rows if row.name not in known})
+        # The status of this step has gone: what is found from here on is told with the next one.
+        self._late = [found for found in (prepared.faults if is_late else None, added) if found is not None]
+        mean, _ = prepared.send().wait()  # average: 1/N of the sum of what all have sent
         self._is_torn, self._prepared = False, None
         # step: w = w - lr mean, where something was sent; else a gradient, to be stepped with later
         steps = [row for row in rows if row.is_steppable] if applies and correction.is_complete else []
@@ -539,44 +546,37 @@ class GradientSync(Synchronizer):
                 f"{checksums}. Begin with the same weights on all ranks, change them alike, and take the same steps."
             )
 
-    def _describe_fault(self) -> Fault | None:
-        """Return what this rank has found, None if nothing; waits for the device."""
-        if self._refused:
-            return Fault(
-                0,
-                ConfigurationError,
-                f"The gradient of {self._refused!r} on {self.here} is sparse; only dense ones are exchanged. Build the "
-                "layer with sparse=False.",
-            )
-        late = self.describe_late_fault()
-        if late is not None:
-            return late
-        nonfinite = {name for names, flags in self._nonfinite for name in compress(names, flags.tolist())}
-        for row in self._rows:
-            if row.name not in nonfinite:
-                continue
-            is_added = row.is_compressed and self.is_sparse  # in the pass that has found it
-            is_from_start = is_added and self.when.rampup_begin_step == 0 and len(self.when.stairs) <= 1
-            warm_up = "give it a warm-up (there is none: see rampup_begin_step, rampup_step), " if is_from_start else ""
-            return Fault(
-                4,
-                NonFiniteGradientError,
-                f"Step {self.step}: the gradient of {row.name!r} on {self.here} is not finite"
-                f"{', or too large to be added to the residual' if is_added else ''}. Nothing was exchanged. "
-                f"Lower the learning rate, clip the gradient, {warm_up}or look at the data there; with a GradScaler "
-                "(precision='16-mixed') such steps are skipped.",
-                is_skipped=True,
-            )
-        return None
+    def _describe_sparse(self, name: str) -> Fault:
+        return Fault(
+            0,
+            ConfigurationError,
+            f"The gradient of {name!r} on {self.here} is sparse; only dense ones are exchanged. Build the layer with "
+            "sparse=False.",
+        )
 
-    def late_flags(self) -> list[Tensor]:
-        return [*(flags for _, flags in self._late), *super().late_flags()]
+    def _describe_nonfinite(self, name: str) -> Fault:
+        # Where sparse, the pass that adds gradients to the residuals has found it.
+        is_added = self.is_sparse and any(row.name == name and row.is_compressed for row in self._rows)
+        is_from_start = is_added and self.when.rampup_begin_step == 0 and len(self.when.stairs) <= 1
+        warm_up = "give it a warm-up (there is none: see rampup_begin_step, rampup_step), " if is_from_start else ""
+        return Fault(
+            4,
+            NonFiniteGradientError,
+            f"Step {self.step}: the gradient of {name!r} on {self.here} is not finite"
+            f"{', or too large to be added to the residual' if is_added else ''}. Nothing was exchanged. Lower the "
+            f"learning rate, clip the gradient, {warm_up}or look at the data there; with a GradScaler "
+            "(precision='16-mixed') such steps are skipped.",
+            is_skipped=True,
+        )
 
-    def describe_late_fault(self) -> Fault | None:
-        name = next((name for names, flags in self._late for name in compress(names, flags.tolist())), None)
-        if name is not None:
-            return self.overflow(1, f"the gradient of {name!r} on {self.here}, added to the residual,")
-        return super().describe_late_fault()
+    def late_faults(self) -> Faults:
+        faults = super().late_faults()
+        for names, flags in self._late:
+            faults.add(flags, names, self._describe_late)
+        return faults
+
+    def _describe_late(self, name: str) -> Fault:
+        return overflow(1, self.step, f"the gradient of {name!r} on {self.here}, added to the residual,")
 
     def forget_late_faults(self) -> None:
         super().forget_late_faults()
@@ -625,8 +625,7 @@ class GradientSync(Synchronizer):
             self._prepared = None
         if self._is_torn:
             self.torn, self._is_torn = f"the exchange of gradients after step {self.step}", False
-        self._rows, self._unstepped, self.fault, self._refused = [], [], None, ""
-        self._nonfinite.clear()
+        self._rows, self._unstepped, self.fault = [], [], None
 
     # State ----------------------------------------------------------------------------------------------------------
 

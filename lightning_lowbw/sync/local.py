@@ -23,6 +23,7 @@ import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
+from functools import partial
 from itertools import compress
 from math import isfinite
 from typing import Any
@@ -80,8 +81,8 @@ from lightning_lowbw.sync.status import (
     EXACT,
     SAVE,
     Fault,
+    Faults,
     Status,
-    any_of,
     counts_of,
     first_fault,
     make_mark,
@@ -461,8 +462,8 @@ class LocalSync(Synchronizer):
         if fragment.takes_buffers:
             self.buffers.begin_average(self.peers, self.device)
         parameters = [p for p in fragment.parameters if p in fragment.moved and p.numel()]
-        nonfinite = self.nonfinite_weights(parameters)
-        status = self._status(parameters, nonfinite)
+        faults = self.faults_of(parameters)
+        status = self._status(parameters, faults)
         # D = x - x0 of what the payload sends; x of the rest, and the changes of buffers.
         changes = self._changes([p for p in parameters if self.takes(p)])
         whole: dict[str, Tensor] = {self.name_of(p): p for p in parameters if not self.takes(p)}
@@ -481,7 +482,7 @@ class LocalSync(Synchronizer):
             parameters,
             pending,
             self._begin_changes(changes, status if is_alone else None) if changes else Deferred(lambda: DenseMean({})),
-            nonfinite,
+            faults,
             wide_copies(parameters) if is_hidden else None,
             self.buffers.snapshot() if is_hidden and fragment.takes_buffers else {},
             unsent,
@@ -521,12 +522,13 @@ class LocalSync(Synchronizer):
                 changes[p] = change_of(each, self.start[p], each.dtype)
         return {self.name_of(p): changes[p] for p in parameters}
 
-    def _status(self, parameters: Sequence[Parameter], nonfinite: Mapping[str, Tensor]) -> Tensor:
+    def _status(self, parameters: Sequence[Parameter], faults: Faults) -> Tensor:
         # A mean of weights makes replicas equal from any start; changes need the same consensus on all ranks.
         mark = make_mark(self.step + self.batch, (self.start[p] for p in parameters) if self.needs_start else None)
         sums = [float(self.has_ended), 0.0, 0.0, self._lr, *counts_of(self.requests), 0.0]
-        fault = any_of([*self.late_flags(), *nonfinite.values()], self.device)
-        message = status_message(sums, fault, mark, self.peers.rank, self.peers.num_ranks, self.device)
+        message = status_message(
+            sums, faults.any(self.device), mark, self.peers.rank, self.peers.num_ranks, self.device
+        )
         loss = self.loss.mean()
         if loss is not None:
             is_positive = torch.isfinite(loss) & (loss > 0)
@@ -604,9 +606,8 @@ class LocalSync(Synchronizer):
                 "with the same weights on all ranks, also of parameters that are added later."
             )
         if status.is_faulty:
-            nonfinite = average.nonfinite or self.nonfinite_weights(average.parameters)  # not in a state
-            own = self.describe_late_fault() or self.describe_weights(nonfinite, average.step)
-            raise_fault(first_fault(own, self.fault_group))
+            faults = average.faults or self.faults_of(average.parameters)  # not in a state
+            raise_fault(first_fault(faults.first(), self.fault_group))
 
     def _apply_(self, average: Average, means: list[Tensor], lr: float, moved: Collection[Parameter]) -> None:
         """Step from x0 to the mean, or as the outer optimizer says; of what has moved meanwhile keep these steps."""
@@ -656,16 +657,15 @@ class LocalSync(Synchronizer):
 
     # Faults ---------------------------------------------------------------------------------------------------------
 
-    def nonfinite_weights(self, parameters: Sequence[Parameter]) -> dict[str, Tensor]:
-        """Return of each parameter, by name, whether it has an inf or NaN: bool, scalars on the device."""
-        flags = are_not_finite([parameter.detach() for parameter in parameters])
-        return dict(zip(map(self.name_of, parameters), flags, strict=True))
+    def faults_of(self, parameters: Sequence[Parameter]) -> Faults:
+        """Return the late faults, and of each parameter whether it has an inf or NaN."""
+        faults = self.late_faults()
+        if parameters:
+            flags = are_not_finite([parameter.detach() for parameter in parameters])
+            faults.add(flags, [self.name_of(p) for p in parameters], partial(self._describe_weight, self.step))
+        return faults
 
-    def describe_weights(self, nonfinite: Mapping[str, Tensor], step: int) -> Fault | None:
-        """Return the fault that `nonfinite_weights` has found, None if none; waits for the device."""
-        name = next((name for name, flag in nonfinite.items() if flag), None)
-        if name is None:
-            return None
+    def _describe_weight(self, step: int, name: str) -> Fault:
         rank, shard = self.peers.rank, "" if self.peers.nodes is None else f", in the shard of rank {dist.get_rank()}"
         return Fault(
             4,
@@ -748,8 +748,8 @@ class LocalSync(Synchronizer):
         look = self.buffers.for_a_look()
         look.compare(self.peers, self.device)
         parameters, changes = self._unequal(), _of_buffers(look.changes())
-        nonfinite = self.nonfinite_weights(parameters)
-        fault = any_of([*self.late_flags(), *nonfinite.values()], self.device).float().reshape(1)
+        faults = self.faults_of(parameters)
+        fault = faults.any(self.device).float().reshape(1)
         signal = {**{self.name_of(p): p for p in parameters}, **changes}
         buckets = fill_buckets(tuple((each.dtype, each.numel()) for each in map(as_real, signal.values())))
         exchange, means = WholeExchange(self.peers), {}
@@ -757,8 +757,7 @@ class LocalSync(Synchronizer):
         for number, bucket in enumerate(buckets):  # one after the other: the device has the means of one
             mean, num_faulty = exchange.prepare({names[i]: signal[names[i]] for i in bucket.members}).send(fault).wait()
             if not number and float(num_faulty):  # before anything changes
-                own = self.describe_late_fault() or self.describe_weights(nonfinite, self.step)
-                raise_fault(first_fault(own, self.fault_group))
+                raise_fault(first_fault(faults.first(), self.fault_group))
             if not number:
                 self._look = look
                 self.own = saved(self.own_tensors())  # on the CPU, for as long as it takes

@@ -37,6 +37,7 @@ from lightning_lowbw.comm.peers import Peers
 from lightning_lowbw.compress.selection import Residuals
 from lightning_lowbw.errors import ConfigurationError
 from lightning_lowbw.sync.exchange import Correction, Deferred, DenseMean, PreparedWhole, Signal, exchanges
+from lightning_lowbw.sync.status import Fault, overflow
 
 
 @names_arguments
@@ -165,6 +166,9 @@ class LowRankExchange:
         self.fault = nonfinite if self.fault is None else self.fault | nonfinite
         parts = message.split([tensor.numel() for tensor in tensors])
         return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
+
+    def describe_fault(self, step: int, kept: str, here: str) -> Fault:
+        return overflow(3, step, f"{kept} on {here}")
 
     def sent_bytes(self, shape: torch.Size) -> int:
         """Return the bytes of two all-reduces; see `Exchange`."""

@@ -36,6 +36,7 @@ from lightning_lowbw.compress.quantization import (
 from lightning_lowbw.compress.selection import Residuals
 from lightning_lowbw.kernels.tensors import copy_all_, split_front
 from lightning_lowbw.sync.exchange import Correction, Deferred, DenseMean, PreparedWhole, exchanges
+from lightning_lowbw.sync.status import Fault, overflow
 
 RANGE = 1 << 18  # values, 1 MiB: they stay in the second cache, and are many beside the cost of a call
 RANGE_OF_GPU = 1 << 24  # values, 64 MiB: few launches, and few bytes beside a model that takes more ranges than one
@@ -92,6 +93,9 @@ class QuantizedExchange:
             `compress.quantization.quantized_mean_bytes` of all elements together: an all-to-all, and an all-gather.
         """
         return PreparedWhole(signal, lambda tensors, _: Deferred(partial(self._average_, tensors)))
+
+    def describe_fault(self, step: int, kept: str, here: str) -> Fault:
+        return overflow(3, step, f"{kept} on {here}")
 
     def sent_bytes(self, shape: torch.Size) -> int:
         return quantized_mean_bytes(shape.numel(), self._peers.num_participants, make_format(self.payload.value_dtype))

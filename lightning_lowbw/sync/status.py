@@ -16,14 +16,16 @@ from __future__ import annotations
 import functools
 import math
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import compress, islice
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from lightning_lowbw.comm.agreement import gather
+from lightning_lowbw.errors import NonFiniteGradientError
 from lightning_lowbw.kernels.tensors import checksum, constant, upload
 
 MODULUS = 1 << 10  # of counts and of checksums in a mark: together below 2^20
@@ -157,6 +159,47 @@ class Fault:
     error: type[Exception]
     text: str
     is_skipped: bool = False
+
+
+class Faults:
+    """What a rank has found, as flags on the device; described only where one is set.
+
+    Examples:
+        >>> faults = Faults()
+        >>> faults.add(torch.tensor([False, True]), ["a", "b"], lambda name: Fault(4, ValueError, name))
+        >>> bool(faults.any(torch.device("cpu"))), faults.first().text
+        (True, 'b')
+    """
+
+    def __init__(self) -> None:
+        self._found: list[tuple[Tensor, Sequence[str], Callable[[str], Fault]]] = []
+
+    def add(self, flags: Tensor, names: Sequence[str], describe: Callable[[str], Fault]) -> None:
+        """Add flags: bool, one of each name, of any shape; and what describes the fault of a name."""
+        self._found.append((flags, names, describe))
+
+    def any(self, device: torch.device) -> Tensor:
+        """Return whether one is set: bool, a scalar on the device."""
+        return any_of((flags for flags, _, _ in self._found), device)
+
+    def first(self) -> Fault | None:
+        """Return the one with the lowest `rank_of_kind`, None if none is set; waits for the device."""
+        found = [
+            describe(name)
+            for flags, names, describe in self._found
+            for name in islice(compress(names, flags.view(-1).tolist()), 1)
+        ]
+        return min(found, key=lambda fault: fault.rank_of_kind, default=None)
+
+
+def overflow(rank_of_kind: int, step: int, what: str) -> Fault:
+    """Return the fault of a sum that was not finite."""
+    return Fault(
+        rank_of_kind,
+        NonFiniteGradientError,
+        f"Step {step}: {what} has become too large for float32: a sum was not finite, or the value_dtype ends below it "
+        "(float16 at 65504). Lower the learning rate, or clip the gradients, and go on from an earlier checkpoint.",
+    )
 
 
 def any_of(flags: Iterable[Tensor | None], device: torch.device) -> Tensor:

@@ -21,12 +21,12 @@ from torch.optim import optimizer as torch_optimizer
 
 from lightning_lowbw.comm.peers import Peers
 from lightning_lowbw.compress.params import Params
-from lightning_lowbw.errors import ConfigurationError, NonFiniteGradientError
+from lightning_lowbw.errors import ConfigurationError
 from lightning_lowbw.kernels.reference import are_not_finite
 from lightning_lowbw.namespaces import LOGGER
 from lightning_lowbw.sync.checks import agree_on_beginning, check_not_in_ddp
-from lightning_lowbw.sync.exchange import Exchange, TopKExchange, WholeExchange
-from lightning_lowbw.sync.status import SAVE, STOP, Fault, Status, any_of, first_fault, status_message
+from lightning_lowbw.sync.exchange import Exchange, WholeExchange
+from lightning_lowbw.sync.status import SAVE, STOP, Fault, Faults, Status, any_of, first_fault, status_message
 
 _logger = logging.getLogger(LOGGER)
 
@@ -257,34 +257,15 @@ class Synchronizer:
             number, nodes = topology.node_of(number), topology.nodes
         return f"rank {number}" if nodes is None else f"node {number} (ranks {list(nodes[number])})"
 
-    def late_flags(self) -> list[Tensor]:
-        """Return what the last exchange has found after its status: bool, scalars on the device."""
-        return [] if self.compressed is None or self.compressed.fault is None else [self.compressed.fault]
-
-    def describe_late_fault(self) -> Fault | None:
-        """Return what `late_flags` stand for, None if none is set; waits for the device."""
-        if not any_of(self.late_flags(), self.device):
-            return None
-        if not isinstance(self.compressed, TopKExchange):
-            signal = "changes of the weights" if self.method.averages_weights else "gradients"
-            return self.overflow(3, f"what was kept of earlier {signal} on {self.here}")
-        return Fault(
-            2,
-            ValueError,
-            f"Step {self.step}: {self.here} has received a damaged message: its positions were too many, too few, or "
-            "outside their tensors, and its weights may differ from those of the others. Look at the memory and the "
-            "network of its host, and go on from an earlier checkpoint.",
-        )
-
-    def overflow(self, rank_of_kind: int, what: str) -> Fault:
-        """Return the fault of a sum that was not finite."""
-        return Fault(
-            rank_of_kind,
-            NonFiniteGradientError,
-            f"Step {self.step}: {what} has become too large for float32: a sum was not finite, or the value_dtype ends "
-            "below it (float16 at 65504). Lower the learning rate, or clip the gradients, and go on from an earlier "
-            "checkpoint.",
-        )
+    def late_faults(self) -> Faults:
+        """Return what the last exchange has found after its status."""
+        faults, exchange = Faults(), self.compressed
+        if exchange is not None and exchange.fault is not None:
+            kept = (
+                f"what was kept of earlier {'changes of the weights' if self.method.averages_weights else 'gradients'}"
+            )
+            faults.add(exchange.fault, [kept], lambda kept: exchange.describe_fault(self.step, kept, self.here))
+        return faults
 
     @property
     def may_have_late_faults(self) -> bool:
@@ -304,11 +285,11 @@ class Synchronizer:
         peers = self.peers
         if peers.num_ranks == 1 or not self.may_have_late_faults:
             return
-        fault = any_of(self.late_flags(), self.device)
-        message = status_message((), fault, 0, peers.rank, peers.num_ranks, self.device)
+        faults = self.late_faults()
+        message = status_message((), faults.any(self.device), 0, peers.rank, peers.num_ranks, self.device)
         status = Status.read(WholeExchange(peers).prepare({}).send(message).wait()[1], peers.num_ranks)
         if status.is_faulty:
-            raise_fault(first_fault(self.describe_late_fault(), self.fault_group))
+            raise_fault(first_fault(faults.first(), self.fault_group))
         self.forget_late_faults()
 
     def forget_late_faults(self) -> None:
