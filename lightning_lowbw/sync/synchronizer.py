@@ -261,11 +261,13 @@ class Synchronizer:
         """Return what the last exchange has found after its status."""
         faults, exchange = Faults(), self.compressed
         if exchange is not None and exchange.fault is not None:
-            kept = (
-                f"what was kept of earlier {'changes of the weights' if self.method.averages_weights else 'gradients'}"
-            )
-            faults.add(exchange.fault, [kept], lambda kept: exchange.describe_fault(self.step, kept, self.here))
+            faults.add(exchange.fault, [""], self._describe_kept)
         return faults
+
+    def _describe_kept(self, _: str) -> Fault:
+        assert self.compressed is not None
+        signal = "changes of the weights" if self.method.averages_weights else "gradients"
+        return self.compressed.describe_fault(self.step, f"what was kept of earlier {signal}", self.here)
 
     @property
     def may_have_late_faults(self) -> bool:
