@@ -6,10 +6,15 @@ import os
 import socket
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_lowbw.arguments import is_count, names_arguments
 from lightning_lowbw.comm.agreement import failing_together, gather
+from lightning_lowbw.comm.collectives import WeakGroup, group_of
 from lightning_lowbw.errors import ConfigurationError
 
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")  # of Linux: another one for each machine, and each of its boots
@@ -202,3 +207,55 @@ def discover() -> Topology:
     boot = BOOT_ID.read_text().strip() if BOOT_ID.exists() else ""
     host = f"{socket.gethostname()}/{number}/{boot}"
     return Topology.of_hosts(gather(host, "host"))
+
+
+# Models that are sharded over the ranks of each node ------------------------------------------------------------------
+
+DIMENSIONS = ("data_parallel", "tensor_parallel")  # as in Lightning's ModelParallelStrategy
+
+
+@dataclass(frozen=True)
+class NodeMesh:
+    """The ranks of a node, and those with the same shards in the other nodes.
+
+    Attributes:
+        topology: which ranks share a node, each of which holds the whole model.
+        mesh: of this rank's node; its second dimension, as in Lightning's ModelParallelStrategy, is of size 1.
+        coordinate: which shards this rank holds; its local rank.
+        node: returns the process group of the node.
+        peers: returns that of the ranks with this coordinate in all nodes.
+    """
+
+    topology: Topology
+    mesh: DeviceMesh
+    coordinate: int
+    node: WeakGroup
+    peers: WeakGroup
+
+
+def make_node_mesh(topology: Topology, rank: int, device_type: str, timeout: timedelta | None) -> NodeMesh:
+    """Make the meshes of all nodes, and the process groups between them.
+
+    Collective: all ranks, blocking. A mesh is made of groups that are there: those that `DeviceMesh` makes itself have
+    torch's own timeout, whatever the user has said.
+
+    Raises:
+        ConfigurationError: on all ranks; the nodes are of different sizes.
+    """
+    if not topology.has_equal_nodes:
+        sizes = ", ".join(f"node {index} has {len(node)}" for index, node in enumerate(topology.nodes))
+        raise ConfigurationError(
+            f"The nodes have different numbers of ranks ({sizes}), and each rank exchanges its shard with one of the "
+            "same size in every other node. Start as many ranks on each."
+        )
+    node, coordinate = topology.node_of(rank), topology.local_rank_of(rank)
+    nodes = [group_of(ranks, DIMENSIONS[0], timeout) for ranks in topology.nodes]
+    alone = [group_of((each,), DIMENSIONS[1], timeout) for each in range(topology.world_size)]
+    between = [group_of(topology.peers(each), "equal shards", timeout) for each in range(topology.ranks_per_node)]
+    mesh = DeviceMesh.from_group(
+        [group for group in (nodes[node], alone[rank]) if group is not None],
+        device_type,
+        torch.tensor(topology.nodes[node], dtype=torch.int).view(-1, 1),
+        mesh_dim_names=DIMENSIONS,
+    )
+    return NodeMesh(topology, mesh, coordinate, WeakGroup(nodes[node]), WeakGroup(between[coordinate]))

@@ -105,7 +105,7 @@ class AutoChoice:
         """Do not count the time since the last step, such as validation or a checkpoint."""
         self._last = (time.perf_counter(), ledger.exposed_s)
 
-    def end_step(self, worker: Synchronizer, workers: Sequence[Synchronizer], trainer: pl.Trainer) -> Method | None:
+    def end_step(self, worker: GradientSync, workers: Sequence[GradientSync], trainer: pl.Trainer) -> Method | None:
         """Time an optimizer step; return the method to continue with after the last one that decides, else None.
 
         Collective: all ranks, blocking, after that step; nothing else.
@@ -139,7 +139,7 @@ class AutoChoice:
             self._num_steps, self._seconds = self._num_steps + 1, self._seconds + seconds
         return None
 
-    def _choose(self, worker: Synchronizer, workers: Sequence[Synchronizer], trainer: pl.Trainer) -> Candidate:
+    def _choose(self, worker: GradientSync, workers: Sequence[GradientSync], trainer: pl.Trainer) -> Candidate:
         """Measure, where that matters; return what to continue with, and log why.
 
         Collective: all ranks, blocking; they may have other times and lengths.
@@ -188,21 +188,20 @@ def medians(times: Sequence[tuple[float, float]]) -> Measured:
     return Measured(max(step_s, 1e-6), dense_s, {}, Link(0.0, math.inf))
 
 
-def refusals(workers: Sequence[Synchronizer], *, is_dgc_asked_for: bool) -> dict[str, str]:
+def refusals(workers: Sequence[GradientSync], *, is_dgc_asked_for: bool) -> dict[str, str]:
     """Return which candidates cannot be used in this training, or have not been measured for it, with the reasons.
 
     Args:
         workers: of the optimizers.
         is_dgc_asked_for: whether the user has named it, and is warned of optimizers that it has no correction for.
     """
-    ours = [worker for worker in workers if isinstance(worker, GradientSync)]
-    unknown = {type(each.optimizer).__name__ for each in ours if not each.correction.is_complete}
+    unknown = {type(each.optimizer).__name__ for each in workers if not each.correction.is_complete}
     if unknown and not is_dgc_asked_for:
         return {"dgc": f"its accuracy is measured with SGD, Adam and AdamW, not with {', '.join(unknown)}"}
     if not numels_of(workers)[0]:
         return {"dgc": "no tensor that is trained has min_numel elements and is not excluded"}
     try:
-        for worker in ours:
+        for worker in workers:
             worker.correction.check()
     except ConfigurationError as error:
         return {"dgc": str(error).split(". ")[0]}

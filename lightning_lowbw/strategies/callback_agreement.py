@@ -1,13 +1,14 @@
-"""What callbacks put into the weights and monitor: made equal on all ranks, where replicas differ."""
+"""What callbacks put into the weights and monitor: made equal on all ranks; and the callback before all others."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
-from lightning.pytorch.callbacks import Checkpoint, EarlyStopping
+from lightning.pytorch.callbacks import Callback, Checkpoint, EarlyStopping
 from torch import Tensor
 from torch.nn import Parameter
 
@@ -16,6 +17,41 @@ from lightning_lowbw.comm.peers import Peers, mean_over
 from lightning_lowbw.kernels.tensors import as_real
 from lightning_lowbw.strategies.shared_buffers import IGNORED, buffers_of
 from lightning_lowbw.sync.buffers import alike
+
+
+def _strategy_of(trainer: pl.Trainer) -> Any:
+    return trainer.strategy
+
+
+class FirstCallback(Callback):
+    """The first in the list of callbacks, so that all others get the consensus, and metrics that agree."""
+
+    def on_train_epoch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        _strategy_of(trainer).begin_epoch()
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        _strategy_of(trainer).end_batch()
+
+    def on_validation_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        _strategy_of(trainer).begin_evaluation()
+
+    def on_validation_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        _strategy_of(trainer).agree_on_evaluated()
+
+    def on_validation_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        if not trainer.sanity_checking:
+            _strategy_of(trainer).agree_on_metrics()
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        _strategy_of(trainer).end_epoch()
+
+    def on_train_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        _strategy_of(trainer).leave_consensus()
+
+    on_test_start = on_validation_start  # type: ignore[assignment]  # has no names of arguments, as the next ones
+    on_test_batch_start = on_validation_batch_start  # type: ignore[assignment]
+    # Of a rank without batches.
+    on_validation_epoch_end = on_test_epoch_end = on_validation_batch_start  # type: ignore[assignment]
 
 
 def weights_of(module: torch.nn.Module, peers: Peers) -> list[Tensor]:

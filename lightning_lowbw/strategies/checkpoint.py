@@ -18,13 +18,13 @@ import zipfile
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, get_args
 
+import lightning.pytorch as pl
 import torch
 from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.fabric.utilities.cloud_io import get_filesystem
 from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
-from torch import Tensor
 from typing_extensions import override
 
 from lightning_lowbw.arguments import check_one_of
@@ -60,11 +60,13 @@ class CheckpointedStrategy(BaseStrategy):
         self._removed: list[str] = []  # folders that rank 0 has removed, and other nodes not yet
         self._loaded: Mapping[str, Any] | None = None  # random numbers and a GradScaler's state, for the first batch
 
-    def _begin_checkpoints(self) -> None:
+    @override
+    def _begin_workers(self, trainer: pl.Trainer) -> None:
         """Give the fit an identity, which distinguishes the shards of its saves from others.
 
         Collective: all ranks.
         """
+        super()._begin_workers(trainer)
         self._removed, self._loaded = [], None
         self._num_saves = 0  # ranks that an exception ended may have saved different numbers of times
         self._run_id = self.broadcast(uuid.uuid4().hex[:12])
@@ -78,25 +80,6 @@ class CheckpointedStrategy(BaseStrategy):
     def _nodes(self) -> list[list[int]] | None:
         """The ranks of each node; None where flat."""
         raise NotImplementedError
-
-    def _chosen(self) -> Mapping[str, Any] | None:
-        """Return what this run has chosen by measuring."""
-        return None
-
-    def _load_chosen(self, chosen: Mapping[str, Any] | None) -> None:
-        """Keep what a run that is resumed has chosen."""
-
-    def _own_buffers(self, buffers: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return those buffers, by name, that a rank keeps in its shard: its own, also while the mean is shown."""
-        own = dict(buffers)
-        for worker in self.replicas:
-            own |= {name: each for name, each in worker.own_tensors().items() if name in buffers}
-        return own
-
-    @property
-    def _apart(self) -> frozenset[str]:
-        """The names of the buffers whose shapes differ between ranks."""
-        return frozenset[str]().union(*(worker.buffers.layout.apart for worker in self.replicas))
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
@@ -112,6 +95,24 @@ class CheckpointedStrategy(BaseStrategy):
         self._is_evaluated = False
 
     # Saving -----------------------------------------------------------------------------------------------------
+
+    def _why_unsaved(self, checkpoint: Mapping[str, Any]) -> str:
+        """Return why a checkpoint cannot be written while an exception ends the fit; empty where it can."""
+        raise NotImplementedError
+
+    @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None) -> None:
+        if reason := self._why_unsaved(checkpoint):
+            rank_zero_warn(
+                f"{filepath} is not written: an exception has ended the training of this rank, and {reason}. Go on "
+                "from the checkpoint before."
+            )
+            return
+        write = functools.partial(super().save_checkpoint, storage_options=storage_options)
+        self._save(checkpoint, filepath, write)
+        self.auto.restart_clock(self.ledger)
+        if not self._is_evaluated:
+            self._hide_mean()
 
     def _save(
         self, checkpoint: dict[str, Any], filepath: _PATH, write: Callable[[dict[str, Any], _PATH], None]
@@ -174,14 +175,14 @@ class CheckpointedStrategy(BaseStrategy):
             "format": FORMAT,
             "kind": self._kind,
             "nodes": self._nodes,
-            "chosen": self._chosen(),
+            "chosen": self.auto.state_dict(),
             "workers": [worker.equal_state() for worker in self.workers],
         }
 
     def _shard(self, metadata: Mapping[str, Any]) -> dict[str, Any]:
         module = self.lightning_module
         assert module is not None
-        buffers = self._own_buffers(dict(module.named_buffers()))
+        buffers = self._hooks.own_buffers(dict(module.named_buffers()))
         return {
             "save_id": metadata["save_id"],
             "rank": self.global_rank,
@@ -189,7 +190,8 @@ class CheckpointedStrategy(BaseStrategy):
             "rng": rng_state(self.root_device),
             "precision": self.precision_plugin.state_dict(),  # a GradScaler's; ranks that step alone scale alone
             "buffers": {name: buffer.cpu().clone() for name, buffer in buffers.items()},
-            "apart": sorted(self._apart),
+            "apart": sorted(self._hooks.apart | self.buffers.layout.apart),
+            "unequal_buffers": self.buffers.unequal,
         }
 
     def _path_of_rank_zero(self, filepath: _PATH) -> _PATH:
@@ -258,8 +260,9 @@ class CheckpointedStrategy(BaseStrategy):
                 f"it, or {GO_ON}."
             )
         is_ours = metadata.get("format") == FORMAT
-        if is_ours:
-            self._load_chosen(metadata["chosen"])
+        method = self.auto.load_state_dict(metadata["chosen"], self.method) if is_ours else None
+        if method is not None:
+            self.adopt(method)
         states: Sequence[Mapping[str, Any]] = ()
         if not is_ours or metadata["kind"] != self._kind:
             writer = f"a method of kind {metadata['kind']!r}" if is_ours else "another program"
@@ -344,6 +347,8 @@ class CheckpointedStrategy(BaseStrategy):
         module = self.lightning_module
         assert module is not None
         apart = shard.get("apart", ())
+        self.buffers.unequal = shard.get("unequal_buffers")
+        self.buffers.layout.leave_out(apart)
         for name, buffer in list(module.named_buffers()):
             kept = shard["buffers"].get(name)
             if kept is not None and buffer.shape == kept.shape:

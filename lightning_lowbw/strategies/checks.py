@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import lightning.pytorch as pl
@@ -14,6 +14,7 @@ from lightning.pytorch.callbacks import (
     EarlyStopping,
     GradientAccumulationScheduler,
     LearningRateFinder,
+    ModelPruning,
     StochasticWeightAveraging,
     Timer,
 )
@@ -27,6 +28,8 @@ from lightning_lowbw.errors import ConfigurationError, DisagreementError
 from lightning_lowbw.method import Method
 from lightning_lowbw.namespaces import twins
 from lightning_lowbw.schedules.every_k import MOST_FRAGMENTS, EveryK
+from lightning_lowbw.schedules.every_step import EveryStep
+from lightning_lowbw.strategies.keywords import asked_of_buffers
 from lightning_lowbw.strategies.shared_buffers import buffers_of
 from lightning_lowbw.sync.checks import agree_on_model, agree_on_optimizers, warn_if_incomplete
 from lightning_lowbw.sync.gradient import GradientSync
@@ -63,11 +66,16 @@ SETTINGS = (
 )
 
 
+def callbacks_in(trainer: pl.Trainer) -> list[Any]:
+    """Return the trainer's own list of callbacks."""
+    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
+    return callbacks
+
+
 def callbacks_of(trainer: pl.Trainer, *classes: type[C]) -> list[C]:
     """Return the trainer's callbacks of some classes, of either package of Lightning."""
     both = tuple(twin for cls in classes for twin in twins(cls))
-    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
-    return [each for each in callbacks if isinstance(each, both)]
+    return [each for each in callbacks_in(trainer) if isinstance(each, both)]
 
 
 def accumulates_by_schedule(trainer: pl.Trainer) -> bool:
@@ -116,11 +124,31 @@ def num_steps_of_fit(trainer: pl.Trainer, workers: Sequence[Synchronizer]) -> fl
     return num_steps - before / max(1, len(workers))
 
 
+def resolved(method: Method, trainer: pl.Trainer, workers: Sequence[Synchronizer]) -> Method | None:
+    """Return a method whose `begin_step` is a number of steps, in place of a fraction of the run; None if it is none.
+
+    Collective: all ranks, if it is one.
+
+    Raises:
+        ConfigurationError: on all ranks; the length of the run is not known.
+    """
+    begin = getattr(method.when, "begin_step", 0)
+    if not isinstance(begin, float):
+        return None
+    num_steps = max(gather(num_steps_of_fit(trainer, workers), "number of steps"))
+    if num_steps == math.inf:
+        raise ConfigurationError(
+            f"begin_step={begin} of a run whose number of steps is not known: give a number of steps."
+        )
+    step = round(begin * num_steps)
+    rank_zero_info(f"{type(trainer.strategy).__name__}: synchronous up to step {step} of {num_steps:.0f}.")
+    return method.replace(begin_step=step)
+
+
 def settings_of(trainer: pl.Trainer) -> dict[str, object]:
     """Return the Trainer's settings on which all ranks must agree, those of its callbacks that communicate included."""
-    callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
     shared = callbacks_of(trainer, *COLLECTIVE)
-    shared += [each for each in callbacks if getattr(each, "sets_method", False)]  # of this package
+    shared += [each for each in callbacks_in(trainer) if getattr(each, "sets_method", False)]  # of this package
     timers = [(each.time_remaining(), each.time_elapsed()) for each in callbacks_of(trainer, Timer)]
     return {
         # A `val_check_interval` may be a time.
@@ -227,6 +255,75 @@ def agree_on_hyperparameters(trainer: pl.Trainer) -> None:
     agree_on_optimizers(trainer.optimizers, trainer.lightning_module.named_parameters(), topic=topic)
 
 
+def refuse(refusals: Iterable[tuple[object, str]]) -> None:
+    """Raise ConfigurationError with the message of the first condition that is true."""
+    for condition, message in refusals:
+        if condition:
+            raise ConfigurationError(message)
+
+
+def refusals_of_replicas(
+    method: Method, ddp_kwargs: Mapping[str, Any], trainer: pl.Trainer | None = None, *, has_layer_sync: bool = False
+) -> list[tuple[object, str]]:
+    """Return which keywords of DDP, and settings of the Trainer, cannot be used with averages of weights."""
+    if not method.averages_weights:
+        return []
+    pruning = [] if trainer is None else callbacks_of(trainer, ModelPruning)
+    return [
+        (
+            asked_of_buffers(ddp_kwargs),
+            "broadcast_buffers=True (or forward_sync_buffers=True) sends the buffers of rank 0 in every forward pass; "
+            "local SGD averages them with the parameters. Leave it out.",
+        ),
+        (
+            ddp_kwargs.get("static_graph"),
+            "static_graph=True: DDP learns the graph in steps that it reduces, and local steps are not. Leave it out.",
+        ),
+        (
+            has_layer_sync,
+            "Trainer(sync_batchnorm=True) communicates in every forward pass, and local SGD must send nothing between "
+            "averages, which include batch norm's statistics. Leave it out.",
+        ),
+        (
+            any(each._prune_on_train_epoch_end for each in pruning),
+            "ModelPruning(prune_on_train_epoch_end=True): at the end of an epoch each rank has weights of its own, and "
+            "would prune others. Give prune_on_train_epoch_end=False, which prunes the consensus after each "
+            "validation, or a method that exchanges gradients, such as 'dgc'.",
+        ),
+        (
+            getattr(trainer, "_val_check_time_interval", None) is not None,  # since Lightning 2.6
+            "Trainer(val_check_interval=...) is a time, and each rank has a clock of its own: between averages one "
+            "would validate while others train on. Give a number of batches.",
+        ),
+    ]
+
+
+def refusals_of_shards(method: Method) -> list[tuple[object, str]]:
+    """Return what of a method cannot be used with a sharded model, with the reasons."""
+    when, where = method.when, method.where
+    rule, fragments = (getattr(when, name, None) for name in ("rule", "num_fragments"))
+    narrows = where.algorithm not in (None, "sharded") or where.inter_dtype != "float32"
+    reasons = [
+        (
+            isinstance(when, EveryStep) and when.is_auto,
+            "sparsity='auto' measures steps of DDP. Give the numbers: DGC(sparsity=[0.99], rampup_begin_step=100)",
+        ),
+        (
+            rule in ("fleet", "adacomm"),
+            f"rule={rule!r} follows the loss, which differs between the shards of a node. Take 'fixed' or 'qsr'",
+        ),
+        (
+            fragments not in (None, 1),
+            f"num_fragments={fragments!r}: parts are balanced by bytes, which differ between shards. Leave it out",
+        ),
+        (
+            narrows,
+            f"{where}: each rank exchanges its shard. Leave algorithm out; for fewer bits take QuantizedGradients",
+        ),
+    ]
+    return [(condition, f"With a sharded model, {reason}.") for condition, reason in reasons]
+
+
 def refuse_sparse_gradients(module: torch.nn.Module) -> None:
     """Raise ConfigurationError where a layer has gradients of torch's sparse layout."""
     for name, layer in module.named_modules():
@@ -253,7 +350,7 @@ def warn_of_schedule(method: Method, trainer: pl.Trainer, workers: Sequence[Sync
         after = max(1, when.k_steps // when.num_fragments_of(MOST_FRAGMENTS))
     elif method.compresses_gradients and not when.is_auto:
         begin, does, instead, after = when.rampup_begin_step, "compressed step", "", 1
-        _tell_of_sparse_steps(workers)
+        _tell_of_sparse_steps(workers)  # type: ignore[arg-type]  # of a method that compresses gradients all are
     else:
         return
     if not isinstance(begin, int):
@@ -269,15 +366,14 @@ def warn_of_schedule(method: Method, trainer: pl.Trainer, workers: Sequence[Sync
         )
 
 
-def _tell_of_sparse_steps(workers: Sequence[Synchronizer]) -> None:
+def _tell_of_sparse_steps(workers: Sequence[GradientSync]) -> None:
     """Log a change of an optimizer's arithmetic; warn if that is not complete, or if most elements are sent whole."""
     sparse, others = numels_of(workers)
     for worker in workers:
-        if isinstance(worker, GradientSync):
-            if not worker.correction.is_complete and worker.peers.rank == 0:
-                warn_if_incomplete(worker.optimizer, worker.when)
-            if numels_of([worker])[0] and (note := worker.correction.note()):
-                rank_zero_info(note)
+        if not worker.correction.is_complete and worker.peers.rank == 0:
+            warn_if_incomplete(worker.optimizer, worker.when)
+        if numels_of([worker])[0] and (note := worker.correction.note()):
+            rank_zero_info(note)
     total = sum(sparse) + sum(others)
     if sum(sparse) < MUCH * total:
         rank_zero_warn(

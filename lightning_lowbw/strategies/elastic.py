@@ -13,7 +13,6 @@ import lightning.pytorch as pl
 import torch.distributed as dist
 from lightning.pytorch.callbacks import Timer
 from lightning.pytorch.utilities.data import extract_batch_size
-from torch import nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -23,6 +22,7 @@ from lightning_lowbw.elastic.sync import ElasticSync, Members, check_elastic
 from lightning_lowbw.elastic.torchft_membership import TorchftMembership
 from lightning_lowbw.errors import ConfigurationError
 from lightning_lowbw.method import Method
+from lightning_lowbw.strategies import checks
 from lightning_lowbw.strategies.keywords import STRATEGY_KEYWORDS
 from lightning_lowbw.strategies.strategy import Strategy
 from lightning_lowbw.sync.local_view import DTensor
@@ -128,8 +128,8 @@ class ElasticStrategy(Strategy):
 
     @property
     def _replica(self) -> ElasticSync:
-        (worker,) = self.workers
-        assert isinstance(worker, ElasticSync)
+        worker: ElasticSync
+        (worker,) = self._workers.values()
         return worker
 
     @property
@@ -146,8 +146,7 @@ class ElasticStrategy(Strategy):
 
     @override
     def is_search(self, trainer: pl.Trainer) -> bool:  # the first callback is needed with one rank, too
-        callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
-        return self._first_callback not in callbacks
+        return self._first_callback not in checks.callbacks_in(trainer)
 
     @override
     def _check_trainer(self, trainer: pl.Trainer) -> None:
@@ -157,7 +156,7 @@ class ElasticStrategy(Strategy):
                 f"Trainer(max_steps={trainer.max_steps}, max_epochs={trainer.max_epochs}): the groups have epochs of "
                 "their own, and end with the same round. Give max_steps, and no max_epochs."
             )
-        if any(isinstance(each, Timer) for each in trainer.callbacks):  # type: ignore[attr-defined]  # by a connector
+        if checks.callbacks_of(trainer, Timer):
             raise ConfigurationError(
                 "Trainer(max_time=...), or a Timer: each group has a clock of its own, and the others would train on "
                 "without it. Give max_steps."
@@ -182,14 +181,14 @@ class ElasticStrategy(Strategy):
         return TorchftMembership(name=self.group, state_bytes=state_bytes, **self._of_membership)
 
     @override
-    def _make_worker(self, optimizer: Optimizer, named_parameters: list[tuple[str, nn.Parameter]], buffers: Any) -> Any:
+    def _make_worker(self, optimizer: Optimizer, module: pl.LightningModule, buffers: Any) -> Any:
         if len(self._trained_optimizers) > 1:
             raise ConfigurationError(
                 f"{len(self.optimizers)} optimizers: a round of an elastic training is that of one. Return one."
             )
         assert isinstance(self.peers, Members)
         return ElasticSync(
-            *(self.method, optimizer, named_parameters, self.peers, buffers),
+            *(self.method, optimizer, module.named_parameters(), self.peers, buffers),
             round_s=self.round_s,
             participants=self.participants,
         )
@@ -212,9 +211,10 @@ class ElasticStrategy(Strategy):
     def _leave_states(self, workers: Iterable[Synchronizer]) -> None:
         """The processes of a group, which is all that Lightning sees, have one state."""
 
+    @property
     @override
-    def _start_workers(self, num_participants: int, *, measures: bool = False) -> None:
-        super()._start_workers(max(2, num_participants), measures=measures)  # there will be others
+    def _num_participants(self) -> int:
+        return max(2, self.world_size)  # there will be others
 
     @override
     def on_train_start(self) -> None:
@@ -230,12 +230,12 @@ class ElasticStrategy(Strategy):
         self._follow(worker, is_in_step=False)
         if self.world_size > 1:
             self.signals.read_requests(worker, self.trainer)
-        self._choose_backward_sync()
+        self._hook.prepare(self.workers)
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_start(batch, batch_idx)
-        self._choose_backward_sync()
+        self._hook.prepare(self.workers)
         self._replica.tokens += float(self._num_tokens(batch))
 
     @override

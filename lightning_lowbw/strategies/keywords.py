@@ -10,7 +10,7 @@ from typing import Any, Concatenate, Literal, ParamSpec
 from lightning.pytorch.strategies import DDPStrategy
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_lowbw.arguments import arguments_of, is_number
+from lightning_lowbw.arguments import arguments_of, code_of, is_number
 from lightning_lowbw.errors import ConfigurationError
 from lightning_lowbw.method import Method
 
@@ -122,3 +122,15 @@ def asked_of_buffers(ddp_kwargs: Mapping[str, Any]) -> bool | None:
     """Return whether the user wants rank 0 to send its buffers in every forward pass; None if they have not said so."""
     asked = ddp_kwargs.get("forward_sync_buffers")  # since torch 2.13, where it goes before the other
     return ddp_kwargs.get("broadcast_buffers") if asked is None else asked
+
+
+def written(strategy: Any, options: Mapping[str, Any]) -> str:
+    """Return the call that makes a strategy, of its method and of the options that are not the defaults."""
+    defaults = {
+        name: parameter.default
+        for cls in reversed(type(strategy).__mro__[:-1])
+        if "method" in inspect.signature(cls).parameters
+        for name, parameter in inspect.signature(cls).parameters.items()
+    }
+    given = [f"{name}={value!r}" for name, value in options.items() if name not in defaults or value != defaults[name]]
+    return f"{type(strategy).__name__}({', '.join([code_of(strategy.method), *given])})"

@@ -6,7 +6,7 @@ weights of each rank differently, and nobody would notice.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -31,8 +31,8 @@ _left: WeakKeyDictionary[Optimizer, list[RemovableHandle]] = WeakKeyDictionary()
 _loaded: WeakSet[Optimizer] = WeakSet()  # of these, those with another state: no hook may be removed by a hook
 
 
-def agree_on_states_(workers: Sequence[Synchronizer], peers: Peers, device: torch.device) -> None:
-    """Average the optimizers' states where they differ, as an earlier fit has left them.
+def agree_on_states_(workers: Iterable[Synchronizer], peers: Peers, device: torch.device) -> None:
+    """Average the optimizers' states where they differ, as an earlier fit has left them; not where steps are local.
 
     In place:
         Floating tensors that differ.
@@ -46,7 +46,7 @@ def agree_on_states_(workers: Sequence[Synchronizer], peers: Peers, device: torc
         return
     kinds: dict[str, object] = {}
     tensors: list[Tensor] = []
-    for number, worker in enumerate(workers):
+    for number, worker in enumerate(worker for worker in workers if not worker.is_local):
         names = {parameter: name for name, parameter in worker.by_name().items()}
         for path, value in _entries(worker.optimizer, names, f"optimizer {number}"):
             if not isinstance(value, Tensor):

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, ItemsView, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import lightning.pytorch as pl
@@ -26,10 +26,13 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from typing_extensions import override
 
 from lightning_lowbw.comm.collectives import Level, TrafficLedger, broadcast_flat_
 from lightning_lowbw.kernels.tensors import as_real, constant, copy_all_, download
 from lightning_lowbw.sync.buffers import Layout, Spec, is_check_due, spec_of, unequal
+from lightning_lowbw.sync.synchronizer import Synchronizer
 
 IGNORED = "_ddp_params_and_buffers_to_ignore"  # torch's own name
 
@@ -70,6 +73,7 @@ class SharedBuffers:
 
     Args:
         asked: whether the user wants DDP's broadcast in every forward pass; None if they have not said so.
+        in_forward: whether forward passes broadcast.
 
     Attributes:
         layout: which buffers all ranks have in one shape.
@@ -77,8 +81,8 @@ class SharedBuffers:
         is_check_due: whether the ranks compare their buffers before the next batch.
     """
 
-    def __init__(self, asked: bool | None) -> None:
-        self._asked = asked
+    def __init__(self, asked: bool | None, *, in_forward: bool = True) -> None:
+        self._asked, self._in_forward = asked, in_forward
         self._statistics: frozenset[str] = frozenset()  # names of buffers that no training step reads
         self.layout = Layout()
         self.unequal: list[str] | None = None
@@ -102,10 +106,12 @@ class SharedBuffers:
         """Return those that a rank keeps in its shard of a checkpoint: not those that are in the ``.ckpt``."""
         return {name: buffer for name, buffer in buffers.items() if name not in self._statistics}
 
-    def to_broadcast(self, *, is_compressed: bool) -> list[str]:
-        """Return the names of those that rank 0 sends before a forward pass."""
+    def to_broadcast(self, workers: Collection[Synchronizer]) -> list[str]:
+        """Return the names of those that rank 0 sends before a forward pass; none in steps that are all local."""
+        if workers and all(worker.is_local for worker in workers):
+            return []
         names = list(self.layout.specs)
-        if self._asked is not None or not is_compressed:
+        if self._asked is not None or not _is_compressed(workers):
             return names
         chosen = {*names} - self._statistics if self.unequal is None else self.unequal
         return [name for name in names if name in chosen]
@@ -150,9 +156,10 @@ class SharedBuffers:
             if (self._is_steady and device.type != "cpu") or all(self._fits()):
                 return nbytes
 
-    def note_step(self, num_steps: int, *, is_compressed: bool) -> None:
+    def note_step(self, num_steps: int, workers: Collection[Synchronizer]) -> None:
         """Note that a step has ended, before whose forward pass DDP may have broadcast."""
-        if self._asked is None and is_compressed:  # often at first, because then it shows which differ
+        if self._asked is None and self._in_forward and _is_compressed(workers):
+            # Often at first, because then it shows which differ.
             self.is_check_due |= self.unequal is None or is_check_due(num_steps)
 
     def compare(self, module: nn.Module, device: torch.device) -> None:
@@ -183,7 +190,7 @@ class SharedBuffers:
         if self.is_check_due:  # before they are made equal
             self.compare(module, device)
         buffers = self._agreed(module)
-        if not module.automatic_optimization:
+        if not (module.automatic_optimization and self._in_forward):
             buffers = {name: buffer for name, buffer in buffers.items() if name in self._statistics}
         share_(buffers, ledger, device)
 
@@ -192,6 +199,11 @@ class SharedBuffers:
         buffers = buffers_of(module)
         self.layout.agree(buffers, None)
         return self.layout.fitting(buffers)
+
+
+def _is_compressed(workers: Collection[Synchronizer]) -> bool:
+    """Return whether gradients of the coming step are not sent whole."""
+    return any(not (worker.reduces_in_backward or worker.is_local) for worker in workers)
 
 
 @torch.no_grad()
@@ -288,3 +300,47 @@ def choose_buffers(
 
     model._distributed_broadcast_coalesced = broadcast_chosen  # type: ignore[method-assign]
     model.will_sync_module_buffers = will_sync  # type: ignore[method-assign]
+
+
+class LayerBuffers(Mapping[str, Tensor]):
+    """The buffers of some layers of a module by name, as they are when they are looked up.
+
+    Args:
+        module: that is trained.
+        has: whether the layer with a name is one of these.
+    """
+
+    def __init__(self, module: torch.nn.Module, has: Callable[[str], bool]) -> None:
+        self._module, self._has = module, has
+
+    def _now(self) -> dict[str, Tensor]:
+        return {name: each for name, each in buffers_of(self._module).items() if self._has(name.rpartition(".")[0])}
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._now()[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._now())
+
+    def __len__(self) -> int:
+        return len(self._now())
+
+    @override
+    def items(self) -> ItemsView[str, Tensor]:  # in one pass over the module
+        return self._now().items()
+
+
+def buffers_by_optimizer(module: torch.nn.Module, optimizers: list[Optimizer]) -> dict[int, Mapping[str, Tensor]]:
+    """Return, by id of the optimizer, the buffers of layers whose parameters it trains; all others with the first."""
+    owner = {
+        p: number for number, each in enumerate(optimizers) for group in each.param_groups for p in group["params"]
+    }
+    owners = {
+        prefix: next((owner[p] for p in layer.parameters(recurse=False) if p in owner), 0)
+        for prefix, layer in module.named_modules()
+    }
+
+    def of(number: int) -> LayerBuffers:
+        return LayerBuffers(module, lambda prefix: owners.get(prefix, 0) == number)
+
+    return {id(optimizer): of(number) for number, optimizer in enumerate(optimizers)}

@@ -7,10 +7,10 @@ shrink elements that contain the gradients of hundreds of steps.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import compress
-from typing import Any
+from typing import Any, Protocol
 
 import lightning.pytorch as pl
 import torch
@@ -26,37 +26,65 @@ from torch.utils.hooks import RemovableHandle
 from lightning_lowbw.comm.agreement import differ, gather
 from lightning_lowbw.comm.peers import Peers
 from lightning_lowbw.errors import ConfigurationError, DisagreementError
+from lightning_lowbw.strategies.checks import callbacks_in
+from lightning_lowbw.strategies.shared_buffers import IGNORED
 from lightning_lowbw.sync.synchronizer import Synchronizer, eagerly, has_step_hooks
 
 READING_HOOK = "on_before_zero_grad"  # in which the gradients of the last step may be read
 
 
-class Clipping:
-    """Replaces two methods of the precision plugin, in which all clipping of Lightning ends.
+class Reduction(Protocol):
+    """How DDP or FSDP has reduced the gradients that a worker exchanges."""
 
-    The module's `configure_gradient_clipping` is called as always, once per step; norms are multiplied by the method's
-    factor.
+    def take(self, worker: Synchronizer) -> Collection[Any]:
+        """Return the parameters whose gradients are means already, for an exchange of them that begins now."""
+        ...
+
+    def give(self, worker: Synchronizer) -> None:
+        """Give the user's optimizer what a worker has made of its gradients."""
+        ...
+
+    def has_mean(self, worker: Synchronizer) -> bool:
+        """Return whether the gradients of the coming step are means over all ranks already."""
+        ...
+
+    def optimizer_of(self, worker: Synchronizer) -> Optimizer:
+        """Return the user's optimizer."""
+        ...
+
+
+class StepHooks:
+    """Wraps what leads to a step: clipping, in two methods of the precision plugin, and the optimizers' steps.
+
+    All clipping of Lightning ends in these two. The module's `configure_gradient_clipping` is called as always, once
+    per step; norms are multiplied by the method's factor. Steps of the module's parameters that Lightning does not take
+    are refused: their gradients have not been exchanged.
+
+    Args:
+        reduction: of the gradients, before the exchange.
+
+    Attributes:
+        has_gradients: whether there are new ones since the last exchange.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, reduction: Reduction) -> None:
+        self._reduction, self.has_gradients = reduction, False
         self._plugin: Precision | None = None
         self._original: Callable[..., None] | None = None  # the plugin's own
+        self._module: torch.nn.Module | None = None
+        self._handle: RemovableHandle | None = None
+        self._stepping: Optimizer | None = None  # by Lightning, now
+        self._has_exchanged = False  # for that step
+        self._is_waiting = False  # whether its gradients are exchanged where Lightning would clip them, after its hooks
 
-    def install(
-        self,
-        plugin: Precision,
-        worker_of: Callable[[Any], Synchronizer],
-        check: Callable[[Synchronizer], None],
-        exchange: Callable[[Synchronizer], None],
-    ) -> None:
-        """Replace the methods until `restore`.
+    def install(self, trainer: pl.Trainer, worker_of: Callable[[Any], Synchronizer]) -> None:
+        """Replace the plugin's methods until `release`.
 
         Args:
-            plugin: the Trainer's.
+            trainer: of the fit.
             worker_of: returns the worker of an optimizer.
-            check: raises if what a worker's method clips is not there yet.
-            exchange: clips the gradients of a worker and exchanges them, where they are clipped before.
         """
+        plugin, module = trainer.precision_plugin, trainer.lightning_module
         clip_gradients, original = plugin.clip_gradients, plugin._clip_gradients
 
         def clip_with_factor(
@@ -65,7 +93,13 @@ class Clipping:
             gradient_clip_algorithm: GradClipAlgorithmType = GradClipAlgorithmType.NORM,
         ) -> None:
             worker = worker_of(optimizer)
-            check(worker)
+            is_of_rank = worker.is_local or worker.clips_before_exchange
+            if not (module.automatic_optimization or is_of_rank or self._reduction.has_mean(worker)):
+                raise ConfigurationError(
+                    f"clip_gradients in manual optimization, step {worker.step}: here the mean over ranks is clipped, "
+                    "and optimizer.step() makes it. Call self.manual_backward(loss), and take a method that sends "
+                    "whole gradients, or clips before it sends, such as 'dgc'; or use automatic optimization."
+                )
             factor = worker.clip_factor if gradient_clip_algorithm == GradClipAlgorithmType.NORM else 1.0
             clip_gradients(optimizer, clip_val * factor, gradient_clip_algorithm)
 
@@ -74,40 +108,137 @@ class Clipping:
                 return
             worker = worker_of(optimizer)
             if worker.clips_before_exchange:
-                eagerly()(exchange, worker)
+                # The hooks get this rank's own gradient; what they write into param groups counts in this step.
+                if self._is_waiting:
+                    self._is_waiting = False
+                    eagerly()(self.exchange, worker, trainer, is_after_hooks=True)
             else:
                 original(model, optimizer, *args, **kwargs)
 
-        self._plugin, self._original = plugin, original
+        self._plugin, self._original, self.has_gradients = plugin, original, False
         plugin.clip_gradients = clip_with_factor  # type: ignore[method-assign]
         plugin._clip_gradients = clip_or_exchange  # type: ignore[method-assign]
 
-    def clip(self, trainer: pl.Trainer, optimizer: Optimizer) -> None:
-        """Clip the gradients of an optimizer, the user's own, before they are exchanged.
+    def watch(self, module: torch.nn.Module) -> None:
+        """Check each step of any optimizer that has parameters of a module, until `release`."""
+        self._module, self._handle = module, register_optimizer_step_pre_hook(self._refuse_others)
 
-        In place:
-            `.grad` of its parameters.
-        """
-        assert self._original is not None
-        self._original(
-            trainer.lightning_module,
-            optimizer,
-            trainer.gradient_clip_val,
-            gradient_clip_algorithm=trainer.gradient_clip_algorithm,
-        )
-
-    def restore(self) -> None:
-        """Give the plugin its own methods back."""
+    def release(self) -> None:
+        """Give the plugin its own methods back, and stop checking."""
         if self._plugin is not None:
             del self._plugin.clip_gradients, self._plugin._clip_gradients
-            self._plugin = self._original = None
+        if self._handle is not None:
+            self._handle.remove()
+        self._plugin = self._original = self._module = self._handle = None
 
+    def end_closure(self, worker: Synchronizer, trainer: pl.Trainer) -> None:
+        """Replace the gradients of the optimizer that steps by those it steps with, now or where Lightning clips."""
+        has_gradients, self.has_gradients = self.has_gradients or worker.is_local, False
+        if trainer.lightning_module.automatic_optimization and not has_gradients:
+            # The batch norm epoch of StochasticWeightAveraging: sent again these gradients would count twice.
+            if not worker.reduces_in_backward:
+                worker.optimizer.zero_grad(set_to_none=True)
+        elif worker.clips_before_exchange:
+            self._is_waiting = True
+        else:
+            self.exchange(worker, trainer)
+        self._has_exchanged = True
 
-def clips_before_exchange(worker: Synchronizer, trainer: pl.Trainer) -> bool:
-    """Return whether the coming step clips, by an argument or an overridden hook, before the exchange."""
-    module = trainer.lightning_module
-    is_asked_for = bool(trainer.gradient_clip_val) or is_overridden("configure_gradient_clipping", module)
-    return worker.clips_before_exchange and is_asked_for
+    @torch.no_grad()
+    def exchange(self, worker: Synchronizer, trainer: pl.Trainer, *, is_after_hooks: bool = False) -> None:
+        """Check the gradients of a step for faults, clip and exchange them; without the scale of a GradScaler.
+
+        Args:
+            worker: of the optimizer.
+            trainer: of the fit.
+            is_after_hooks: whether Lightning's hooks before a step have been called.
+        """
+        exchange = functools.partial(self._exchange, worker, trainer, self._reduction.take(worker))
+        if worker.is_local:  # Lightning alone clips and scales
+            exchange(False)
+        else:
+            exchange_unscaled_(trainer.precision_plugin, worker.optimizer, exchange, is_after_hooks=is_after_hooks)
+        self._reduction.give(worker)
+
+    def _exchange(
+        self, worker: Synchronizer, trainer: pl.Trainer, reduced: Collection[Any], skip_nonfinite: bool
+    ) -> bool:
+        """Exchange; return whether the step is to be taken."""
+        if not worker.is_prepared:
+            worker.list_gradients(reduced=reduced)
+        module, clip_val = trainer.lightning_module, trainer.gradient_clip_val
+        clips = worker.clips_before_exchange and (clip_val or is_overridden("configure_gradient_clipping", module))
+        # Clipping spreads a NaN, and a step that is skipped must leave the residuals as they are. In all other steps
+        # `exchange` checks, in the pass that accumulates the gradients; here it would read all of them once more.
+        if (clips or skip_nonfinite) and worker.fault is None:
+            worker.check_gradients()
+        optimizer = self._reduction.optimizer_of(worker)
+        if clips:
+            assert self._original is not None
+            self._original(module, optimizer, clip_val, gradient_clip_algorithm=trainer.gradient_clip_algorithm)
+        applies = not (
+            worker.reduces_in_backward  # then the optimizer steps
+            or skip_nonfinite
+            or self._is_gradient_seen(trainer, optimizer)
+        )
+        is_taken = worker.exchange(skip_nonfinite=skip_nonfinite, applies=applies)
+        if is_taken and not skip_nonfinite:  # else before the optimizer's step, after all other hooks
+            worker.step_exchanged()
+        return is_taken
+
+    @contextmanager
+    def allowing(self, optimizer: Optimizer) -> Iterator[None]:
+        """Allow the steps of one optimizer in a `with` block; after the exchange also of those that it contains.
+
+        Raises:
+            ConfigurationError: the gradients were to be exchanged where Lightning clips, and that was not called.
+        """
+        outer = self._stepping, self._has_exchanged
+        self._stepping, self._has_exchanged = optimizer, False
+        try:
+            yield
+            if self._is_waiting:
+                raise ConfigurationError(
+                    f"{type(self._plugin).__name__} has stepped {type(optimizer).__name__} without calling its "
+                    "_after_closure, so the gradients were not exchanged. Let its optimizer_step end in that of "
+                    "Lightning's Precision; or use strategy='ddp'."
+                )
+        finally:
+            self._stepping, self._has_exchanged = outer
+            self._is_waiting = False
+
+    def _refuse_others(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        """The hook before a step: refuse that of an optimizer that Lightning does not step.
+
+        A wrapper (SAM, Lookahead) steps another optimizer in its own step: after the closure, or with it.
+        """
+        if self._stepping is optimizer or self._module is None:
+            return
+        parameters = {p for p in parameters_of(optimizer) if p.requires_grad or p.grad is not None}
+        if parameters.isdisjoint(self._module.parameters()):
+            return
+        has_closure = any(map(callable, (*args[1:], *kwargs.values())))
+        is_nested = self._stepping is not None and parameters.issubset(parameters_of(self._stepping))
+        if is_nested and (self._has_exchanged or has_closure):
+            return
+        raise ConfigurationError(
+            f"{type(optimizer).__name__}.step() was called directly, not by Lightning, so the gradients were not "
+            "exchanged. Return the optimizer from configure_optimizers, and call step() on what self.optimizers() "
+            "returns. If the code is not yours, train with strategy='ddp', which takes such a step after a backward "
+            "pass (in a hook of one the ranks would part there, too)."
+        )
+
+    def _is_gradient_seen(self, trainer: pl.Trainer, optimizer: Optimizer) -> bool:
+        """Return whether a hook of Lightning or of the optimizer may read the gradients that an optimizer steps with.
+
+        Only for them sparse means become dense gradients. In manual optimization the user's own code follows the step,
+        and may read them as well.
+        """
+        module = trainer.lightning_module
+        if not module.automatic_optimization or has_step_hooks(optimizer, but=[self._refuse_others]):
+            return True
+        readers = (is_overridden(READING_HOOK, callback, parent=Callback) for callback in callbacks_in(trainer))
+        return is_overridden(READING_HOOK, module) or any(readers)
 
 
 def scaler_of(precision_plugin: Any) -> Any:
@@ -139,8 +270,8 @@ def exchange_unscaled_(
             scaler.unscale_(optimizer)
         is_taken = exchange(True)
         (parameter, *_) = (p for group in optimizer.param_groups for p in group["params"] if p.requires_grad)
-        found = torch.full((), float(not is_taken), device=parameter.device)  # by all ranks, instead of by this one
-        scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"] = {parameter.device: found}
+        found_inf = torch.full((), float(not is_taken), device=parameter.device)  # by all ranks, instead of by this one
+        scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"] = {parameter.device: found_inf}
         return
     scale = scaler._get_scale_async()  # `get_scale` waits for a GPU
     _apply_(torch._foreach_div_, optimizer, scale)
@@ -164,74 +295,12 @@ def parameters_of(optimizer: Optimizer) -> Iterator[Tensor]:
     return (parameter for group in optimizer.param_groups for parameter in group["params"])
 
 
-class StepGuard:
-    """Refuses steps of a module's parameters that Lightning does not take: their gradients have not been exchanged."""
-
-    def __init__(self) -> None:
-        self._module: torch.nn.Module | None = None
-        self._handle: RemovableHandle | None = None
-        self._stepping: Optimizer | None = None  # by Lightning, now
-        self._has_exchanged = False  # for that step
-
-    def watch(self, module: torch.nn.Module) -> None:
-        """Check each step of any optimizer that has parameters of a module, until `release`."""
-        self.release()
-        self._module, self._handle = module, register_optimizer_step_pre_hook(self.check)
-
-    def release(self) -> None:
-        """Stop checking."""
-        if self._handle is not None:
-            self._handle.remove()
-        self._module = self._handle = None
-
-    @contextmanager
-    def allowing(self, optimizer: Optimizer) -> Iterator[None]:
-        """Allow the steps of one optimizer in a `with` block; after `note_exchange` also of those that it contains."""
-        outer = self._stepping, self._has_exchanged
-        self._stepping, self._has_exchanged = optimizer, False
-        try:
-            yield
-        finally:
-            self._stepping, self._has_exchanged = outer
-
-    def note_exchange(self) -> None:
-        """Note that the gradients of the step in progress have been exchanged."""
-        self._has_exchanged = True
-
-    def check(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """The hook before a step: refuse that of an optimizer that Lightning does not step.
-
-        A wrapper (SAM, Lookahead) steps another optimizer in its own step: after the closure, or with it.
-        """
-        if self._stepping is optimizer or self._module is None:
-            return
-        parameters = {p for p in parameters_of(optimizer) if p.requires_grad or p.grad is not None}
-        if parameters.isdisjoint(self._module.parameters()):
-            return
-        has_closure = any(map(callable, (*args[1:], *kwargs.values())))
-        is_nested = self._stepping is not None and parameters.issubset(parameters_of(self._stepping))
-        if is_nested and (self._has_exchanged or has_closure):
-            return
-        raise ConfigurationError(
-            f"{type(optimizer).__name__}.step() was called directly, not by Lightning, so the gradients were not "
-            "exchanged. Return the optimizer from configure_optimizers, and call step() on what self.optimizers() "
-            "returns. If the code is not yours, train with strategy='ddp', which takes such a step after a backward "
-            "pass (in a hook of one the ranks would part there, too)."
-        )
-
-    def is_gradient_seen(self, trainer: pl.Trainer, optimizer: Optimizer) -> bool:
-        """Return whether a hook of Lightning or of the optimizer may read the gradients that an optimizer steps with.
-
-        Only for them sparse means become dense gradients. In manual optimization the user's own code follows the step,
-        and may read them as well.
-        """
-        module = trainer.lightning_module
-        if not module.automatic_optimization or has_step_hooks(optimizer, but=[self.check]):
-            return True
-        callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
-        return is_overridden(READING_HOOK, module) or any(
-            is_overridden(READING_HOOK, each, parent=Callback) for each in callbacks
-        )
+def unowned_by(optimizers: Iterable[Optimizer], module: torch.nn.Module) -> dict[str, Tensor]:
+    """Return what is trained and in no optimizer, by name; not what the user leaves to each rank."""
+    owned = {parameter for optimizer in optimizers for parameter in parameters_of(optimizer)}
+    others = {*getattr(module, IGNORED, ())}
+    named = [(name, p) for name, p in module.named_parameters() if p.requires_grad and name not in others]
+    return {name: parameter for name, parameter in named if parameter not in owned}
 
 
 class Unowned:

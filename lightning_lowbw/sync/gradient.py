@@ -67,7 +67,6 @@ class GradientSync(Synchronizer):
     Attributes:
         last_density: the fraction of elements that the last step sent of a compressed tensor; 1.0 in the dense phase.
         correction: how a gradient enters the residual, and what is left to the optimizer.
-        fault: after `check_gradients`, whether this rank has found a fault; a scalar. None if nothing was checked.
     """
 
     is_local = False
@@ -90,7 +89,6 @@ class GradientSync(Synchronizer):
         self._showing: RemovableHandle | None = None  # a hook that gives these back before other hooks look
         self._is_torn = False  # whether residuals have changed in this step, and what was sent of them is not averaged
         self._faults, self._checked = Faults(), set[str]()  # and of which tensors gradients have been looked at
-        self.fault: Tensor | None = None
         self._late: list[Faulty] = []  # what the last step has found after its status
         self.correction = correction_for(
             optimizer, peers.num_participants, corrects=isinstance(what, TopK), keeps_parts=peers.is_two_level
@@ -630,10 +628,6 @@ class GradientSync(Synchronizer):
     # State ----------------------------------------------------------------------------------------------------------
 
     def whole_momentum(self) -> dict[Parameter, Tensor]:
-        """Return the velocities that this node keeps in parts, whole; on the CPU, so that the device has one at a time.
-
-        Collective: the ranks of a node, blocking.
-        """
         whole = {}
         for parameter, velocity in self.correction.parts.items():
             # In float32, which holds narrower ones exactly.
@@ -644,6 +638,9 @@ class GradientSync(Synchronizer):
             copy_in_order_(ordered, parameter, self.peers.gather_parts_in_node(wide, parameter.numel()))
             whole[parameter] = ordered.cpu()
         return whole
+
+    def leave_velocities(self) -> None:
+        self.correction.leave_(self.peers.part, self.peers.num_local_ranks)
 
     def to(self, device: torch.device) -> None:
         parts = self.correction.parts

@@ -232,7 +232,6 @@ class LocalSync(Synchronizer):
             )
 
     def observe_loss(self, loss: Tensor) -> None:
-        """Add to the loss of the coming step, for the adaptive rules; a scalar, any device. Does not wait."""
         if self.when.rule in ("fleet", "adacomm"):
             self.loss.observe(loss)
 

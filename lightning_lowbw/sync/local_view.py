@@ -3,7 +3,8 @@
 A parameter that `fully_shard` or tensor parallelism has made a `DTensor` has one shard on this rank. A `LocalView`
 presents an optimizer of such parameters as an optimizer of these shards: same class, same options, same state, plain
 tensors that share their memory. The user's own optimizer keeps its parameters and steps them itself, so that optimizers
-whose arithmetic is not elementwise (Muon) can gather whole tensors.
+whose arithmetic is not elementwise (Muon) can gather whole tensors. The peers do not receive what another shard of the
+node has found (an inf or NaN, a signal), so the ranks of a node exchange that first.
 """
 
 from __future__ import annotations
@@ -13,9 +14,16 @@ from collections.abc import Iterator, MutableMapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
+
+from lightning_lowbw.comm.collectives import WeakGroup
+from lightning_lowbw.sync.checks import raise_at_other_batches
+from lightning_lowbw.sync.local import LocalSync
+from lightning_lowbw.sync.status import first_fault, flags, read_flags
+from lightning_lowbw.sync.synchronizer import Synchronizer, raise_fault
 
 try:
     from torch.distributed.tensor import DTensor as DTensor
@@ -203,3 +211,109 @@ class _LocalGroup(MutableMapping[str, Any]):
 
     def __len__(self) -> int:
         return len(self.group)
+
+
+# All optimizers of a model --------------------------------------------------------------------------------------------
+
+
+class NodeShards:
+    """This rank's shards of the gradients, for the workers, and what they have made of them, for the optimizers.
+
+    Attributes:
+        tensors: the shards of the parameters.
+        views: of the optimizers, by worker.
+    """
+
+    def __init__(self) -> None:
+        self.begin_fit(None)
+
+    def begin_fit(self, node: WeakGroup | None) -> None:
+        """Forget the last fit.
+
+        Args:
+            node: returns the process group of the node.
+        """
+        self._node, self.tensors = node, LocalTensors()
+        self.views: dict[Synchronizer, LocalView] = {}
+
+    def take(self, worker: Synchronizer) -> tuple[Parameter, ...]:
+        """Give a worker the shards of the gradients, which FSDP has reduced inside the node, and check them."""
+        view = self.views[worker]
+        view.pull()
+        if worker.is_local:
+            view.drop_frozen_gradients()
+            return ()
+        view.pull_gradients()
+        worker.list_gradients()
+        worker.check_gradients()  # in each step, because a shard accumulates only what is finite in all
+        if worker.peers.num_ranks > 1:
+            agree_in_node(worker, None if self._node is None else self._node())
+        return ()
+
+    def give(self, worker: Synchronizer) -> None:
+        """Give the user's optimizer what a worker has made of its gradients."""
+        if not worker.is_local:
+            self.views[worker].push_gradients()
+            self.views[worker].push()
+
+    def has_mean(self, worker: Synchronizer) -> bool:
+        """Return False: what FSDP has reduced is the mean of a node."""
+        return False
+
+    def optimizer_of(self, worker: Synchronizer) -> Optimizer:
+        """Return the user's optimizer."""
+        return self.views[worker].optimizer
+
+
+# Messages between shards --------------------------------------------------------------------------------------------
+
+
+def agree_in_node(worker: Synchronizer, node: dist.ProcessGroup | None) -> None:
+    """Exchange requests, batches, and faults of the gradients, with the other shards of the node.
+
+    Collective: the ranks of the node; five numbers, which the worker's status tells the peers without a wait.
+    """
+    worker.node_flags = flags(worker.requests, worker.device, worker.fault, worker.batch)
+    dist.all_reduce(worker.node_flags, op=dist.ReduceOp.MAX, group=node)
+
+
+def agree_in_world(worker: LocalSync) -> None:
+    """Exchange requests, and faults of the weights, between all ranks before an average.
+
+    Collective: all ranks, blocking; five numbers.
+
+    Raises:
+        NonFiniteGradientError, ValueError: on all ranks; names the rank and the parameter.
+    """
+    faults = worker.faults_of([each for each in worker.parameters() if each.requires_grad])
+    is_faulty, worker.requests = _any_in_world(worker, faults.any(worker.device), worker.requests)
+    if is_faulty:
+        raise_fault(first_fault(faults.first(), worker.fault_group))
+
+
+def check_last_faults(worker: Synchronizer) -> None:
+    """Report what the last step has found after its status, to all ranks: also those with other shards than the peers.
+
+    Collective: all ranks, blocking; five numbers.
+
+    Raises:
+        NonFiniteGradientError, ValueError: on all ranks; names the rank and the parameter.
+    """
+    faults = worker.late_faults()
+    if _any_in_world(worker, faults.any(worker.device))[0]:
+        raise_fault(first_fault(faults.first(), worker.fault_group))
+    worker.forget_late_faults()
+
+
+def _any_in_world(worker: Synchronizer, fault: Tensor, requests: int = 0) -> tuple[bool, int]:
+    """Return whether any rank has a fault, and what any of them requests; waits for the device.
+
+    Raises:
+        DisagreementError: on all ranks; they are at different batches.
+    """
+    message = flags(requests, worker.device, fault, worker.batch)
+    dist.all_reduce(message, op=dist.ReduceOp.MAX)
+    is_faulty, requests, is_same_batch = read_flags(message)
+    if not is_same_batch:
+        raise_at_other_batches(worker.batch, worker.step, None)
+    return is_faulty, requests

@@ -64,9 +64,11 @@ class Synchronizer:
         node_flags: of the shards of this node, for the coming status (`status.flags`, as their maximum); on the device.
             None where the model is not sharded.
         is_compared: whether a plain loop has compared the ranks since it began, or since it loaded a state.
+        fault: after `check_gradients`, whether this rank has found a fault; a scalar. None if nothing was checked.
     """
 
     parameters_agree: bool = True  # whether they are the same on all ranks; known without communication
+    fault: Tensor | None = None
     compressed: Exchange | None
 
     def __init__(
@@ -317,6 +319,9 @@ class Synchronizer:
     def check_schedule(self) -> None:
         """Raise if the coming step does not fit the state; called when the training starts."""
 
+    def observe_loss(self, loss: Tensor) -> None:
+        """Take in the loss of the coming step; a scalar, any device. Only adaptive rules use it. Does not wait."""
+
     def metrics(self, is_due: bool) -> dict[str, float | Tensor]:
         """Return metrics to log after a step; those that cost a pass over memory only if `is_due`."""
         raise NotImplementedError
@@ -325,6 +330,19 @@ class Synchronizer:
     def has_own_state(self) -> bool:
         """Whether the optimizer's state is this rank's own, as after sparse or local steps."""
         raise NotImplementedError
+
+    def whole_momentum(self) -> dict[Parameter, Tensor]:
+        """Return the velocities that this node keeps in parts, whole; on the CPU, so that the device has one at a time.
+
+        Collective: the ranks of a node, blocking.
+        """
+        return {}
+
+    def leave_velocities(self) -> None:
+        """Give the optimizer what this rank has of velocities that a node keeps in parts; nothing is communicated."""
+
+    def flush_(self) -> None:
+        """Apply what no participant has sent, as if it had been sent: the optimizer is replaced by another."""
 
     def inherit(self, before: Synchronizer, replaced: Sequence[Synchronizer]) -> None:
         """Go on where workers of other optimizers have ended, whose place this one takes.

@@ -18,8 +18,7 @@ from lightning_lowbw.comm.collectives import (
     all_reduce_bytes,
     group_of,
 )
-from lightning_lowbw.comm.topology import Topology
-from lightning_lowbw.strategies.fsdp import DIMENSIONS, make_node_mesh
+from lightning_lowbw.comm.topology import DIMENSIONS, Topology, make_node_mesh
 from tests.ranks import run_ranks
 
 LATE_S = 0.3

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
-from lightning_lowbw.strategies.gradient_hook import GradientHook
+from lightning_lowbw.strategies.communication_hook import CommunicationHook
 from tests.ranks import run_ranks
 from tests.tiny import ManualTiny, Tiny, amp_with_scaler, make_data, make_strategy, make_trainer, weights_of
 
@@ -93,15 +93,15 @@ class Counter(pl.Callback):
 
 
 def count_buckets(make_module: Callable[[], Tiny]) -> list[int]:
-    counter, reduce = Counter(), GradientHook.reduce
+    counter, reduce = Counter(), CommunicationHook.reduce
 
     @functools.wraps(reduce)  # DDP looks at the annotations
-    def counted(hook: GradientHook, state: object, bucket: dist.GradBucket) -> Future[Tensor]:
+    def counted(hook: CommunicationHook, state: object, bucket: dist.GradBucket) -> Future[Tensor]:
         counter.buckets[-1] += 1
         return reduce(hook, state, bucket)
 
     with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(GradientHook, "reduce", counted)
+        monkeypatch.setattr(CommunicationHook, "reduce", counted)
         trainer = make_trainer(make_strategy("dgc", rampup_begin_step=3), 2, callbacks=[counter])
         trainer.fit(make_module(), make_data(2, 6))
     return counter.buckets

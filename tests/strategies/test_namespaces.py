@@ -114,7 +114,7 @@ def test_a_users_own_class_is_told_which_to_derive_from() -> None:
 
 
 def pin(package: str) -> None:
-    """What `namespaces` and `strategies.base` rely on."""
+    """What `namespaces` and `strategies.guest` rely on."""
     pl = importlib.import_module(package)
     strategies, names = importlib.import_module(f"{package}.strategies"), []
 

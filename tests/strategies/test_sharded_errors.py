@@ -33,9 +33,9 @@ from lightning_lowbw import (
     ShardedStrategy,
 )
 from lightning_lowbw.comm.peers import Peers
-from lightning_lowbw.comm.topology import Topology
+from lightning_lowbw.comm.topology import Topology, make_node_mesh
 from lightning_lowbw.presets import preset
-from lightning_lowbw.strategies.fsdp import agree_in_node, make_node_mesh
+from lightning_lowbw.sync.local_view import agree_in_node
 from tests.programs import free_port
 from tests.ranks import run_ranks
 from tests.strategies.sharded_models import ByStep, Configured, Plain, shard_digest, train

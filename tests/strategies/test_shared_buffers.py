@@ -13,8 +13,9 @@ from torch import Tensor, nn
 
 from lightning_lowbw import ConfigurationError, QuantizedGradients, ShardedStrategy, Topology
 from lightning_lowbw.comm.agreement import digest
+from lightning_lowbw.comm.topology import make_node_mesh
 from lightning_lowbw.strategies.checks import check_model
-from lightning_lowbw.strategies.fsdp import _shard, equalise_, make_node_mesh
+from lightning_lowbw.strategies.fsdp import _shard, equalise_
 from lightning_lowbw.sync.local_view import LocalTensors
 from tests.ranks import run_ranks
 from tests.strategies.fits import STEPS

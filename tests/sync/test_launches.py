@@ -39,12 +39,12 @@ from lightning_lowbw.compress.top_k import Compression, TopK, small_numel
 from lightning_lowbw.kernels import dispatch, gpu, tensors
 from lightning_lowbw.method import Method
 from lightning_lowbw.presets import DGC, LocalSGD, QuantizedGradients
-from lightning_lowbw.strategies.fsdp import agree_in_node
 from lightning_lowbw.strategies.step_hooks import exchange_unscaled_
 from lightning_lowbw.sync.buffers import ReplicaBuffers, spec_of, wide_copies
 from lightning_lowbw.sync.exchange import ReduceScatterExchange
 from lightning_lowbw.sync.gradient import GradientSync
 from lightning_lowbw.sync.local import LocalSync
+from lightning_lowbw.sync.local_view import agree_in_node
 from tests.shapes import resnet50_shapes, transformer_shapes
 
 triton_kernels = pytest.importorskip("lightning_lowbw.kernels.triton_kernels")

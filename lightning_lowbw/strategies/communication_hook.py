@@ -1,0 +1,159 @@
+"""DDP's communication hook: how a bucket is reduced, on gloo as well as on NCCL.
+
+In a dense step the bucket is all-reduced during backward; in a sparse or local one inside the node, or not at all.
+"""
+# No `from __future__ import annotations` here: DDP checks the hook's annotations, which must be real objects.
+
+import time
+from collections.abc import Collection
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.futures import Future
+from torch.nn import Parameter
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from lightning_lowbw.comm.peers import Peers
+from lightning_lowbw.comm.side_queue import new_future
+from lightning_lowbw.sync.synchronizer import Synchronizer
+
+Ranks = Literal["all", "node"]
+
+
+class CommunicationHook:
+    """Reduces DDP's buckets.
+
+    Attributes:
+        reduction: over which ranks, in the coming step; None: not at all.
+        is_timing: whether steps are timed; then the host waits for a CUDA device after backward.
+    """
+
+    def __init__(self) -> None:
+        self._ddp: DistributedDataParallel | None = None
+        self._peers: Peers | None = None
+        self._trained: frozenset[Parameter] = frozenset()  # what DDP reduces
+        self.reduction: Ranks | None = "all"
+        self.is_timing = False
+        self._last_launch_s: float | None = None  # when the last bucket of a backward pass was sent
+        self._is_manual = False  # whether the user's code calls backward
+        self._handles: list[RemovableHandle] = []
+        self._means: set[Tensor] = set()  # where it does: parameters whose gradients are means
+
+    def register(self, ddp: DistributedDataParallel, peers: Peers, *, is_manual: bool) -> None:
+        """Let DDP call `reduce` with each bucket. Stock Lightning registers hooks on CUDA only, silently.
+
+        Args:
+            ddp: the model whose buckets they are.
+            peers: the ranks that reduce them.
+            is_manual: whether the user's code calls backward.
+        """
+        self._ddp, self._peers, self._is_manual = ddp, peers, is_manual
+        # Parameters that are frozen now and unfrozen later are not DDP's; the exchange takes care of them.
+        self._trained = frozenset(parameter for parameter in ddp.parameters() if parameter.requires_grad)
+        self._means.clear()
+        # A plain `loss.backward()` passes by DDP, which Lightning prepares in `manual_backward`.
+        for parameter in self._trained if is_manual else ():
+            self._handles.append(parameter.register_post_accumulate_grad_hook(self._means.discard))
+        ddp.register_comm_hook(state=None, hook=self.reduce)
+
+    def release(self) -> None:
+        """Leave the parameters as they were before `register`."""
+        self._ddp, self._peers, self._trained = None, None, frozenset()
+        while self._handles:
+            self._handles.pop().remove()
+
+    def prepare(self, workers: Collection[Synchronizer]) -> None:
+        """Let DDP fill no buckets and search for no unused parameters where it reduces nothing in the coming step."""
+        ddp = self._ddp
+        assert ddp is not None
+        if ddp.require_backward_grad_sync and any(worker.is_local for worker in workers):
+            # DDP would rebuild its buckets, with a broadcast, in the next forward pass; now all ranks are here.
+            ddp.reducer._rebuild_buckets()
+        # Optimizers in different phases, as when one steps less often, reduce their own gradients before they step.
+        reductions = {self._reduction_of(worker) for worker in workers} or {"all"}
+        self.reduction = reductions.pop() if len(reductions) == 1 else None
+        ddp.require_backward_grad_sync = bool(ddp.static_graph) or self.reduction is not None
+
+    def _reduction_of(self, worker: Synchronizer) -> Ranks | None:
+        """Return over which ranks DDP may reduce a worker's gradients in the coming step.
+
+        Not inside the node if it would search for unused parameters, which communicates with all ranks; then the worker
+        takes the mean of the node.
+        """
+        assert self._ddp is not None
+        if worker.reduces_in_backward:
+            return "all"
+        return "node" if worker.reduces_in_node and not self._ddp.find_unused_parameters else None
+
+    def reduced(self, worker: Synchronizer) -> frozenset[Parameter]:
+        """Return the parameters whose gradients are means already: not after a plain `loss.backward()`."""
+        is_reduced = self._reduction_of(worker) is not None
+        if is_reduced and self._is_manual:
+            is_reduced = self._means.issuperset(self._trained.intersection(worker.parameters()))
+        return self._trained if is_reduced else frozenset()
+
+    # What `StepHooks` asks ----------------------------------------------------------------------------------------
+
+    def take(self, worker: Synchronizer) -> frozenset[Parameter]:
+        """Return the parameters whose gradients are means already; note how long the optimizer has waited for them."""
+        reduced = self.reduced(worker)
+        self._means.difference_update(worker.params if self._means else ())
+        if self._peers is not None and not worker.is_local:
+            self._peers.ledger.exposed_s += self._wait_s()
+        return reduced
+
+    def give(self, worker: Synchronizer) -> None:
+        """Nothing: the worker has the user's own parameters."""
+
+    def has_mean(self, worker: Synchronizer) -> bool:
+        """Return whether the gradients of the coming step are means over all ranks already."""
+        return worker.reduces_in_backward and bool(self.reduced(worker))
+
+    def optimizer_of(self, worker: Synchronizer) -> Optimizer:
+        """Return the user's optimizer."""
+        return worker.optimizer
+
+    # A bucket ---------------------------------------------------------------------------------------------------
+
+    def reduce(self, state: object, bucket: dist.GradBucket) -> Future[Tensor]:
+        """Return the bucket's future: all-reduced as DDP does, all-reduced inside the node, or as it is.
+
+        Collective: all ranks (inside the node: those of the node), in the same order of buckets; waits for none.
+        """
+        buffer, peers = bucket.buffer(), self._peers
+        if self.reduction is None:
+            future = new_future(buffer.device)  # done after the work that is queued on the current stream
+            future.set_result(buffer)
+            return future
+        assert peers is not None
+        if self._handles:
+            self._means.update(bucket.parameters())
+        # Multiplied, as the reducer does: a division has other bits unless N is a power of two.
+        buffer.mul_(1.0 / (peers.node.num_ranks if self.reduction == "node" else peers.num_ranks))
+        self._waits_for(buffer.device)
+        self._last_launch_s = time.perf_counter()
+        if self.reduction == "node":
+            return peers.begin_all_reduce_in_node_(buffer).get_future()
+        peers.count_dense(buffer.nbytes)
+        return peers.begin_all_reduce_(buffer, exact=False).get_future()
+
+    def _wait_s(self) -> float:
+        """Return how long the training has waited since the last bucket was sent; 0 where that is not known.
+
+        On a CUDA device the host does not wait: only while steps are timed.
+        """
+        last, self._last_launch_s = self._last_launch_s, None
+        if last is None or self._ddp is None or not self._waits_for(self._ddp.device):
+            return 0.0
+        return time.perf_counter() - last
+
+    def _waits_for(self, device: torch.device) -> bool:
+        """Wait for queued work, while steps are timed; return whether the host's clock is valid for the device now."""
+        if device.type == "cuda" and self.is_timing:
+            torch.cuda.current_stream(device).synchronize()
+            return True
+        return device.type == "cpu"
