@@ -401,14 +401,14 @@ class TopKExchange:
             sizes_here = [residual.numel() for residual in residuals]
             message = self.payload.codec.encode(list(selected.values()), sizes_here, residuals)
             selected.clear()  # memory for the messages of all
-        layout = Layout.of(self.payload, numels, self.peers)
-        if missing := max(layout.sizes) - message.numel():
+        messages = Messages.of(self.payload, numels, self.peers)
+        if missing := max(messages.sizes) - message.numel():
             message = pad(message, (0, missing))
         if status is not None:
             message = torch.cat([message, status.view(torch.uint8)])
         if self.fault is None:
             self.fault = torch.zeros((), dtype=torch.bool, device=self._device)
-        return PendingTopK(layout, self.peers, self.peers.begin_gather(message), status is not None, self.fault)
+        return PendingTopK(messages, self.peers, self.peers.begin_gather(message), status is not None, self.fault)
 
     def describe_fault(self, step: int, kept: str, here: str) -> Fault:
         return Fault(
@@ -595,8 +595,18 @@ class Piece(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Layout:
+class Messages:
     """What the messages of an all-gather contain.
+
+    Two nodes of two ranks, a tensor w of 5 elements and one b of 2: each rank sends what is selected of its part of
+    both, and gets all four messages.
+
+                    local rank 0                        local rank 1
+        node 0      [w[0:3], b[0:1] | status]           [w[3:5], b[1:2], padding | status]
+        node 1      [w[0:3], b[0:1] | status]           [w[3:5], b[1:2], padding | status]
+
+    `sizes` are the bytes before the padding, of local rank 0 and 1. A piece with `ranks=0:1, participants=0:2` is what
+    both nodes have sent of w[0:3] and b[0:1].
 
     Attributes:
         payload: with which they were sent.
@@ -613,9 +623,9 @@ class Layout:
     pieces: list[Piece]
 
     @classmethod
-    def of(cls, payload: TopK, numels: Mapping[str, int], peers: Peers) -> Layout:
+    def of(cls, payload: TopK, numels: Mapping[str, int], peers: Peers) -> Messages:
         of_ranks = peers.num_local_ranks, peers.num_participants
-        return _layout(payload, tuple(numels.items()), *of_ranks, DECODED_BYTES // ELEMENT_BYTES)
+        return _messages(payload, tuple(numels.items()), *of_ranks, DECODED_BYTES // ELEMENT_BYTES)
 
     def decode(self, gathered: Tensor, damaged: Tensor) -> Iterator[Decoded]:
         """Yield the elements in the messages of all, piece by piece."""
@@ -631,14 +641,14 @@ class Layout:
 
 
 @lru_cache(maxsize=16)
-def _layout(
+def _messages(
     payload: TopK,
     numels: tuple[tuple[str, int], ...],
     num_local_ranks: int,
     num_participants: int,
     most: int,
-) -> Layout:
-    """Return the layout of messages, so many elements at a time; once for those of every step."""
+) -> Messages:
+    """Return what messages contain, so many elements at a time; once for those of every step."""
     parts = [
         {name: part for name, numel in numels if (part := part_of(numel, each, num_local_ranks)).stop > part.start}
         for each in range(num_local_ranks)
@@ -661,34 +671,34 @@ def _layout(
                 participants = slice(first, min(first + at_once, num_participants))
                 pieces.append(Piece(slice(mine[0], mine[-1] + 1), participants, tensors, of_one, spans))
     sizes = [payload.nbytes(of_rank) for of_rank in lengths]
-    return Layout(payload, dict(numels), num_participants, sizes, pieces)
+    return Messages(payload, dict(numels), num_participants, sizes, pieces)
 
 
 class PendingTopK:
     """Messages of all participants, in progress.
 
     Args:
-        layout: of the messages.
+        messages: what they contain.
         peers: who takes part.
         work: the all-gather.
         has_status: whether a status is behind the elements.
         damaged: set where a message has invalid positions; on a CPU an error is raised instead.
     """
 
-    def __init__(self, layout: Layout, peers: Peers, work: Any, has_status: bool, damaged: Tensor) -> None:
-        self._layout, self._peers, self._work, self._damaged = layout, peers, work, damaged
+    def __init__(self, messages: Messages, peers: Peers, work: Any, has_status: bool, damaged: Tensor) -> None:
+        self._messages, self._peers, self._work, self._damaged = messages, peers, work, damaged
         self._has_status, self._gathered = has_status, list[Tensor]()
 
     def wait(self) -> tuple[SparseMean, Tensor]:
         if not self._gathered:
             with self._peers.ledger.waiting(self._damaged.device):
                 self._gathered.append(self._work.wait())
-        (gathered,), layout, damaged = self._gathered, self._layout, self._damaged
-        decode, weights = (lambda: layout.decode(gathered, damaged)), self._peers.weights
-        mean = SparseMean(layout.payload, layout.numels, decode, damaged.device, weights)
+        (gathered,), messages, damaged = self._gathered, self._messages, self._damaged
+        decode, weights = (lambda: messages.decode(gathered, damaged)), self._peers.weights
+        mean = SparseMean(messages.payload, messages.numels, decode, damaged.device, weights)
         if not self._has_status:
             return mean, torch.empty(0)
-        statuses = gathered[..., max(layout.sizes) :].contiguous().view(torch.float32).flatten(0, 1)
+        statuses = gathered[..., max(messages.sizes) :].contiguous().view(torch.float32).flatten(0, 1)
         first, *others = statuses
         return mean, sum(others, first)  # in one order: the same bits everywhere
 

@@ -42,7 +42,7 @@ from lightning_lowbw.kernels.reference import are_not_finite
 from lightning_lowbw.kernels.tensors import as_real, copy_all_, copy_in_order_, order_of
 from lightning_lowbw.schedules.every_step import EveryStep
 from lightning_lowbw.sync.checks import agree_on_end, check_two_levels, compare_batches, raise_at_other_batches
-from lightning_lowbw.sync.exchange import Faulty, Prepared, Whole, WholeExchange, exchange_for
+from lightning_lowbw.sync.exchange import Faulty, Mean, Prepared, Whole, WholeExchange, exchange_for
 from lightning_lowbw.sync.state import check_order, check_origin, origin, own_part, saved
 from lightning_lowbw.sync.status import (
     SAVE,
@@ -272,28 +272,62 @@ class GradientSync(Synchronizer):
     def _exchange(self, skip_nonfinite: bool, applies: bool) -> bool:
         if not self._rows:
             return self._exchange_alone(skip_nonfinite) if self.peers.num_participants == 1 else True
+        # clip: the caller has, by `clip_factor`
         # decay, correct, select, mask: in one pass, which finds inf and NaN, too, where nobody has looked for them yet
         if self.fault is None:
             if self.is_sparse:
                 self._note(self._prepare().faults)
             self.check_gradients()
-        # Tensors that are sent whole, and the status: one all-reduce.
+        # what is sent whole, and the status: one all-reduce, before anything is applied
         means, status = self._average_whole()
+        if not self._is_agreed(status, skip_nonfinite):
+            return False
+        # Parameters that no rank has used are not changed, as in DDP; one that only others have used has a zero here.
+        rows = [row for row, number in zip(self._rows, status.sums, strict=True) if round(number)]
+        for row in rows:
+            if row.parameter.grad is None:
+                row.parameter.grad = torch.zeros_like(row.parameter)
+        whole = [row for row in rows if row.name in means]
+        copy_all_([row.in_order(row.gradient) for row in whole], [means[row.name] for row in whole])
+        if self.peers.num_participants == 1:
+            return self._exchange_alone(skip_nonfinite=False)
+        # Of an empty shard the peers have none either.
+        if rows := [row for row in rows if row.is_compressed and row.parameter.numel()]:
+            prepared, is_late = self._prepared, self._prepared is None
+            if prepared is None:
+                prepared = self._prepare()
+            # The velocity goes on where the gradient is that zero.
+            known = prepared.names
+            added = prepared.add({row.name: row.in_order(row.gradient) for row in rows if row.name not in known})
+            # The status of this step has gone: what is found from here on is told with the next one.
+            self._late = [found for found in (prepared.faults if is_late else None, added) if found is not None]
+            # average: 1/N of the sum of what all have sent
+            mean, _ = prepared.send().wait()
+            self._is_torn, self._prepared = False, None
+            self._step_(mean, rows, applies)
+        return True
+
+    def _is_agreed(self, status: Status, skip_nonfinite: bool) -> bool:
+        """Return whether the step is to be taken: all ranks are at one batch with one set of weights, without a fault.
+
+        Collective: all ranks, where there is a fault.
+        """
         if status.is_faulty and self.node_flags is not None:  # the fault may be that the node's batches differ
             compare_batches(self.batch, self.step, self.fault_group)
-        self._check_marks(status)
+        counts, checksums = status.differences()
+        if counts:
+            raise_at_other_batches(self.batch, self.step, self.fault_group)
+        if checksums:
+            raise DisagreementError(
+                f"Step {self.step}: the weights differ between the ranks, or one has left out a step; checksums are "
+                f"{checksums}. Begin with the same weights on all ranks, change them alike, and take the same steps."
+            )
         if status.is_faulty:
             fault = first_fault(self._faults.first(), self.fault_group)
             if skip_nonfinite and fault.is_skipped:
                 return False
             raise fault.error(fault.text)
-        self._late.clear()
-        rows = self._take_means_(means, status.sums)
-        if self.peers.num_participants == 1:
-            return self._exchange_alone(skip_nonfinite=False)
-        # Of an empty shard the peers have none either.
-        if sent := [row for row in rows if row.is_compressed and row.parameter.numel()]:
-            self._average_(sent, applies)
+        self._late.clear()  # all have been told
         return True
 
     def _average_whole(self) -> tuple[Mapping[str, Tensor], Status]:
@@ -326,19 +360,6 @@ class GradientSync(Synchronizer):
         self.agree_on(status.requests)
         return mean.dense(), status
 
-    def _take_means_(self, means: Mapping[str, Tensor], num_users: Sequence[float]) -> list[Row]:
-        """Write means into the gradients; return the rows that are stepped.
-
-        Parameters that no rank has used are not changed, as in DDP.
-        """
-        stepped = [row for row, number in zip(self._rows, num_users, strict=True) if round(number)]
-        for row in stepped:
-            if row.parameter.grad is None:
-                row.parameter.grad = torch.zeros_like(row.parameter)
-        mine = [row for row in stepped if row.name in means]
-        copy_all_([row.in_order(row.gradient) for row in mine], [means[row.name] for row in mine])
-        return stepped
-
     def _prepare(self) -> Prepared:
         """Prepare the gradients that are compressed, of those that this rank has.
 
@@ -355,25 +376,13 @@ class GradientSync(Synchronizer):
         self._is_torn, self._prepared = True, exchange.prepare(signal, correction)
         return self._prepared
 
-    def _average_(self, rows: Sequence[Row], applies: bool) -> None:
-        """Average the compressed tensors, and apply the means: as gradients, or as steps of the weights.
+    def _step_(self, mean: Mean, rows: Sequence[Row], applies: bool) -> None:
+        """Apply the mean of compressed tensors.
 
-        Collective: all ranks, blocking.
-
-        Args:
-            rows: that any rank has used.
-            applies: see `exchange`.
+        In place:
+            step: ``w = w - lr mean``, where something was sent; else `.grad`, for `step_exchanged` or the optimizer.
         """
-        correction, is_late = self.correction, self._prepared is None
-        prepared = self._prepared or self._prepare()
-        # Of what only other ranks have used the gradient is zero here, and the velocity goes on.
-        known = prepared.names
-        added = prepared.add({row.name: row.in_order(row.gradient) for row in rows if row.name not in known})
-        # The status of this step has gone: what is found from here on is told with the next one.
-        self._late = [found for found in (prepared.faults if is_late else None, added) if found is not None]
-        mean, _ = prepared.send().wait()  # average: 1/N of the sum of what all have sent
-        self._is_torn, self._prepared = False, None
-        # step: w = w - lr mean, where something was sent; else a gradient, to be stepped with later
+        correction = self.correction
         steps = [row for row in rows if row.is_steppable] if applies and correction.is_complete else []
         for group, rows_of_group in by_group(steps):
             correction.decay_weights([row.parameter for row in rows_of_group], group)
@@ -533,16 +542,6 @@ class GradientSync(Synchronizer):
                     "send are kept for it. Go on with the schedule, min_numel and exclude that it was trained with, or "
                     f"{WITHOUT_RESIDUALS}."
                 )
-
-    def _check_marks(self, status: Status) -> None:
-        counts, checksums = status.differences()
-        if counts:
-            raise_at_other_batches(self.batch, self.step, self.fault_group)
-        if checksums:
-            raise DisagreementError(
-                f"Step {self.step}: the weights differ between the ranks, or one has left out a step; checksums are "
-                f"{checksums}. Begin with the same weights on all ranks, change them alike, and take the same steps."
-            )
 
     def _describe_sparse(self, name: str) -> Fault:
         return Fault(

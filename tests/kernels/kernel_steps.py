@@ -13,7 +13,7 @@ from torch.optim import SGD, Adam, Optimizer
 from lightning_lowbw.comm.agreement import digest
 from lightning_lowbw.kernels import dispatch
 from lightning_lowbw.presets import DGC
-from lightning_lowbw.sync.exchange import Layout
+from lightning_lowbw.sync.exchange import Messages
 from tests.ranks import run_ranks
 
 # All factors are powers of two, or the interpreter, which fuses no multiply with an add, would round otherwise.
@@ -77,9 +77,9 @@ def test_a_training_is_that_of_a_cpu(name: str, changes: dict[str, Any], nodes: 
 def receive_damage() -> tuple[list[str], bool]:
     """Return what each step says, and whether the weights are finite, where rank 1 receives a bit that has flipped."""
     dispatch.uses_triton = lambda device: True  # put back by `run_ranks`
-    decode = Layout.decode
+    decode = Messages.decode
 
-    def decode_flipped(layout: Layout, gathered: Tensor, damaged: Tensor) -> Any:
+    def decode_flipped(layout: Messages, gathered: Tensor, damaged: Tensor) -> Any:
         gathered = gathered.clone()
         if dist.get_rank() == 1:
             gathered[0, 0, 0] ^= 1  # of the unary part: a position more, or one less
@@ -93,7 +93,7 @@ def receive_damage() -> tuple[list[str], bool]:
         optimizer.zero_grad()
         for parameter in model.parameters():
             parameter.grad = torch.ones_like(parameter)
-        Layout.decode = decode_flipped if step == 1 else decode  # type: ignore[method-assign]
+        Messages.decode = decode_flipped if step == 1 else decode  # type: ignore[method-assign]
         try:
             with worker.stepping():
                 worker.exchange(applies=True)
@@ -102,7 +102,7 @@ def receive_damage() -> tuple[list[str], bool]:
         except ValueError as error:
             said.append(str(error))
         finally:
-            Layout.decode = decode  # type: ignore[method-assign]
+            Messages.decode = decode  # type: ignore[method-assign]
     return said, all(bool(parameter.isfinite().all()) for parameter in model.parameters())
 
 

@@ -13,7 +13,7 @@ from lightning_lowbw.compress.top_k import TopK
 from lightning_lowbw.kernels import dispatch
 from lightning_lowbw.kernels.reference import largest
 from lightning_lowbw.sync import exchange
-from lightning_lowbw.sync.exchange import ELEMENT_BYTES, Layout, SparseMean
+from lightning_lowbw.sync.exchange import ELEMENT_BYTES, Messages, SparseMean
 
 NUMELS = {"a": 90, "b": 18, "c": 400, "d": 4, "e": 64}
 NUM_PARTICIPANTS = 3
@@ -28,7 +28,7 @@ def draw_message(payload: TopK, numels: list[int]) -> Tensor:
     return payload.codec.encode(parts, numels)
 
 
-def means_of(layout: Layout, gathered: Tensor) -> list[Tensor]:
+def means_of(layout: Messages, gathered: Tensor) -> list[Tensor]:
     """Return the mean of each tensor, then weights that have been stepped by it, then means of several dtypes."""
     damaged = torch.zeros((), dtype=torch.bool)
     mean = SparseMean(layout.payload, layout.numels, lambda: layout.decode(gathered, damaged), damaged.device)
@@ -62,10 +62,10 @@ def test_groups_of_any_size_have_the_same_mean(
     messages = [[draw_message(payload, numels) for _ in range(NUM_PARTICIPANTS)] for _ in range(num_local_ranks)]
     gathered = torch.stack([torch.stack(of_rank) for of_rank in messages])
     peers: Any = SimpleNamespace(num_local_ranks=num_local_ranks, num_participants=NUM_PARTICIPANTS)
-    expected = means_of(Layout.of(payload, NUMELS, 0.3, peers), gathered)
+    expected = means_of(Messages.of(payload, NUMELS, peers), gathered)
     for num_elements in (1, 30, 100, 300):
         monkeypatch.setattr(exchange, "DECODED_BYTES", ELEMENT_BYTES * num_elements)
-        layout = Layout.of(payload, NUMELS, 0.3, peers)
+        layout = Messages.of(payload, NUMELS, peers)
         found = list(layout.decode(gathered, torch.zeros((), dtype=torch.bool)))
         assert len(found) > 1
         assert all(each.values.numel() <= num_elements or len(each.spans) == 1 for each in found)
