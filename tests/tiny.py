@@ -13,10 +13,9 @@ from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
-from torch.optim import SGD, Optimizer
+from torch.optim import SGD, AdamW, Optimizer
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_lowbw import DGCStrategy
 from lightning_lowbw.comm.agreement import digest
 
 BATCH = 4
@@ -109,32 +108,74 @@ class ManualTiny(Tiny):
         optimizer.zero_grad()  # type: ignore[union-attr]
         loss = super().training_step(batch, batch_idx)
         self.manual_backward(loss)
+        self.before_step(optimizer)
         optimizer.step()  # type: ignore[union-attr]
         return loss
 
+    def before_step(self, optimizer: Any) -> None:
+        """Do nothing more."""
+
 
 class TwoOptimizers(Tiny):
-    """Two optimizers in manual optimization; `training_step` says which of them step."""
+    """Two optimizers in manual optimization; the second steps in every other batch, or in all."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    every = 2
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
         self.automatic_optimization = False
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:  # type: ignore[override]
+        self.manual_backward(super().training_step(batch, batch_idx))
+        found: Any = self.optimizers()
+        is_due = (batch_idx + 1) % self.every == 0
+        for optimizer in (found if isinstance(found, list) else [found])[: 1 + is_due]:
+            optimizer.step()
+        self.zero_grad()
 
     def configure_optimizers(self) -> Any:
         half = list(self.wide.parameters())
-        rest = [p for p in self.parameters() if p.requires_grad and not any(p is each for each in half)]
+        rest = [p for p in trained(self) if not any(p is each for each in half)]
         return [sgd(half), sgd(rest)]
 
 
-class Watcher(pl.Callback):
-    """Save at the end of given batches, and keep what the ranks hold then."""
+class Gan(pl.LightningModule):
+    """Two optimizers with toggling; the discriminator steps every other batch."""
 
-    def __init__(self, path: str, steps: tuple[int, ...] = ()) -> None:
-        self.path, self.steps = path, steps
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.automatic_optimization = False
+        self.generator = nn.Sequential(nn.Linear(4, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 16))
+        self.discriminator = nn.Sequential(nn.Linear(16, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 1))
+        self.closures = 0
 
-    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        if trainer.global_step in self.steps:
-            trainer.save_checkpoint(self.path.format(trainer.global_step))
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        real, _ = batch
+        noise = torch.randn(len(real), 4, generator=torch.Generator().manual_seed(10 * batch_idx + self.global_rank))
+        make, judge = self.optimizers()
+        self.toggle_optimizer(make)
+        loss = -self.discriminator(self.generator(noise)).mean()
+        make.zero_grad()
+        self.manual_backward(loss)
+        self.clip_gradients(make, gradient_clip_val=1.0, gradient_clip_algorithm="norm")
+        make.step()
+        self.untoggle_optimizer(make)
+        if batch_idx % 2:
+            return
+        self.toggle_optimizer(judge)
+
+        def closure() -> None:
+            self.closures += 1
+            judge.zero_grad()
+            gap = self.discriminator(self.generator(noise).detach()).mean() - self.discriminator(real).mean()
+            self.manual_backward(gap)
+
+        judge.step(closure=closure)
+        self.untoggle_optimizer(judge)
+
+    def configure_optimizers(self) -> list[Optimizer]:
+        return [sgd(self.generator.parameters()), AdamW(self.discriminator.parameters(), lr=1e-2)]
 
 
 # Lightning 2.4 repeats a batch when it resumes in mid-epoch, and takes no step in the fit after one that was stopped.
@@ -142,30 +183,6 @@ since_lightning_2_5 = pytest.mark.skipif(
     not hasattr(_TrainingEpochLoop, "restarted_on_train_batch_end"),
     reason="Lightning 2.4 does not go on exactly",
 )
-
-
-class Stop(pl.Callback):
-    """End a run after some steps, and let everybody plan for more."""
-
-    def __init__(self, at: int) -> None:
-        self.at = at
-
-    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        if trainer.global_step >= self.at:
-            trainer.should_stop = True
-
-
-def make_strategy(name: str, **kwargs: Any) -> DDPStrategy:
-    """Stock DDP, DGC that stays dense, or DGC with a short warm-up."""
-    if name == "ddp":
-        return DDPStrategy(**kwargs)
-    if name == "dense":
-        return DGCStrategy(rampup_begin_step=10**6, **kwargs)
-    assert name == "dgc", name
-    defaults = {"rampup_begin_step": 2, "rampup_step": 4, "sparsity": (0.5, 0.95), "min_numel": MIN_NUMEL}
-    if len(kwargs.get("sparsity", defaults["sparsity"])) == 1:
-        defaults["rampup_step"] = 1  # nothing to spread
-    return DGCStrategy(**{**defaults, **kwargs})
 
 
 def make_trainer(strategy: DDPStrategy, num_ranks: int, **kwargs: Any) -> pl.Trainer:

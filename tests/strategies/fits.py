@@ -13,42 +13,32 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader
 
-from lightning_lowbw import (
-    DGC,
-    ConfigurationError,
-    Hierarchical,
-    LocalSGD,
-    Method,
-    PowerSGD,
-    QuantizedGradients,
-    ShardedStrategy,
-    Strategy,
-)
+import lightning_lowbw as lowbw
 from lightning_lowbw.comm.agreement import digest
-from tests.tiny import BATCH, MIN_NUMEL, Tiny, Watcher, make_data, make_trainer
+from tests.tiny import MIN_NUMEL, Tiny, make_data, make_trainer
 
 STEPS = 9
 
 
 SPARSE = {"density": 1 / 8, "chunk": 64, "min_numel": 100}  # the tiny layers
-_sparse = partial(DGC, sparsity=[0.9], min_numel=MIN_NUMEL)
-METHODS: dict[str, Method] = {
+_sparse = partial(lowbw.DGC, sparsity=[0.9], min_numel=MIN_NUMEL)
+METHODS: dict[str, lowbw.Method] = {
     "dgc": _sparse(),
     "dgc, dense at first": _sparse(rampup_begin_step=3),
-    "dgc, warm-up": DGC(rampup_begin_step=2, rampup_step=4, sparsity=(0.5, 0.95), min_numel=MIN_NUMEL),
-    "dgc, auto": DGC(sparsity="auto", min_numel=MIN_NUMEL),
-    "dense": DGC(rampup_begin_step=10**6),
-    "int8": QuantizedGradients("int8"),
-    "powersgd": PowerSGD(),
-    "hierarchical": Hierarchical(),
-    "local_sgd": LocalSGD(3, 0),
-    "post-local": LocalSGD(3, 2),
-    "diloco": LocalSGD(3, 0, outer="nesterov", outer_lr=0.7),
-    "sparse_loco": LocalSGD(3, 0, compression=SPARSE),
-    "delayed": LocalSGD(4, 0, compression=SPARSE, delay_steps=3),
-    "streaming": LocalSGD(4, 0, outer="nesterov", num_fragments=2, delay_steps=2),
+    "dgc, warm-up": lowbw.DGC(rampup_begin_step=2, rampup_step=4, sparsity=(0.5, 0.95), min_numel=MIN_NUMEL),
+    "dgc, auto": lowbw.DGC(sparsity="auto", min_numel=MIN_NUMEL),
+    "dense": lowbw.DGC(rampup_begin_step=10**6),
+    "int8": lowbw.QuantizedGradients("int8"),
+    "powersgd": lowbw.PowerSGD(),
+    "hierarchical": lowbw.Hierarchical(),
+    "local_sgd": lowbw.LocalSGD(3, 0),
+    "post-local": lowbw.LocalSGD(3, 2),
+    "diloco": lowbw.LocalSGD(3, 0, outer="nesterov", outer_lr=0.7),
+    "sparse_loco": lowbw.LocalSGD(3, 0, compression=SPARSE),
+    "delayed": lowbw.LocalSGD(4, 0, compression=SPARSE, delay_steps=3),
+    "streaming": lowbw.LocalSGD(4, 0, outer="nesterov", num_fragments=2, delay_steps=2),
 }
 
 
@@ -68,7 +58,7 @@ def make(name: str, changes: dict[str, Any] | None = None, **keywords: Any) -> A
     method = METHODS[base].replace(**changes or {})
     if base != name:
         keywords = {"topology": 2, **keywords}
-    return (ShardedStrategy if is_sharded else Strategy)(method, **keywords)
+    return (lowbw.ShardedStrategy if is_sharded else lowbw.Strategy)(method, **keywords)
 
 
 def train(
@@ -111,19 +101,15 @@ def train_by_step(
     """Train so that a resume can be exact: data and dropout follow the step and the rank, not the epoch."""
     torch.manual_seed(7 + dist.get_rank() if resume is None else 99)
     model = Tiny(dropout=0.3, data_by_step=True) if model is None else model
-    watching = [Watcher(path, tuple(save_at)), *callbacks]
+    watching = [saving(path, tuple(save_at)), *callbacks]
     options = {"callbacks": watching, "max_steps": steps, "max_epochs": -1, **options}
     return train(strategy, model, steps, resume=resume, **options)
 
 
-def fit(model: pl.LightningModule, steps: int = STEPS, **options: Any) -> pl.Trainer:
-    return train(options.pop("strategy", "dgc, warm-up"), model, steps, **options)
-
-
-def refusal(*args: Any, error: Any = ConfigurationError, **options: Any) -> str:
-    """Return what `train` says when it refuses."""
+def refusal(*args: Any, error: Any = lowbw.ConfigurationError, fit: Any = train, **options: Any) -> str:
+    """Return what `train`, or another function, says when it refuses."""
     with pytest.raises(error) as caught:
-        train(*args, **options)
+        fit(*args, **options)
     return str(caught.value)
 
 
@@ -138,13 +124,9 @@ def weights(module: nn.Module) -> str:
     return digest([*module.parameters(), *module.buffers()])
 
 
-def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """Return what a parameter has on all ranks of a node."""
-    return getattr(tensor, "full_tensor", tensor.detach)().detach()
-
-
 def whole_weights(module: nn.Module) -> str:
-    return digest([whole(p) for p in module.parameters()])
+    """Return a digest of what the parameters have on all ranks of a node."""
+    return digest([getattr(p, "full_tensor", p.detach)().detach() for p in module.parameters()])
 
 
 def gathered(value: Any) -> list[Any]:
@@ -182,26 +164,35 @@ class At(pl.Callback):
         setattr(self, hook, called)
 
 
-class Trace(pl.Callback):
-    """Keep the weights after each step, and what others are shown."""
+def saving(path: str, steps: tuple[int, ...]) -> At:
+    """Return a callback that saves after some steps, to a path that may have a place for the number."""
+    return At(steps, lambda trainer, _: trainer.save_checkpoint(path.format(trainer.global_step)))
 
-    def __init__(self) -> None:
-        self.after: list[str] = []
-        self.shown: list[str] = []
-        self.averages: list[int] = []
 
-    def on_train_batch_end(self, trainer: pl.Trainer, module: pl.LightningModule, *_: Any) -> None:
-        self.after.append(weights(module))
-        self.averages.append(trainer.strategy.workers[0].num_averages)
+LOOKS = ("on_validation_start", "on_validation_end", "on_train_end")  # where all ranks are shown the same
 
-    def on_validation_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
-        self.shown.append(weights(module))
 
-    def on_validation_end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
-        self.shown.append(weights(module))
+class Noted(pl.Callback):
+    """Notes something of the module in some hooks: after each batch, unless they are given."""
 
-    def on_train_end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
-        self.shown.append(weights(module))
+    def __init__(self, of: Callable[[Any], Any] = weights, *hooks: str) -> None:
+        self.values: list[Any] = []
+
+        def note(trainer: pl.Trainer, module: pl.LightningModule, *_: Any, **__: Any) -> None:
+            self.values.append(of(module))
+
+        for hook in hooks or ("on_train_batch_end",):
+            setattr(self, hook, note)
+
+
+def traffic() -> Noted:
+    """Return a callback whose values are what is logged of the traffic after each step."""
+
+    def logged(module: pl.LightningModule) -> dict[str, float]:
+        metrics = module.trainer.callback_metrics.items()
+        return {name: float(value) for name, value in metrics if name.startswith("traffic/")}
+
+    return Noted(logged)
 
 
 class Silence(pl.Callback):
@@ -219,10 +210,3 @@ class Silence(pl.Callback):
 def num_collectives() -> int:
     """Return how many have been issued on the group of the world, also by C++."""
     return torch.distributed.distributed_c10d._get_default_group()._get_sequence_number_for_group()
-
-
-def uneven_loader(num_batches: int) -> DataLoader:
-    generator = torch.Generator().manual_seed(dist.get_rank())
-    x = torch.randn(BATCH * num_batches, 16, generator=generator)
-    y = torch.randint(0, 5, (BATCH * num_batches,), generator=generator)
-    return DataLoader(TensorDataset(x, y), batch_size=BATCH)

@@ -38,18 +38,11 @@ def train(strategy: str, folder: str) -> None:
     pl.seed_everything(0, verbose=False)
     x, y = torch.randn(64, 64), torch.randint(0, 10, (64,))
     loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, y), batch_size=8)
-    trainer = pl.Trainer(
-        strategy=strategy,
-        accelerator="cpu",
-        devices=2,
-        max_epochs=2,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        callbacks=[SparsityWarmup(begin_epoch=0.5, epochs=0.5, sparsity=[0.9, 0.99])]
-        if "dgc" in strategy
-        else [AveragingSchedule(k_steps=3)],
-    )
+    callbacks = [AveragingSchedule(k_steps=3)]
+    if "dgc" in strategy:
+        callbacks = [SparsityWarmup(begin_epoch=0.5, epochs=0.5, sparsity=[0.9, 0.99])]
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    trainer = pl.Trainer(strategy=strategy, accelerator="cpu", devices=2, max_epochs=2, callbacks=callbacks, **quiet)
     model = Model(folder)
     trainer.fit(model, loader)
     (Path(folder) / f"after{trainer.global_rank}").write_text(digest(model.parameters()))

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-import hashlib
-import os
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, TensorDataset
 
-from tests.tiny import sgd
+from lightning_lowbw import Method, ShardedStrategy
+from lightning_lowbw.comm.agreement import digest
+from tests.strategies.fits import train
+from tests.tiny import sgd, trained
 
 BATCH = 4
 
@@ -72,7 +74,7 @@ class Plain(pl.LightningModule):
         self.log("val_loss", loss)
 
     def configure_optimizers(self) -> Any:
-        return self.make_optimizer([p for p in self.parameters() if p.requires_grad])
+        return self.make_optimizer(trained(self))
 
 
 class Configured(Plain):
@@ -117,32 +119,24 @@ class ByStep(Configured):
         return super().training_step((x, y), batch_idx)
 
 
-def train(
-    strategy: Any,
+def train_shards(
+    method: Any,
     module: pl.LightningModule,
     steps: int,
-    num_shares: int,
-    share: int,
     *,
-    ckpt_path: str | None = None,
     val: bool = False,
-    **kwargs: Any,
+    shares: tuple[int, int] | None = None,
+    **options: Any,
 ) -> pl.Trainer:
-    """Fit a module on this rank's share of the data."""
-    options: dict[str, Any] = {
-        "devices": int(os.environ["WORLD_SIZE"]),
-        "logger": False,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-        "max_epochs": 1,
-        "use_distributed_sampler": False,
-        "num_sanity_val_steps": 0,
-    }
-    trainer = pl.Trainer(strategy=strategy, accelerator="cpu", **{**options, **kwargs})
-    loader = data(steps, num_shares, share)
-    trainer.fit(module, loader, loader if val else None, ckpt_path=ckpt_path)
-    return trainer
+    """Fit a module on this rank's share of the data.
+
+    Args:
+        method: on nodes of two ranks; or a strategy.
+        shares: how many there are, and which this is: those of the ranks.
+    """
+    strategy = ShardedStrategy(method, topology=2) if isinstance(method, Method) else method
+    loader = data(steps, *shares or (dist.get_world_size(), dist.get_rank()))
+    return train(strategy, module, loader, loader if val else 0, **{"num_sanity_val_steps": 0, **options})
 
 
 def whole(module: nn.Module) -> dict[str, Tensor]:
@@ -150,19 +144,12 @@ def whole(module: nn.Module) -> dict[str, Tensor]:
 
     Collective: the ranks of a node.
     """
-    return {
-        name: (p.full_tensor() if isinstance(p, DTensor) else p).detach().clone()
-        for name, p in module.named_parameters()
-    }
+    return {name: getattr(p, "full_tensor", p.detach)().detach().clone() for name, p in module.named_parameters()}
 
 
 def shard_digest(module: nn.Module) -> str:
-    """Return a digest of the exact bits of this rank's shards."""
-    total = hashlib.sha256()
-    for p in module.parameters():
-        local = p.to_local() if isinstance(p, DTensor) else p
-        total.update(local.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
-    return total.hexdigest()
+    # Of copies: FSDP cannot free the memory of a gathered tensor that numpy has seen.
+    return digest([getattr(p, "to_local", p.detach)().detach().clone() for p in module.parameters()])
 
 
 def distance(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:

@@ -1,6 +1,7 @@
 """What comes after a fit: the model and all state are on the CPU then, and NCCL sends nothing from there.
 
-Lightning's own collectives work as under ddp, also after an exception that the user's code has caught.
+Lightning's own collectives work as under ddp, also after an exception that the user's code has caught; and nothing
+keeps a process group alive that torch has destroyed.
 """
 
 from __future__ import annotations
@@ -8,32 +9,22 @@ from __future__ import annotations
 import contextlib
 import gc
 import sys
-import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from weakref import ref
 
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch.callbacks import Callback
-from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.callbacks import LambdaCallback
+from torch import nn
+from torch.optim import SGD
 
-from lightning_lowbw import DGCStrategy, LocalSGD, LocalSGDStrategy, ShardedStrategy
-from tests.ranks import run_ranks
-from tests.sync.problem import each
-from tests.tiny import MIN_NUMEL, Tiny, make_data, make_trainer, weights_of
-
-STRATEGIES: dict[str, Any] = {
-    "dgc on two levels": lambda: DGCStrategy(sparsity=[0.9], min_numel=MIN_NUMEL, topology=2),
-    "local_sgd": lambda: LocalSGDStrategy(k_steps=2, begin_step=0),
-}
-STRATEGIES_OF_ONE_NODE: dict[str, Any] = {
-    "ddp": DDPStrategy,
-    "dgc": lambda: DGCStrategy(sparsity=[0.9], min_numel=MIN_NUMEL),
-    "local_sgd": STRATEGIES["local_sgd"],
-}
-SHARDED = {"sharded": lambda: ShardedStrategy(LocalSGD(k_steps=2, begin_step=0), topology=2)}
+from lightning_lowbw import LocalSGD
+from tests.ranks import on_ranks
+from tests.strategies.fits import At, Noted, make, same, train
+from tests.tiny import Tiny, make_data, make_trainer, weights_of
 
 
 class Validated(Tiny):
@@ -41,88 +32,89 @@ class Validated(Tiny):
         self(batch[0])
 
 
-def use_after_the_fit(name: str, path: str) -> tuple[list[str], dict[str, Any]]:
-    """Validate and save after a fit; return the weights before and after, and the checkpoint that rank 0 has saved."""
+def refusing(collective: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        caller = sys._getframe(1).f_globals["__name__"]
+        assert not caller.startswith("lightning_lowbw"), "a tensor is sent after the fit"
+        return collective(*args, **kwargs)
 
-    def refusing(collective: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            caller = sys._getframe(1).f_globals["__name__"]
-            assert not caller.startswith("lightning_lowbw"), "a tensor is sent after the fit"
-            return collective(*args, **kwargs)
+    return call
 
-        return call
 
-    num_ranks, model = dist.get_world_size(), Validated()
-    trainer = make_trainer(STRATEGIES[name](), num_ranks)
-    trainer.fit(model, make_data(num_ranks, 5))
-    digests = [weights_of(model)]
+@pytest.mark.parametrize("name", ["dgc on two levels", "local_sgd"])
+@on_ranks(4)
+def test_nothing_is_sent_after_the_fit(name: str, tmp_path: Path) -> None:
+    model, path = Validated(), tmp_path / "after.ckpt"
+    trainer = train(name, model, 5)
+    before = same(weights_of(model))
     with pytest.MonkeyPatch.context() as monkeypatch:
         for collective in ("all_reduce", "all_gather", "all_gather_into_tensor", "reduce_scatter_tensor"):
             monkeypatch.setattr(dist, collective, refusing(getattr(dist, collective)))
         trainer.save_checkpoint(path)
-    trainer.validate(model, make_data(num_ranks, 2), verbose=False)  # compares what callbacks may have put in
-    digests.append(weights_of(model))
-    return digests, torch.load(path, weights_only=True)["optimizer_states"][0]["state"] if dist.get_rank() == 0 else {}
+    trainer.validate(model, make_data(4, 2), verbose=False)  # compares what callbacks may have put in
+    assert same(weights_of(model)) == before
+    if dist.get_rank() == 0:
+        state = torch.load(path, weights_only=True)["optimizer_states"][0]["state"]
+        assert all(entry["momentum_buffer"] is not None for entry in state.values())
+        assert state
 
 
-@pytest.mark.parametrize("name", STRATEGIES)
-def test_nothing_is_sent_after_the_fit(name: str, tmp_path: Path) -> None:
-    results = run_ranks(use_after_the_fit, 4, name, str(tmp_path / "after.ckpt"))
-    assert len({digest for digests, _ in results for digest in digests}) == 1
-    _, state = results[0]
-    assert all(entry["momentum_buffer"] is not None for entry in state.values())
-    assert state
+def fail(*_: Any) -> None:
+    raise RuntimeError("of the user's code, on all ranks")
 
 
-class Failing(Tiny):
-    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        if batch_idx == 3:
-            raise RuntimeError("of the user's code, on all ranks")
-        return super().training_step(batch, batch_idx)
-
-
-def communicate_after_an_exception(name: str) -> tuple[list[str], bool, str, bool]:
-    num_ranks, rank = dist.get_world_size(), dist.get_rank()
-    strategy = {**STRATEGIES, **SHARDED}[name]()
-    while_handled: list[str] = []
-
-    class Asks(Callback):
-        def on_exception(self, trainer: Any, *_: Any) -> None:
-            while_handled.append(trainer.strategy.broadcast(f"from rank {rank}"))  # waits for nobody
-
-    trainer = make_trainer(strategy, num_ranks, callbacks=[Asks()])
-    with contextlib.suppress(RuntimeError):
-        trainer.fit(Failing(), make_data(num_ranks, 5))
-    strategy.barrier()
-    decision = strategy.reduce_boolean_decision(rank == 0, all=False)
-    return while_handled, trainer.interrupted, strategy.broadcast(f"from rank {rank}"), decision
-
-
-@pytest.mark.parametrize("name", ["local_sgd", *SHARDED])
+@pytest.mark.parametrize("name", ["local_sgd", "local_sgd, sharded"])
+@on_ranks(4)
 def test_ranks_communicate_after_an_exception_that_was_caught(name: str) -> None:
-    expected = [([f"from rank {rank}"], True, "from rank 0", True) for rank in range(4)]
-    assert run_ranks(communicate_after_an_exception, 4, name) == expected
+    strategy, own, answers = make(name), f"from rank {dist.get_rank()}", list[str]()
+    ask = LambdaCallback(on_exception=lambda *_: answers.append(strategy.broadcast(own)))  # waits for nobody
+    trainer = make_trainer(strategy, 4, callbacks=[ask, At(3, fail, "on_train_batch_start")])
+    with contextlib.suppress(RuntimeError):
+        trainer.fit(Tiny(), make_data(4, 5))
+    strategy.barrier()
+    decision = strategy.reduce_boolean_decision(dist.get_rank() == 0, all=False)
+    assert (answers, trainer.interrupted, strategy.broadcast(own), decision) == ([own], True, "from rank 0", True)
 
 
-def ddp_that_is_left(name: str) -> bool:
-    """Return whether the model that DDP has wrapped outlives its fit."""
-    seen: list[Any] = []
-
-    class Watching(Callback):
-        def on_train_start(self, trainer: Any, *_: Any) -> None:
-            seen.append(weakref.ref(trainer.strategy.model))
-
-    trainer = make_trainer(STRATEGIES_OF_ONE_NODE[name](), dist.get_world_size(), callbacks=[Watching()])
+@pytest.mark.parametrize("name", ["ddp", "dgc", "local_sgd"])
+@on_ranks(2)
+def test_the_wrapped_model_is_gone_without_a_collection(name: str) -> None:
+    """Else any thread that collects the cycle ends DDP's reducer, perhaps while the next fit's backward uses it."""
+    seen = Noted(lambda module: ref(module.trainer.strategy.model), "on_train_start")
+    trainer = make_trainer(make(name), 2, callbacks=[seen])
     gc.collect()
     gc.disable()
     try:
-        trainer.fit(Tiny(), make_data(dist.get_world_size(), 3))
-        return seen[0]() is not None
+        trainer.fit(Tiny(), make_data(2, 3))
+        assert seen.values[0]() is None
     finally:
         gc.enable()
 
 
-def test_the_wrapped_model_is_gone_without_a_collection() -> None:
-    """Else any thread that collects the cycle ends DDP's reducer, perhaps while the next fit's backward uses it."""
-    cases = [(name,) for name in STRATEGIES_OF_ONE_NODE]
-    assert run_ranks(each, 2, ddp_that_is_left, cases) == [[False] * len(cases)] * 2
+def destroy_all_groups() -> None:
+    """Check that nothing keeps one alive: threads may be dropping a tensor when the interpreter ends, which aborts."""
+    groups = [ref(group) for group in dist.distributed_c10d._world.pg_map]
+    assert len(groups) > 4
+    dist.destroy_process_group()
+    gc.collect()
+    assert not [group for group in groups if group() is not None]
+
+
+@on_ranks(4)
+def test_a_worker_keeps_no_group_alive() -> None:
+    model = nn.Linear(20, 10)
+    optimizer = SGD(model.parameters(), lr=0.1)
+    worker = LocalSGD(k_steps=2, begin_step=0).attach(optimizer, model.named_parameters(), topology=((0, 1), (2, 3)))
+    for _ in range(3):
+        model(torch.ones(2, 20)).sum().backward()
+        optimizer.step()
+    destroy_all_groups()
+    with pytest.raises(RuntimeError, match="The process group has been destroyed"):
+        _ = worker.peers.node.group
+
+
+@on_ranks(4)
+def test_a_trainer_keeps_no_group_alive() -> None:
+    trainer = train(make("dgc, warm-up", topology=((0, 1), (2, 3))), data=4)
+    destroy_all_groups()
+    assert trainer.strategy is not None

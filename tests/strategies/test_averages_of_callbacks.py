@@ -12,14 +12,11 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 
-from lightning_lowbw import LocalSGD, LocalSGDStrategy, ShardedStrategy, Strategy
-from lightning_lowbw.comm.agreement import digest
-from lightning_lowbw.sync.local_view import DTensor
-from tests.ranks import run_ranks
-from tests.strategies.fits import SPARSE, Trace, gathered
-from tests.strategies.sharded_models import Configured, shard_digest
-from tests.strategies.sharded_models import train as train_shards
-from tests.tiny import Tiny, make_data, make_trainer, sgd, weights_of
+from lightning_lowbw import LocalSGD
+from tests.ranks import on_ranks
+from tests.strategies.fits import Noted, gathered, make, same, train
+from tests.strategies.sharded_models import Configured, shard_digest, train_shards
+from tests.tiny import Tiny, make_data, weights_of
 
 STEPS = 10
 # When it is taken out again -> whether the last weights that were validated are saved, and left after the fit, by ddp.
@@ -30,15 +27,11 @@ OUT = {
     "on_fit_end": (True, False),  # in since the first validation; what is validated later has been trained from it
     "": (True, True),  # never
 }
+CHANGES = {"local_sgd": {"k_steps": 4}, "post-local": {"k_steps": 4, "begin_step": 6}, "sparse_loco": {"k_steps": 4}}
 
-STRATEGIES: dict[str, Any] = {
-    "ddp": lambda: "ddp",
-    "local": lambda: LocalSGDStrategy(k_steps=4, begin_step=0),
-    "post-local": lambda: LocalSGDStrategy(k_steps=4, begin_step=6),
-    "two levels": lambda: LocalSGDStrategy(k_steps=4, begin_step=0, topology=2),
-    "sparse": lambda: LocalSGDStrategy(k_steps=4, begin_step=0, compression=SPARSE),
-    "streaming": lambda: Strategy(LocalSGD(4, 0, outer="nesterov", num_fragments=2, delay_steps=2)),
-}
+
+def strategy(name: str) -> Any:
+    return make(name, CHANGES.get(name.removesuffix(" on two levels")))
 
 
 class Average(Callback):
@@ -46,6 +39,8 @@ class Average(Callback):
 
     def __init__(self, out: str, *, swaps_pointers: bool = False) -> None:
         self.out, self.swaps_pointers, self.own = out, swaps_pointers, list[torch.Tensor]()
+        if out:
+            setattr(self, out, lambda trainer, module, *_: self.end(module))
 
     def _put(self, module: pl.LightningModule, values: list[torch.Tensor]) -> None:
         for parameter, value in zip(module.parameters(), values, strict=True):
@@ -54,8 +49,8 @@ class Average(Callback):
             else:
                 parameter.data.copy_(value)
 
-    def _end(self, module: pl.LightningModule, hook: str) -> None:
-        if hook == self.out and self.own:
+    def end(self, module: pl.LightningModule) -> None:
+        if self.own:
             self._put(module, self.own)
             self.own = []
 
@@ -72,112 +67,61 @@ class Average(Callback):
             self.own = now if self.swaps_pointers else [each.clone() for each in now]
             self._put(module, self.mean)
 
-    def on_validation_end(self, trainer: Any, module: pl.LightningModule) -> None:
-        self._end(module, "on_validation_end")
 
-    def on_train_epoch_start(self, trainer: Any, module: pl.LightningModule) -> None:
-        self._end(module, "on_train_epoch_start")
-
-    def on_train_batch_start(self, trainer: Any, module: pl.LightningModule, *_: Any) -> None:
-        self._end(module, "on_train_batch_start")
-
-    def on_fit_end(self, trainer: Any, module: pl.LightningModule) -> None:
-        self._end(module, "on_fit_end")
-
-
-class Export(Callback):
-    """What others read at the end of a validation and of an epoch, and beside a save."""
-
-    def __init__(self) -> None:
-        self.read: list[str] = []
-
-    def on_validation_end(self, trainer: Any, module: pl.LightningModule) -> None:
-        self.read.append(weights_of(module))
-
-    def on_train_epoch_end(self, trainer: Any, module: pl.LightningModule) -> None:
-        self.read.append(weights_of(module))
-
-    def on_save_checkpoint(self, trainer: Any, module: pl.LightningModule, checkpoint: Any) -> None:
-        self.read.append(weights_of(module))
-
-
-class Watched(Tiny):
-    """Notes with which weights it is validated."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.validated: list[str] = []
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        super().validation_step(batch, batch_idx)
-        if not batch_idx:
-            self.validated.append(weights_of(self))
-
-
-def train(name: str, folder: str, average: Average | None, **options: Any) -> dict[str, Any]:
-    """Train two epochs; return what was trained, and of what is validated, saved and left which are the same."""
-    num_ranks, module, export, trace = dist.get_world_size(), Watched(), Export(), Trace()
-    callbacks: list[Callback] = [] if name == "ddp" else [trace]
+def fit(name: str, folder: Path, average: Average | None, **options: Any) -> tuple[list[str], bool, bool]:
+    """Train two epochs; return what was trained, and whether what was validated last is saved, and left."""
+    module, after, validated = Tiny(), Noted(), Noted(weights_of, "on_validation_batch_start")
+    # What others read at the end of a validation and of an epoch, and beside a save.
+    read = Noted(weights_of, "on_validation_end", "on_train_epoch_end", "on_save_checkpoint")
+    callbacks: list[Callback] = [] if name == "ddp" else [after]
     if average is not None:
-        callbacks += [average, export, ModelCheckpoint(folder, filename=name, enable_version_counter=False)]
+        saves = ModelCheckpoint(folder, filename=name, enable_version_counter=False)
+        callbacks += [average, validated, read, saves]
     usual = {"max_epochs": 2, "enable_checkpointing": average is not None, "num_sanity_val_steps": 0}
-    trainer = make_trainer(STRATEGIES[name](), num_ranks, callbacks=callbacks, **{**usual, **options})
-    trainer.fit(module, make_data(num_ranks, STEPS), make_data(num_ranks, 2) if average is not None else None)
-    left = gathered(weights_of(module))
-    assert len(set(left)) == 1
+    trainer = train(strategy(name), module, STEPS, 2 * bool(average), callbacks=callbacks, **{**usual, **options})
+    left = same(weights_of(module))
     if average is None:
-        return {"after": trace.after}
-    validated, saved = module.validated[-1], Watched()
-    saved.load_state_dict(torch.load(f"{folder}/{name}.ckpt", weights_only=True)["state_dict"])
-    trainer.validate(module, make_data(num_ranks, 2), verbose=False)
-    for each in (module.validated, export.read if "val_check_interval" not in options else []):
-        assert all(len(set(of_ranks)) == 1 for of_ranks in zip(*gathered(each), strict=True))
-    return {
-        "after": trace.after,
-        "is saved": weights_of(saved) == validated,
-        "is left": left[0] == validated,
-    }
-
-
-def train_with_averages(name: str, folder: str) -> None:
-    quiet = train(name, folder, None)["after"]
-    for out, expected in OUT.items():
-        found = train(name, folder, Average(out, swaps_pointers=out == "on_train_epoch_start"))
-        assert (found["is saved"], found["is left"]) == expected, out
-        if out in ("", "on_fit_end"):
-            assert found["after"][:STEPS] == quiet[:STEPS], out
-            assert found["after"] != quiet or name == "ddp", out
-        else:  # what is taken out again changes nothing
-            assert found["after"] == quiet, out
-    if name != "ddp":
-        assert len(set(gathered(tuple(quiet)))) == 2, "the ranks were not local"
-        # Also in mid-epoch, where it is out again before the next batch.
-        assert train(name, folder, Average("on_train_batch_start"), val_check_interval=3)["after"] == quiet
+        return after.values, False, False
+    last, saved = validated.values[-1], Tiny()
+    saved.load_state_dict(torch.load(folder / f"{name}.ckpt", weights_only=True)["state_dict"])
+    trainer.validate(module, make_data(dist.get_world_size(), 2), verbose=False)
+    same(validated.values)
+    if "val_check_interval" not in options:
+        same(read.values)
+    return after.values, weights_of(saved) == last, left == last
 
 
 @pytest.mark.fault(
     "a moving average that a callback puts in before a validation, and takes out again some time later, or never",
     "equal on all ranks, validated, saved and left as by ddp; where it is taken out again, the same bits as without it",
 )
-@pytest.mark.parametrize("name", ["ddp", "local", "post-local", "sparse", "streaming"])
+@pytest.mark.parametrize("name", ["ddp", "local_sgd", "post-local", "sparse_loco", "streaming"])
+@on_ranks(2, timeout_s=240.0)
 def test_an_average_is_validated_saved_and_left_as_by_ddp(name: str, tmp_path: Path) -> None:
-    run_ranks(train_with_averages, 2, name, str(tmp_path), timeout_s=240.0)
+    quiet, *_ = fit(name, tmp_path, None)
+    for out, expected in OUT.items():
+        after, *is_kept = fit(name, tmp_path, Average(out, swaps_pointers=out == "on_train_epoch_start"))
+        assert tuple(is_kept) == expected, out
+        if out in ("", "on_fit_end"):
+            assert after[:STEPS] == quiet[:STEPS], out
+            assert after != quiet or name == "ddp", out
+        else:  # what is taken out again changes nothing
+            assert after == quiet, out
+    if name != "ddp":
+        assert len(set(gathered(tuple(quiet)))) == 2, "the ranks were not local"
+        # Also in mid-epoch, where it is out again before the next batch.
+        assert fit(name, tmp_path, Average("on_train_batch_start"), val_check_interval=3)[0] == quiet
 
 
+@on_ranks(4)
 def test_an_average_is_that_of_all_nodes(tmp_path: Path) -> None:
-    run_ranks(train_on_nodes, 4, str(tmp_path))
-
-
-def train_on_nodes(folder: str) -> None:
-    found = train("two levels", folder, Average("on_train_epoch_start"))
-    assert found["is saved"]
-    assert found["is left"]
+    assert fit("local_sgd on two levels", tmp_path, Average("on_train_epoch_start"))[1:] == (True, True)
 
 
 class BeforeStep(Tiny):
     """Calls a function with the weights that a step begins with."""
 
-    def __init__(self, check: Callable[[BeforeStep], None]) -> None:
+    def __init__(self, check: Callable[[Any], None]) -> None:
         super().__init__()
         self.check = check
 
@@ -186,41 +130,38 @@ class BeforeStep(Tiny):
         return super().training_step(batch, batch_idx)
 
 
-def adopt() -> None:
-    """What stays in the model is the consensus from which the next changes are measured; averages in progress end."""
+@on_ranks(2)
+def test_what_stays_is_the_next_consensus() -> None:
+    """From which the next changes are measured; averages in progress end."""
     had_averages = list[bool]()
 
+    def has_averages(trainer: Any) -> bool:
+        return any(fragment.work for fragment in trainer.strategy.workers[0].fragments)
+
     def check(module: BeforeStep) -> None:
-        (worker,) = module.trainer.strategy.workers  # type: ignore[attr-defined]
-        has_averages = any(fragment.work for fragment in worker.fragments)
+        (worker,) = module.trainer.strategy.workers
+        had_averages.append(has_averages(module.trainer))
         if module.trainer.global_step == 5:  # a validation has just been
-            assert not has_averages
+            assert not had_averages[-1]
             assert worker.parameters_agree
-            assert len(set(gathered(weights_of(module)))) == 1
+            same(weights_of(module))
             assert all(start.equal(parameter) for parameter, start in worker.start.items())
-        had_averages.append(has_averages)
 
-    class Look(Callback):
-        def on_validation_start(self, trainer: Any, module: Any) -> None:
-            assert any(fragment.work for fragment in trainer.strategy.workers[0].fragments)
-
-    module = BeforeStep(check)
-    options = {"val_check_interval": 5, "max_steps": 8, "num_sanity_val_steps": 0, "callbacks": [Average(""), Look()]}
-    make_trainer(STRATEGIES["streaming"](), 2, **options).fit(module, make_data(2, 9), make_data(2, 1))
+    module, look = BeforeStep(check), Noted(lambda module: has_averages(module.trainer), "on_validation_start")
+    options = {"val_check_interval": 5, "max_steps": 8, "num_sanity_val_steps": 0, "callbacks": [Average(""), look]}
+    train("streaming", module, 9, 1, **options)
+    assert all(look.values)
     assert any(had_averages)
-    assert len(set(gathered(weights_of(module)))) == 1
+    same(weights_of(module))
 
 
-def test_what_stays_is_the_next_consensus() -> None:
-    run_ranks(adopt, 2)
-
-
-class SwapsInModelEval(Watched):
+class SwapsInModelEval(Tiny):
     """Puts its average in before the consensus is shown, and out with Lightning's counterpart of that hook."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.average = Average("on_validation_model_train")
+        self.average = Average("")
+        self.average.out = "on_validation_model_train"
 
     def on_train_start(self) -> None:
         self.average.on_train_start(self.trainer, self)
@@ -234,72 +175,45 @@ class SwapsInModelEval(Watched):
 
     def on_validation_model_train(self) -> None:
         super().on_validation_model_train()
-        self.average._end(self, "on_validation_model_train")
+        self.average.end(self)
 
 
-def swap_in_model_eval() -> None:
+@on_ranks(2)
+def test_an_average_that_goes_in_before_the_consensus_is_shown_changes_nothing() -> None:
     after = []
-    for data in (None, make_data(2, 2)):
-        module, trace = SwapsInModelEval(), Trace()
-        options = {"callbacks": [trace], "val_check_interval": 5, "max_epochs": 2, "num_sanity_val_steps": 0}
-        make_trainer(STRATEGIES["local"](), 2, **options).fit(module, make_data(2, STEPS), data)
-        after.append(trace.after)
-        assert all(len(set(each)) == 1 for each in zip(*gathered(module.validated), strict=True))
+    for num_batches in (0, 2):
+        trace, validated = Noted(), Noted(weights_of, "on_validation_batch_start")
+        options = {"val_check_interval": 5, "max_epochs": 2, "num_sanity_val_steps": 0}
+        train(strategy("local_sgd"), SwapsInModelEval(), STEPS, num_batches, callbacks=[trace, validated], **options)
+        after.append(trace.values)
+        same(validated.values)
     assert after[0] == after[1]
 
 
-def test_an_average_that_goes_in_before_the_consensus_is_shown_changes_nothing() -> None:
-    run_ranks(swap_in_model_eval, 2)
-
-
-def resume(folder: str) -> None:
-    """Go on from a checkpoint with the average in it: as under ddp the training begins with that, on all ranks."""
-    path = f"{folder}/local.ckpt"
-    train("local", folder, Average("on_train_epoch_start"))
-    saved = Tiny()
-    saved.load_state_dict(torch.load(path, weights_only=True)["state_dict"])
-
-    def check(module: BeforeStep) -> None:
-        if module.trainer.global_step == 2 * STEPS:
-            assert gathered(weights_of(module)) == [weights_of(saved)] * 2
-
-    module = BeforeStep(check)
-    make_trainer(STRATEGIES["local"](), 2, max_epochs=3).fit(module, make_data(2, STEPS), ckpt_path=path)
-    assert len(set(gathered(weights_of(module)))) == 1
-
-
+@on_ranks(2)
 def test_a_resume_begins_with_the_average_that_was_saved(tmp_path: Path) -> None:
-    run_ranks(resume, 2, str(tmp_path))
+    """As under ddp, on all ranks."""
+    path, saved, begun = tmp_path / "local_sgd.ckpt", Tiny(), list[str]()
+    fit("local_sgd", tmp_path, Average("on_train_epoch_start"))
+    saved.load_state_dict(torch.load(path, weights_only=True)["state_dict"])
+    module = BeforeStep(lambda module: begun.append(weights_of(module)))
+    train(strategy("local_sgd"), module, STEPS, max_epochs=3, resume=str(path))
+    assert same(begun[0]) == weights_of(saved)
+    assert len(begun) == STEPS
+    same(weights_of(module))
 
 
-class ValidatedShards(Configured):
-    def __init__(self) -> None:
-        super().__init__(sgd)
-        self.validated: list[str] = []
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        # Copies: FSDP cannot free the memory of a gathered tensor that numpy has seen.
-        shards = [p.to_local() if isinstance(p, DTensor) else p for p in self.parameters()]
-        self.validated.append(digest([each.detach().clone() for each in shards]))
-        super().validation_step(batch, batch_idx)
-
-
-def train_sharded() -> None:
+@on_ranks(4)
+def test_an_average_of_a_sharded_model_is_that_of_all_nodes() -> None:
     """Two nodes of two ranks; rank i has the same shard as rank i + 2."""
     left = {}
     for out in (None, "on_validation_end", "on_train_epoch_start", "on_train_batch_start", ""):
-        module, strategy = ValidatedShards(), ShardedStrategy(LocalSGD(4, 0), topology=2)
-        options = {"val": out is not None, "callbacks": [] if out is None else [Average(out)], "max_epochs": 2}
-        train_shards(strategy, module, STEPS - 1, 4, dist.get_rank(), num_sanity_val_steps=0, max_steps=13, **options)
-        for of_ranks in zip(*gathered(module.validated), strict=True):
+        module, validated = Configured(), Noted(shard_digest, "on_validation_batch_start")
+        callbacks = [] if out is None else [Average(out), validated]
+        options = {"callbacks": callbacks, "max_epochs": 2, "max_steps": 13}
+        train_shards(LocalSGD(4, 0), module, STEPS - 1, val=out is not None, **options)
+        for of_ranks in (gathered(validated.values), left.setdefault(out, gathered(shard_digest(module)))):
             assert of_ranks[:2] == of_ranks[2:], out
-        of_ranks = gathered(shard_digest(module))
-        assert of_ranks[:2] == of_ranks[2:], out
-        left[out] = of_ranks
     quiet, *others, kept = left.values()
     assert others == [quiet] * 3
     assert kept != quiet
-
-
-def test_an_average_of_a_sharded_model_is_that_of_all_nodes() -> None:
-    run_ranks(train_sharded, 4)

@@ -9,103 +9,78 @@ from pathlib import Path
 from typing import Any
 
 import fsspec
-import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import Tensor
 
-from lightning_lowbw import LocalSGDStrategy
+from lightning_lowbw import ConfigurationError, DGCStrategy
 from lightning_lowbw.comm.agreement import digest
 from lightning_lowbw.strategies import checkpoint
-from tests.ranks import run_ranks
-from tests.tiny import Tiny, Watcher, amp_with_scaler, make_data, make_strategy, make_trainer, sgd, weights_of
+from tests.ranks import on_ranks, run_ranks
+from tests.strategies.fits import Noted, adamw, gathered, make, refusal, same, saving, train, train_by_step, weights
+from tests.tiny import Tiny, amp_with_scaler, make_data, since_lightning_2_5, weights_of
 
 STEPS = 10
-ADAMW = partial(torch.optim.AdamW, lr=1e-2)
+DGC = "dgc, warm-up"
 
 
-def state_of(trainer: pl.Trainer) -> dict[str, Any]:
+def state_of(trainer: Any) -> dict[str, Any]:
     """Return digests of all that a step depends on, on this rank."""
-    module = trainer.lightning_module
     (worker,) = trainer.strategy.workers
-    optimizer_state = [
-        value.float() for state in worker.optimizer.state.values() for value in state.values() if torch.is_tensor(value)
-    ]
+    states = [value for state in worker.optimizer.state.values() for value in state.values() if torch.is_tensor(value)]
     return {
-        "weights": weights_of(module),
-        "buffers": digest(module.buffers()),
-        "residuals": digest(worker.residuals.values()),
-        "optimizer": digest(optimizer_state),
-        "step": worker.step,
+        "weights": weights(trainer.lightning_module),
+        "residuals": digest(worker.state_dict()["residuals"].values()),
+        "optimizer": digest([value.float() for value in states]),
+        "steps": (worker.step, getattr(worker, "num_averages", 0)),
         "groups": [{k: v for k, v in group.items() if k != "params"} for group in worker.optimizer.param_groups],
     }
 
 
-def fit(
-    path: str = "",
-    save_at: tuple[int, ...] = (),
-    resume: str | None = None,
-    *,
-    optimizer: Any = sgd,
-    amp: bool = False,
-    looks: bool = False,
-    dropout: float = 0.3,
-) -> dict[str, Any]:
-    num_ranks = dist.get_world_size()
-    model = Tiny(optimizer, dropout=dropout, data_by_step=True)
-    torch.manual_seed(7 + dist.get_rank() if resume is None else 99)
-    options: dict[str, Any] = {"plugins": [amp_with_scaler()]} if amp else {}
-    options |= {"max_steps": STEPS, "max_epochs": -1}
-    if looks:
-        options |= {"val_check_interval": 2, "num_sanity_val_steps": 1}
-    trainer = make_trainer(make_strategy("dgc"), num_ranks, callbacks=[Watcher(path, save_at)], **options)
-    trainer.fit(model, make_data(num_ranks, STEPS), make_data(num_ranks, 2) if looks else None, ckpt_path=resume)
-    assert model.looks > 0 or not looks
-    return state_of(trainer)
-
-
-def test_a_resume_continues_to_the_bit_also_from_files_that_were_moved(tmp_path: Path) -> None:
-    """With a scaler, and random numbers of its own on each rank; of all methods: tests/golden."""
-    path = str(tmp_path / "step{}.ckpt")
-    whole = run_ranks(partial(fit, path, (1, 7), amp=True), 2)
-    assert whole[0]["weights"] == whole[1]["weights"]
-    assert whole[0]["residuals"] != whole[1]["residuals"]
-    checkpoint = torch.load(path.format(7), weights_only=True)
-    Tiny().load_state_dict(checkpoint["state_dict"])
-    metadata = checkpoint["lightning_lowbw"]
-    assert metadata["num_ranks"] == 2
-    names = [f"rank-{rank}-of-2-{metadata['save_id']}.pt" for rank in (0, 1)]
-    assert sorted(os.listdir(tmp_path / "step7.ckpt.ranks")) == names
+# In the dense phase and after the warm-up; in the first interval and in mid-interval.
+@pytest.mark.parametrize("name", [DGC, "sparse_loco"])
+@on_ranks(2)
+def test_a_resume_continues_to_the_bit_also_from_files_that_were_moved(name: str, tmp_path: Path) -> None:
+    """With a scaler, and random numbers of its own on each rank; of all methods: tests/golden, tests/contract."""
+    path, amp = f"{tmp_path}/step{{}}.ckpt", partial(amp_with_scaler, 2.0**20)
+    whole = state_of(train_by_step(name, path, (1, 7), plugins=[amp()]))
+    same(whole["weights"])
+    assert len(set(gathered(whole["residuals"]))) == 2
     moved = tmp_path / "elsewhere" / "renamed.ckpt"
-    moved.parent.mkdir()
-    (tmp_path / "step7.ckpt").rename(moved)
-    (tmp_path / "step7.ckpt.ranks").rename(f"{moved}.ranks")
-    for saved in (path.format(1), str(moved)):  # in the dense phase, after the warm-up
-        assert run_ranks(partial(fit, resume=saved, amp=True), 2) == whole, saved
+    if dist.get_rank() == 0:
+        saved = torch.load(path.format(7), weights_only=True)
+        Tiny().load_state_dict(saved["state_dict"])
+        metadata = saved["lightning_lowbw"]
+        assert metadata["num_ranks"] == 2
+        names = [f"rank-{rank}-of-2-{metadata['save_id']}.pt" for rank in (0, 1)]
+        assert sorted(os.listdir(tmp_path / "step7.ckpt.ranks")) == names
+        moved.parent.mkdir()
+        (tmp_path / "step7.ckpt").rename(moved)
+        (tmp_path / "step7.ckpt.ranks").rename(f"{moved}.ranks")
+    dist.barrier()
+    for file in (path.format(1), str(moved)):
+        assert state_of(train_by_step(name, resume=file, plugins=[amp()])) == whole, file
 
 
-def test_saving_and_validating_change_nothing(tmp_path: Path) -> None:
-    path = str(tmp_path / "step{}.ckpt")
-    # Without dropout: making a validation loader draws a random number, with stock Lightning too.
-    blind = run_ranks(partial(fit, dropout=0.0), 2)
-    assert run_ranks(partial(fit, path, tuple(range(STEPS)), looks=True, dropout=0.0), 2) == blind
-
-
-def kept_after_a_resume(resume: str) -> dict[str, torch.Tensor]:
-    trainer = make_trainer(make_strategy("dgc"), 2, max_steps=7, max_epochs=-1)
-    trainer.fit(Tiny(), make_data(2, STEPS), ckpt_path=resume)
+def kept_after_a_resume(resume: str) -> dict[str, Tensor]:
+    trainer: Any = train(DGC, data=STEPS, max_steps=7, max_epochs=-1, resume=resume)
     (worker,) = trainer.strategy.workers
     parameters = worker.by_name()
     buffers = {f"u {name}": worker.optimizer.state[parameters[name]]["momentum_buffer"] for name in worker.residuals}
     return {**{f"v {name}": v for name, v in worker.residuals.items()}, **buffers}
 
 
+def save(name: str, path: str, save_at: int) -> None:
+    train_by_step(name, path, (save_at,))
+
+
 def test_resume_with_another_number_of_ranks_keeps_the_mean_residual(tmp_path: Path) -> None:
-    path = str(tmp_path / "step{}.ckpt")
-    run_ranks(partial(fit, path, (7,)), 3)
-    shards = [torch.load(path, weights_only=True) for path in sorted((tmp_path / "step7.ckpt.ranks").iterdir())]
-    for kept in run_ranks(kept_after_a_resume, 2, path.format(7)):
+    path = f"{tmp_path}/some.ckpt"
+    run_ranks(save, 3, DGC, path, 7)
+    shards = [torch.load(path, weights_only=True) for path in sorted((tmp_path / "some.ckpt.ranks").iterdir())]
+    for kept in run_ranks(kept_after_a_resume, 2, path):
         assert kept
         for name, value in kept.items():
             key = {"v": "residuals", "u": "velocities"}[name[0]]
@@ -114,14 +89,18 @@ def test_resume_with_another_number_of_ranks_keeps_the_mean_residual(tmp_path: P
             assert float(value.abs().max()) > 0
 
 
-def fit_linking_the_last(folder: str) -> list[str]:
-    num_ranks = dist.get_world_size()
-    keep = ModelCheckpoint(folder, every_n_train_steps=2, monitor="val_loss", save_top_k=-1, save_last="link")
-    options: dict[str, Any] = {"callbacks": [keep], "enable_checkpointing": True, "val_check_interval": 2}
-    trainer = make_trainer(make_strategy("dgc"), num_ranks, **options)
-    trainer.fit(Tiny(), make_data(num_ranks, 6), make_data(num_ranks, 2))
-    dist.barrier()
-    return sorted(os.listdir(folder))
+def resume_from_consensus(path: str) -> None:
+    after = Noted()
+    trainer = train_by_step("local_sgd", resume=path, callbacks=[after])
+    same(weights(trainer.lightning_module))
+    assert len(after.values) == STEPS - 7
+
+
+def test_another_number_of_ranks_resumes_from_the_consensus(tmp_path: Path) -> None:
+    path = f"{tmp_path}/some.ckpt"
+    run_ranks(save, 2, "local_sgd", path, 7)
+    for num_ranks in (1, 3):
+        run_ranks(resume_from_consensus, num_ranks, path)
 
 
 class OwnMetric(Tiny):
@@ -132,95 +111,214 @@ class OwnMetric(Tiny):
         self.log("own", values[self.current_epoch])
 
 
-def fit_on_two_nodes_of_one_rank(folder: str) -> list[str]:
-    os.environ["LOCAL_RANK"] = "0"
-    keep = ModelCheckpoint(folder, "{epoch}", monitor="own", save_top_k=2, save_on_train_epoch_end=True)
-    trainer = make_trainer(make_strategy("dgc"), 2, callbacks=[keep], enable_checkpointing=True, max_epochs=3)
-    trainer.fit(OwnMetric(), make_data(2, 3))
-    dist.barrier()
-    return sorted(os.listdir(folder))
-
-
+@on_ranks(2)
 def test_all_nodes_delete_the_shards_of_what_rank_zero_deletes(tmp_path: Path) -> None:
-    """Each rank's `ModelCheckpoint` deletes the worst by its own metric."""
+    """Each rank's `ModelCheckpoint` deletes the worst by its own metric; here on two nodes of one rank."""
+    os.environ["LOCAL_RANK"] = "0"
+    keep = ModelCheckpoint(tmp_path, "{epoch}", monitor="own", save_top_k=2, save_on_train_epoch_end=True)
+    train(DGC, OwnMetric(), 3, callbacks=[keep], enable_checkpointing=True, max_epochs=3)
+    dist.barrier()
     kept = ["epoch=0.ckpt", "epoch=0.ckpt.ranks", "epoch=2.ckpt", "epoch=2.ckpt.ranks"]
-    assert run_ranks(fit_on_two_nodes_of_one_rank, 2, str(tmp_path)) == [kept] * 2
+    assert sorted(os.listdir(tmp_path)) == kept
     assert all(len(os.listdir(tmp_path / name)) == 2 for name in kept if name.endswith(".ranks"))
 
 
+@on_ranks(2)
 def test_a_linked_last_checkpoint_resumes(tmp_path: Path) -> None:
-    names = run_ranks(fit_linking_the_last, 2, str(tmp_path))[0]
-    assert "last.ckpt" in names
-    assert (tmp_path / "last.ckpt").is_symlink()
-    # A folder that an earlier last.ckpt has left behind, before it became a link, is passed over.
-    target = (tmp_path / "last.ckpt").resolve()
-    stale = next(tmp_path / name for name in names if name.endswith(".ranks") and name != f"{target.name}.ranks")
-    shutil.copytree(stale, tmp_path / "last.ckpt.ranks", dirs_exist_ok=True)
-    states = run_ranks(fit, 2, "", (), str(tmp_path / "last.ckpt"))
-    assert [state["step"] for state in states] == [STEPS, STEPS]
+    keep = ModelCheckpoint(tmp_path, every_n_train_steps=2, monitor="val_loss", save_top_k=-1, save_last="link")
+    train(DGC, None, 6, 2, callbacks=[keep], enable_checkpointing=True, val_check_interval=2)
+    dist.barrier()
+    last = tmp_path / "last.ckpt"
+    assert last.is_symlink()
+    if dist.get_rank() == 0:
+        # A folder that an earlier last.ckpt has left behind, before it became a link, is passed over.
+        stale = next(each for each in tmp_path.glob("*.ranks") if each.name != f"{last.resolve().name}.ranks")
+        shutil.copytree(stale, tmp_path / "last.ckpt.ranks", dirs_exist_ok=True)
+    dist.barrier()
+    assert train_by_step(DGC, resume=str(last)).strategy.workers[0].step == STEPS
 
 
-def fit_in_memory() -> tuple[dict[str, Any], dict[str, Any], list[str], list[str]]:
-    """Each rank has a file system of its own, as nodes without a shared disk do."""
-    path = "memory://deep/step{}.ckpt"
-    whole, memory = fit(path, (7,)), fsspec.filesystem("memory")
-    checkpoint = [memory.cat("/deep/step7.ckpt") if dist.get_rank() == 0 else None]
-    dist.broadcast_object_list(checkpoint, src=0)  # a file of rank 0, copied to each node
-    memory.pipe("/deep/step7.ckpt", checkpoint[0])
-    before = sorted(memory.find("/deep"))
-    resumed = fit(resume=path.format(7))
-    make_strategy("dgc").remove_checkpoint(path.format(7))
-    return whole, resumed, before, sorted(memory.find("/deep"))
-
-
+@on_ranks(2)
 def test_remote_file_systems() -> None:
-    for rank, (whole, resumed, before, after) in enumerate(run_ranks(fit_in_memory, 2)):
-        assert resumed == whole
-        assert before[0] == "/deep/step7.ckpt"
-        assert [name.startswith(f"/deep/step7.ckpt.ranks/rank-{rank}-of-2-") for name in before[1:]] == [True]
-        assert after == []
+    """Each rank has a file system of its own, as nodes without a shared disk do."""
+    path, memory, rank = "memory://deep/step7.ckpt", fsspec.filesystem("memory"), dist.get_rank()
+    whole = state_of(train_by_step(DGC, path, (7,)))
+    saved = [memory.cat("/deep/step7.ckpt") if rank == 0 else None]
+    dist.broadcast_object_list(saved, src=0)  # a file of rank 0, copied to each node
+    memory.pipe("/deep/step7.ckpt", saved[0])
+    file, shard = sorted(memory.find("/deep"))
+    assert file == "/deep/step7.ckpt"
+    assert shard.startswith(f"/deep/step7.ckpt.ranks/rank-{rank}-of-2-")
+    assert state_of(train_by_step(DGC, resume=path)) == whole
+    make(DGC).remove_checkpoint(path)
+    assert not memory.find("/deep")
 
 
-def resume_under_dgc(path: str) -> list[tuple[int, str]]:
-    """Begin with DDP, then with replicas; return the last step and the weights."""
-    found, said = [], list[str]()
-    options: dict[str, Any] = {"max_steps": STEPS, "max_epochs": -1}
-    begins = [(make_strategy("ddp"), "another program")]
-    begins += [(LocalSGDStrategy(k_steps=2, begin_step=0), "a method of kind 'replicas'")]
-    for strategy, writer in begins:
-        saving = make_trainer(strategy, 2, callbacks=[Watcher(path, (4,))], **options)
-        saving.fit(Tiny(), make_data(2, STEPS))
-        trainer = make_trainer(make_strategy("dgc"), 2, **options)
-        with pytest.MonkeyPatch.context() as monkeypatch:
-            monkeypatch.setattr(checkpoint, "rank_zero_info", said.append)
-            trainer.fit(Tiny(), make_data(2, STEPS), ckpt_path=path)
-        assert f"was written by {writer}. DGCStrategy, of kind 'gradients', begins with the weights" in said[-1]
-        found.append((trainer.strategy.workers[0].step, weights_of(trainer.lightning_module)))
-    return found
+@pytest.mark.parametrize(("name", "writer"), [("ddp", "another program"), ("local_sgd", "a method of kind 'replicas'")])
+@on_ranks(2)
+def test_a_run_can_change_to_dgc(name: str, writer: str, tmp_path: Path) -> None:
+    said, path, options = list[str](), f"{tmp_path}/some.ckpt", {"max_steps": STEPS, "max_epochs": -1}
+    train(name, data=STEPS, callbacks=[saving(path, (4,))], **options)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(checkpoint, "rank_zero_info", said.append)
+        trainer: Any = train(DGCStrategy(sparsity=[0.9], min_numel=100), data=STEPS, resume=path, **options)
+    assert f"was written by {writer}. DGCStrategy, of kind 'gradients', begins with the weights" in said[-1]
+    same(weights_of(trainer.lightning_module))
+    assert trainer.strategy.workers[0].step == STEPS
 
 
-def test_a_run_can_change_to_dgc(tmp_path: Path) -> None:
-    first, second = run_ranks(resume_under_dgc, 2, str(tmp_path / "some.ckpt"))
-    assert first == second
-    assert [step for step, _ in first] == [STEPS] * 2
-
-
-def resume_in_ddp(path: str) -> tuple[int, str]:
-    trainer = make_trainer(make_strategy("ddp"), 2, max_steps=STEPS, max_epochs=-1)
-    trainer.fit(Tiny(ADAMW), make_data(2, STEPS), ckpt_path=path)
-    return trainer.global_step, weights_of(trainer.lightning_module)
-
-
+@on_ranks(2)
 def test_a_run_can_go_on_under_plain_ddp(tmp_path: Path) -> None:
     """With the state that AdamW has after any 7 steps, under any strategy. With momentum: test_levels.py."""
-    path = str(tmp_path / "step{}.ckpt")
-    run_ranks(partial(fit, path, (7,), optimizer=ADAMW), 2)
-    states = torch.load(path.format(7), weights_only=True)["optimizer_states"][0]["state"]
+    path, model = f"{tmp_path}/some.ckpt", Tiny(adamw)
+    train_by_step(DGC, path, (7,), model=Tiny(adamw, data_by_step=True))
+    states = torch.load(path, weights_only=True)["optimizer_states"][0]["state"]
     assert len(states) == 8
     for state in states.values():
         assert set(state) == {"exp_avg", "exp_avg_sq", "step"}
         assert float(state["step"]) == 7.0
         assert all(value.isfinite().all() and value.count_nonzero() > 0 for value in state.values())
-    first, second = run_ranks(resume_in_ddp, 2, path.format(7))
-    assert first == second
-    assert first[0] == STEPS
+    trainer = train("ddp", model, STEPS, max_steps=STEPS, max_epochs=-1, resume=path)
+    same(weights_of(model))
+    assert trainer.global_step == STEPS
+
+
+class Named(Tiny):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.log("mine", float(self.global_rank))
+        return super().training_step(batch, batch_idx)
+
+
+@on_ranks(2)
+def test_a_checkpoint_of_replicas_is_a_plain_file_of_rank_0_with_the_mean_and_shards_beside_it(tmp_path: Path) -> None:
+    """Rank 1 would name the file after its own metric."""
+    seen, options = Noted(weights, "on_save_checkpoint"), {"every_n_train_steps": 3, "monitor": "mine"}
+    saver = ModelCheckpoint(tmp_path, filename="{step}-{mine:.1f}", save_top_k=1, **options)
+    strategy = make("local_sgd", {"k_steps": 4, "begin_step": 1})
+    train(strategy, Named(), 4, callbacks=[seen, saver], enable_checkpointing=True)
+    assert same(seen.values)
+    dist.barrier()
+    (path,), (folder,) = tmp_path.glob("*.ckpt"), tmp_path.glob("*.ranks")
+    assert folder.name == path.name + ".ranks"
+    state = torch.load(path, weights_only=True)["state_dict"]
+    own, others = (torch.load(shard, weights_only=True)["workers"][0]["own"] for shard in folder.iterdir())
+    for name, value in state.items():
+        if name in own and "norm" not in name:
+            torch.testing.assert_close(value, (own[name] + others[name]) / 2)
+    assert not torch.equal(own["wide.weight"], others["wide.weight"])
+    Tiny().load_state_dict(state)
+
+
+# With nothing left to train ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.fault(
+    "a finished run that is resumed",
+    "all ranks have the weights of the checkpoint, and their own state when training goes on",
+)
+@pytest.mark.parametrize("name", ["streaming", "dgc"])
+@on_ranks(2)
+def test_a_finished_run_that_is_resumed_has_the_weights_of_its_checkpoint(name: str, tmp_path: Path) -> None:
+    """Train and save on the way; resume with no step left, test and save; resume with the steps that are left."""
+    first, again, states = f"{tmp_path}/first.ckpt", f"{tmp_path}/again.ckpt", {}
+    for leg, resume, last in (("straight", None, 15), ("finished", first, STEPS), ("resumed", first, 15)):
+        model, watcher = Tiny(data_by_step=True), saving(first, () if resume else (STEPS,))
+        strategy = make(name, {"k_steps": 4, "begin_step": 1, "num_fragments": 3} if name == "streaming" else {})
+        options = {"max_steps": last, "max_epochs": -1, "callbacks": [watcher]}
+        trainer = train(strategy, model, STEPS, 1, resume=resume, **options)  # with a look before the first batch, too
+        states[leg] = weights(model)
+        if leg == "finished":
+            trainer.save_checkpoint(again)
+            trainer.test(model, make_data(2, 1), verbose=False)
+            states["tested"] = weights(model)
+    dist.barrier()
+    for path in (first, again):
+        saved = Tiny()
+        saved.load_state_dict(torch.load(path, weights_only=True)["state_dict"])
+        assert states["finished"] == states["tested"] == weights(saved)
+    assert states["resumed"] == states["straight"]
+
+
+# Without the folder beside it: refused, or resumed with the weights and the optimizer, as asked -----------------------
+
+EPOCH = 5  # steps
+SAVED = 7  # the step
+RESUME = "weights and optimizer"
+
+
+class Decaying(Tiny):
+    def __init__(self) -> None:
+        super().__init__(data_by_step=True)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        return [optimizer], [{"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 3), "interval": "step"}]
+
+
+def begin_of(module: Any) -> dict[str, Any]:
+    """Return what a resume begins with."""
+    trainer = module.trainer
+    (worker,), (optimizer,) = trainer.strategy.workers, trainer.optimizers
+    return {
+        "steps": (trainer.global_step, trainer.current_epoch, worker.step),
+        "is local": worker.is_local,
+        "lr": optimizer.param_groups[0]["lr"],
+        "weights": {name: value.clone() for name, value in module.state_dict().items()},
+        "momentum": [state["momentum_buffer"].clone() for state in optimizer.state.values()],
+    }
+
+
+def fit(name: str, path: str, resume: str | None = None, needs: Any = "exact") -> tuple[str, dict[str, Any]]:
+    """Train to the end of three epochs; return the weights, and what it began with."""
+    begun, model = Noted(begin_of, "on_train_start"), Decaying()
+    strategy = make(name, {"begin_step": "first_lr_decay"} if name == "local_sgd" else {}, resume=needs)
+    trainer = train(strategy, model, EPOCH, max_epochs=3, callbacks=[saving(path, (SAVED,)), begun], resume=resume)
+    assert (trainer.global_step, strategy.workers[0].step) == (3 * EPOCH, 3 * EPOCH)
+    return weights_of(model), begun.values[0]
+
+
+@since_lightning_2_5
+@pytest.mark.parametrize("name", ["dgc", "local_sgd"])
+@on_ranks(2)
+def test_a_checkpoint_alone_is_resumed_where_that_is_asked_for(name: str, tmp_path: Path) -> None:
+    path = f"{tmp_path}/some.ckpt"
+    fit(name, path)
+    with_folder, _ = fit(name, f"{tmp_path}/again", path, RESUME)
+    dist.barrier()
+    if dist.get_rank() == 0:  # the shard of one rank is gone; the other one has its own
+        next(Path(f"{path}.ranks").glob("rank-1-*")).unlink()
+    dist.barrier()
+    assert f"resume={RESUME!r}" in refusal(name, "", path, fit=fit)
+    alone, begin = fit(name, f"{tmp_path}/again", path, RESUME)
+    assert same(alone) == with_folder, "the folder is read"
+    saved = torch.load(path, weights_only=True)
+    assert (begin["steps"], begin["is local"]) == ((SAVED, 1, SAVED), name == "local_sgd")
+    assert begin["lr"] == saved["optimizer_states"][0]["param_groups"][0]["lr"] < 0.05
+    momentum = [state["momentum_buffer"] for state in saved["optimizer_states"][0]["state"].values()]
+    for begun, expected in ((begin["weights"], dict(saved["state_dict"])), (begin["momentum"], momentum)):
+        torch.testing.assert_close(begun, expected, rtol=0, atol=0)
+
+
+# Which the residuals of "dgc" do not fit, and why.
+OTHERS: dict[str, str] = {"int8": "keeps gradients that TopK has not sent", "dgc, auto": "would be dense"}
+
+
+@since_lightning_2_5
+@pytest.mark.parametrize("name", OTHERS)
+@on_ranks(2)
+def test_a_method_that_residuals_do_not_fit_goes_on_without(name: str, tmp_path: Path) -> None:
+    path = f"{tmp_path}/dgc.ckpt"
+    fit("dgc", path)
+    message = refusal(name, "", path, fit=fit)
+    assert OTHERS[name] in message
+    assert f"resume={RESUME!r}" in message
+    ends, begin = fit(name, f"{tmp_path}/again", path, RESUME)
+    same(ends)
+    assert begin["steps"][0] == SAVED
+
+
+def test_what_a_resume_needs_is_one_of_two() -> None:
+    assert f"resume={RESUME!r}" in repr(make("dgc", resume=RESUME))
+    assert "resume" not in repr(make("dgc"))
+    with pytest.raises(ConfigurationError, match="choose one of exact, weights and optimizer"):
+        make("local_sgd", resume="weights")

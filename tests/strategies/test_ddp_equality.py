@@ -1,4 +1,4 @@
-"""The dense phase is DDP to the bit; the sparse phase does not depend on how DDP lays out its buckets."""
+"""The dense phase is DDP to the bit; in the sparse one its buckets, searches and dense gradients are left out."""
 
 from __future__ import annotations
 
@@ -8,13 +8,17 @@ from typing import Any
 
 import lightning.pytorch as pl
 import pytest
-import torch.distributed as dist
+import torch
+from lightning.pytorch.overrides import distributed as lightning_ddp
 from torch import Tensor
-from torch.futures import Future
+from torch.nn.parallel import distributed as torch_ddp
+from torch.optim import Optimizer
 
+from lightning_lowbw import AveragingSchedule, SparsityWarmup
 from lightning_lowbw.strategies.communication_hook import CommunicationHook
-from tests.ranks import run_ranks
-from tests.tiny import ManualTiny, Tiny, amp_with_scaler, make_data, make_strategy, make_trainer, weights_of
+from tests.ranks import on_ranks
+from tests.strategies.fits import gathered, make, same, train
+from tests.tiny import ManualTiny, Tiny, amp_with_scaler, make_data, make_trainer, weights_of
 
 STEPS = 8
 MANY_BUCKETS = {"bucket_cap_mb": 0.005}  # rebuilt after the first iteration, in the order of the gradients
@@ -35,82 +39,197 @@ TRAINER_OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-def train(names: list[str], ddp: dict[str, dict[str, Any]], trainer: dict[str, dict[str, Any]]) -> dict[Any, str]:
-    """Train with each strategy and each option; return the digests of the weights."""
-    results = {}
-    num_ranks = dist.get_world_size()
-    for name in names:
-        for ddp_name, ddp_options in ddp.items():
-            for trainer_name, trainer_options in trainer.items():
-                options = dict(trainer_options)
-                if options.pop("amp", False):
-                    options["plugins"] = [amp_with_scaler()]
-                model = Tiny(unused="find_unused_parameters" in ddp_options)
-                fit = make_trainer(make_strategy(name, **ddp_options), num_ranks, **options)
-                fit.fit(model, make_data(num_ranks, STEPS))
-                assert fit.global_step == -(-STEPS // options.get("accumulate_grad_batches", 1))
-                results[name, ddp_name, trainer_name] = weights_of(model)
-    return results
+def fit(name: str, ddp: str = "default", trainer: str = "default") -> str:
+    options = dict(TRAINER_OPTIONS[trainer])
+    if options.pop("amp", False):
+        options["plugins"] = [amp_with_scaler()]
+    model = Tiny(unused="find_unused_parameters" in DDP_OPTIONS[ddp])
+    fitted = train(make(name, **DDP_OPTIONS[ddp]), model, STEPS, **options)
+    assert fitted.global_step == -(-STEPS // options.get("accumulate_grad_batches", 1))
+    return same(weights_of(model))  # type: ignore[no-any-return]
 
 
-def same_on_all(results: list[dict[Any, str]]) -> dict[Any, str]:
-    assert all(result == results[0] for result in results), "replicas differ"
-    return results[0]
-
-
+@on_ranks(3)
 def test_dense_phase_is_ddp() -> None:
-    digests = same_on_all(run_ranks(train, 3, ["ddp", "dense"], DDP_OPTIONS, {"default": {}}))
     for option in DDP_OPTIONS:
-        assert digests["ddp", option, "default"] == digests["dense", option, "default"], option
+        assert fit("ddp", option) == fit("dense", option), option
 
 
+@on_ranks(2)
 def test_dense_phase_is_ddp_with_every_trainer_option() -> None:
-    digests = same_on_all(run_ranks(train, 2, ["ddp", "dense"], {"default": {}}, TRAINER_OPTIONS))
+    digests = set()
     for option in TRAINER_OPTIONS:
-        assert digests["ddp", "default", option] == digests["dense", "default", option], option
-    assert len(set(digests.values())) == len(TRAINER_OPTIONS)  # the options do something
+        digests.add(fit("ddp", trainer=option))
+        assert fit("dense", trainer=option) in digests, option
+    assert len(digests) == len(TRAINER_OPTIONS)  # the options do something
 
 
 # torch's own reducer fails on a static graph whose first backward is under no_sync, with stock DDP too.
 @pytest.mark.parametrize(
     ("option", "trainer"), [("static graph", "default"), ("many buckets", "accumulate, clip norm")]
 )
+@on_ranks(2)
 def test_sparse_phase_does_not_depend_on_buckets(option: str, trainer: str) -> None:
-    ddp = {name: DDP_OPTIONS[name] for name in ("default", option)}
-    digests = same_on_all(run_ranks(train, 2, ["dgc"], ddp, {trainer: TRAINER_OPTIONS[trainer]}))
-    assert len(digests) == 2
-    assert len(set(digests.values())) == 1
+    assert fit("dgc, warm-up", option, trainer) == fit("dgc, warm-up", "default", trainer)
 
 
 class Counter(pl.Callback):
-    """Counts the buckets that DDP fills in each step."""
+    """Counts what DDP does in each step, and notes which of them are dense."""
 
     def __init__(self) -> None:
-        self.buckets: list[int] = []
+        self.counts: list[int] = []
+        self.are_dense: list[bool] = []
 
-    def on_train_batch_start(self, *_: Any) -> None:
-        self.buckets.append(0)
+    def counted(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)  # DDP looks at the annotations of its hook
+        def counting(*args: Any) -> Any:
+            self.counts[-1] += 1
+            return function(*args)
 
+        return counting
 
-def count_buckets(make_module: Callable[[], Tiny]) -> list[int]:
-    counter, reduce = Counter(), CommunicationHook.reduce
+    def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        self.counts.append(0)
+        self.are_dense.append(any(worker.reduces_in_backward for worker in trainer.strategy.workers))
 
-    @functools.wraps(reduce)  # DDP looks at the annotations
-    def counted(hook: CommunicationHook, state: object, bucket: dist.GradBucket) -> Future[Tensor]:
-        counter.buckets[-1] += 1
-        return reduce(hook, state, bucket)
-
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(CommunicationHook, "reduce", counted)
-        trainer = make_trainer(make_strategy("dgc", rampup_begin_step=3), 2, callbacks=[counter])
-        trainer.fit(make_module(), make_data(2, 6))
-    return counter.buckets
+    def check(self, num_dense: int) -> None:
+        """Check that something was done in exactly the dense steps."""
+        assert self.are_dense == [True] * num_dense + [False] * (len(self.counts) - num_dense)
+        assert [count > 0 for count in self.counts] == self.are_dense
 
 
 @pytest.mark.parametrize("make_module", [Tiny, ManualTiny])
+@on_ranks(2)
 def test_in_sparse_steps_no_bucket_is_filled(make_module: Callable[[], Tiny]) -> None:
     """Each would cost a copy of the gradient, and nothing is reduced."""
-    for buckets in run_ranks(count_buckets, 2, make_module):
-        dense, sparse = buckets[:3], buckets[3:]
-        assert all(dense)
-        assert sparse == [0, 0, 0]
+    counter = Counter()
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(CommunicationHook, "reduce", counter.counted(CommunicationHook.reduce))
+        train("dgc, dense at first", make_module(), 6, callbacks=[counter])
+    counter.check(3)
+
+
+# Parameters that the loss does not depend on: DDP searches for them in dense steps, and in no other -------------------
+
+# By name: what gives both phases to a short run, and how many steps are dense then.
+NAMES: dict[str, tuple[list[pl.Callback], int]] = {
+    "dgc": ([SparsityWarmup(begin_step=3, steps=1, sparsity=[0.9])], 3),
+    "int8": ([], 0),
+    "local_sgd": ([AveragingSchedule(k_steps=6, begin_step=3)], 3),
+    "hierarchical": ([], STEPS),
+}
+
+
+def check_searches(
+    strategy: Any, make_model: Callable[..., Tiny], callbacks: list[pl.Callback], num_dense: int
+) -> None:
+    counter, model = Counter(), make_model(unused=True)
+    never, rank_zero_only = model.never.weight, model.rank_zero_only.weight
+    before = never.clone(), rank_zero_only.clone()
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        for module in (torch_ddp, lightning_ddp):
+            monkeypatch.setattr(module, "_find_tensors", counter.counted(module._find_tensors))
+        make_trainer(strategy, 2, callbacks=[*callbacks, counter]).fit(model, make_data(2, STEPS))
+    assert torch.equal(never, before[0])  # not decayed either
+    assert not torch.equal(rank_zero_only, before[1])
+    counter.check(num_dense)
+    same(weights_of(model))
+
+
+@pytest.mark.parametrize("make_model", [Tiny, ManualTiny])
+@on_ranks(2)
+def test_only_dense_steps_search(make_model: Callable[..., Tiny]) -> None:
+    for name, (callbacks, num_dense) in NAMES.items():
+        check_searches(f"{name}_find_unused_parameters_true", make_model, callbacks, num_dense)
+    for name in ("dgc", "local_sgd"):  # without dense steps nothing need be asked for
+        check_searches(make(name), make_model, [], 0)
+
+
+# Whoever looks at the gradients of a sparse step gets them dense; where nobody does they are never made --------------
+
+NUM_LOOKS, FIRST_SPARSE = 6, 2
+SPARSE = ("wide.weight", "wider.weight", "head.weight")
+Gradients = dict[str, "Tensor | None"]
+
+
+class Seeing(Tiny):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Gradients] = []
+
+    def look(self, *_: Any) -> None:
+        named = {name: p.grad for name, p in self.named_parameters() if p.requires_grad}
+        self.seen.append({name: None if gradient is None else gradient.clone() for name, gradient in named.items()})
+
+
+class WithLateHook(Seeing):
+    """Sees the gradients of the last step before they are forgotten."""
+
+    def on_before_zero_grad(self, optimizer: Optimizer) -> None:
+        self.look()
+
+
+class WithOptimizerHook(Seeing):
+    def configure_optimizers(self) -> Optimizer:
+        optimizer = super().configure_optimizers()
+        optimizer.register_step_post_hook(self.look)
+        return optimizer
+
+
+class Manual(ManualTiny, Seeing):
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.look()
+        return loss
+
+
+class LookingBefore(pl.Callback):
+    """Sees a rank's own gradient: in sparse steps the hook comes before the exchange, as clipping does."""
+
+    def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
+        assert isinstance(pl_module, Seeing)
+        pl_module.look()
+
+
+class LookingAfterwards(pl.Callback):
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
+        assert isinstance(pl_module, Seeing)
+        pl_module.look()
+
+
+# Who looks: a module, or callbacks. The late one sees a step's gradients when the next one begins.
+ONLOOKERS: dict[str, tuple[type[Seeing], list[pl.Callback]]] = {
+    "early callback": (Seeing, [LookingBefore()]),
+    "late hook": (WithLateHook, []),
+    "optimizer's hook": (WithOptimizerHook, []),
+    "manual optimization": (Manual, []),
+    "nobody": (Seeing, []),
+    "unseen callback": (Seeing, [LookingAfterwards()]),
+}
+
+
+@on_ranks(2)
+def test_onlookers_get_dense_gradients_and_change_nothing() -> None:
+    """Who is not known to look finds nothing: what has been applied is gone, as after zero_grad."""
+    fits: dict[str, tuple[str, list[Gradients]]] = {}
+    for name, (make_module, callbacks) in ONLOOKERS.items():
+        module = make_module()
+        train("dgc, warm-up", module, NUM_LOOKS, callbacks=callbacks)
+        fits[name] = same(weights_of(module)), module.seen
+    both = gathered(fits["early callback"][1][FIRST_SPARSE:])
+    for first, second in zip(*both, strict=True):
+        assert not any(torch.equal(first[name], second[name]) for name in SPARSE)
+    weights, expected = fits["optimizer's hook"]
+    assert len(expected) == NUM_LOOKS
+    for gradients in expected[FIRST_SPARSE:]:
+        for name in SPARSE:
+            gradient = gradients[name]
+            assert 0 < gradient.count_nonzero() < 0.9 * gradient.numel(), "neither a rank's own nor nothing"
+    assert {other for other, _ in fits.values()} == {weights}
+    # Before the first step there is nothing to be forgotten, and the last one's is not.
+    for seen, due in ((fits["late hook"][1][1:], expected[:-1]), (fits["manual optimization"][1], expected)):
+        for first, second in zip(seen, due, strict=True):
+            assert all(torch.equal(first[name], gradient) for name, gradient in second.items())
+    for number, gradients in enumerate(fits["unseen callback"][1]):
+        absent = {name for name, gradient in gradients.items() if gradient is None}
+        assert absent == (set(SPARSE) if number >= FIRST_SPARSE else set())

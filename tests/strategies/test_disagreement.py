@@ -1,4 +1,6 @@
-"""Ranks that were given different things, and models that cannot be trained, are refused before the first step."""
+"""Ranks that were given different things, and models that cannot be trained, are refused before the first step.
+
+And what a rank decides by a metric of its own is decided by all alike."""
 
 from __future__ import annotations
 
@@ -10,23 +12,16 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import EarlyStopping, LearningRateFinder, ModelCheckpoint
-from lightning.pytorch.strategies import DDPStrategy
-from torch import nn
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_lowbw import (
-    DGC,
-    ConfigurationError,
-    DGCStrategy,
-    DisagreementError,
-    LocalSGDStrategy,
-    QuantizedGradients,
-    ShardedStrategy,
-    SparsityWarmup,
-    Strategy,
-)
+import lightning_lowbw as lowbw
+from lightning_lowbw.comm.agreement import digest
 from lightning_lowbw.strategies.keywords import DDP_KEYWORDS
-from tests.ranks import run_ranks
-from tests.tiny import Tiny, make_data, make_strategy, make_trainer, sgd, weights_of
+from tests.ranks import on_ranks
+from tests.strategies.fits import make, refusal, same, train
+from tests.tiny import Tiny, make_data, sgd, trained, weights_of
 
 
 class Wrong(Tiny):
@@ -49,44 +44,49 @@ class Wrong(Tiny):
         return super().configure_optimizers()
 
 
-STRATEGIES: dict[str, Callable[[int], DDPStrategy]] = {  # of a rank
-    "config": lambda rank: make_strategy("dgc", sparsity=[0.9 + 0.01 * rank]),
-    "ddp": lambda rank: make_strategy("dgc", bucket_cap_mb=1 + rank),
-    "resume": lambda rank: make_strategy("dgc", resume="weights and optimizer" if rank else "exact"),
-    "exclude": lambda _: make_strategy("dgc", exclude=["embedding.*"]),
-    "class": lambda rank: ShardedStrategy(DGC(), topology=1) if rank else DGCStrategy(),  # type: ignore[dict-item, return-value]
+# The strategy of a rank, and what is said.
+REFUSED: dict[str, tuple[Callable[[int], Any], list[str]]] = {
+    "config": (
+        lambda rank: make("dgc", {"sparsity": (0.9 + 0.01 * rank,)}),
+        ["sparsity", "rank 0 has (0.9,)", "rank 1 has (0.91,)"],
+    ),
+    "ddp": (lambda rank: make("dgc", bucket_cap_mb=1 + rank), ["bucket_cap_mb", "rank 1 has 2"]),
+    "resume": (
+        lambda rank: make("dgc", resume="weights and optimizer" if rank else "exact"),
+        ["resume", "rank 0 has 'exact'"],
+    ),
+    "class": (
+        lambda rank: lowbw.ShardedStrategy(lowbw.DGC(), topology=1) if rank else lowbw.DGCStrategy(),
+        ["class: rank 0 has 'DGCStrategy', rank 1 has 'ShardedStrategy'"],
+    ),
+    "shape": (lambda _: make("dgc"), ["model", "extra.weight", "(4, 4)", "(5, 4)"]),
+    "momentum": (lambda _: make("dgc"), ["momentum", "0.9", "0.95"]),
+    "exclude": (
+        lambda _: make("dgc", {"exclude": ("embedding.*",)}),
+        ["'embedding.*' matches no parameter", "wide.weight"],
+    ),
+    "sparse": (lambda _: make("dgc"), ["'words'", "sparse=False"]),
+    "shared": (lambda _: make("dgc"), ["parameter in common"]),
 }
-REFUSED: dict[str, tuple[type[Exception], list[str]]] = {
-    "config": (DisagreementError, ["sparsity", "rank 0 has (0.9,)", "rank 1 has (0.91,)"]),
-    "ddp": (DisagreementError, ["bucket_cap_mb", "rank 1 has 2"]),
-    "resume": (DisagreementError, ["resume", "rank 0 has 'exact'"]),
-    "class": (DisagreementError, ["class: rank 0 has 'DGCStrategy', rank 1 has 'ShardedStrategy'"]),
-    "shape": (DisagreementError, ["model", "extra.weight", "(4, 4)", "(5, 4)"]),
-    "momentum": (DisagreementError, ["momentum", "0.9", "0.95"]),
-    "exclude": (ConfigurationError, ["'embedding.*' matches no parameter", "wide.weight"]),
-    "sparse": (ConfigurationError, ["'words'", "sparse=False"]),
-    "shared": (ConfigurationError, ["parameter in common"]),
-}
+OF_ONE_RANK = ("exclude", "sparse", "shared")  # which would be wrong on one rank, too
 
 
-def refuse_all() -> list[tuple[str, str, int]]:
-    found = []
-    for what in REFUSED:
-        make = STRATEGIES.get(what, lambda _: make_strategy("dgc"))
-        trainer = make_trainer(make(dist.get_rank()), 2)
-        with pytest.raises(ConfigurationError) as caught:
-            trainer.fit(Wrong(what), make_data(2, 2))
-        found.append((type(caught.value).__name__, str(caught.value), trainer.global_step))
-    return found
+def refused(strategy: Any, model: Tiny, *args: Any, **options: Any) -> str:
+    """Return what is said before the first step."""
+    message = refusal(strategy, model, *args, **options)
+    assert model.trainer.global_step == 0
+    return message
 
 
+@on_ranks(2)
 def test_refused_on_all_ranks_before_the_first_step() -> None:
-    for found in run_ranks(refuse_all, 2):
-        for (name, message, steps), (error, words) in zip(found, REFUSED.values(), strict=True):
-            assert (name, steps) == (error.__name__, 0)
-            assert all(word in message for word in words), message
+    for what, (strategy, words) in REFUSED.items():
+        error = lowbw.ConfigurationError if what in OF_ONE_RANK else lowbw.DisagreementError
+        message = refused(strategy(dist.get_rank()), Wrong(what), 2, error=error)
+        assert all(word in message for word in words), message
 
 
+# Of the two ranks.
 SETTINGS: list[tuple[str, tuple[Any, Any]]] = [
     ("max_steps", (4, 6)),
     ("max_epochs", (1, 2)),
@@ -99,97 +99,58 @@ SETTINGS: list[tuple[str, tuple[Any, Any]]] = [
     ("max_time", ("00:01:00:00", "00:02:00:00")),
     ("callbacks", ([], [EarlyStopping("val_loss")])),
     ("callbacks", ([], [LearningRateFinder()])),  # would train
-    ("callbacks", ([], [SparsityWarmup(begin_step=2)])),  # of this package
+    ("callbacks", ([], [lowbw.SparsityWarmup(begin_step=2)])),  # of this package
     ("enable_checkpointing", (False, True)),
 ]
-
-
-def differ_in_settings() -> list[tuple[str, str, int]]:
-    found = []
-    for name, values in SETTINGS:
-        trainer = make_trainer(make_strategy("dgc"), 2, **{"max_epochs": 2, name: values[dist.get_rank()]})  # type: ignore[arg-type]
-        with pytest.raises(ConfigurationError) as caught:
-            trainer.fit(Tiny(), make_data(2, 4), make_data(2, 1))
-        found.append((type(caught.value).__name__, str(caught.value), trainer.global_step))
-    return found
 
 
 @pytest.mark.fault(
     "settings of the Trainer that differ between ranks",
     "refused before the first step, on all ranks, with the values of each",
 )
+@on_ranks(2, timeout_s=60.0)
 def test_settings_of_the_trainer_that_differ_are_named_on_all_ranks() -> None:
-    for found in run_ranks(differ_in_settings, 2, timeout_s=60.0):
-        for (kind, message, step), (name, values) in zip(found, SETTINGS, strict=True):
-            assert (kind, step) == (DisagreementError.__name__, 0), name
-            if name in ("callbacks", "enable_checkpointing"):
-                callback = type(values[1][0]).__name__ if name == "callbacks" else "ModelCheckpoint"
-                assert "callbacks: rank 0 has [], rank 1 has [" in message
-                assert callback in message
-            else:
-                assert f"Trainer({name}): rank 0" in message
-            if name in ("max_steps", "gradient_clip_val", "accumulate_grad_batches"):
-                assert f"rank 0 has {values[0]}, rank 1 has {values[1]}" in message
-
-
-def resume_on_one_rank(folder: str) -> list[str]:
-    """Give rank 0 alone the checkpoint; then let rank 1 alone find the last one, in a folder of its own."""
-    path, found = f"{folder}/some.ckpt", []
-    trainer = make_trainer(make_strategy("dgc"), 2)
-    trainer.fit(Tiny(), make_data(2, 4))
-    trainer.save_checkpoint(path)
-    own = f"{folder}/{dist.get_rank()}"
-    for one, given in ((0, path), (1, "last")):
-        is_mine = dist.get_rank() == one
-        callbacks = [ModelCheckpoint(folder if is_mine else own, "some", save_last=True)]
-        if given == "last" and is_mine:
-            torch.save(torch.load(path, weights_only=False), f"{folder}/last.ckpt")
-        trainer = make_trainer(make_strategy("dgc"), 2, max_epochs=2, callbacks=callbacks, enable_checkpointing=True)
-        with pytest.raises(DisagreementError) as caught:
-            trainer.fit(Tiny(), make_data(2, 4), ckpt_path=given if is_mine or given == "last" else None)
-        found.append(str(caught.value))
-    return found
+    for name, values in SETTINGS:
+        options = {"max_epochs": 2, name: values[dist.get_rank()]}
+        message = refused("dgc, warm-up", Tiny(), 4, 1, error=lowbw.DisagreementError, **options)
+        if name in ("callbacks", "enable_checkpointing"):
+            assert "callbacks: rank 0 has [], rank 1 has [" in message
+            assert (type(values[1][0]).__name__ if name == "callbacks" else "ModelCheckpoint") in message
+        else:
+            assert f"Trainer({name}): rank 0" in message
+        if name in ("max_steps", "gradient_clip_val", "accumulate_grad_batches"):
+            assert f"rank 0 has {values[0]}, rank 1 has {values[1]}" in message
 
 
 @pytest.mark.fault(
     "a checkpoint that only some ranks are given, or find",
     "refused before the first step, on all ranks; the error names the ranks that have one",
 )
+@on_ranks(2, timeout_s=60.0)
 def test_a_checkpoint_that_one_rank_alone_resumes_is_refused_on_all(tmp_path: Path) -> None:
-    for first, second in run_ranks(resume_on_one_rank, 2, str(tmp_path), timeout_s=60.0):
-        assert "ckpt_path: rank 0 has 'a checkpoint', rank 1 has 'no checkpoint'" in first
-        assert "ckpt_path: rank 0 has 'no checkpoint', rank 1 has 'a checkpoint'" in second
-
-
-def fit_unequal() -> str:
-    """Train on three batches on rank 0, and on two on rank 1."""
-    with pytest.raises(DisagreementError) as caught:
-        make_trainer(Strategy(QuantizedGradients()), 2).fit(Tiny(), make_data(2, 3 - dist.get_rank()))
-    return str(caught.value)
+    """Given to rank 0; then rank 1 finds the last one, in a folder of its own."""
+    path, rank = f"{tmp_path}/some.ckpt", dist.get_rank()
+    train("dgc, warm-up", data=4).save_checkpoint(path)
+    for one, given in ((0, path), (1, "last")):
+        if given == "last" and rank == one:
+            torch.save(torch.load(path, weights_only=False), tmp_path / "last.ckpt")
+        callbacks = [ModelCheckpoint(tmp_path / ("" if rank == one else str(rank)), "some", save_last=True)]
+        options = {"max_epochs": 2, "callbacks": callbacks, "enable_checkpointing": True}
+        options["resume"] = given if rank == one or given == "last" else None
+        message = refusal("dgc, warm-up", data=4, error=lowbw.DisagreementError, **options)
+        having = ["'a checkpoint'" if rank == one else "'no checkpoint'" for rank in (0, 1)]
+        assert f"ckpt_path: rank 0 has {having[0]}, rank 1 has {having[1]}" in message
 
 
 @pytest.mark.fault(
     "numbers of batches that differ between ranks, with a method that communicates in every step",
     "without `max_steps` refused before the first step, on all ranks, with the numbers of each and what to do",
 )
+@on_ranks(2, timeout_s=60)
 def test_unequal_numbers_of_batches_are_refused_where_all_steps_communicate() -> None:
-    for message in run_ranks(fit_unequal, 2, timeout_s=60):
-        assert "rank 0 has 3, rank 1 has 2" in message
-        assert "limit_train_batches=2" in message
-
-
-def begin_from_other_weights() -> list[str]:
-    found = []
-    for init_sync in (True, False):
-        model = Tiny()
-        if dist.get_rank() == 1:
-            torch.nn.init.ones_(model.head.bias)
-        trainer = make_trainer(make_strategy("dense", init_sync=init_sync), 2)
-        try:
-            trainer.fit(model, make_data(2, 1))
-        except DisagreementError as error:
-            found.append(str(error))
-    return found
+    message = refused("int8", Tiny(), 3 - dist.get_rank(), error=lowbw.DisagreementError)
+    assert "rank 0 has 3, rank 1 has 2" in message
+    assert "limit_train_batches=2" in message
 
 
 @pytest.mark.fault(
@@ -197,10 +158,15 @@ def begin_from_other_weights() -> list[str]:
     "refused before the first step, on all ranks; the parameters are named",
 )
 @pytest.mark.skipif("init_sync" not in DDP_KEYWORDS, reason="this release of torch synchronises always")
+@on_ranks(2)
 def test_other_weights_are_found_where_nobody_makes_them_equal() -> None:
-    for (message,) in run_ranks(begin_from_other_weights, 2):
-        assert "weights of head.bias (init_sync=False): rank 0 has" in message
-        assert "head.weight" not in message
+    models = Tiny(), Tiny()
+    for model in models:
+        torch.nn.init.constant_(model.head.bias, dist.get_rank())
+    train(make("dense", init_sync=True), models[0], 1)
+    message = refused(make("dense", init_sync=False), models[1], error=lowbw.DisagreementError)
+    assert "weights of head.bias (init_sync=False): rank 0 has" in message
+    assert "head.weight" not in message
 
 
 class UsesSparse(Wrong):
@@ -215,20 +181,85 @@ class UsesSparse(Wrong):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def train_sparse(k_steps: int) -> str:
-    model = UsesSparse()
-    trainer = make_trainer(LocalSGDStrategy(k_steps, begin_step=0), dist.get_world_size())
-    try:
-        trainer.fit(model, make_data(2, 4))
-    except ConfigurationError as error:
-        return str(error)
-    return weights_of(model)
-
-
+@on_ranks(2)
 def test_methods_that_exchange_no_gradients_take_sparse_ones() -> None:
     """With begin_step=0 every step is local; with k_steps=1 none is."""
-    first, second = run_ranks(train_sparse, 2, 2)
-    assert first == second
-    assert "sparse gradients" not in first
-    refused = [*run_ranks(train_sparse, 2, 1), *run_ranks(train_sparse, 1, 2)]  # one rank steps as DDP does
-    assert all("has sparse gradients" in message for message in refused)
+    model = UsesSparse()
+    train(lowbw.LocalSGDStrategy(2, begin_step=0), model, 4)
+    same(weights_of(model))
+    assert "has sparse gradients" in refusal(lowbw.LocalSGDStrategy(1, begin_step=0), UsesSparse(), 4)
+
+
+@on_ranks(1)
+def test_one_rank_takes_no_sparse_ones() -> None:
+    """It steps as DDP does."""
+    assert "has sparse gradients" in refusal(lowbw.LocalSGDStrategy(2, begin_step=0), UsesSparse(), 4)
+
+
+# What a rank decides by a metric of its own is decided by all alike ---------------------------------------------------
+
+
+class Biased(Tiny):
+    """Each rank logs a number of its own, without sync_dist; the learning rate follows it."""
+
+    def __init__(self, interval: str = "epoch") -> None:
+        super().__init__()
+        self.interval = interval
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        self.log("own", float((2 * self.global_rank - 1) * batch_idx))  # falls on rank 0, rises on rank 1
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        epoch = self.trainer.current_epoch
+        values = [[5.0, 1.0], [1.0, 3.0], [4.0, 4.5], [5.0, 5.0]][min(epoch, 3)]  # means 3, 2, 4.25, 5
+        self.log("val_own", torch.tensor(values[self.global_rank]))
+
+    def configure_optimizers(self) -> Any:
+        optimizer = sgd(trained(self))
+        scheduler = ReduceLROnPlateau(optimizer, factor=0.1, patience=0)
+        monitor = "val_own" if self.interval == "epoch" else "own"
+        return [optimizer], [{"scheduler": scheduler, "monitor": monitor, "interval": self.interval}]
+
+
+def strategy_of(name: str) -> Any:
+    return make(name, **({"topology": 1} if "sharded" in name else {}))
+
+
+@pytest.mark.fault(
+    "a checkpoint, an end or a learning rate by a metric that is each rank's own",
+    "the mean over the ranks decides: the same checkpoint, end, rates and weights",
+)
+@pytest.mark.parametrize("name", ["dgc", "local_sgd", "int8, sharded"])
+@on_ranks(2)
+def test_monitored_metrics_are_means_over_ranks(name: str, tmp_path: Path) -> None:
+    model, best = Biased(), ModelCheckpoint(tmp_path, monitor="val_own", filename="{epoch}")
+    stop = EarlyStopping("val_own", patience=1)
+    options = {"callbacks": [best, stop], "max_epochs": 6, "enable_checkpointing": True}
+    trainer = train(strategy_of(name), model, 3, 1, **options)
+    assert (Path(best.best_model_path).name, float(best.best_model_score)) == ("epoch=1.ckpt", 2.0)
+    assert (stop.stopped_epoch, trainer.current_epoch) == (2, 3)
+    assert trainer.optimizers[0].param_groups[0]["lr"] == pytest.approx(0.005)
+    same(digest([getattr(p, "_local_tensor", p) for p in model.parameters()]))
+
+
+class Stream(IterableDataset):  # type: ignore[type-arg]
+    """Batches whose number is not known."""
+
+    def __init__(self, batches: Any) -> None:
+        self.batches = batches
+
+    def __iter__(self) -> Any:
+        return iter(self.batches)
+
+
+@pytest.mark.parametrize(("name", "is_stream"), [("dgc", False), ("dgc", True), ("int8, sharded", True)])
+@on_ranks(2)
+def test_learning_rates_that_part_between_two_epochs_are_an_error(name: str, is_stream: bool) -> None:
+    data = make_data(2, 6)
+    if is_stream:
+        data = DataLoader(Stream(data), batch_size=None)
+    message = same(refusal(strategy_of(name), Biased("step"), data, error=lowbw.DisagreementError))
+    assert "after step 6" in message
+    assert "sync_dist=True" in message
+    assert "param group 0, lr: rank 0 has" in message

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import io
+import json
 import os
 import random
 import shutil
@@ -145,11 +146,6 @@ def lose_the_link(*_: Any) -> None:
     raise LinkLost
 
 
-def state_of_shard(path: str) -> dict[str, Any]:
-    shard = next(Path(f"{path}.ranks").glob(f"rank-{dist.get_rank()}-*"))
-    return torch.load(shard, weights_only=True)["workers"][0]  # type: ignore[no-any-return]
-
-
 @pytest.mark.fault(
     "an exception inside an exchange, and a checkpoint on exceptions",
     "each rank saves what it has; a warning of the resumed run names ranks that repeat the step",
@@ -167,23 +163,20 @@ def test_a_checkpoint_on_an_exception_in_an_exchange_keeps_what_each_rank_has(
     dist.barrier()
     weights, said = warned(lambda: fit(name, resume=f"{tmp_path}/{name}.ckpt"))
     same(weights)
-    state = state_of_shard(f"{tmp_path}/{name}.ckpt")
+    shard = next(Path(f"{tmp_path}/{name}.ckpt.ranks").glob(f"rank-{dist.get_rank()}-*"))
+    (state,) = torch.load(shard, weights_only=True)["workers"]
     torn = same(state["torn"])
     assert torn
     assert state["step"] == step
-    assert (
-        any(f"rank 0: {torn}; rank 1: {torn}. Those ranks take the step again" in each for each in said)
-        or dist.get_rank()
-    )
+    words = f"rank 0: {torn}; rank 1: {torn}. Those ranks take the step again"
+    assert dist.get_rank() or any(words in each for each in said)
     if name != "dgc":
         first, second = gathered(state["own"]["wide.weight"])
         assert not torch.equal(first, second)
 
 
 class Raises(Tiny):
-    def __init__(self, raised: type[BaseException]) -> None:
-        super().__init__(data_by_step=True)
-        self.raised = raised
+    raised: type[BaseException]
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         if (self.global_rank, batch_idx) in ((1, 5), (0, 6)):
@@ -191,15 +184,14 @@ class Raises(Tiny):
         return super().training_step(batch, batch_idx)
 
 
-def raise_apart(name: str, folder: str, raised: type[BaseException]) -> float:
+def raise_apart(name: str, folder: str, raised: type[BaseException]) -> None:
     """The first rank that raises ends, as a process would; the other one meets the end of its connection, or raises."""
-    begun_s, options = time.monotonic(), {"callbacks": [OnExceptionCheckpoint(folder, name)]}
+    Raises.raised, options = raised, {"callbacks": [OnExceptionCheckpoint(folder, name)]}
     with pytest.raises((KeyError, RuntimeError, SystemExit)):
-        train(make(name, CHANGES.get(name)), Raises(raised), 10, enable_checkpointing=True, **options)
+        train(make(name, CHANGES.get(name)), Raises(data_by_step=True), 10, enable_checkpointing=True, **options)
     del options
     dist.destroy_process_group()
     gc.collect()
-    return time.monotonic() - begun_s
 
 
 def resume_with_warning(name: str, path: str) -> tuple[str, str]:
@@ -225,8 +217,7 @@ def resume_with_warning(name: str, path: str) -> tuple[str, str]:
 def test_ranks_that_are_interrupted_apart_save_and_end(
     name: str, raised: type[BaseException], expected: str, tmp_path: Path
 ) -> None:
-    for seconds in run_ranks(raise_apart, 2, name, str(tmp_path), raised, fresh=True, timeout_s=60.0):
-        assert seconds < 20.0
+    run_ranks(raise_apart, 2, name, str(tmp_path), raised, fresh=True, timeout_s=60.0)
     first, second = run_ranks(resume_with_warning, 2, name, str(tmp_path / f"{name}.ckpt"))
     assert first[0] == second[0]
     assert expected in first[1]
@@ -238,14 +229,6 @@ def test_ranks_that_are_interrupted_apart_save_and_end(
 class Evil:
     def __reduce__(self) -> tuple[Any, ...]:
         return Path.touch, (Path("executed"),)
-
-
-DAMAGES = {  # of the shard of rank 1
-    "of another rank": "does not belong to the checkpoint beside it",
-    "of another save": "save_id ",
-    "cut": "is damaged",
-    "code": "is damaged",
-}
 
 
 @pytest.mark.fault(
@@ -261,13 +244,17 @@ def test_shards_that_are_not_those_of_the_save_are_refused_on_all_ranks(tmp_path
     (first, second), (_, other) = (sorted(Path(f"{name}.ckpt.ranks").iterdir()) for name in ("one", "two"))
     content, code = second.read_bytes(), io.BytesIO()
     torch.save(Evil(), code)
-    contents = (first.read_bytes(), other.read_bytes(), content[:-100], code.getvalue())
-    for expected, damaged in zip(DAMAGES.values(), contents, strict=True):
+    for damaged, words in (
+        (first.read_bytes(), "does not belong to the checkpoint beside it"),
+        (other.read_bytes(), "save_id "),
+        (content[:-100], "is damaged"),
+        (code.getvalue(), "is damaged"),
+    ):
         dist.barrier()
         if dist.get_rank() == 0:
             second.write_bytes(damaged)
         dist.barrier()
-        with pytest.raises(ConfigurationError, match=expected):
+        with pytest.raises(ConfigurationError, match=words):
             fit("dgc", resume="one.ckpt")
     assert not Path("executed").exists()
 
@@ -283,12 +270,8 @@ def mutated(content: bytes, rng: random.Random) -> bytes:
     return (content[:at] + piece + content[at + size :])[: len(content)]
 
 
-def equal(one: Any, other: Any) -> bool:
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(equal(one[key], other[key]) for key in one)
-    if isinstance(one, list):
-        return len(one) == len(other) and all(map(equal, one, other))
-    return torch.equal(one, other) if isinstance(one, torch.Tensor) else bool(one == other)
+def as_text(shard: Any) -> str:
+    return json.dumps(shard, default=torch.Tensor.tolist)
 
 
 @pytest.mark.fault("shards of another save or rank, cut or damaged ones")
@@ -309,7 +292,7 @@ def test_a_damaged_shard_is_an_error_or_has_the_right_bits(tmp_path: Path) -> No
         except ConfigurationError:
             num_errors += 1
         else:
-            assert equal(loaded, shard)
+            assert as_text(loaded) == as_text(shard)
     assert num_errors > 300
 
 

@@ -7,7 +7,6 @@ from copy import deepcopy
 from functools import partial
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
@@ -17,7 +16,7 @@ from torch.optim import Adam, Optimizer, RMSprop
 from lightning_lowbw import ConfigurationError, DisagreementError
 from lightning_lowbw.comm.agreement import digest
 from tests.ranks import on_ranks
-from tests.strategies.fits import At, gathered, refusal, same, train, weights, whole_weights
+from tests.strategies.fits import At, Noted, gathered, refusal, same, train, weights, whole_weights
 from tests.tiny import Tiny, make_data, sgd
 
 STEPS = 4
@@ -37,26 +36,9 @@ adam = partial(Adam, lr=1e-3)
 Kept = partial(Keeps, adam)
 
 
-class First(pl.Callback):
-    """Keep the optimizer's state before the fit and at its first batch, and the weights after two steps, which
-    are not local in any second fit here."""
-
-    def __init__(self) -> None:
-        self.begun: list[Tensor] = []
-        self.after: list[str] = []
-
-    def setup(self, trainer: pl.Trainer, module: Any, stage: str) -> None:
-        self.before = state_of(module.kept)
-
-    def on_train_batch_start(self, trainer: pl.Trainer, module: Any, *_: Any) -> None:
-        self.begun = self.begun or state_of(module.kept)
-
-    def on_train_batch_end(self, trainer: pl.Trainer, module: Any, *_: Any) -> None:
-        self.after.append(whole_weights(module))
-
-
-def state_of(optimizer: Optimizer) -> list[Tensor]:
-    return [getattr(t, "to_local", t.clone)().clone() for entry in optimizer.state.values() for t in entry.values()]
+def state_of(module: Any) -> list[Tensor]:
+    states = module.kept.state.values() if module.kept else []
+    return [getattr(tensor, "to_local", tensor.clone)().clone() for state in states for tensor in state.values()]
 
 
 def interrupt(*_: Any) -> None:
@@ -91,20 +73,23 @@ def test_a_second_fit_begins_with_the_mean_of_the_ranks_states(
     first: str, second: str, num_ranks: int, optimizer: Any, stops: bool
 ) -> None:
     """Also after an exception, and with other states than Adam's."""
-    model, seen = Keeps(optimizer), First()
+    # In no second fit the first two steps are local.
+    model, after = Keeps(optimizer), Noted(whole_weights)
+    states = [Noted(state_of, hook) for hook in ("setup", "on_train_batch_start")]
     if stops:
         assert refusal(first, model, STEPS, error=RuntimeError, callbacks=[At(STEPS - 1, interrupt)]) == "in mid-fit"
     else:
         train(first, model, STEPS)
-    train(second, model, 2, callbacks=[seen])
-    assert len(same(seen.after)) == 2
-    others = gathered((seen.before, dist.get_rank()))
+    train(second, model, 2, callbacks=[after, *states])
+    assert len(same(after.values)) == 2
+    before, begun = (each.values[0] for each in states)
+    others = gathered((before, dist.get_rank()))
     if second.endswith("sharded"):  # those with the same shards
         others = [each for each in others if each[1] % 2 == dist.get_rank() % 2]
-    means = [torch.stack(each).mean(0) for each in zip(*(before for before, _ in others), strict=True)]
-    assert max(float((own - mean).abs().max()) for own, mean in zip(seen.before, means, strict=True)) > 1e-5
+    means = [torch.stack(each).mean(0) for each in zip(*(state for state, _ in others), strict=True)]
+    assert max(float((own - mean).abs().max()) for own, mean in zip(before, means, strict=True)) > 1e-5
     if not (stops and num_ranks == 4):
-        assert max(float((own - mean).abs().max()) for own, mean in zip(seen.begun, means, strict=True)) < 1e-6
+        assert max(float((own - mean).abs().max()) for own, mean in zip(begun, means, strict=True)) < 1e-6
 
 
 @on_ranks(2)

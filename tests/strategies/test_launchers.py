@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -14,8 +13,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_lowbw import DGCStrategy
 from tests.programs import TORCHRUN, forget_launcher, free_port, run_python, run_script
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks, run_ranks
 from tests.strategies import restarted
+from tests.strategies.fits import At
 from tests.strategies.launched import train
 from tests.tiny import Tiny, make_trainer
 
@@ -63,10 +63,7 @@ def test_started_as_a_script(tmp_path: Path) -> None:
         check(tmp_path / strategy, strategy)
 
 
-@pytest.mark.fault(
-    "kill -9 under `torchrun --max-restarts`",
-    "goes on from the last checkpoint, to the same bits",
-)
+@pytest.mark.fault("kill -9 under `torchrun --max-restarts`", "goes on from the last checkpoint, to the same bits")
 @pytest.mark.slow
 def test_torchrun_restarts_from_the_last_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 1 is killed in mid-interval; torchrun starts both anew, and they end with the bits of a run without that."""
@@ -82,21 +79,12 @@ def test_torchrun_restarts_from_the_last_checkpoint(tmp_path: Path, monkeypatch:
         assert weights == (straight / f"rank{rank}").read_text().split()[1]
 
 
-class Killed(Tiny):
-    def on_train_batch_end(self, *_: Any) -> None:
-        if self.global_step == 3 and self.global_rank == 1:
-            os.kill(os.getpid(), signal.SIGTERM)
-
-
-def fit_and_kill() -> str:
+@on_ranks(1, fresh=True, timeout_s=60.0)
+def test_a_signal_to_a_rank_that_the_trainer_has_started_ends_all() -> None:
     forget_launcher()
     os.environ["MASTER_PORT"] = str(free_port())
-    trainer = make_trainer(DGCStrategy(start_method="fork"), 2, max_epochs=100_000)
+    kill = At(3, lambda *_: os.kill(os.getpid(), signal.SIGTERM), ranks=(1,))
+    trainer = make_trainer(DGCStrategy(start_method="fork"), 2, max_epochs=100_000, callbacks=[kill])
     data = TensorDataset(torch.randn(64, 16), torch.randint(0, 5, (64,)))
-    with pytest.raises(ProcessExitedException) as caught:
-        trainer.fit(Killed(), DataLoader(data, batch_size=4))
-    return str(caught.value)
-
-
-def test_a_signal_to_a_rank_that_the_trainer_has_started_ends_all() -> None:
-    assert run_ranks(fit_and_kill, 1, fresh=True, timeout_s=60.0) == ["process 1 terminated with signal SIGTERM"]
+    with pytest.raises(ProcessExitedException, match="process 1 terminated with signal SIGTERM"):
+        trainer.fit(Tiny(), DataLoader(data, batch_size=4))

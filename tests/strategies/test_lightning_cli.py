@@ -21,14 +21,8 @@ from tests.ranks import run_ranks
 from tests.tiny import Tiny, make_data
 
 GUIDE = ROOT / "docs" / "use.md"
-QUIET = {
-    "accelerator": "cpu",
-    "devices": 2,
-    "logger": False,
-    "enable_checkpointing": False,
-    "enable_progress_bar": False,
-    "enable_model_summary": False,
-}
+QUIET: dict[str, Any] = {"accelerator": "cpu", "devices": 2, "logger": False, "enable_checkpointing": False}
+QUIET |= {"enable_progress_bar": False, "enable_model_summary": False}
 # By class: what is given in `init_args`, and what the strategy's repr says of it.
 CLASSES: dict[str, tuple[dict[str, Any], str]] = {
     "DGCStrategy": (

@@ -11,65 +11,57 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.pytorch.callbacks import LambdaCallback
 
-from lightning_lowbw import DGCStrategy, LocalSGDStrategy
 from lightning_lowbw.strategies import lost_peers
 from lightning_lowbw.strategies.lost_peers import BEAT_S, Answers, LostPeers, _is_of_lost_peer
 from tests.programs import free_port
 from tests.ranks import run_ranks
-from tests.tiny import MIN_NUMEL, Tiny, make_data, make_trainer
+from tests.strategies.fits import At, make
+from tests.tiny import Tiny, make_data, make_trainer
 
 STOPPED_S = 12.0  # longer than a timeout and the answers take, on a busy machine, too
-STRATEGIES: dict[str, Any] = {
-    "dgc on two levels": lambda: DGCStrategy(sparsity=[0.9], min_numel=MIN_NUMEL, topology=2, timeout=1),
-    "dgc": lambda: DGCStrategy(sparsity=[0.9], min_numel=MIN_NUMEL, timeout=2),
-    "local_sgd": lambda: LocalSGDStrategy(k_steps=2, timeout=2),
+
+
+def stop(trainer: Any, folder: Path) -> None:
+    """Until all other ranks have ended, each of which has left a file."""
+    waker = os.fork()
+    if waker == 0:
+        deadline = time.monotonic() + STOPPED_S
+        while len(os.listdir(folder)) < trainer.world_size - 1 and time.monotonic() < deadline:
+            time.sleep(0.05)
+        os.kill(os.getppid(), signal.SIGCONT)
+        os._exit(0)
+    os.kill(os.getpid(), signal.SIGSTOP)
+    os.waitpid(waker, 0)
+
+
+def fail(*_: Any) -> None:
+    raise ValueError("no such file")
+
+
+TROUBLES: dict[str, Any] = {
+    "stop": stop,
+    "raise": fail,
+    "dawdle": lambda *_: time.sleep(5.0),
+    "branch": lambda *_: dist.barrier(),
 }
 
 
-class Trouble(pl.Callback):
-    """Before the fourth step of one rank.
-
-    Args:
-        folder: has a file of each rank that has ended; one that is stopped goes on when all others have.
-    """
-
-    def __init__(self, rank: int, what: str, folder: Path) -> None:
-        self.rank, self.what, self.folder = rank, what, folder
-
-    def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
-        if trainer.global_step != 3 or dist.get_rank() != self.rank:
-            return
-        if self.what == "stop":
-            waker = os.fork()
-            if waker == 0:
-                deadline = time.monotonic() + STOPPED_S
-                while len(os.listdir(self.folder)) < trainer.world_size - 1 and time.monotonic() < deadline:
-                    time.sleep(0.05)
-                os.kill(os.getppid(), signal.SIGCONT)
-                os._exit(0)
-            os.kill(os.getpid(), signal.SIGSTOP)
-            os.waitpid(waker, 0)
-        elif self.what == "raise":
-            raise ValueError("no such file")
-        elif self.what == "dawdle":
-            time.sleep(5.0)
-        elif self.what == "branch":
-            dist.barrier()
-
-
-def lose_a_rank(port: int, name: str, rank: int, what: str, folder: Path) -> tuple[str, str, float]:
+def lose_a_rank(port: int, name: str, what: str, folder: Path, timeout_s: int = 2) -> tuple[str, str, float]:
+    """Let the last rank have some trouble before its fourth step."""
     num_ranks, own = dist.get_world_size(), dist.get_rank()
     data = make_data(num_ranks, 8)
     dist.barrier()  # the strategy's timeout is that of the rendezvous, too
     dist.destroy_process_group()  # that of the tests has no server, and no timeout
     os.environ.update(MASTER_PORT=str(port), GROUP_RANK=str(own // 2))
-    trainer = make_trainer(STRATEGIES[name](), num_ranks, callbacks=[Trouble(rank, what, folder)])
-    begin = time.monotonic()
+    trouble = At(3, lambda trainer, _: TROUBLES[what](trainer, folder), "on_train_batch_start", ranks=(num_ranks - 1,))
+    save = LambdaCallback(on_exception=lambda trainer, *_: trainer.save_checkpoint(folder / "sharded.ckpt"))
+    callbacks, begin = [trouble, *([save] if "sharded" in name else [])], time.monotonic()
+    trainer = make_trainer(make(name, timeout=timeout_s), num_ranks, callbacks=callbacks)
     with pytest.raises((RuntimeError, ValueError)) as caught:
         trainer.fit(Tiny(), data)
     seconds = time.monotonic() - begin
@@ -79,12 +71,15 @@ def lose_a_rank(port: int, name: str, rank: int, what: str, folder: Path) -> tup
     return str(caught.value), str(caught.value.__cause__), seconds
 
 
+def lose(num_ranks: int, *case: Any) -> list[tuple[str, str, float]]:
+    return run_ranks(lose_a_rank, num_ranks, free_port(), *case, timeout_s=60.0)
+
+
 @pytest.mark.fault(
-    "a rank that no longer answers, on two levels, `timeout=1`",
-    "all others name it, with its node and host, and end",
+    "a rank that no longer answers, on two levels, `timeout=1`", "all others name it, with its node and host, and end"
 )
 def test_a_stopped_rank_is_named_after_the_timeout_on_two_levels_too(tmp_path: Path, record_property: Any) -> None:
-    results = run_ranks(lose_a_rank, 4, free_port(), "dgc on two levels", 3, "stop", tmp_path, timeout_s=60.0)
+    results = lose(4, "dgc on two levels", "stop", tmp_path, 1)
     for rank, (message, cause, seconds) in enumerate(results[:3]):
         assert message.startswith(f"Rank {rank}, in ")
         assert "rank 3 (node 1, host " in message
@@ -95,21 +90,22 @@ def test_a_stopped_rank_is_named_after_the_timeout_on_two_levels_too(tmp_path: P
         record_property("seconds", seconds)
 
 
-@pytest.mark.fault(
-    "a rank that raises an error of its own",
-    "the others name it, with its error, and end",
-)
-def test_a_rank_that_fails_is_named_with_its_reason(tmp_path: Path, record_property: Any) -> None:
-    (message, cause, seconds), (own, _, _) = run_ranks(
-        lose_a_rank, 2, free_port(), "local_sgd", 1, "raise", tmp_path, timeout_s=60.0
-    )
+@pytest.mark.fault("a rank that raises an error of its own", "the others name it, with its error, and end")
+@pytest.mark.parametrize(("name", "num_ranks"), [("local_sgd", 2), ("dgc, sharded", 4)])
+def test_a_rank_that_fails_is_named_with_its_reason(
+    name: str, num_ranks: int, tmp_path: Path, record_property: Any
+) -> None:
+    """Of a sharded model nothing is saved then."""
+    *others, (own, _, _) = lose(num_ranks, name, "raise", tmp_path, 3)
     assert own == "no such file"
-    assert "rank 1 (node 0, host " in message
-    assert "has failed: ValueError in the training after step 3: no such file" in message
-    assert "after step" in message.split(":")[0]
-    assert "gloo" in cause
-    assert seconds < 30.0
-    record_property("seconds", seconds)
+    for message, cause, seconds in others:
+        assert f"rank {num_ranks - 1} (node {num_ranks // 2 - 1}, host " in message
+        assert "has failed: ValueError in the training after step 3: no such file" in message
+        assert "after step" in message.split(":")[0]
+        assert "gloo" in cause
+        assert seconds < 30.0
+        record_property("seconds", seconds)
+    assert not (tmp_path / "sharded.ckpt").exists()
 
 
 @pytest.mark.fault(
@@ -117,7 +113,7 @@ def test_a_rank_that_fails_is_named_with_its_reason(tmp_path: Path, record_prope
     "the error on the others gives its position and says that it answers; they end",
 )
 def test_ranks_that_are_only_late_are_not_accused(tmp_path: Path) -> None:
-    (message, _, _), _ = run_ranks(lose_a_rank, 2, free_port(), "dgc", 1, "dawdle", tmp_path, timeout_s=60.0)
+    (message, _, _), _ = lose(2, "dgc", "dawdle", tmp_path)
     assert "all other ranks answer (rank 1 in the training after step 3)" in message
     assert "give a longer timeout=" in message
 
@@ -127,7 +123,7 @@ def test_ranks_that_are_only_late_are_not_accused(tmp_path: Path) -> None:
     "the error on each gives the position of the other; they end",
 )
 def test_ranks_that_wait_for_each_other_are_told_where(tmp_path: Path) -> None:
-    results = run_ranks(lose_a_rank, 2, free_port(), "dgc", 1, "branch", tmp_path, timeout_s=60.0)
+    results = lose(2, "dgc", "branch", tmp_path)
     for other, (message, _, _) in zip((1, 0), results, strict=True):
         assert f"rank {other}" in message
         assert "after step 3" in message.split(f"rank {other}")[1]

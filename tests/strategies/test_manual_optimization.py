@@ -7,35 +7,24 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_lowbw import (
-    ConfigurationError,
-    DGCStrategy,
-    DisagreementError,
-    HierarchicalStrategy,
-    LocalSGD,
-    LocalSGDStrategy,
-    QuantizedGradients,
-    ShardedStrategy,
-    Strategy,
-)
+from lightning_lowbw import DisagreementError
 from lightning_lowbw.comm.agreement import digest
-from tests.ranks import run_ranks
-from tests.tiny import MIN_NUMEL, ManualTiny, Tiny, TwoOptimizers, Watcher, make_data, make_trainer, since_lightning_2_5
+from tests.ranks import on_ranks, run_ranks
+from tests.strategies.fits import make, refusal, same, saving, train, weights
+from tests.tiny import ManualTiny, Tiny, TwoOptimizers, since_lightning_2_5
 
-DENSE_AT_FIRST: dict[str, Any] = {"rampup_begin_step": 4, "sparsity": [0.9], "min_numel": MIN_NUMEL}
-STRATEGIES: dict[str, Any] = {
-    "dgc": lambda: DGCStrategy(**DENSE_AT_FIRST),
-    "dgc on two levels": lambda: DGCStrategy(topology=2, **DENSE_AT_FIRST),
-    "hierarchical": lambda: HierarchicalStrategy(topology=2),
-    "int8": lambda: Strategy(QuantizedGradients("int8")),
-    "local_sgd": lambda: LocalSGDStrategy(k_steps=4, begin_step=0),
-    "local_sgd, synchronous at first": lambda: LocalSGDStrategy(k_steps=2, begin_step=4),
-    "sharded": lambda: ShardedStrategy(LocalSGD(k_steps=2, begin_step=2), topology=2),
+CHANGES: dict[str, dict[str, Any]] = {
+    "dgc": {"rampup_begin_step": 4},
+    "local_sgd": {"k_steps": 4},
+    "post-local": {"k_steps": 2, "begin_step": 4},
 }
 STEPS = 6
+
+
+def strategy(name: str) -> Any:
+    return make(name, CHANGES.get(name.removesuffix(" on two levels")))
 
 
 class Manual(Tiny):
@@ -57,47 +46,36 @@ class Manual(Tiny):
         optimizer.step()
 
 
-def train(name: str) -> list[tuple[str, list[Tensor]]]:
-    results = []
-    for is_plain in (False, True):
-        model = Manual(is_plain)
-        make_trainer(STRATEGIES[name](), dist.get_world_size()).fit(model, make_data(dist.get_world_size(), STEPS))
-        weights = [getattr(p, "full_tensor", p.detach)().detach() for p in model.parameters()]
-        results.append((digest(weights), weights))
-    return results
-
-
 @pytest.mark.fault(
     "plain `loss.backward()` in manual optimization",
     "the same means as after `manual_backward`: the weights stay equal",
 )
 @pytest.mark.parametrize(
-    ("name", "num_ranks"),
-    [("dgc", 2), ("dgc on two levels", 4), ("local_sgd, synchronous at first", 2), ("sharded", 4)],
+    ("name", "num_ranks"), [("dgc", 2), ("dgc on two levels", 4), ("post-local", 2), ("post-local, sharded", 4)]
 )
+@on_ranks()
 def test_a_plain_backward_is_as_good_as_manual_backward(name: str, num_ranks: int) -> None:
-    ranks = run_ranks(train, num_ranks, name)
-    for (first, expected), *others in zip(*ranks, strict=True):
-        assert {first} == {each for each, _ in others}, "the ranks have different weights"
-        for weight, reference in zip(expected, ranks[0][0][1], strict=True):
-            torch.testing.assert_close(weight, reference, rtol=1e-5, atol=1e-6)
-
-
-def stop_and_resume(folder: str) -> tuple[str, str]:
     ends = []
-    for path in (None, f"{folder}/3"):
-        model, watcher = ManualTiny(data_by_step=True), Watcher(f"{folder}/{{}}", (3,) if path is None else ())
-        trainer = make_trainer(LocalSGDStrategy(k_steps=2, begin_step=STEPS), 2, callbacks=[watcher])
-        trainer.fit(model, make_data(2, STEPS), ckpt_path=path)
-        ends.append(digest([*model.parameters(), *model.buffers()]))
-    return ends[0], ends[1]
+    for is_plain in (False, True):
+        model = Manual(is_plain)
+        train(strategy(name), model, STEPS)
+        ends.append([getattr(p, "full_tensor", p.detach)().detach() for p in model.parameters()])
+        same(digest(ends[-1]))
+    for weight, reference in zip(ends[1], ends[0], strict=True):
+        torch.testing.assert_close(weight, reference, rtol=1e-5, atol=1e-6)
 
 
 @since_lightning_2_5
+@on_ranks(2)
 def test_a_resume_keeps_each_rank_s_buffers(tmp_path: Path) -> None:
     """Batch norm's are of a rank's own data, also in synchronous steps."""
-    for whole, resumed in run_ranks(stop_and_resume, 2, str(tmp_path)):
-        assert resumed == whole
+    whole, resumed = ManualTiny(data_by_step=True), ManualTiny(data_by_step=True)
+    for model, options in (
+        (whole, {"callbacks": [saving(f"{tmp_path}/3", (3,))]}),
+        (resumed, {"resume": f"{tmp_path}/3"}),
+    ):
+        train(make("post-local", {"begin_step": STEPS}), model, STEPS, **options)
+    assert weights(whole) == weights(resumed)
 
 
 class LeavesOut(Tiny):
@@ -120,11 +98,9 @@ class LeavesOut(Tiny):
 
 
 def leave_out_a_step(name: str, does_backward: bool) -> tuple[str, int]:
-    num_ranks = dist.get_world_size()
-    trainer = make_trainer(STRATEGIES[name](), num_ranks)
-    with pytest.raises(DisagreementError) as caught:
-        trainer.fit(LeavesOut(does_backward), make_data(num_ranks, 2 * STEPS))
-    return str(caught.value), trainer.strategy.workers[0].step  # type: ignore[attr-defined]
+    model = LeavesOut(does_backward)
+    message = refusal(strategy(name), model, 2 * STEPS, error=DisagreementError)
+    return message, model.trainer.strategy.workers[0].step  # type: ignore[attr-defined]
 
 
 @pytest.mark.fault(
@@ -134,7 +110,7 @@ def leave_out_a_step(name: str, does_backward: bool) -> tuple[str, int]:
     ("name", "num_ranks", "does_backward"),
     [
         ("dgc", 2, False),
-        ("hierarchical", 4, False),
+        ("hierarchical on two levels", 4, False),
         ("local_sgd", 2, False),
         ("int8", 2, True),  # in others DDP's all-reduce meets another message
     ],
@@ -153,20 +129,15 @@ class Bypasses(TwoOptimizers):
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:  # type: ignore[override]
         optimizers: Any = self.optimizers(use_pl_optimizer=False)
         self.zero_grad()
-        self.manual_backward(super().training_step(batch, batch_idx))
+        self.manual_backward(Tiny.training_step(self, batch, batch_idx))
         for optimizer in optimizers:
             optimizer.step()
 
 
-def bypass() -> tuple[str, list[int]]:
-    strategy = STRATEGIES["dgc"]()
-    with pytest.raises(ConfigurationError) as caught:
-        make_trainer(strategy, 2).fit(Bypasses(), make_data(2, STEPS))
-    return str(caught.value), [worker.step for worker in strategy.workers]
-
-
+@on_ranks(2)
 def test_a_step_past_lightning_is_refused_on_all_ranks() -> None:
-    for message, steps in run_ranks(bypass, 2):
-        assert "not by Lightning" in message
-        assert "strategy='ddp'" in message
-        assert steps == [0, 0]
+    model = Bypasses()
+    message = same(refusal(strategy("dgc"), model, STEPS))
+    assert "not by Lightning" in message
+    assert "strategy='ddp'" in message
+    assert [worker.step for worker in model.trainer.strategy.workers] == [0, 0]

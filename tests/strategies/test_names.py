@@ -11,39 +11,21 @@ import torch
 from lightning.fabric import Fabric
 from torch.utils.data import DataLoader
 
-from lightning_lowbw import (
-    DGC,
-    AdaptiveLocalSGDStrategy,
-    AutoStrategy,
-    AveragingSchedule,
-    ConfigurationError,
-    DGCStrategy,
-    HierarchicalStrategy,
-    LocalSGD,
-    LocalSGDStrategy,
-    Quantized,
-    QuantizedGradients,
-    Strategy,
-)
-from lightning_lowbw.strategies.keywords import (
-    ALL_KEYWORDS,
-    DDP_KEYWORDS,
-    OWNED,
-    UNSUPPORTED,
-    asked_of_buffers,
-)
-from tests.ranks import run_ranks
+import lightning_lowbw as lowbw
+from lightning_lowbw.strategies.keywords import ALL_KEYWORDS, DDP_KEYWORDS, OWNED, UNSUPPORTED, asked_of_buffers
+from tests.ranks import on_ranks
+from tests.strategies.fits import gathered, same
 from tests.tiny import weights_of
 
 # Keywords of DDP ------------------------------------------------------------------------------------------------------
 
-STRATEGIES: dict[type[Strategy], dict[str, Any]] = {
-    DGCStrategy: {},
-    LocalSGDStrategy: {},
-    AdaptiveLocalSGDStrategy: {},
-    HierarchicalStrategy: {},
-    AutoStrategy: {},
-    Strategy: {"method": QuantizedGradients()},
+STRATEGIES: dict[type[lowbw.Strategy], dict[str, Any]] = {
+    lowbw.DGCStrategy: {},
+    lowbw.LocalSGDStrategy: {},
+    lowbw.AdaptiveLocalSGDStrategy: {},
+    lowbw.HierarchicalStrategy: {},
+    lowbw.AutoStrategy: {},
+    lowbw.Strategy: {"method": lowbw.QuantizedGradients()},
 }
 
 
@@ -51,19 +33,13 @@ def test_defaults_are_no_choices() -> None:
     """LightningCLI gives all arguments of a parent class, those too that the strategies refuse."""
     defaults = {name: parameter.default for name, parameter in ALL_KEYWORDS.items()}
     assert {"ddp_comm_state", "mixed_precision", "find_unused_parameters", "timeout"} <= set(defaults)
-    built = DGCStrategy(**defaults)
+    built = lowbw.DGCStrategy(**defaults)
     assert built._ddp_kwargs == {}
-    assert repr(built) == repr(DGCStrategy())
-
-
-@pytest.mark.parametrize("name", ["ddp_comm_hook", "mixed_precision"])
-def test_what_the_hook_cannot_be_combined_with_is_refused(name: str) -> None:
-    with pytest.raises(ConfigurationError, match=rf"DGCStrategy\({name}=7\).*Leave it out, or use strategy='ddp'"):
-        DGCStrategy(**{name: 7})  # type: ignore[arg-type]
+    assert repr(built) == repr(lowbw.DGCStrategy())
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_a_signature_names_all_that_is_accepted(strategy: type[Strategy]) -> None:
+def test_a_signature_names_all_that_is_accepted(strategy: type[lowbw.Strategy]) -> None:
     parameters = inspect.signature(strategy).parameters
     assert all(parameter.kind is not parameter.VAR_KEYWORD for parameter in parameters.values())
     assert set(DDP_KEYWORDS) <= set(parameters)
@@ -71,7 +47,7 @@ def test_a_signature_names_all_that_is_accepted(strategy: type[Strategy]) -> Non
     assert not [name for name, parameter in parameters.items() if isinstance(parameter.annotation, str)]
     given = {name: each.default for name, each in parameters.items() if each.default is not each.empty}
     assert repr(strategy(**STRATEGIES[strategy], **given)) == repr(strategy(**STRATEGIES[strategy]))
-    with pytest.raises(ConfigurationError, match=r"unknown keyword\. Allowed: .*find_unused_parameters"):
+    with pytest.raises(lowbw.ConfigurationError, match=r"unknown keyword\. Allowed: .*find_unused_parameters"):
         strategy(**STRATEGIES[strategy], find_unused_parameter=True)
 
 
@@ -88,12 +64,15 @@ def test_either_keyword_says_whether_buffers_are_sent(keywords: dict[str, bool |
     assert asked_of_buffers(keywords) is asked
 
 
+OF_THE_HOOK = ["ddp_comm_hook", "mixed_precision"]  # with which it cannot be combined
+
 # Arguments ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        *[({name: 7}, rf"DGCStrategy\({name}=7\).*Leave it out, or use strategy='ddp'") for name in OF_THE_HOOK],
         ({"sparsity": [0.9, 0.99]}, "rampup_step=1 for the 2 values .* Give the number of optimizer steps"),
         ({"sparsity": [0.1, 0.01, 0.001], "rampup_step": 3}, "the fraction kept back, not the one sent"),
         ({"rampup_step": 300}, r"rampup_step=300 with sparsity=\[0.999\]: a warm-up needs several values"),
@@ -104,28 +83,28 @@ def test_either_keyword_says_whether_buffers_are_sent(keywords: dict[str, bool |
 )
 def test_bad_arguments_of_dgc(options: dict[str, Any], message: str) -> None:
     """Other values: tests/schedules/test_every_step.py."""
-    with pytest.raises(ConfigurationError, match=message):
-        DGCStrategy(**options)
+    with pytest.raises(lowbw.ConfigurationError, match=message):
+        lowbw.DGCStrategy(**options)
 
 
 def test_numbers_stay_what_they_are() -> None:
     """Without any it is "auto"; after a dense phase of the user's own 99.9 %."""
-    assert DGCStrategy(sparsity=[0.999]).method == DGC()
+    assert lowbw.DGCStrategy(sparsity=[0.999]).method == lowbw.DGC()
     schedule = {"rampup_begin_step": 100}
-    assert DGCStrategy(**schedule).method == DGC(**schedule) == DGC(sparsity=[0.999], **schedule)
+    assert lowbw.DGCStrategy(**schedule).method == lowbw.DGC(**schedule) == lowbw.DGC(sparsity=[0.999], **schedule)
 
 
 @pytest.mark.parametrize("wrong", ["broadcast_buffers", "static_graph"])
 def test_bad_arguments_of_local_sgd(wrong: str) -> None:
-    with pytest.raises(ConfigurationError, match=wrong):
-        LocalSGDStrategy(**{wrong: True})  # type: ignore[arg-type]
+    with pytest.raises(lowbw.ConfigurationError, match=wrong):
+        lowbw.LocalSGDStrategy(**{wrong: True})  # type: ignore[arg-type]
 
 
 def test_the_adaptive_strategy_hands_on_what_it_does_not_name() -> None:
     knobs: dict[str, Any] = {"max_k_steps": 9, "rule": "qsr", "qsr_alpha": 0.1, "outer": "slowmo", "topology": 2}
-    assert AdaptiveLocalSGDStrategy(2, **knobs).method == LocalSGD(k_steps=2, **knobs)
+    assert lowbw.AdaptiveLocalSGDStrategy(2, **knobs).method == lowbw.LocalSGD(k_steps=2, **knobs)
     for changes in ({"max_k_steps": 4}, {"k_steps": 2, "max_k_steps": 40}, {"k_steps": 40}):
-        method = AveragingSchedule(**changes).method(LocalSGD(k_steps=2, rule="fleet", max_k_steps=64))
+        method = lowbw.AveragingSchedule(**changes).method(lowbw.LocalSGD(k_steps=2, rule="fleet", max_k_steps=64))
         assert {name: getattr(method.when, name) for name in changes} == changes
 
 
@@ -135,30 +114,26 @@ def test_the_adaptive_strategy_hands_on_what_it_does_not_name() -> None:
 def test_a_trainer_takes_a_name() -> None:
     """What each stands for: tests/architecture/test_layers.py, and the cards in docs/methods."""
     strategy = pl.Trainer(strategy="int8_spawn", accelerator="cpu", devices=2, logger=False, barebones=True).strategy
-    assert isinstance(strategy, Strategy)
-    assert strategy.method.what == Quantized(value_dtype="int8")
+    assert isinstance(strategy, lowbw.Strategy)
+    assert strategy.method.what == lowbw.Quantized(value_dtype="int8")
 
 
-def loop_with_fabric() -> tuple[list[float], str]:
+@on_ranks(2)
+def test_the_plain_loop_runs_with_fabric() -> None:
     fabric = Fabric(strategy="ddp", accelerator="cpu", devices=2)
     fabric.launch()
     torch.manual_seed(0)
     model = torch.nn.Linear(256, 128).to(fabric.device)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    worker = DGC(sparsity=[0.99]).attach(optimizer, model.named_parameters())
-    data = fabric.setup_dataloaders(DataLoader(torch.randn(64, 256), batch_size=8))
+    worker = lowbw.DGC(sparsity=[0.99]).attach(optimizer, model.named_parameters())
     losses = []
-    for batch in data:
+    for batch in fabric.setup_dataloaders(DataLoader(torch.randn(64, 256), batch_size=8)):
         optimizer.zero_grad()
         loss = model(batch).square().mean()
         fabric.backward(loss)
         optimizer.step()
         losses.append(float(loss))
     assert worker.step == 4
-    return losses, weights_of(model)
-
-
-def test_the_plain_loop_runs_with_fabric() -> None:
-    (losses, weights), (others, same) = run_ranks(loop_with_fabric, 2)
-    assert losses != others  # each rank has its own share
-    assert weights == same
+    first, second = gathered(losses)
+    assert first != second  # each rank has its own share
+    same(weights_of(model))

@@ -20,7 +20,7 @@ import lightning_lowbw as lowbw
 from lightning_lowbw import namespaces
 from lightning_lowbw.comm.agreement import digest
 from tests.programs import run_script
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks, run_ranks
 
 PACKAGES = ("lightning.pytorch", "pytorch_lightning")
 
@@ -38,19 +38,15 @@ def make_strategies() -> list[Any]:
 
 
 def make_trainer(pl: Any, strategy: Any, num_ranks: int = 2, **options: Any) -> Any:
-    quiet = {
-        "logger": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-        "enable_checkpointing": False,
-    }
+    quiet = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing"), False)
     return pl.Trainer(strategy=strategy, accelerator="cpu", devices=num_ranks, **{**quiet, "max_epochs": 1, **options})
 
 
 # Names and classes ----------------------------------------------------------------------------------------------------
 
 
-def look_for_names() -> None:
+@on_ranks(1, fresh=True)
+def test_the_registries_of_both_have_every_name() -> None:
     assert "pytorch_lightning" not in sys.modules, "the import of lightning_lowbw must not take longer"
     ours, theirs = (importlib.import_module(f"{package}.strategies").StrategyRegistry for package in PACKAGES)
     names = [name for name in ours if ours[name]["strategy"].__module__.startswith("lightning_lowbw.")]
@@ -64,11 +60,8 @@ def look_for_names() -> None:
         assert getattr(twin, "_start_method", None) == getattr(strategy, "_start_method", None)
 
 
-def test_the_registries_of_both_have_every_name() -> None:
-    run_ranks(look_for_names, 1, fresh=True)
-
-
-def give_to_trainers() -> None:
+@on_ranks(1)
+def test_a_strategy_becomes_one_of_its_trainers_package() -> None:
     for package in PACKAGES:
         pl = importlib.import_module(package)
         for strategy in make_strategies():
@@ -90,15 +83,12 @@ def give_to_trainers() -> None:
             assert len(modules & {namespaces.STRATEGIES, namespaces.MIRROR}) == 1
 
 
-def test_a_strategy_becomes_one_of_its_trainers_package() -> None:
-    run_ranks(give_to_trainers, 1)
-
-
 class Derived(lowbw.DGCStrategy):
     pass
 
 
-def give_derived() -> None:
+@on_ranks(1)
+def test_a_users_own_class_is_told_which_to_derive_from() -> None:
     pl = importlib.import_module("pytorch_lightning")
     with pytest.raises(lowbw.ConfigurationError, match=r"Derive it from lightning_lowbw\.mirror\.names\.DGCStrategy"):
         make_trainer(pl, Derived())
@@ -109,11 +99,9 @@ def give_derived() -> None:
         mirror.DGCStrategy(sparsity=2.0)
 
 
-def test_a_users_own_class_is_told_which_to_derive_from() -> None:
-    run_ranks(give_derived, 1)
-
-
-def pin(package: str) -> None:
+@pytest.mark.parametrize("package", PACKAGES)
+@on_ranks(1)
+def test_pins(package: str) -> None:
     """What `namespaces` and `strategies.guest` rely on."""
     pl = importlib.import_module(package)
     strategies, names = importlib.import_module(f"{package}.strategies"), []
@@ -131,23 +119,18 @@ def pin(package: str) -> None:
     assert pl.Callback.__bases__ == (object,)
 
 
-def pins_of_mirror() -> None:
+@on_ranks(1)
+def test_pins_of_the_mirror() -> None:
     """Those of test_pins.py, with pytorch_lightning in place of lightning."""
     path = str(Path(__file__).with_name("test_pins.py"))
     names = {**namespaces.MODULES, namespaces.STRATEGIES: namespaces.MIRROR}
     pins: dict[str, Any] = {}
     exec(namespaces._Loader("pins", path, names).get_code("pins"), pins)
     tests = [each for name, each in pins.items() if name.startswith("test_") and not inspect.signature(each).parameters]
-    assert len(tests) > 10
+    assert len(tests) > 5
     assert pins["Trainer"].__module__.startswith("pytorch_lightning")
     for test in tests:
         test()
-
-
-def test_pins() -> None:
-    for package in PACKAGES:
-        run_ranks(pin, 1, package)
-    run_ranks(pins_of_mirror, 1)
 
 
 # Training -------------------------------------------------------------------------------------------------------------
@@ -178,24 +161,21 @@ def make_data() -> DataLoader:
     return DataLoader(TensorDataset(x, y), batch_size=4)  # 6 batches for each of two ranks
 
 
-def make_case(number: int) -> tuple[Any, list[Any]]:
-    """Return a strategy or its name, and callbacks."""
+def make_cases() -> list[tuple[Any, list[Any]]]:
+    """Return strategies or their names, and callbacks."""
     warmup, schedule = lowbw.SparsityWarmup(begin_epoch=0.5, epochs=0.5), lowbw.AveragingSchedule(k_steps=3)
     return [
         (lowbw.DGCStrategy(min_numel=100), [warmup, lowbw.TrafficMonitor()]),
         ("local_sgd", [schedule, lowbw.TrafficMonitor()]),
         ("ddp", [lowbw.TrafficMonitor()]),
         ("lowbw", []),
-    ][number]
-
-
-NUM_CASES = 4
+    ]
 
 
 def train(package: str, number: int, folder: Path | None = None, **options: Any) -> tuple[Any, ...]:
     """Return the weights and what was logged; with a folder, resume from the checkpoint in it, and leave one."""
     pl = importlib.import_module(package)
-    strategy, callbacks = make_case(number)
+    strategy, callbacks = make_cases()[number]
     assert all(isinstance(each, pl.Callback) for each in callbacks)
     path = None
     if folder is not None:
@@ -212,8 +192,9 @@ def train(package: str, number: int, folder: Path | None = None, **options: Any)
     return digest(model.parameters()), trainer.global_step, logged
 
 
-def train_in_both() -> None:
-    for number in range(NUM_CASES):
+@on_ranks(2)
+def test_trains_to_the_same_bits() -> None:
+    for number in range(len(make_cases())):
         options = {"gradient_clip_val": 1.0, "enable_progress_bar": True}
         first, second = (train(package, number, **options) for package in PACKAGES)
         assert first == second, number
@@ -222,21 +203,14 @@ def train_in_both() -> None:
         assert ("traffic/bytes_sent" in first[2]) == has_monitor
 
 
-def test_trains_to_the_same_bits() -> None:
-    run_ranks(train_in_both, 2)
-
-
-def resume_in_the_other(folder: str) -> None:
+@on_ranks(2)
+def test_a_checkpoint_of_either_is_resumed_by_the_other(tmp_path: Path) -> None:
     whole = train(PACKAGES[1], 0, max_epochs=2)
     for first, second in (PACKAGES, PACKAGES[::-1]):
-        path = Path(folder) / first
+        path = tmp_path / first
         train(first, 0, path)
         assert (path / "last.ckpt.ranks").exists()
         assert train(second, 0, path, max_epochs=2)[:2] == whole[:2]
-
-
-def test_a_checkpoint_of_either_is_resumed_by_the_other(tmp_path: Path) -> None:
-    run_ranks(resume_in_the_other, 2, str(tmp_path))
 
 
 # Processes and installations ------------------------------------------------------------------------------------------

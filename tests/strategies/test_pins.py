@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from typing import Any
 
 import torch
 from lightning.pytorch import Trainer, callbacks
@@ -25,18 +26,89 @@ from torch.optim import SGD
 from lightning_lowbw.strategies.checks import AVERAGING, SETTINGS, settings_of
 from lightning_lowbw.strategies.guest import RUN_STAGE
 
-
-def test_ddp_strategy_wraps_then_registers_hooks() -> None:
-    source = inspect.getsource(DDPStrategy.configure_ddp)
-    assert source.index("_setup_model") < source.index("_register_ddp_hooks")
-    setup = inspect.getsource(DDPStrategy.setup)
-    assert setup.index("configure_ddp") < setup.index("setup_optimizers")
+GRAD_SYNC = "torch.is_grad_enabled() and {}.require_backward_grad_sync"
 
 
-def test_a_barrier_stands_between_the_handlers_of_signals_and_the_first_data() -> None:
-    run, stage = inspect.getsource(Trainer._run), inspect.getsource(Trainer._run_stage)
-    assert run.index("register_signal_handlers()") < run.index("_run_stage()")
-    assert stage.index(f'barrier("{RUN_STAGE}")') < stage.index("_run_sanity_check()")
+# Functions, and what has to be in the source of each, in this order.
+IN_ORDER: list[tuple[Any, ...]] = [
+    (DDPStrategy.configure_ddp, "_setup_model", "_register_ddp_hooks"),
+    (DDPStrategy.setup, "configure_ddp", "setup_optimizers"),
+    # Stock Lightning registers no hook off CUDA.
+    (DDPStrategy._register_ddp_hooks, 'if self.root_device.type == "cuda"'),
+    # A barrier stands between the handlers of signals and the first data.
+    (Trainer._run, "self.strategy.setup(self)", "register_signal_handlers()", "_run_stage()"),
+    (Trainer._run_stage, f'barrier("{RUN_STAGE}")', "_run_sanity_check()"),
+    # Settings are compared before callbacks are set up.
+    (Trainer._run, "strategy.connect(", "strategy.setup_environment()", "_call_setup_hook"),
+    # Clipping comes after the closure through one private method; a scaler unscales after the closure.
+    (Precision._wrap_closure, "closure()"),
+    (Precision._after_closure, "on_before_optimizer_step", "self._clip_gradients"),
+    (MixedPrecision.optimizer_step, "closure()", "unscale_(", "_after_closure("),
+    # DDP broadcasts buffers by one method.
+    (DistributedDataParallel._pre_forward, "self._sync_buffers()"),
+    (DistributedDataParallel._sync_buffers, "self._assign_modules_buffers()"),
+    (DistributedDataParallel._assign_modules_buffers, "self.named_module_buffers"),
+    (DistributedDataParallel._default_broadcast_coalesced, "bufs = self.modules_buffers"),
+    (
+        DistributedDataParallel._default_broadcast_coalesced,
+        "self._distributed_broadcast_coalesced(bufs, bucket_size, authoritative_rank)",
+    ),
+    # SGD runs the closure before it reads its groups.
+    (SGD.step, "closure()", "for group in self.param_groups"),
+    # The weights of a checkpoint are asked for, of the strategy, before its callbacks, and then saved by the strategy.
+    (_CheckpointConnector.dump_checkpoint, "_get_lightning_module_state_dict", "_call_callbacks_on_save_checkpoint"),
+    (_CheckpointConnector, "lightning_module_state_dict"),
+    (Trainer.save_checkpoint, "dump_checkpoint", "self.strategy.save_checkpoint"),
+    (Strategy.save_checkpoint, "self.is_global_zero"),
+    # The path of a resume is known before it is loaded.
+    (_CheckpointConnector.resume_start, "self._ckpt_path = checkpoint_path", "strategy.load_checkpoint("),
+    (Trainer.ckpt_path.fget, "self._checkpoint_connector._ckpt_path"),  # type: ignore[attr-defined]
+    # A Trainer is interrupted before callbacks hear of the exception, and then the strategy.
+    (_interrupt, "TrainerStatus.INTERRUPTED", '"on_exception"', "strategy.on_exception"),
+    # DDP searches for unused parameters where it reduces.
+    (DistributedDataParallel._post_forward, GRAD_SYNC.format("self"), "_find_tensors(output)"),
+    (prepare_for_backward, GRAD_SYNC.format("model"), "_find_tensors(output)"),
+    # Backward is local where grad sync is off.
+    (DistributedDataParallel._pre_forward, GRAD_SYNC.format("self"), "self.reducer._rebuild_buckets()"),
+    # SIGTERM comes through a list of handlers and is acted on at the end of a batch.
+    (_SignalConnector.register_signal_handlers, "self._sigterm_notifier_fn"),
+    (_SignalConnector.register_signal_handlers, "self._slurm_sigusr_handler_fn"),
+    (Trainer.received_sigterm.fget, "self._signal_connector.received_sigterm"),  # type: ignore[attr-defined]
+    (_TrainingEpochLoop.on_advance_end, "received_sigterm"),
+    # The epoch ends with its last batch, which is known to be the last one when it begins.
+    (_TrainingEpochLoop._num_ready_batches_reached, "self.batch_progress.is_last_batch"),
+    (
+        _TrainingEpochLoop.advance,
+        *("is_last_batch = data_fetcher.done", '"on_train_batch_start"', "automatic_optimization.run"),
+        "_num_ready_batches_reached",
+    ),
+    # When a validation is due.
+    (_TrainingEpochLoop._should_check_val_fx, "_should_check_val_epoch()", "self.trainer.val_check_batch"),
+    (
+        _TrainingEpochLoop._should_check_val_fx,
+        "self.total_batch_idx if self.trainer.check_val_every_n_epoch is None else self.batch_idx",
+    ),
+    (ModelCheckpoint, "self._every_n_train_steps"),
+    # Monitored metrics are cached results.
+    (_ResultCollection._get_cache, "result_metric._computed"),
+    (_LoggerConnector.callback_metrics.fget, "self._callback_metrics.update"),  # type: ignore[attr-defined]
+    *((cls.setup, "self._average_model") for cls in AVERAGING),
+]
+SIGNATURES: list[tuple[Any, list[str]]] = [
+    (Precision._clip_gradients, ["self", "model", "optimizer", "clip_val", "gradient_clip_algorithm"]),
+    (Precision.clip_gradients, ["self", "optimizer", "clip_val", "gradient_clip_algorithm"]),
+    (Strategy.load_optimizer_state_dict, ["self", "checkpoint"]),
+    (_ResultCollection._forked_name, ["self", "result_metric", "on_step"]),
+]
+
+
+def test_sources_are_what_is_relied_on() -> None:
+    for function, *fragments in IN_ORDER:
+        source = inspect.getsource(function)
+        places = [source.index(fragment) for fragment in fragments]
+        assert places == sorted(places), (function, fragments)
+    for function, names in SIGNATURES:
+        assert list(inspect.signature(function).parameters) == names
 
 
 def test_saves_in_the_background_have_one_thread() -> None:
@@ -49,97 +121,17 @@ def test_saves_in_the_background_have_one_thread() -> None:
     io.teardown()
 
 
-def test_stock_lightning_registers_no_hook_off_cuda() -> None:
-    assert 'if self.root_device.type == "cuda"' in inspect.getsource(DDPStrategy._register_ddp_hooks)
-
-
-def test_clipping_comes_after_the_closure_through_one_private_method() -> None:
-    assert "closure()" in inspect.getsource(Precision._wrap_closure)
-    after = inspect.getsource(Precision._after_closure)
-    assert after.index("on_before_optimizer_step") < after.index("self._clip_gradients")
-    names = list(inspect.signature(Precision._clip_gradients).parameters)
-    assert names == ["self", "model", "optimizer", "clip_val", "gradient_clip_algorithm"]
-    assert list(inspect.signature(Precision.clip_gradients).parameters) == [
-        "self",
-        "optimizer",
-        "clip_val",
-        "gradient_clip_algorithm",
-    ]
-
-
-def test_the_scaler_unscales_after_the_closure() -> None:
-    source = inspect.getsource(MixedPrecision.optimizer_step)
-    assert source.index("closure()") < source.index("unscale_(") < source.index("_after_closure(")
-
-
-def test_ddp_broadcasts_buffers_by_one_method() -> None:
-    assert "self._sync_buffers()" in inspect.getsource(DistributedDataParallel._pre_forward)
-    assert "self._assign_modules_buffers()" in inspect.getsource(DistributedDataParallel._sync_buffers)
-    assert "self.named_module_buffers" in inspect.getsource(DistributedDataParallel._assign_modules_buffers)
-    source = inspect.getsource(DistributedDataParallel._default_broadcast_coalesced)
-    assert "bufs = self.modules_buffers" in source
-    assert "self._distributed_broadcast_coalesced(bufs, bucket_size, authoritative_rank)" in source
-
-
-def test_sgd_runs_the_closure_before_it_reads_its_groups() -> None:
-    source = inspect.getsource(SGD.step)
-    assert source.index("closure()") < source.index("for group in self.param_groups")
-
-
-def test_checkpoints_go_through_these() -> None:
-    assert "self.is_global_zero" in inspect.getsource(Strategy.save_checkpoint)
-    assert list(inspect.signature(Strategy.load_optimizer_state_dict).parameters) == ["self", "checkpoint"]
-
-
 def test_averaging_callbacks_keep_their_average_under_one_name() -> None:
     assert len(AVERAGING) == (2 if hasattr(callbacks, "WeightAveraging") else 1)
-    for cls in AVERAGING:
-        assert "self._average_model" in inspect.getsource(cls.setup)
 
 
-def test_the_weights_of_a_checkpoint_are_asked_for_before_its_callbacks() -> None:
-    source = inspect.getsource(_CheckpointConnector.dump_checkpoint)
-    assert source.index("_get_lightning_module_state_dict") < source.index("_call_callbacks_on_save_checkpoint")
-
-
-def test_the_path_of_a_resume_is_known_before_it_is_loaded() -> None:
-    source = inspect.getsource(_CheckpointConnector.resume_start)
-    assert source.index("self._ckpt_path = checkpoint_path") < source.index("strategy.load_checkpoint(")
-    assert "self._checkpoint_connector._ckpt_path" in inspect.getsource(Trainer.ckpt_path.fget)  # type: ignore[attr-defined]
-
-
-def test_a_trainer_is_interrupted_before_callbacks_hear_of_the_exception_and_then_the_strategy() -> None:
-    source = inspect.getsource(_interrupt)
-    interrupted, told = source.index("TrainerStatus.INTERRUPTED"), source.index('"on_exception"')
-    assert interrupted < told < source.index("strategy.on_exception")
-
-
-def test_settings_are_compared_before_callbacks_are_set_up() -> None:
-    run = inspect.getsource(Trainer._run)
-    assert run.index("strategy.connect(") < run.index("strategy.setup_environment()") < run.index("_call_setup_hook")
+def test_settings_are_those_of_a_trainer() -> None:
     trainer = Trainer(accelerator="cpu", max_time={"minutes": 2}, logger=False, enable_checkpointing=False)
     for name in SETTINGS:
         assert hasattr(trainer, name), name
     assert settings_of(trainer)["Trainer(max_time)"] == [120]
     keys = [ModelCheckpoint(every_n_train_steps=steps).state_key for steps in (1, 2)]
     assert keys[0] != keys[1], "not what it does"
-
-
-def test_ddp_searches_for_unused_parameters_where_it_reduces() -> None:
-    condition = "torch.is_grad_enabled() and {}.require_backward_grad_sync"
-    for function, model in ((DistributedDataParallel._post_forward, "self"), (prepare_for_backward, "model")):
-        source = inspect.getsource(function)
-        assert source.index(condition.format(model)) < source.index("_find_tensors(output)")
-
-
-# Local SGD -----------------------------------------------------------------------------------------------------------
-
-
-def test_backward_is_local_where_grad_sync_is_off() -> None:
-    forward = inspect.getsource(DistributedDataParallel._pre_forward)
-    assert "torch.is_grad_enabled() and self.require_backward_grad_sync" in forward
-    assert "self.reducer._rebuild_buckets()" in forward
-    assert hasattr(torch.distributed.Reducer, "_rebuild_buckets")
 
 
 def test_sigterm_is_broadcast_before_each_batch_by_one_method_if_at_all() -> None:
@@ -149,55 +141,16 @@ def test_sigterm_is_broadcast_before_each_batch_by_one_method_if_at_all() -> Non
         assert "broadcast(" in inspect.getsource(_TrainingEpochLoop._broadcast_sigterm_tensor)
 
 
-def test_sigterm_comes_through_a_list_of_handlers_and_is_acted_on_at_the_end_of_a_batch() -> None:
-    handlers = _HandlersCompose([print])
-    assert handlers.signal_handlers == [print]
-    register = inspect.getsource(_SignalConnector.register_signal_handlers)
-    assert "self._sigterm_notifier_fn" in register
-    assert "self._slurm_sigusr_handler_fn" in register
-    assert "self._signal_connector.received_sigterm" in inspect.getsource(Trainer.received_sigterm.fget)  # type: ignore[attr-defined]
-    assert "received_sigterm" in inspect.getsource(_TrainingEpochLoop.on_advance_end)
-    run = inspect.getsource(Trainer._run)
-    assert run.index("self.strategy.setup(self)") < run.index("register_signal_handlers()")
-
-
-def test_a_checkpoint_asks_the_strategy_for_the_weights_and_then_saves() -> None:
-    assert "lightning_module_state_dict" in inspect.getsource(_CheckpointConnector)
-    source = inspect.getsource(Trainer.save_checkpoint)
-    assert source.index("dump_checkpoint") < source.index("self.strategy.save_checkpoint")
-
-
-def test_the_epoch_ends_with_its_last_batch() -> None:
-    assert "self.batch_progress.is_last_batch" in inspect.getsource(_TrainingEpochLoop._num_ready_batches_reached)
-    assert "self.trainer.val_check_batch" in inspect.getsource(_TrainingEpochLoop._should_check_val_fx)
-
-
-def test_a_batch_is_known_to_be_the_last_one_when_it_begins() -> None:
-    advance = inspect.getsource(_TrainingEpochLoop.advance)
-    begin, end = advance.index("is_last_batch = data_fetcher.done"), advance.index("_num_ready_batches_reached")
-    assert begin < advance.index('"on_train_batch_start"') < advance.index("automatic_optimization.run") < end
-    fetcher = inspect.signature(_PrefetchDataFetcher.__init__)
-    assert fetcher.parameters["prefetch_batches"].default == 1
-
-
-def test_counters_of_batches_and_steps_are_these() -> None:
+def test_what_loops_reducers_and_handlers_have() -> None:
+    assert hasattr(torch.distributed.Reducer, "_rebuild_buckets")
+    assert _HandlersCompose([print]).signal_handlers == [print]
+    assert inspect.signature(_PrefetchDataFetcher.__init__).parameters["prefetch_batches"].default == 1
     loop = Trainer(logger=False, accelerator="cpu", barebones=True).fit_loop.epoch_loop
     assert {"total", "current", "is_last_batch"} <= set(loop.batch_progress.state_dict())
     assert {"total", "current"} <= set(loop.scheduler_progress.state_dict())
     assert set(loop.automatic_optimization.optim_progress.state_dict()) == {"optimizer"}
     assert {"total", "current"} <= set(loop.manual_optimization.optim_step_progress.state_dict())
     assert loop._batches_that_stepped == 0
-    assert "_should_check_val_epoch()" in inspect.getsource(_TrainingEpochLoop._should_check_val_fx)
-    due = inspect.getsource(_TrainingEpochLoop._should_check_val_fx)
-    assert "self.total_batch_idx if self.trainer.check_val_every_n_epoch is None else self.batch_idx" in due
-    assert "self._every_n_train_steps" in inspect.getsource(ModelCheckpoint)
-
-
-def test_monitored_metrics_are_cached_results() -> None:
-    source = inspect.getsource(_ResultCollection._get_cache)
-    assert "result_metric._computed" in source
-    assert list(inspect.signature(_ResultCollection._forked_name).parameters) == ["self", "result_metric", "on_step"]
-    assert "self._callback_metrics.update" in inspect.getsource(_LoggerConnector.callback_metrics.fget)  # type: ignore[attr-defined]
 
 
 def test_hooks_after_a_step_are_called_in_the_order_of_one_dictionary() -> None:

@@ -1,72 +1,171 @@
-"""Whole and half types, and a GradScaler: ranks stay together, and nothing that is not finite is kept for later.
+"""Whole and half types, a GradScaler and clipping: ranks stay together, and nothing that is not finite is kept.
 
 With autocast alone: tests/golden.
 """
 
 from __future__ import annotations
 
+import contextlib
+import math
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch.strategies import DDPStrategy
+from torch import Tensor
 
-from lightning_lowbw import DGCStrategy, LocalSGDStrategy, QuantizedGradients, Strategy
-from tests.ranks import run_ranks
-from tests.strategies.fits import SPARSE
-from tests.tiny import MIN_NUMEL, Tiny, amp_with_scaler, make_data, make_trainer, weights_of
+from lightning_lowbw import NonFiniteGradientError
+from lightning_lowbw.comm.agreement import digest
+from lightning_lowbw.strategies.step_hooks import exchange_unscaled_
+from tests.ranks import on_ranks
+from tests.strategies.fits import STEPS, Noted, gathered, make, refusal, same, train
+from tests.tiny import ManualTiny, Tiny, amp_with_scaler, sgd, weights_of
 
-STEPS = 8
 BAD = 5  # the batch in which rank 1 has an infinite loss, where a GradScaler skips
-PRECISIONS = {
-    "16-mixed": torch.float32,
-    "bf16-true": torch.bfloat16,
-    "64-true": torch.float64,
-}
-STRATEGIES: dict[str, Any] = {
-    "dgc": lambda: DGCStrategy(rampup_begin_step=2, sparsity=[0.9], min_numel=MIN_NUMEL),
-    "int8": lambda: Strategy(QuantizedGradients("int8")),
-    "sparse_loco": lambda: LocalSGDStrategy(k_steps=3, compression=SPARSE),
-}
+PRECISIONS = {"16-mixed": torch.float32, "bf16-true": torch.bfloat16, "64-true": torch.float64}
 
 
-def fit(strategy: DDPStrategy, precision: str) -> dict[str, Any]:
-    is_scaled = precision == "16-mixed"
-    model = Tiny(poison=(1, BAD) if is_scaled else None)
-    options: dict[str, Any] = {"plugins": [amp_with_scaler()]} if is_scaled else {"precision": precision}
-    trainer = make_trainer(strategy, 2, **options)
-    trainer.fit(model, make_data(2, STEPS))
-    (worker,) = strategy.workers  # type: ignore[attr-defined]
-    residuals = list(worker.state_dict()["residuals"].values())
+@pytest.mark.parametrize("name", ["dgc", "int8", "sparse_loco"])
+@on_ranks(2)
+def test_a_strategy_trains_in_each_precision(name: str) -> None:
+    averages = name == "sparse_loco"
+    for precision, dtype in PRECISIONS.items():
+        is_scaled = precision == "16-mixed"
+        model = Tiny(poison=(1, BAD) if is_scaled else None)
+        strategy = make(name, {"rampup_begin_step": 2} if name == "dgc" else {"begin_step": 1} if averages else {})
+        options = {"plugins": [amp_with_scaler()]} if is_scaled else {"precision": precision}
+        trainer = train(strategy, model, **options)
+        (worker,) = strategy.workers
+        residuals = list(worker.state_dict()["residuals"].values())
+        same((weights_of(model), getattr(worker, "num_averages", 0)))
+        assert (trainer.global_step, worker.step) == (STEPS, STEPS), precision
+        assert {p.dtype for p in model.parameters()} == {dtype}
+        assert all(bool(tensor.isfinite().all()) for tensor in [*model.parameters(), *residuals]), precision
+        # Averages of weights send float64 whole: nothing of it is kept back.
+        is_kept = not (dtype == torch.float64 and averages)
+        wide = torch.promote_types(dtype, torch.float32)
+        assert {residual.dtype for residual in residuals} == ({wide} if is_kept else set()), precision
+        if is_scaled:  # an inf skips the step on all ranks, and in local steps that of its rank
+            scales = {*gathered(trainer.precision_plugin.scaler.get_scale())}
+            assert scales == ({2.0**9, 2.0**10} if averages else {2.0**9})
+
+
+# A GradScaler -------------------------------------------------------------------------------------------------------
+
+BAD_BATCHES = {1: "dense", 6: "sparse"}  # in which rank 1 has an infinite loss
+
+
+class Poisoned(Tiny):
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        self.poison = (1, batch_idx) if batch_idx in BAD_BATCHES else None
+        return super().training_step(batch, batch_idx)
+
+
+def state_of(module: Any) -> dict[str, Any]:
+    trainer = module.trainer
+    (worker,) = trainer.strategy.workers
     return {
-        "weights": weights_of(model),
-        "dtypes": {p.dtype for p in model.parameters()},
-        "steps": (trainer.global_step, worker.step, getattr(worker, "num_averages", 0)),
-        "residuals": {residual.dtype for residual in residuals},
-        "are finite": all(bool(tensor.isfinite().all()) for tensor in [*model.parameters(), *residuals]),
-        "scale": trainer.precision_plugin.scaler.get_scale() if is_scaled else 0.0,
+        "weights": weights_of(module),
+        "residuals": digest(worker.residuals.values()),
+        "momentum": digest([state["momentum_buffer"] for state in worker.optimizer.state.values()]),
+        "scale": trainer.precision_plugin.scaler.get_scale(),
+        "step": worker.step,
+        "param_group": {k: v for k, v in worker.optimizer.param_groups[0].items() if k != "params"},
     }
 
 
-def fit_all(name: str) -> dict[str, dict[str, Any]]:
-    return {precision: fit(STRATEGIES[name](), precision) for precision in PRECISIONS}
+@on_ranks(2)
+def test_an_inf_on_one_rank_skips_the_step_on_all() -> None:
+    noted = Noted(state_of)
+    train("dgc, warm-up", Poisoned(), plugins=[amp_with_scaler()], callbacks=[noted])
+    trace = noted.values
+    for bad, phase in BAD_BATCHES.items():
+        before, after = trace[bad - 1], trace[bad]
+        for unchanged in ("weights", "residuals", "momentum", "param_group"):
+            assert before[unchanged] == after[unchanged], (phase, unchanged)
+        assert after["scale"] == before["scale"] / 2
+        assert after["step"] == before["step"] + 1
+        assert trace[bad + 1]["weights"] != after["weights"]  # and goes on
+    assert trace[-1]["param_group"]["momentum"] == 0.9
+    same([[each[key] for key in ("weights", "scale", "step")] for each in trace])
 
 
-@pytest.mark.parametrize("name", list(STRATEGIES))
-def test_a_strategy_trains_in_each_precision(name: str) -> None:
-    first, second = run_ranks(fit_all, 2, name)
-    for precision, dtype in PRECISIONS.items():
-        mine, theirs = first[precision], second[precision]
-        assert mine["weights"] == theirs["weights"], precision
-        assert mine["steps"] == theirs["steps"], precision
-        assert mine["steps"][:2] == (STEPS, STEPS), precision
-        assert mine["dtypes"] == {dtype}
-        # Averages of weights send float64 whole: nothing of it is kept back.
-        is_kept = not (dtype == torch.float64 and STRATEGIES[name]().method.averages_weights)
-        for result in (mine, theirs):
-            assert result["are finite"], precision
-            wide = torch.promote_types(dtype, torch.float32)
-            assert result["residuals"] == ({wide} if is_kept else set()), precision
-    scales = {first["16-mixed"]["scale"], second["16-mixed"]["scale"]}
-    # An inf skips the step on all ranks, and in local steps that of its rank.
-    assert scales == ({2.0**9} if not STRATEGIES[name]().method.averages_weights else {2.0**9, 2.0**10})
+# The second one unscales inside its step.
+@pytest.mark.parametrize(("clip", "optimizer"), [(0.3, sgd), (None, partial(torch.optim.AdamW, lr=0.01, fused=True))])
+@on_ranks(2)
+def test_the_scale_does_not_reach_the_residual(clip: float | None, optimizer: Any) -> None:
+    weights = []
+    for init_scale in (1.0, 2.0**8):
+        model, plugin = Tiny(optimizer).double().float(), amp_with_scaler(init_scale)
+        plugin.forward_context = contextlib.nullcontext  # the scaler alone: fp16 would round otherwise
+        train("dgc, warm-up", model, plugins=[plugin], gradient_clip_val=clip)
+        weights.append([p.detach() for p in model.parameters()])
+    torch.testing.assert_close(weights[0], weights[1], rtol=1e-6, atol=1e-7)
+
+
+@on_ranks(2)
+def test_a_nonfinite_gradient_is_an_error_on_all_ranks() -> None:
+    message = same(refusal("dgc, warm-up", Tiny(poison=(1, 6)), error=NonFiniteGradientError))
+    assert "rank 1" in message
+    assert "wide.weight" in message
+
+
+def test_an_optimizer_without_gradients_has_nothing_to_scale() -> None:
+    plugin, asked = amp_with_scaler(), list[bool]()
+    plugin.scaler.scale(torch.ones(()))  # type: ignore[union-attr]
+    exchange_unscaled_(plugin, sgd([torch.nn.Parameter(torch.ones(2))]), lambda skip: not asked.append(skip))
+    assert asked == [True]
+
+
+# Clipping -----------------------------------------------------------------------------------------------------------
+
+
+class ClipsInItsOwnWay(Tiny):
+    """Before a sparse exchange this acts on the rank's own gradient, after a dense one on the mean as in DDP."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[str, bool, float]] = []
+
+    def note(self, what: str) -> None:
+        norm = math.sqrt(sum(float(p.grad.norm()) ** 2 for p in self.parameters() if p.grad is not None))
+        self.seen.append((what, not self.trainer.strategy.workers[0].reduces_in_backward, norm))
+
+    def configure_gradient_clipping(self, optimizer: Any, *_: Any, **__: Any) -> None:
+        self.clip_gradients(optimizer, gradient_clip_val=0.1, gradient_clip_algorithm="norm")
+        self.note("clip")
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.note("step")
+
+
+@on_ranks(2)
+def test_a_modules_own_clipping_acts_on_the_local_gradient() -> None:
+    model = ClipsInItsOwnWay()
+    train("dgc, warm-up", model)
+    # Once per step, after the hook: DDP clips the mean, DGC its own gradient before the exchange.
+    for is_sparse, num_steps, expected in ((False, 2, 0.1), (True, STEPS - 2, 0.1 * math.sqrt(2))):
+        seen = [(what, norm) for what, sparse, norm in model.seen if sparse == is_sparse]
+        assert [what for what, _ in seen] == ["step", "clip"] * num_steps
+        assert [norm for what, norm in seen if what == "clip"] == pytest.approx([expected] * num_steps, rel=1e-3)
+
+
+@on_ranks(2)
+def test_gradients_in_few_bits_are_clipped_after_the_exchange() -> None:
+    """The mean, which is the same on all ranks, as in DDP."""
+    model = ClipsInItsOwnWay()
+    train("int8", model)
+    same((model.seen, weights_of(model)))
+    assert [what for what, _, _ in model.seen] == ["step", "clip"] * STEPS
+    assert all(norm > 0.1 if what == "step" else norm == pytest.approx(0.1, rel=1e-3) for what, _, norm in model.seen)
+
+
+class ClipsByHand(ManualTiny):
+    def before_step(self, optimizer: Any) -> None:
+        self.clip_gradients(optimizer, gradient_clip_val=0.1, gradient_clip_algorithm="norm")
+
+
+@on_ranks(2)
+def test_a_mean_that_is_not_there_yet_cannot_be_clipped_by_hand() -> None:
+    message = refusal("int8", ClipsByHand())
+    assert message.startswith("clip_gradients in manual optimization, step 0: here the mean over ranks is clipped")

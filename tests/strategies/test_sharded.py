@@ -10,6 +10,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.pytorch.callbacks import BaseFinetuning
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -20,13 +21,80 @@ from lightning_lowbw.compress.top_k import SPARSE_LOCO
 from lightning_lowbw.method import Method
 from lightning_lowbw.presets import DGC, LocalSGD, preset
 from lightning_lowbw.schedules.every_step import EveryStep
-from tests.ranks import run_ranks
-from tests.strategies.sharded_models import Configured, Listed, Plain, data, distance, shard_digest, train, whole
-from tests.sync.problem import each
-from tests.tiny import Watcher, make_trainer, sgd
+from tests.ranks import on_ranks, run_ranks
+from tests.strategies.fits import gathered, refusal, same, saving
+from tests.strategies.sharded_models import Configured, Listed, Plain, data, distance, shard_digest, train_shards, whole
+from tests.tiny import make_trainer, sgd, trained
 
 STEPS = 6
+DENSE, LOCAL = preset("hierarchical"), LocalSGD(k_steps=4, begin_step=0)
 OPTIMIZERS: dict[str, Any] = {"sgd": sgd, "adamw": functools.partial(AdamW, lr=1e-2)}
+
+
+# Modules without `configure_model` ----------------------------------------------------------------------------------
+
+
+class Siblings(Plain):
+    """An embedding and a head that are one, each a layer of the module itself."""
+
+    def build(self) -> None:
+        torch.default_generator.manual_seed(0)
+        self.embedding = nn.Linear(16, 16, bias=False)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(2))
+        self.out = nn.Linear(16, 16)
+        self.out.weight = self.embedding.weight
+        self.blocks[1][0].weight = self.blocks[0][0].weight  # as in ALBERT
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embedding(x)
+        for block in self.blocks:
+            x = x + block(x)
+        return self.out(x)[:, :5]
+
+
+class ByOwnParameter(Siblings):
+    """Parameters of the module itself, of which one is one with that of a layer; lists, and a loss by a function."""
+
+    def build(self) -> None:
+        super().build()
+        self.own = self.out.bias
+        self.scales = nn.ParameterList([nn.Parameter(torch.full((5,), 1.5)) for _ in range(2)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (super().forward(x) + self.own[:5]) * self.scales[0] * self.scales[1]
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        return super().training_step(batch, batch_idx) + 0.1 * self.embedding.weight.square().sum()
+
+
+class ByHand(Siblings):
+    """Two steps in each batch."""
+
+    automatic_optimization = False
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:  # type: ignore[override]
+        optimizer = self.optimizers()
+        for _ in range(2):
+            loss = super().training_step(batch, batch_idx)
+            optimizer.zero_grad()  # type: ignore[union-attr]
+            self.manual_backward(loss)
+            optimizer.step()  # type: ignore[union-attr]
+
+
+class Unfreezing(BaseFinetuning):
+    """Unfreezes the frozen layer in the second epoch."""
+
+    def freeze_before_training(self, pl_module: pl.LightningModule) -> None:
+        self.freeze(pl_module.frozen)
+
+    def finetune_function(self, pl_module: pl.LightningModule, epoch: int, optimizer: Any) -> None:
+        if epoch == 1:
+            self.unfreeze_and_add_param_group(pl_module.frozen, optimizer, lr=0.05)
+
+
+class Unfrozen(Plain):
+    def configure_callbacks(self) -> list[pl.Callback]:
+        return [Unfreezing()]
 
 
 # A node trains as one participant does that holds the whole model ---------------------------------------------------
@@ -39,41 +107,115 @@ CLIP = {"gradient_clip_val": 0.05}
 # ("ddp" by four ranks, else the method by two); and how closely.
 Case = tuple[Method, type[Plain], str, dict[str, Any], "str | None", float]
 CASES: dict[str, Case] = {
-    "dense": (preset("hierarchical"), Plain, "sgd", {**CLIP, "accumulate_grad_batches": 2}, "ddp", 1e-6),
+    "dense": (DENSE, Plain, "sgd", {**CLIP, "accumulate_grad_batches": 2}, "ddp", 1e-6),
     "delayed diloco": (LocalSGD(3, 0, outer="nesterov", delay_steps=1), Configured, "sgd", CLIP, None, 2e-5),
     "all changes": (LocalSGD(2, 0, compression=ALL_CHANGES), Configured, "adamw", {}, None, 2e-5),
     "dgc, clipped": (NEARLY_ALL, Configured, "adamw", CLIP, None, 2e-5),
+    "own parameter": (LocalSGD(2, 0), ByOwnParameter, "sgd", {}, None, 1e-5),
+    "tied siblings, by hand": (DENSE, ByHand, "sgd", {}, None, 1e-5),
+    "unfrozen": (DENSE, Unfrozen, "sgd", {"max_epochs": 2}, None, 1e-5),
 }
 
 
 def fit(name: str, is_sharded: bool) -> tuple[dict[str, Tensor], str]:
     """Train on an equal share of the same batches; return the weights, and a digest of this rank's shards."""
     method, module, optimizer, trainer, stock, _ = CASES[name]
-    model = (module if is_sharded else Plain)(OPTIMIZERS[optimizer])
-    strategy = ShardedStrategy(method, topology=2) if is_sharded else stock or Strategy(method)
-    train(strategy, model, STEPS, dist.get_world_size(), dist.get_rank(), **trainer)
+    model = (Plain if issubclass(module, Configured) and not is_sharded else module)(OPTIMIZERS[optimizer])
+    train_shards(method if is_sharded else stock or Strategy(method), model, STEPS, **trainer)
     return whole(model), shard_digest(model)
 
 
+def fit_all(are_sharded: bool) -> dict[tuple[str, bool], tuple[dict[str, Tensor], str]]:
+    """Train all cases with shards, and what needs four ranks without them; or the others without."""
+    without = [(name, False) for name in CASES if bool(CASES[name][4]) == are_sharded]
+    return {case: fit(*case) for case in [*without, *([(name, True) for name in CASES] if are_sharded else [])]}
+
+
 @pytest.fixture(scope="module")
-def fitted() -> dict[tuple[str, bool], Any]:
-    found: dict[tuple[str, bool], Any] = {}
-    for num_ranks, cases in (
-        (4, [(name, True) for name in CASES] + [(name, False) for name in CASES if CASES[name][4]]),
-        (2, [(name, False) for name in CASES if not CASES[name][4]]),
-    ):
-        results = run_ranks(each, num_ranks, fit, cases, timeout_s=180.0)
-        found |= dict(zip(cases, zip(*results, strict=True), strict=True))
-    return found
+def fitted() -> list[dict[tuple[str, bool], Any]]:
+    without = run_ranks(fit_all, 2, False, timeout_s=180.0)[0]
+    return [{**without, **of_rank} for of_rank in run_ranks(fit_all, 4, True, timeout_s=180.0)]
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_node_is_one_participant(name: str, fitted: dict[tuple[str, bool], Any]) -> None:
-    expected = fitted[name, False][0][0]
-    for weights, _ in fitted[name, True]:
-        assert distance(weights, expected) < CASES[name][5]
-    digests = [digest for _, digest in fitted[name, True]]
+def test_a_node_is_one_participant(name: str, fitted: list[dict[tuple[str, bool], Any]]) -> None:
+    expected, _ = fitted[0][name, False]
+    for found in fitted:
+        assert distance(found[name, True][0], expected) < CASES[name][5]
+    digests = [found[name, True][1] for found in fitted]
     assert digests[0] == digests[2] != digests[1] == digests[3]
+
+
+# How layers are gathered --------------------------------------------------------------------------------------------
+
+
+class OfPart(ByHand):
+    """A loss that uses one of the layers which the module itself gathers, while its training_step has not ended."""
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:  # type: ignore[override]
+        self.manual_backward(self.embedding(batch[0]).square().mean())
+
+
+@on_ranks(4, timeout_s=60)
+def test_what_fsdp_does_not_reduce_is_an_error() -> None:
+    message = refusal(DENSE, OfPart(sgd), STEPS, fit=train_shards)
+    assert "FSDP has not reduced its gradient" in message
+
+
+class Looking(Listed):
+    """Notes which layers are gathered at the end of the forward pass."""
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.gathered = {name.partition(".")[0] for name, p in self.named_parameters() if not isinstance(p, DTensor)}
+        return loss
+
+
+@on_ranks(4)
+def test_layers_of_a_list_are_gathered_one_at_a_time() -> None:
+    """Children stay until the backward pass, for a loss that uses their weights; and not until the next fit."""
+    digests = []
+    for looks in (True, False):  # whether there is a forward pass between two fits
+        model = Looking(sgd)
+        for number in range(2):
+            if looks and number:
+                with torch.no_grad():
+                    model(torch.ones(2, 16))
+            train_shards(DENSE, model, STEPS)
+        assert model.gathered == {"frozen", "head"} or not looks
+        digests.append(shard_digest(model))
+    assert digests[0] == digests[1]
+
+
+class Normed(Listed):
+    """Keeps running statistics, and notes what validation and the training see of them."""
+
+    def build(self) -> None:
+        super().build()
+        self.norm = nn.BatchNorm1d(5)
+        self.seen: dict[str, list[Tensor]] = {"training": [], "validation": []}
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(super().forward(x))
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        self.seen["training"].append(self.norm.running_mean.clone())
+
+    def on_validation_start(self) -> None:
+        self.seen["validation"].append(self.norm.running_mean.clone())
+
+
+@on_ranks(4)
+def test_validation_and_the_end_have_the_same_statistics_on_all_ranks(tmp_path: Path) -> None:
+    model, resumed, path = Normed(sgd), Normed(sgd), f"{tmp_path}/some.ckpt"
+    options = {"val": True, "max_epochs": 2}
+    train_shards(LOCAL, model, STEPS, callbacks=[saving(path, (STEPS,))], **options)
+    train_shards(LOCAL, resumed, STEPS, resume=path, **options)
+    assert shard_digest(model) == shard_digest(resumed)
+    assert torch.equal(model.norm.running_mean, resumed.norm.running_mean)
+    same([model.norm.running_mean.tolist(), *(each.tolist() for each in model.seen["validation"])])
+    trained = gathered([each.tolist() for each in model.seen["training"]])
+    assert all(other != trained[0] for other in trained[1:]), "a rank has not gone on with its own"
 
 
 # What else a module may do ------------------------------------------------------------------------------------------
@@ -121,33 +263,24 @@ KINDS: dict[str, tuple[type[Plain], Method, dict[str, Any]]] = {
 }
 
 
-def fit_kind(kind: str, path: str) -> tuple[str, bool]:
-    """Train, and save on the way; return a digest of this rank's shards, and whether they are finite."""
-    cls, method, options = KINDS[kind]
-    model = cls(sgd)
-    train(ShardedStrategy(method, topology=2), model, 4, 4, dist.get_rank(), callbacks=[Watcher(path, (2,))], **options)
-    own = [p.to_local() for p in model.parameters() if isinstance(p, DTensor) and p.requires_grad]
-    return shard_digest(model), all(bool(shard.isfinite().all()) for shard in own)
-
-
+@on_ranks(4, timeout_s=120.0)
 def test_modules_of_all_kinds(tmp_path: Path) -> None:
-    cases = [(kind, str(tmp_path / f"{number}-{{}}.ckpt")) for number, kind in enumerate(KINDS)]
-    for (kind, path), *results in zip(cases, *run_ranks(each, 4, fit_kind, cases, timeout_s=120.0), strict=True):
-        assert results[:2] == results[2:], kind
-        assert all(is_finite for _, is_finite in results), kind
-        assert Path(path.format(2)).exists(), kind
+    """Train, and save on the way."""
+    for kind, (cls, method, options) in KINDS.items():
+        model, path = cls(sgd), f"{tmp_path}/{kind}"
+        train_shards(method, model, 4, callbacks=[saving(path, (2,))], **options)
+        own = [p.to_local() for p in model.parameters() if isinstance(p, DTensor) and p.requires_grad]
+        assert all(bool(shard.isfinite().all()) for shard in own), kind
+        digests = gathered(shard_digest(model))
+        assert digests[:2] == digests[2:], kind
+        assert Path(path).exists(), kind
 
 
-def fit_poisoned(method: Method) -> str:
-    with pytest.raises(NonFiniteGradientError) as caught:
-        train(ShardedStrategy(method, topology=2), Configured(sgd, poison=(1, 4)), STEPS, 4, dist.get_rank())
-    return str(caught.value)
-
-
+@on_ranks(4)
 def test_a_nan_in_one_shard_is_named_on_all_ranks() -> None:
-    first, *others = run_ranks(each, 4, fit_poisoned, [(SPARSE,), (DILOCO,)])
-    assert all(other == first for other in others)
-    for message in first:
+    for method in (SPARSE, DILOCO):
+        model = Configured(sgd, poison=(1, 4))
+        message = same(refusal(method, model, STEPS, fit=train_shards, error=NonFiniteGradientError))
         assert "'net.0.weight'" in message
         assert "on node 0 (ranks [0, 1])" in message or "in the shard of rank " in message
 
@@ -159,28 +292,24 @@ class ManyRows(OneRow):
     rows = 400
 
 
-def send(method: Method, module: type[Plain], callbacks: list[pl.Callback]) -> tuple[int, int, int, Any]:
-    """Return the bytes sent, the elements of this rank's shards, how large a small tensor is, and the schedule."""
-    model, strategy = module(sgd), ShardedStrategy(method, topology=2)
-    train(strategy, model, STEPS, 4, dist.get_rank(), callbacks=callbacks)
-    numel = sum(p.to_local().numel() for p in model.parameters() if p.requires_grad and isinstance(p, DTensor))
-    (worker,) = strategy.workers
-    return strategy.ledger.sent_bytes, numel, worker.params.small_numel, worker.method.when
+def send(method: Method, module: type[Plain], callbacks: list[pl.Callback]) -> tuple[int, int, Any]:
+    """Return the bytes sent, the elements of this rank's shards, and the worker."""
+    model = module(sgd)
+    strategy: Any = train_shards(method, model, STEPS, callbacks=callbacks).strategy
+    numel = sum(p.to_local().numel() for p in trained(model) if isinstance(p, DTensor))
+    return strategy.ledger.sent_bytes, numel, strategy.workers[0]
 
 
+@on_ranks(4)
 def test_a_shard_per_rank_is_sent_between_nodes() -> None:
     """Dense: an all-reduce between two nodes sends each number once. Which tensor is small is judged by the whole."""
-    warmup = SparsityWarmup(begin_step=2, steps=2, sparsity=[0.5, 0.9])
-    cases = [(preset("hierarchical"), Configured, []), (DGC(sparsity=[0.9]), ManyRows, [warmup])]
-    for dense, sparse in run_ranks(each, 4, send, cases):
-        assert 4 * dense[1] <= dense[0] / STEPS < 4 * dense[1] + 100
-        assert sparse[2:] == (16 * 400, EveryStep(2, 2, (0.5, 0.9)))
+    sent, numel, _ = send(DENSE, Configured, [])
+    assert 4 * numel <= sent / STEPS < 4 * numel + 100
+    _, _, worker = send(DGC(sparsity=[0.9]), ManyRows, [SparsityWarmup(begin_step=2, steps=2, sparsity=[0.5, 0.9])])
+    assert (worker.params.small_numel, worker.method.when) == (16 * 400, EveryStep(2, 2, (0.5, 0.9)))
 
 
 # Whoever looks ------------------------------------------------------------------------------------------------------
-
-
-LOCAL = LocalSGD(k_steps=4, begin_step=0)
 
 
 class Sampling(pl.Callback):
@@ -191,27 +320,18 @@ class Sampling(pl.Callback):
             module(torch.ones(4, 16))
 
 
-def fit_and_look(module: type[Plain], method: Method, folder: str) -> dict[str, str]:
-    """Train without validation; with it, and with forward passes of a callback; and on from the end of an epoch."""
-
-    def fit(**kwargs: Any) -> str:
-        model = module(sgd)
-        train(ShardedStrategy(method, topology=2), model, STEPS, 4, dist.get_rank(), **{"max_epochs": 2, **kwargs})
-        return shard_digest(model)
-
-    path, validated = f"{folder}/{{}}.ckpt", {"val": True, "num_sanity_val_steps": 1, "val_check_interval": 2}
-    return {
-        "unwatched": fit(),
-        "sampled": fit(**validated, callbacks=[Sampling(), Watcher(path, (STEPS,))]),
-        "resumed": fit(**validated, ckpt_path=path.format(STEPS)),
-    }
-
-
 @pytest.mark.parametrize(("module", "method"), [(Listed, SPARSE), (Configured, LOCAL)], ids=["gradients", "weights"])
+@on_ranks(4)
 def test_training_is_the_same_with_validation(module: type[Plain], method: Method, tmp_path: Path) -> None:
-    """Although FSDP keeps the weights that a validation has gathered."""
-    for found in run_ranks(fit_and_look, 4, module, method, str(tmp_path)):
-        assert found == dict.fromkeys(found, found["unwatched"])
+    """And with forward passes of a callback, and on from the end of an epoch; FSDP keeps weights that it gathered."""
+    path, validated = f"{tmp_path}/{{}}.ckpt", {"val": True, "num_sanity_val_steps": 1, "val_check_interval": 2}
+    resumed = {"resume": path.format(STEPS)}
+    digests = []
+    for options in ({}, {**validated, "callbacks": [Sampling(), saving(path, (STEPS,))]}, {**validated, **resumed}):
+        model = module(sgd)
+        train_shards(method, model, STEPS, max_epochs=2, **options)
+        digests.append(shard_digest(model))
+    assert digests == [digests[0]] * 3
 
 
 class FrozenAfterBackward(Configured):
@@ -222,27 +342,19 @@ class FrozenAfterBackward(Configured):
         self.head.weight.requires_grad_(False)
 
 
-def freeze_with_gradients() -> str:
-    model = FrozenAfterBackward(sgd)
-    train(ShardedStrategy(LOCAL, topology=2), model, STEPS, 4, dist.get_rank())
-    return shard_digest(model)
-
-
+@on_ranks(4)
 def test_a_frozen_parameter_that_has_a_gradient_is_not_stepped() -> None:
-    first, second, *other_node = run_ranks(freeze_with_gradients, 4)
-    assert other_node == [first, second]
+    model = FrozenAfterBackward(sgd)
+    train_shards(LOCAL, model, STEPS)
+    digests = gathered(shard_digest(model))
+    assert digests[:2] == digests[2:]
 
 
-def look(path: str) -> tuple[list[float], list[float]]:
-    """Return the losses of a validation between two averages, and those of the checkpoint that was saved there."""
-    model, again = Configured(sgd), Configured(sgd)
-    callbacks = [Watcher(path, (STEPS,))]
-    train(ShardedStrategy(LOCAL, topology=2), model, STEPS, 4, dist.get_rank(), val=True, callbacks=callbacks)
-    trainer = make_trainer(ShardedStrategy(LOCAL, topology=2), 4)  # type: ignore[arg-type]
-    trainer.validate(again, data(STEPS, 4, dist.get_rank()), ckpt_path=path.format(STEPS), verbose=False)
-    return model.val_losses, again.val_losses
-
-
+@on_ranks(4)
 def test_validation_and_checkpoints_see_the_consensus(tmp_path: Path) -> None:
-    for seen, saved in run_ranks(look, 4, str(tmp_path / "{}.ckpt")):
-        assert seen == saved
+    """Between two averages, where the checkpoint is saved, too."""
+    model, again, path = Configured(sgd), Configured(sgd), f"{tmp_path}/some.ckpt"
+    train_shards(LOCAL, model, STEPS, val=True, callbacks=[saving(path, (STEPS,))])
+    trainer = make_trainer(ShardedStrategy(LOCAL, topology=2), 4)
+    trainer.validate(again, data(STEPS, 4, dist.get_rank()), ckpt_path=path, verbose=False)
+    assert model.val_losses == again.val_losses

@@ -1,67 +1,59 @@
-"""Running statistics are a rank's own in the sparse phase, and rank 0's in validation; other buffers as in DDP."""
+"""Running statistics are a rank's own in the sparse phase, and rank 0's in validation; other buffers as in DDP.
+
+What a module does to its buffers in hooks lasts, as under ddp, also while the buffers of others are shown; and what DDP
+ignores, and frozen weights of other classes, is each rank's own.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
-from lightning_lowbw import ConfigurationError, QuantizedGradients, ShardedStrategy, Topology
+from lightning_lowbw import ConfigurationError, Topology
 from lightning_lowbw.comm.agreement import digest
 from lightning_lowbw.comm.topology import make_node_mesh
+from lightning_lowbw.strategies import shared_buffers
 from lightning_lowbw.strategies.checks import check_model
 from lightning_lowbw.strategies.fsdp import _shard, equalise_
 from lightning_lowbw.sync.local_view import LocalTensors
-from tests.ranks import run_ranks
-from tests.strategies.fits import STEPS
-from tests.sync.problem import each
-from tests.tiny import ManualTiny, Tiny, make_data, make_strategy, make_trainer
+from tests.ranks import on_ranks
+from tests.strategies.fits import STEPS, At, Noted, gathered, make, same, train
+from tests.tiny import ManualTiny, Tiny
 
+DGC = "dgc, warm-up"
 KINDS: dict[str, tuple[Any, type[Tiny]]] = {
-    "dgc": (lambda: make_strategy("dgc"), Tiny),
-    "dgc, broadcast_buffers": (lambda: make_strategy("dgc", broadcast_buffers=True), Tiny),
-    "dgc in manual optimization": (lambda: make_strategy("dgc"), ManualTiny),
-    "sharded": (lambda: ShardedStrategy(QuantizedGradients("int8"), topology=1), Tiny),
+    "dgc": (lambda: make(DGC), Tiny),
+    "dgc, broadcast_buffers": (lambda: make(DGC, broadcast_buffers=True), Tiny),
+    "dgc in manual optimization": (lambda: make(DGC), ManualTiny),
+    "sharded": (lambda: make("int8, sharded", topology=1), Tiny),
 }
 
 
-def buffers_while_looking(kind: str) -> tuple[list[str], list[str], list[str], str]:
-    """Return the buffers after each step, in validation, at the end of each epoch, and after the fit."""
-    num_ranks = dist.get_world_size()
-    make, make_model = KINDS[kind]
-    trained, validated, ended = list[str](), list[str](), list[str]()
-
-    class Watch(pl.Callback):
-        def on_train_batch_end(self, trainer: pl.Trainer, module: pl.LightningModule, *_: Any) -> None:
-            trained.append(digest(module.buffers()))
-
-        def on_validation_batch_end(self, trainer: pl.Trainer, module: pl.LightningModule, *_: Any) -> None:
-            validated.append(digest(module.buffers()))
-
-        def on_train_epoch_end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
-            ended.append(digest(module.buffers()))
-
-    model = make_model()
-    options: dict[str, Any] = {"max_epochs": 2, "val_check_interval": 3, "num_sanity_val_steps": 0}
-    trainer = make_trainer(make(), num_ranks, callbacks=[Watch()], **options)
-    trainer.fit(model, make_data(num_ranks, STEPS), make_data(num_ranks, 1))
-    return trained, validated, ended, digest(model.buffers())
+def buffers_of(module: nn.Module) -> str:
+    return digest(module.buffers())
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@on_ranks(2)
 def test_buffers_are_those_of_rank_zero_wherever_somebody_looks(kind: str) -> None:
     """Also at the end of an epoch with a validation: what is decided there is decided by all alike, as under ddp."""
-    (trained, *of_rank_0), (others, *of_rank_1) = run_ranks(buffers_while_looking, 2, kind)
-    assert all(a != b for a, b in zip(trained, others, strict=True)), "batch norm's statistics are sent in every step"
-    assert of_rank_0 == of_rank_1
-    validated, ended, _ = of_rank_0
-    assert validated == trained[2::3]
-    assert ended == trained[STEPS - 1 :: STEPS]
+    strategy, model = (make() for make in KINDS[kind])
+    hooks = ("on_train_batch_end", "on_validation_batch_end", "on_train_epoch_end")
+    trained, validated, ended = noted = [Noted(buffers_of, hook) for hook in hooks]
+    options: dict[str, Any] = {"max_epochs": 2, "val_check_interval": 3, "num_sanity_val_steps": 0}
+    train(strategy, model, STEPS, 1, callbacks=noted, **options)
+    values = gathered(trained.values)
+    assert all(a != b for a, b in zip(*values, strict=True)), "batch norm's statistics are sent in every step"
+    same(buffers_of(model))
+    assert same(validated.values) == values[0][2::3]
+    assert same(ended.values) == values[0][STEPS - 1 :: STEPS]
 
 
 class Own(ManualTiny):
@@ -82,19 +74,17 @@ class Own(ManualTiny):
         return super().forward(x - self.read)
 
 
-def validate_or_not(validates: bool) -> tuple[str, float]:
-    num_ranks, model = dist.get_world_size(), Own()
-    options: dict[str, Any] = {"val_check_interval": 2} if validates else {"limit_val_batches": 0}
-    trainer = make_trainer(make_strategy("dgc"), num_ranks, num_sanity_val_steps=0, **options)
-    trainer.fit(model, make_data(num_ranks, STEPS), make_data(num_ranks, 1))
-    return digest(model.parameters()), float(model.own[0])
-
-
+@on_ranks(2)
 def test_in_manual_optimization_a_validation_changes_no_buffer_that_the_training_reads() -> None:
     """Lightning's DDP broadcasts none there; and what DDP is told to ignore is left alone anywhere."""
-    for rank, ((validated, own), (quiet, _)) in enumerate(run_ranks(each, 2, validate_or_not, [(True,), (False,)])):
-        assert validated == quiet
-        assert own == rank
+    ends = []
+    for num_batches in (0, 1):
+        model = Own()
+        options = {"val_check_interval": 2} if num_batches else {}
+        train(DGC, model, STEPS, num_batches, num_sanity_val_steps=0, **options)
+        assert float(model.own[0]) == dist.get_rank()
+        ends.append(digest(model.parameters()))
+    assert ends[0] == ends[1]
 
 
 ODD: dict[str, Callable[[Tensor], Tensor]] = {  # of eight numbers
@@ -105,29 +95,20 @@ ODD: dict[str, Callable[[Tensor], Tensor]] = {  # of eight numbers
 }
 
 
-def shard_odd_buffers() -> dict[str, list[Any]]:
-    """Return rank 0's, and those of this rank after the model has been sharded and after a resume has equalised it."""
-    rank, found = dist.get_rank(), {}
-    module = nn.Module()
+@on_ranks(2)
+def test_buffers_of_any_dtype_and_strides_are_those_of_rank_zero_in_a_sharded_model() -> None:
+    """After the model has been sharded, and a resume equalises it; gloo takes no int16, and reads gaps as elements."""
+    rank, module = dist.get_rank(), nn.Module()
+    expected = {name: make_odd(torch.arange(8.0)).tolist() for name, make_odd in ODD.items()}
     module.device_mesh = make_node_mesh(Topology(((0, 1),)), rank, "cpu", None).mesh
-    for name, make in ODD.items():
-        module.register_buffer(name, make(torch.arange(8.0) + 100 * rank))
-        found[name] = [make(torch.arange(8.0)).tolist()]
+    for name, make_odd in ODD.items():
+        module.register_buffer(name, make_odd(torch.arange(8.0) + 100 * rank))
     _shard(module, torch.device("cpu"))
+    assert {name: buffer.tolist() for name, buffer in module.named_buffers()} == expected
     for name, buffer in module.named_buffers():
-        found[name].append(buffer.tolist())
         buffer.copy_(ODD[name](torch.arange(8.0) + 100 * rank))
     equalise_(module, LocalTensors(), None)
-    for name, buffer in module.named_buffers():
-        found[name].append(buffer.tolist())
-    return found
-
-
-def test_buffers_of_any_dtype_and_strides_are_those_of_rank_zero_in_a_sharded_model() -> None:
-    """Gloo takes no int16, and reads what has gaps as if it had none."""
-    for found in run_ranks(shard_odd_buffers, 2):
-        for name, (expected, sharded, equalised) in found.items():
-            assert sharded == equalised == expected, name
+    assert {name: buffer.tolist() for name, buffer in module.named_buffers()} == expected
 
 
 def test_a_buffer_that_ddp_cannot_broadcast_is_named() -> None:
@@ -137,3 +118,154 @@ def test_a_buffer_that_ddp_cannot_broadcast_is_named() -> None:
         check_model(model)
     model._ddp_params_and_buffers_to_ignore = ["counts"]
     check_model(model)
+
+
+# Of the user ----------------------------------------------------------------------------------------------------------
+
+
+class Hooks(Tiny):
+    """Sets a buffer when an epoch begins, and three after each validation; writes down what the training sees."""
+
+    def __init__(self) -> None:
+        super().__init__(data_by_step=True)
+        self.register_buffer("temperature", torch.tensor(-1.0))
+        self.register_buffer("best", torch.tensor(100.0))
+        self.register_buffer("patience", torch.tensor(0))
+        self.seen: list[list[float]] = []
+
+    def on_train_epoch_start(self) -> None:
+        self.temperature.fill_(float(self.current_epoch))
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        self.seen.append(
+            [float(each) for each in (self.temperature, self.best, self.patience, self.norm.running_mean[0])]
+        )
+        return super().training_step(batch, batch_idx)
+
+    def on_validation_epoch_end(self) -> None:
+        self.best.fill_(7.0 + self.global_step)
+        self.patience += 1
+        self.norm.running_mean.fill_(50.0 + self.global_step)
+
+
+@pytest.mark.parametrize("strategy", ["int8", "local_sgd"])  # compressed from the first step on; with local steps
+@on_ranks(2)
+def test_what_hooks_set_stays_and_is_in_the_checkpoint(strategy: str, tmp_path: Path) -> None:
+    """Of what a fit has seen, and fits that were resumed after its validation and its epoch."""
+    paths = [f"{tmp_path}/validated.ckpt", f"{tmp_path}/epoch.ckpt"]
+    saves = [
+        At(3, lambda trainer, _: trainer.save_checkpoint(paths[0]), "on_validation_end"),
+        At(5, lambda trainer, _: trainer.save_checkpoint(paths[1]), "on_train_epoch_end"),
+    ]
+    options: dict[str, Any] = {"max_epochs": 2, "val_check_interval": 3, "num_sanity_val_steps": 0}
+    models = []
+    for resume in (None, *paths):
+        models.append(Hooks())
+        train(strategy, models[-1], 5, 1, callbacks=[] if resume else saves, resume=resume, **options)
+    whole, after_validation, after_epoch = (model.seen for model in models)
+    assert [temperature for temperature, *_ in whole] == [0.0] * 5 + [1.0] * 5
+    assert [patience for _, _, patience, _ in whole] == [0.0] * 3 + [1.0] * 5 + [2.0] * 2
+    assert whole[3][1:] == [10.0, 1.0, 53.0]
+    assert after_validation == whole[3:]
+    assert after_epoch == whole[5:]
+
+
+class Buffers(Tiny):
+    """Has buffers that all ranks change alike, differently, or from step 5 on, beside those of batch norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("ema", torch.ones(100))
+        self.register_buffer("scale", torch.ones(3))
+        self.register_buffer("late", torch.ones(5))
+        self.seen: list[str] = []
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.ema.lerp_(self.wide.bias.detach().mean().expand(100), 0.1)
+        self.scale.add_(self.global_rank)
+        self.late.add_(self.global_rank * (self.global_step >= 5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.seen.append(digest([self.ema, self.scale]))
+        return super().forward(x * self.scale.sum().sigmoid())
+
+
+def count_broadcasts(**keywords: Any) -> tuple[list[int], list[int], list[str], list[str]]:
+    """Return the bytes of buffers before each forward pass, by DDP and the ledger; the buffers seen; what was said."""
+    sent, model, said = list[int](), Buffers(), list[str]()
+    broadcast = DistributedDataParallel._distributed_broadcast_coalesced
+
+    def watched(model: DistributedDataParallel, tensors: list[Tensor], *args: Any) -> None:
+        if model.training:
+            sent.append(sum(tensor.nbytes for tensor in tensors))
+        broadcast(model, tensors, *args)
+
+    hooks = ("on_train_batch_start", "on_before_backward")
+    counts = [Noted(lambda module: module.trainer.strategy.ledger.sent_bytes, hook) for hook in hooks]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(DistributedDataParallel, "_distributed_broadcast_coalesced", watched)
+        patch.setattr(shared_buffers, "rank_zero_info", said.append)
+        train(make("int8", **keywords), model, 10, callbacks=counts)
+    begin, end = (count.values for count in counts)
+    return sent, [after - before for before, after in zip(begin, end, strict=True)], model.seen, said
+
+
+@on_ranks(2)
+def test_buffers_that_ranks_change_differently_are_broadcast_and_counted() -> None:
+    """Not batch norm's statistics, nor what all ranks compute alike; this is looked at after steps 1, 2, 4 and 8."""
+    sent, counted, seen, said = count_broadcasts()
+    same(seen)
+    assert counted == [4 * 108] + [4 * 3] * 7 + [4 * 8] * 2
+    # And of each buffer a byte, whether rank 0 has it in that shape.
+    assert sent == [nbytes + num for nbytes, num in zip(counted, [3] + [1] * 7 + [2] * 2, strict=True)]
+    first, second = gathered(said)[0]
+    for message, words in (
+        (first, ("differently: scale. ", "12 bytes")),
+        (second, ("differently: late. ", "32 bytes")),
+    ):
+        assert all(each in message for each in words)
+    assert "broadcast_buffers=False" in second
+
+
+@on_ranks(2)
+def test_all_buffers_are_broadcast_or_none_where_that_is_asked() -> None:
+    everything, *_ = count_broadcasts(broadcast_buffers=True)
+    assert min(everything) > 4 * 108 or dist.get_rank()
+    assert count_broadcasts(broadcast_buffers=False)[0] == []
+
+
+# Left alone -----------------------------------------------------------------------------------------------------------
+
+
+class InFewBits(Tensor):
+    """A frozen weight that knows no arithmetic, as quantized ones of LoRA."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.split, Tensor.split, Tensor.view, Tensor.permute):
+            raise NotImplementedError(func)
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+class Ignoring(Tiny):
+    """Has a frozen parameter and a buffer that each rank sets to its number, and a weight of another class."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mine = nn.Parameter(torch.zeros(3), requires_grad=False)
+        self.few = nn.Parameter(torch.ones(3).as_subclass(InFewBits), requires_grad=False)
+        self.register_buffer("own", torch.zeros(3))
+        self._ddp_params_and_buffers_to_ignore = ["mine", "few", "own"]
+
+    def on_train_start(self) -> None:
+        self.mine.fill_(self.global_rank)
+        self.own.fill_(self.global_rank)
+
+
+@pytest.mark.parametrize("name", ["dgc", "local_sgd"])
+@on_ranks(2)
+def test_what_ddp_ignores_is_each_ranks_own(name: str) -> None:
+    module = Ignoring()
+    train(name, module)
+    assert module.mine.tolist() == module.own.tolist() == [float(dist.get_rank())] * 3

@@ -16,21 +16,19 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
 
-from lightning_lowbw import DGCStrategy, LocalSGDStrategy
 from tests.ranks import run_ranks
-from tests.strategies.fits import SPARSE, weights
-from tests.tiny import MIN_NUMEL, Tiny, amp_with_scaler, make_data, make_trainer, weights_of
+from tests.strategies.fits import make, train, weights
+from tests.tiny import Tiny, amp_with_scaler, weights_of
 
 pytestmark = pytest.mark.slow
 
 STEPS, NUM_FITS = 160, 5
-STRATEGIES: dict[str, Any] = {
-    "dgc": lambda: DGCStrategy(rampup_begin_step=10, rampup_step=20, sparsity=[0.75, 0.95], min_numel=MIN_NUMEL),
-    "sparse_loco": lambda: LocalSGDStrategy(k_steps=5, delay_steps=2, compression=SPARSE),
-    "ddp": DDPStrategy,
+CHANGES: dict[str, dict[str, Any]] = {
+    "dgc": {"rampup_begin_step": 10, "rampup_step": 20, "sparsity": (0.75, 0.95)},
+    "sparse_loco": {"k_steps": 5, "begin_step": 1, "delay_steps": 2},
+    "ddp": {},
 }
 
 
@@ -80,32 +78,10 @@ def held() -> dict[str, int]:
     }
 
 
-def fit_disturbed(name: str, path: str, steps: int, num_fits: int) -> tuple[str, list[dict[str, int]]]:
-    random_numbers, resume, holds = random.Random(1), None, []
-    stops = sorted(random_numbers.sample(range(10, steps, 3), num_fits - 1))
-    for last in [*stops, steps]:
-        model = Uneven()
-        options: dict[str, Any] = {"val_check_interval": random_numbers.randint(5, 20), "num_sanity_val_steps": 1}
-        trainer = make_trainer(
-            STRATEGIES[name](),
-            2,
-            callbacks=[Disturb(random_numbers, path, last)],
-            max_steps=last,
-            max_epochs=-1,
-            plugins=[amp_with_scaler()],  # which skips steps
-            **options,
-        )
-        trainer.fit(model, make_data(2, 20), make_data(2, 1), ckpt_path=resume)
-        resume, end = path, digest_of(name, model)
-        del model, trainer
-        holds.append(held())
-    return end, holds
-
-
-def fit_in_peace(name: str, steps: int) -> str:
-    model = Uneven()
-    trainer = make_trainer(STRATEGIES[name](), 2, max_steps=steps, max_epochs=-1, plugins=[amp_with_scaler()])
-    trainer.fit(model, make_data(2, 20))
+def fit(name: str, last: int, *callbacks: pl.Callback, val: int = 0, **options: Any) -> str:
+    model, scaler = Uneven(), [amp_with_scaler()]  # which skips steps
+    options |= {"max_steps": last, "max_epochs": -1, "plugins": scaler, "callbacks": [*callbacks]}
+    train(make(name, CHANGES[name]), model, 20, val, **options)
     return digest_of(name, model)
 
 
@@ -114,7 +90,14 @@ def soak(name: str, folder: str, steps: int = STEPS, num_fits: int = NUM_FITS) -
 
     Longer than the test: ``run_ranks(soak, 2, "dgc", folder, 2000, 40, timeout_s=600.0)``.
     """
-    return fit_in_peace(name, steps), *fit_disturbed(name, f"{folder}/some.ckpt", steps, num_fits)
+    peace, path, random_numbers, resume, holds = fit(name, steps), f"{folder}/some.ckpt", random.Random(1), None, []
+    stops = sorted(random_numbers.sample(range(10, steps, 3), num_fits - 1))
+    for last in [*stops, steps]:
+        options: dict[str, Any] = {"val_check_interval": random_numbers.randint(5, 20), "num_sanity_val_steps": 1}
+        end = fit(name, last, Disturb(random_numbers, path, last), val=1, resume=resume, **options)
+        resume = path
+        holds.append(held())
+    return peace, end, holds
 
 
 @pytest.mark.fault(

@@ -4,41 +4,21 @@ weight; those that a returned optimizer takes in its own step are allowed.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 from torch.optim import optimizer as torch_optimizer
 
-from lightning_lowbw import (
-    ConfigurationError,
-    DGCStrategy,
-    DisagreementError,
-    LocalSGD,
-    LocalSGDStrategy,
-    PowerSGD,
-    QuantizedGradients,
-    ShardedStrategy,
-    Strategy,
-)
-from tests.ranks import run_ranks
-from tests.strategies.fits import weights
-from tests.tiny import MIN_NUMEL, ManualTiny, Tiny, make_data, make_trainer
+from lightning_lowbw import ConfigurationError, DisagreementError
+from tests.ranks import on_ranks
+from tests.strategies.fits import make, refusal, same, train, weights
+from tests.tiny import ManualTiny, Tiny, trained
 
 STEPS = 4
-STRATEGIES: dict[str, Callable[[], Any]] = {
-    "dgc": lambda: DGCStrategy(sparsity=[0.9], min_numel=MIN_NUMEL),
-    "dgc, dense at first": lambda: DGCStrategy(rampup_begin_step=2, sparsity=[0.9], min_numel=MIN_NUMEL),
-    "int8": lambda: Strategy(QuantizedGradients("int8")),
-    "powersgd": lambda: Strategy(PowerSGD()),
-    "local_sgd": lambda: LocalSGDStrategy(k_steps=2, begin_step=0),
-    "post-local": lambda: LocalSGDStrategy(k_steps=2, begin_step=2),
-    "sharded": lambda: ShardedStrategy(LocalSGD(k_steps=2, begin_step=2), topology=1),
-}
 
 
 class InBackward(Tiny):
@@ -47,8 +27,8 @@ class InBackward(Tiny):
     share = 1.0
 
     def on_train_start(self) -> None:
-        trained = [p for p in self.parameters() if p.requires_grad]
-        for parameter in trained[: int(len(trained) * self.share)]:
+        parameters = trained(self)
+        for parameter in parameters[: int(len(parameters) * self.share)]:
             optimizer = SGD([parameter], lr=0.1)
 
             def step(_: Tensor, optimizer: Optimizer = optimizer) -> None:
@@ -58,8 +38,8 @@ class InBackward(Tiny):
             parameter.register_post_accumulate_grad_hook(step)
 
     def configure_optimizers(self) -> Any:
-        trained = [p for p in self.parameters() if p.requires_grad][int(len(list(self.parameters())) * self.share) :]
-        return SGD(trained, lr=0.1) if trained else None
+        others = trained(self)[int(len(list(self.parameters())) * self.share) :]
+        return SGD(others, lr=0.1) if others else None
 
 
 class HalfInBackward(InBackward):
@@ -137,40 +117,35 @@ def _move(parameter: Tensor) -> None:
     parameter.grad = None
 
 
-def refusals(name: str, *models: type[Tiny]) -> list[tuple[str, int]]:
-    found = []
-    for model in models:
-        trainer = make_trainer(STRATEGIES[name](), dist.get_world_size())
-        with pytest.raises((ConfigurationError, DisagreementError)) as caught:
-            trainer.fit(model(), make_data(dist.get_world_size(), STEPS))
-        found.append((f"{type(caught.value).__name__}: {caught.value}", trainer.global_step))
+def check_refused(name: str, model: Tiny, begin: str, error: Any = ConfigurationError) -> None:
+    """Check that at most the step of the returned optimizer in the same batch is taken, and no hook of torch's left."""
+    strategy = make(name, **({"topology": 1} if "sharded" in name else {}))
+    message = same(refusal(strategy, model, STEPS, error=error))
+    assert message.startswith(begin)
+    assert "configure_optimizers" in message or error is DisagreementError
+    assert model.trainer.global_step <= 1
     assert not torch_optimizer._global_optimizer_pre_hooks
-    return found
 
 
 @pytest.mark.fault(
     "steps in hooks of the backward pass, or others of optimizers that `configure_optimizers` does not return",
     "refused on all ranks before one moves a weight; the error names the optimizer",
 )
-@pytest.mark.parametrize("name", ["dgc", "dgc, dense at first", "int8", "powersgd", "local_sgd", "post-local"])
+@pytest.mark.parametrize(
+    "name", ["dgc", "dgc, dense at first", "int8", "powersgd", "local_sgd", "post-local", "post-local, sharded"]
+)
+@on_ranks(2)
 def test_a_step_of_another_optimizer_is_refused_before_it_moves_a_weight(name: str) -> None:
-    for found in run_ranks(refusals, 2, name, InBackward, HalfInBackward, Unreturned, ManualSAM):
-        for message, step in found:
-            assert message.startswith("ConfigurationError: SGD.step() was called directly")
-            assert "configure_optimizers" in message
-            assert step <= 1  # of the one that is returned, in the same batch
-
-
-def test_so_it_is_with_shards() -> None:
-    for [(message, _)] in run_ranks(refusals, 2, "sharded", Unreturned):
-        assert message.startswith("ConfigurationError: SGD.step() was called directly")
+    for model in [Unreturned] if "sharded" in name else [InBackward, HalfInBackward, Unreturned, ManualSAM]:
+        check_refused(name, model(), "SGD.step() was called directly")
 
 
 @pytest.mark.parametrize("name", ["dgc", "int8", "local_sgd"])
+@on_ranks(2)
 def test_weights_that_are_moved_by_hand_are_found_after_a_batch(name: str) -> None:
-    for [(message, step)] in run_ranks(refusals, 2, name, ByHand):
-        assert message.startswith("DisagreementError: 'head.weight' is in no optimizer")
-        assert step == 1
+    model = ByHand()
+    check_refused(name, model, "'head.weight' is in no optimizer", DisagreementError)
+    assert model.trainer.global_step == 1
 
 
 class Lookahead(Optimizer):
@@ -209,23 +184,12 @@ class Allowed(ManualTiny):
         return SGD([p for name, p in self.named_parameters() if p.requires_grad and "target" not in name], lr=0.05)
 
 
-def plain(parameters: Any) -> Optimizer:
-    return SGD(parameters, lr=0.05)
-
-
-def train_allowed(name: str) -> list[str]:
-    found = []
-    for make in (lambda: Tiny(Lookahead), lambda: Tiny(SAM), Allowed, lambda: Tiny(plain)):
-        model = make()
-        trainer = make_trainer(STRATEGIES[name](), dist.get_world_size())
-        trainer.fit(model, make_data(dist.get_world_size(), STEPS))
-        found.append(weights(model))
-    return found
-
-
 @pytest.mark.parametrize("name", ["dgc", "int8", "local_sgd"])
+@on_ranks(2)
 def test_steps_inside_of_a_step_and_of_others_than_the_module_s_parameters_are_allowed(name: str) -> None:
-    first, second = run_ranks(train_allowed, 2, name)
-    assert first == second
-    lookahead, sam, _, as_without = first
+    ends = []
+    for model in (Tiny(Lookahead), Tiny(SAM), Tiny(partial(SGD, lr=0.05)), Allowed()):
+        train(name, model, STEPS)
+        ends.append(same(weights(model)))
+    lookahead, sam, as_without, _ = ends
     assert lookahead == sam == as_without

@@ -3,35 +3,33 @@
 from __future__ import annotations
 
 import copy
-import warnings
+import pickle
 from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
+import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch.tuner import Tuner
 from torch import Tensor, nn
 
-from lightning_lowbw import DGC, DGCStrategy
+from lightning_lowbw import DGCStrategy
 from lightning_lowbw.comm.agreement import digest
-from tests.ranks import run_ranks
-from tests.strategies.fits import STEPS, fit
-from tests.sync.problem import each
-from tests.tiny import BATCH, MIN_NUMEL, Tiny, make_data, make_strategy, make_trainer, sgd, weights_of
+from tests.ranks import on_ranks
+from tests.strategies.fits import METHODS, STEPS, make, same, train, warned
+from tests.tiny import BATCH, Gan, Tiny, make_data, make_trainer, sgd, trained, weights_of
 
 
-def trainer_and_plain_loop() -> tuple[list[Tensor], list[Tensor]]:
-    """Train the same by Lightning, and by a plain loop around the method that has its own tests."""
+@on_ranks(2)
+def test_the_trainer_does_what_the_method_says() -> None:
+    """And a plain loop around it, which has its own tests."""
     nesterov, accumulate, clip = partial(sgd, nesterov=True), 2, 0.3
-    by_trainer = Tiny(nesterov)
-    fit(by_trainer, accumulate_grad_batches=accumulate, gradient_clip_val=clip)
-
-    model = Tiny(nesterov)
+    by_trainer, model = Tiny(nesterov), Tiny(nesterov)
+    train("dgc, warm-up", by_trainer, accumulate_grad_batches=accumulate, gradient_clip_val=clip)
     optimizer = model.configure_optimizers()
-    method = DGC(rampup_begin_step=2, rampup_step=4, sparsity=(0.5, 0.95), min_numel=MIN_NUMEL)
-    worker = method.attach(optimizer, model.named_parameters())
-    x, y = make_data(dist.get_world_size(), STEPS).dataset.tensors
+    worker = METHODS["dgc, warm-up"].attach(optimizer, model.named_parameters())
+    x, y = make_data(2, STEPS).dataset.tensors
     for first in range(0, STEPS, accumulate):
         optimizer.zero_grad()
         for batch in range(first, min(STEPS, first + accumulate)):
@@ -44,78 +42,29 @@ def trainer_and_plain_loop() -> tuple[list[Tensor], list[Tensor]]:
             worker.exchange()
         nn.utils.clip_grad_norm_(list(model.parameters()), clip * worker.clip_factor)
         optimizer.step()
-    return [p.detach() for p in by_trainer.parameters()], [p.detach() for p in model.parameters()]
+    for a, b in zip(by_trainer.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
 
 
-def test_the_trainer_does_what_the_method_says() -> None:
-    for by_trainer, by_loop in run_ranks(trainer_and_plain_loop, 2):
-        for a, b in zip(by_trainer, by_loop, strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
-
-
-class Gan(pl.LightningModule):
-    """Two optimizers with toggling; the discriminator steps every other batch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.automatic_optimization = False
-        self.generator = nn.Sequential(nn.Linear(4, 32), nn.ReLU(), nn.Linear(32, 16))
-        self.discriminator = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 1))
-        self.closures = 0
-
-    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
-        real, _ = batch
-        noise = torch.randn(len(real), 4, generator=torch.Generator().manual_seed(10 * batch_idx + self.global_rank))
-        make, judge = self.optimizers()
-        self.toggle_optimizer(make)
-        loss = -self.discriminator(self.generator(noise)).mean()
-        make.zero_grad()
-        self.manual_backward(loss)
-        self.clip_gradients(make, gradient_clip_val=1.0, gradient_clip_algorithm="norm")
-        make.step()
-        self.untoggle_optimizer(make)
-        if batch_idx % 2:
-            return
-        self.toggle_optimizer(judge)
-
-        def closure() -> None:
-            self.closures += 1
-            judge.zero_grad()
-            gap = self.discriminator(self.generator(noise).detach()).mean() - self.discriminator(real).mean()
-            self.manual_backward(gap)
-
-        judge.step(closure=closure)
-        self.untoggle_optimizer(judge)
-
-    def configure_optimizers(self) -> list[torch.optim.Optimizer]:
-        return [sgd(self.generator.parameters()), torch.optim.AdamW(self.discriminator.parameters(), lr=1e-2)]
-
-
-def train_gan(name: str) -> tuple[str, list[int], int]:
-    model = Gan()
-    trainer = fit(model, strategy=make_strategy(name, find_unused_parameters=True), max_epochs=2)
-    steps = [worker.step for worker in trainer.strategy.workers] if name != "ddp" else []
-    return weights_of(model), steps, model.closures
-
-
+@on_ranks(2)
 def test_two_optimizers_in_manual_optimization() -> None:
-    first, second = run_ranks(each, 2, train_gan, [("dgc",), ("dense",), ("ddp",)])
-    assert first == second
-    (_, steps, closures), dense, ddp = first
-    assert steps == [18, 10]  # a counter per optimizer: each goes through the warm-up at its own pace
-    assert closures == 10
+    ends = {}
+    for name in ("dgc, warm-up", "dense", "ddp"):
+        model = Gan()
+        trainer = train(make(name, find_unused_parameters=True), model, max_epochs=2)
+        ends[name] = same(weights_of(model))
+        if name == "dgc, warm-up":  # a counter per optimizer: each goes through the warm-up at its own pace
+            assert [worker.step for worker in trainer.strategy.workers] == [18, 10]
+            assert model.closures == 10
     # While both are dense it is DDP, also with one optimizer's gradients in buckets of the other.
-    assert dense[0] == ddp[0]
+    assert ends["dense"] == ends["ddp"]
 
 
-def fit_twice_and_evaluate() -> list[str]:
-    num_ranks = dist.get_world_size()
-    data = make_data(num_ranks, STEPS)
-    model = Tiny()
-    trainer = make_trainer(make_strategy("dgc"), num_ranks, max_epochs=1)
+@on_ranks(2)
+def test_fit_twice_validate_test_predict() -> None:
+    data, model, digests = make_data(2, STEPS), Tiny(), []
+    trainer = make_trainer(make("dgc, warm-up"), 2, max_epochs=1)
     trainer.validate(model, data, verbose=False)
-    digests = []
     for epochs in (1, 2):
         trainer.fit_loop.max_epochs = epochs
         trainer.fit(model, data)
@@ -125,13 +74,7 @@ def fit_twice_and_evaluate() -> list[str]:
     assert [worker.step for worker in trainer.strategy.workers] == [STEPS]  # of the second fit
     trainer.predict(model, torch.utils.data.DataLoader(data.dataset.tensors[0], batch_size=BATCH))
     assert "clip_gradients" not in vars(trainer.precision_plugin)
-    return digests
-
-
-def test_fit_twice_validate_test_predict() -> None:
-    results = run_ranks(fit_twice_and_evaluate, 2)
-    assert results[0] == results[1]
-    assert len(set(results[0])) == 4
+    assert len(set(same(digests))) == 4
 
 
 class Thawing(pl.Callback):
@@ -143,18 +86,14 @@ class Thawing(pl.Callback):
             trainer.optimizers[0].add_param_group({"params": list(module.frozen.parameters()), "lr": 0.01})
 
 
-def unfreeze() -> tuple[str, bool]:
-    model = Tiny()
-    before = model.frozen.weight.detach().clone()
-    fit(model, callbacks=[Thawing()])
-    return weights_of(model), bool((model.frozen.weight != before).any())
-
-
+@on_ranks(2)
 def test_a_layer_unfrozen_later_stays_the_same_on_all_ranks() -> None:
     """Stock DDP lets it drift apart: parameters that are frozen when it wraps are never reduced."""
-    first, second = run_ranks(unfreeze, 2)
-    assert first == second
-    assert first[1]
+    model = Tiny()
+    before = model.frozen.weight.detach().clone()
+    train("dgc, warm-up", model, callbacks=[Thawing()])
+    same(weights_of(model))
+    assert bool((model.frozen.weight != before).any())
 
 
 class Swapping(Thawing):
@@ -175,55 +114,40 @@ class SkipsBackward(Tiny):
             super().backward(loss, *args, **kwargs)
 
 
-def train_unusually(what: str) -> tuple[str, int]:
-    num_ranks, model = dist.get_world_size(), SkipsBackward() if what == "no backward" else Tiny()
+@pytest.mark.parametrize("what", ["swapped layers", "no backward", "other lengths"])
+@on_ranks(2)
+def test_unusual_trainings_are_no_errors(what: str) -> None:
+    """In dense steps, and the last one in sparse ones, too."""
+    model, length = SkipsBackward() if what == "no backward" else Tiny(), STEPS
     options: dict[str, Any] = {"callbacks": [Swapping()]} if what == "swapped layers" else {}
-    length = STEPS
     if what == "other lengths":  # each in an epoch of its own at the same step
         options, length = {"max_steps": 20, "max_epochs": -1}, 5 + 2 * dist.get_rank()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of the lengths
-        trainer = make_trainer(make_strategy("dgc", rampup_begin_step=10), num_ranks, **options)
-        trainer.fit(model, make_data(num_ranks, length))
-    return weights_of(model), trainer.global_step
-
-
-def test_unusual_trainings_are_no_errors() -> None:
-    """In dense steps, and the last one in sparse ones, too."""
-    cases = {"swapped layers": STEPS, "no backward": STEPS, "other lengths": 20}
-    first, second = run_ranks(each, 2, train_unusually, [(what,) for what in cases])
-    assert first == second
-    assert [steps for _, steps in first] == list(cases.values())
+    warned(lambda: train(make("dgc, warm-up", {"rampup_begin_step": 10}), model, length, **options))
+    same(weights_of(model))
+    assert model.trainer.global_step == options.get("max_steps", STEPS)
 
 
 class HasLearningRate(Tiny):
-    def __init__(self) -> None:
-        super().__init__()
-        self.lr = 0.05
+    lr = 0.05
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        return sgd([p for p in self.parameters() if p.requires_grad], lr=self.lr)
+        return sgd(trained(self), lr=self.lr)
 
 
-def find_learning_rate(num_training: int) -> tuple[str, int]:
-    """The tuner trains on the live strategy, then puts everything back."""
-    model = HasLearningRate()
-    trainer = make_trainer(make_strategy("dgc"), dist.get_world_size(), max_steps=STEPS, max_epochs=-1)
-    if num_training:
-        Tuner(trainer).lr_find(model, make_data(2, 30), num_training=num_training, update_attr=False)
-    trainer.fit(model, make_data(2, STEPS))
-    return weights_of(model), trainer.strategy.workers[0].step
-
-
+@on_ranks(2)
 def test_the_tuner_leaves_no_trace() -> None:
-    first, second = run_ranks(each, 2, find_learning_rate, [(0,), (12,)])
-    assert first == second
-    blind, tuned = first
-    assert tuned == blind
+    """It trains on the live strategy, then puts everything back."""
+    ends = []
+    for tunes in (False, True):
+        model = HasLearningRate()
+        trainer: Any = make_trainer(make("dgc, warm-up"), 2, max_steps=STEPS, max_epochs=-1)
+        if tunes:
+            Tuner(trainer).lr_find(model, make_data(2, 30), num_training=12, update_attr=False)
+        trainer.fit(model, make_data(2, STEPS))
+        ends.append(same((weights_of(model), trainer.strategy.workers[0].step)))
+    assert ends[0] == ends[1]
 
 
 def test_a_strategy_can_be_copied_and_pickled_before_the_fit() -> None:
-    import pickle
-
     strategy = DGCStrategy(sparsity=[0.5], start_method="spawn")
     assert pickle.loads(pickle.dumps(strategy)).method == strategy.method == copy.deepcopy(strategy).method

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +11,20 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from lightning_lowbw import AveragingSchedule, ConfigurationError, LocalSGDStrategy
 from tests.programs import free_port
-from tests.ranks import run_ranks
-from tests.strategies.fits import SPARSE, Trace, uneven_loader, weights
-from tests.sync.problem import each
+from tests.ranks import on_ranks, run_ranks
+from tests.strategies.fits import LOOKS, SPARSE, Noted, refusal, same, train, weights
 from tests.tiny import BATCH, Tiny, TwoOptimizers, make_trainer
+
+
+def uneven_loader(num_batches: int) -> DataLoader:
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    x = torch.randn(BATCH * num_batches, 16, generator=generator)
+    y = torch.randint(0, 5, (BATCH * num_batches,), generator=generator)
+    return DataLoader(TensorDataset(x, y), batch_size=BATCH)
 
 
 class Stream(IterableDataset):
@@ -49,18 +54,7 @@ class Scheduled(Tiny):
         return [optimizer], [{"scheduler": of_steps, "interval": "step"}, of_epochs]
 
 
-class Two(TwoOptimizers):
-    """The second optimizer steps in every other batch."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
-        self.manual_backward(super().training_step(batch, batch_idx))
-        for optimizer in self.optimizers()[: 1 + batch_idx % 2]:  # type: ignore[index]
-            optimizer.step()
-            optimizer.zero_grad()
-
-
 METHODS: dict[str, dict[str, Any]] = {
-    "local_sgd": {},
     "begins later": {"begin_step": 4},
     "k_steps=1": {"k_steps": 1},
     "sparse_loco": {"compression": SPARSE},
@@ -71,29 +65,20 @@ METHODS: dict[str, dict[str, Any]] = {
 def fit(
     method: str, load: Callable[[int], DataLoader], lengths: list[int], model: type[Tiny] = Scheduled, **options: Any
 ) -> dict[str, Any]:
-    trace, made, path = Trace(), model(), options.pop("ckpt_path", None)
-    options = {"max_epochs": 2, **options, "callbacks": [trace, *options.get("callbacks", [])]}
-    strategy = LocalSGDStrategy(**{"k_steps": 3, "begin_step": 0, **METHODS[method]})
-    trainer = make_trainer(strategy, dist.get_world_size(), **options)
-    trainer.fit(made, load(lengths[dist.get_rank()]), uneven_loader(1), ckpt_path=path)
-    return {
+    """Return what is the same on all ranks."""
+    after, shown, made, callbacks = Noted(), Noted(weights, *LOOKS), model(), options.pop("callbacks", [])
+    strategy = LocalSGDStrategy(**{"k_steps": 3, "begin_step": 0, **METHODS.get(method, {})})
+    options = {"max_epochs": 2, **options, "callbacks": [after, shown, *callbacks]}
+    trainer = train(strategy, made, load(lengths[dist.get_rank()]), uneven_loader(1), **options)
+    ends = {
         "steps": [worker.step for worker in strategy.workers],
-        "batches": len(trace.after),
+        "batches": len(after.values),
         "lr": [group["lr"] for optimizer in trainer.optimizers for group in optimizer.param_groups],
         "end": weights(made),
         # In synchronous steps buffers are those of rank 0 in each forward pass, as in DDP.
-        "shown": trace.shown if method != "k_steps=1" else len(trace.shown),
+        "shown": shown.values if method != "k_steps=1" else len(shown.values),
     }
-
-
-def agreed(results: list[Any]) -> Any:
-    """Return what is the same on all ranks."""
-    assert results == [results[0]] * len(results)
-    return results[0]
-
-
-def fit_known_and_unknown(*args: Any, **options: Any) -> list[dict[str, Any]]:
-    return [fit(args[0], load, *args[1:], **options) for load in (uneven_loader, stream)]
+    return same(ends)  # type: ignore[no-any-return]
 
 
 @pytest.mark.parametrize(
@@ -101,26 +86,28 @@ def fit_known_and_unknown(*args: Any, **options: Any) -> list[dict[str, Any]]:
     [
         ("begins later", Scheduled, [13]),
         ("k_steps=1", Scheduled, [10]),
-        ("sparse_loco", Two, [12, 6]),  # a stream ends with the average after the fifth batch
+        ("sparse_loco", TwoOptimizers, [12, 6]),  # a stream ends with the average after the fifth batch
         ("streaming_diloco", Scheduled, [12]),
     ],
 )
+@on_ranks(2)
 def test_all_ranks_take_the_batches_of_the_longest_epoch(method: str, model: type[Tiny], unknown: list[int]) -> None:
-    known, streamed = agreed(run_ranks(fit_known_and_unknown, 2, method, [4, 5], model))
+    known, streamed = (fit(method, load, [4, 5], model) for load in (uneven_loader, stream))
     assert (known["batches"], known["steps"]) == (10, [10] if model is Scheduled else [10, 4])
     assert (streamed["batches"], streamed["steps"]) == (unknown[0], unknown)
 
 
+@on_ranks(2)
 def test_the_length_of_equal_streams_changes_no_bit_where_they_end_with_an_average() -> None:
     options = {"accumulate_grad_batches": 2, "val_check_interval": 3, "max_steps": 12}
-    known, unknown = agreed(run_ranks(partial(fit_known_and_unknown, **options), 2, "local_sgd", [12, 12]))
-    assert unknown == known
+    assert fit("local_sgd", stream, [12, 12], **options) == fit("local_sgd", uneven_loader, [12, 12], **options)
 
 
+@on_ranks(2)
 def test_validation_and_checkpoints_in_mid_epoch_come_at_the_same_batches(tmp_path: Path) -> None:
     save = ModelCheckpoint(tmp_path, every_n_train_steps=4, save_top_k=-1)
     options = {"callbacks": [save], "enable_checkpointing": True, "val_check_interval": 4}
-    streamed = agreed(run_ranks(partial(fit, **options), 2, "local_sgd", stream, [6, 11]))
+    streamed = fit("local_sgd", stream, [6, 11], **options)
     assert streamed["batches"] == 24
     assert len(streamed["shown"]) == 2 * (1 + 6) + 1  # before and after each validation, and the end
     assert {path.name for path in tmp_path.glob("*.ckpt")} == {
@@ -128,9 +115,9 @@ def test_validation_and_checkpoints_in_mid_epoch_come_at_the_same_batches(tmp_pa
     }
 
 
+@on_ranks(2)
 def test_a_validation_interval_is_a_fraction_of_the_longest_epoch() -> None:
-    known = agreed(run_ranks(partial(fit, val_check_interval=0.5), 2, "local_sgd", uneven_loader, [6, 11]))
-    assert len(known["shown"]) == 2 * (1 + 4) + 1
+    assert len(fit("local_sgd", uneven_loader, [6, 11], val_check_interval=0.5)["shown"]) == 2 * (1 + 4) + 1
 
 
 class Reloading(Scheduled):
@@ -141,43 +128,30 @@ class Reloading(Scheduled):
         return uneven_loader(lengths[self.trainer.global_rank])
 
 
-def fit_reloading() -> tuple[int, str]:
+@on_ranks(2)
+def test_data_that_are_loaded_anew_may_have_other_lengths() -> None:
     model, trainer = Reloading(), make_trainer("local_sgd", 2, reload_dataloaders_every_n_epochs=1, max_epochs=3)
     trainer.fit(model, val_dataloaders=uneven_loader(1))
-    return trainer.global_step, weights(model)
+    same(weights(model))
+    assert trainer.global_step == 5 + 4 + 6
 
 
-def test_data_that_are_loaded_anew_may_have_other_lengths() -> None:
-    first, second = run_ranks(fit_reloading, 2)
-    assert first == second
-    assert first[0] == 5 + 4 + 6
-
-
-def fit_and_resume(folder: str) -> list[dict[str, Any]]:
-    """Return a run, and its resume from the checkpoint of its first epoch."""
-    save = ModelCheckpoint(folder, filename="{epoch}", save_top_k=-1)
-    whole = fit("local_sgd", stream, [5, 7], callbacks=[save], enable_checkpointing=True)
-    return [whole, fit("local_sgd", stream, [5, 7], ckpt_path=f"{folder}/epoch=0.ckpt")]
-
-
+@on_ranks(2)
 def test_a_resume_after_an_uneven_epoch_is_exact(tmp_path: Path) -> None:
-    for whole, resumed in run_ranks(fit_and_resume, 2, str(tmp_path)):
-        for name in ("steps", "lr", "end"):
-            assert resumed[name] == whole[name]
+    save = ModelCheckpoint(tmp_path, filename="{epoch}", save_top_k=-1)
+    whole = fit("local_sgd", stream, [5, 7], callbacks=[save], enable_checkpointing=True)
+    resumed = fit("local_sgd", stream, [5, 7], resume=f"{tmp_path}/epoch=0.ckpt")
+    for name in ("steps", "lr", "end"):
+        assert resumed[name] == whole[name]
 
 
-def fit_on_nodes() -> list[tuple[int, str]]:
-    ends = []
-    for load in (uneven_loader, stream):
-        trainer, model = make_trainer(LocalSGDStrategy(3, begin_step=1, topology=2), 4, max_epochs=2), Scheduled()
-        trainer.fit(model, load([3, 2, 4, 5][dist.get_rank()]), uneven_loader(1))
-        ends.append((trainer.global_step, weights(model)))
-    return ends
-
-
-def test_the_ranks_of_a_node_may_have_different_lengths_too() -> None:
-    known, unknown = agreed(run_ranks(fit_on_nodes, 4))
-    assert (known[0], unknown[0]) == (10, 13)
+@pytest.mark.parametrize(("load", "num_steps"), [(uneven_loader, 10), (stream, 13)])
+@on_ranks(4)
+def test_the_ranks_of_a_node_may_have_different_lengths_too(load: Any, num_steps: int) -> None:
+    model, strategy = Scheduled(), LocalSGDStrategy(3, begin_step=1, topology=2)
+    trainer = train(strategy, model, load([3, 2, 4, 5][dist.get_rank()]), uneven_loader(1), max_epochs=2)
+    same(weights(model))
+    assert trainer.global_step == num_steps
 
 
 # What is refused ---------------------------------------------------------------------------------------------------
@@ -186,6 +160,19 @@ def test_the_ranks_of_a_node_may_have_different_lengths_too() -> None:
 class Fetching(Tiny):
     def training_step(self, dataloader_iter: Any) -> Any:  # type: ignore[override]
         return super().training_step(next(dataloader_iter)[0], 0)
+
+
+@pytest.mark.parametrize(
+    ("trouble", "words"),
+    [
+        ("empty", "This rank has no batch in this epoch"),
+        ("read once", "cannot be read a second time"),
+        ("fetching", "training_step(dataloader_iter) does not show which batch is the last one"),
+    ],
+)
+def test_what_cannot_go_on_fails_on_all_ranks(trouble: str, words: str) -> None:
+    for message in run_ranks(fit_in_vain, 2, free_port(), trouble, timeout_s=60):
+        assert words in message
 
 
 def fit_in_vain(port: int, trouble: str) -> str:
@@ -202,33 +189,11 @@ def fit_in_vain(port: int, trouble: str) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("trouble", "words"),
-    [
-        ("empty", "This rank has no batch in this epoch"),
-        ("read once", "cannot be read a second time"),
-        ("fetching", "training_step(dataloader_iter) does not show which batch is the last one"),
-    ],
-)
-def test_what_cannot_go_on_fails_on_all_ranks(trouble: str, words: str) -> None:
-    for message in run_ranks(fit_in_vain, 2, free_port(), trouble, timeout_s=60):
-        assert words in message
-
-
-def begin_in_epochs(num_batches: list[int]) -> tuple[int, str]:
-    """Begin local steps after half an epoch, of a rank's data; -1 batches are a stream."""
-    number = num_batches[dist.get_rank()]
-    schedule = AveragingSchedule(k_steps=2, begin_epoch=0.5)
-    trainer = make_trainer(LocalSGDStrategy(), 2, max_epochs=1, callbacks=[schedule])
-    try:
-        trainer.fit(Tiny(), stream(3) if number < 0 else uneven_loader(number))
-    except ConfigurationError as error:
-        return -1, str(error)
-    return trainer.strategy.method.when.begin_step, ""  # type: ignore[attr-defined]
-
-
+@on_ranks(2, timeout_s=60.0)
 def test_epochs_are_counted_by_the_longest_and_not_without_a_length() -> None:
-    for known, (begin, message) in run_ranks(each, 2, begin_in_epochs, [([6, 8],), ([-1, -1],)], timeout_s=60.0):
-        assert known == (4, "")
-        assert begin == -1
-        assert "the training data has no length. Give it in steps: AveragingSchedule(begin_step=...)" in message
+    """Begin local steps after half an epoch of a rank's data."""
+    strategy, begin = LocalSGDStrategy(), {"callbacks": [AveragingSchedule(k_steps=2, begin_epoch=0.5)]}
+    train(strategy, data=uneven_loader([6, 8][dist.get_rank()]), **begin)
+    assert strategy.method.when.begin_step == 4
+    message = refusal(LocalSGDStrategy(), data=stream(3), **begin)
+    assert "the training data has no length. Give it in steps: AveragingSchedule(begin_step=...)" in message

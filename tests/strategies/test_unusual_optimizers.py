@@ -4,29 +4,21 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch.callbacks import Callback, OnExceptionCheckpoint
+from lightning.pytorch.callbacks import LambdaCallback, OnExceptionCheckpoint
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 
-from lightning_lowbw import (
-    DGC,
-    ConfigurationError,
-    Hierarchical,
-    LocalSGD,
-    LocalSGDStrategy,
-    PowerSGD,
-    QuantizedGradients,
-    Strategy,
-)
-from tests.ranks import run_ranks
-from tests.strategies.fits import SPARSE, adamw, gathered
-from tests.tiny import Tiny, Watcher, amp_with_scaler, make_data, make_trainer, weights_of
+from lightning_lowbw import ConfigurationError, LocalSGD
+from tests.ranks import on_ranks
+from tests.strategies.fits import At, Noted, adamw, make, refusal, same, saving, train, warned
+from tests.tiny import Tiny, amp_with_scaler, weights_of
 
 with warnings.catch_warnings():  # of torch about itself
     warnings.simplefilter("ignore")
@@ -95,38 +87,30 @@ def zero(parameters: Any) -> Optimizer:
     return ZeroRedundancyOptimizer(parameters, AdamW, lr=0.01)
 
 
-AVERAGING: list[Callable[[], Any]] = [
-    lambda: LocalSGDStrategy(k_steps=3, begin_step=0),
-    lambda: LocalSGDStrategy(k_steps=3, begin_step=100),  # refused in the first step, which is synchronous
-    lambda: LocalSGDStrategy(k_steps=3, begin_step=0, compression=SPARSE),
-    lambda: Strategy(LocalSGD(3, 0, outer="nesterov", num_fragments=2, delay_steps=1)),
+AVERAGING: list[tuple[str, dict[str, Any]]] = [
+    ("local_sgd", {}),
+    ("local_sgd", {"begin_step": 100}),  # refused in the first step, which is synchronous
+    ("sparse_loco", {}),
+    ("streaming", {"k_steps": 3, "delay_steps": 1}),
 ]
 
 
-def refuse(optimizer: Callable[..., Optimizer], options: list[dict[str, Any]]) -> list[str]:
-    """Return the errors of fits, which all ranks have to raise, and how far these came."""
-    messages = []
-    for each in AVERAGING:
-        for kwargs in options:
-            model = Tiny(optimizer)
-            before = weights_of(model)
-            trainer = make_trainer(each(), dist.get_world_size(), **kwargs)
-            with pytest.raises(ConfigurationError) as caught:
-                trainer.fit(model, make_data(dist.get_world_size(), STEPS))
-            assert trainer.global_step == 0
-            messages.append(str(caught.value))
-            assert optimizer is zero or weights_of(model) == before
-    return messages
+def check_refused(optimizer: Callable[..., Optimizer], words: str, **options: Any) -> None:
+    for name, changes in AVERAGING:
+        model = Tiny(optimizer)
+        before = weights_of(model)
+        assert words in same(refusal(make(name, changes), model, STEPS, **options))
+        assert model.trainer.global_step == 0
+        assert optimizer is zero or weights_of(model) == before
 
 
 @pytest.mark.fault(
     "an optimizer with two sets of weights (schedule-free), with a method that averages weights",
     "refused before the first step, on all ranks; the error names the optimizer and what to do",
 )
+@on_ranks(2)
 def test_a_second_set_of_weights_is_refused_where_weights_are_averaged() -> None:
-    first, second = run_ranks(refuse, 2, ScheduleFree, [{}])
-    assert first == second
-    assert all("ScheduleFree has train() and eval()" in each for each in first)
+    check_refused(ScheduleFree, "ScheduleFree has train() and eval()")
 
 
 @pytest.mark.fault(
@@ -134,189 +118,132 @@ def test_a_second_set_of_weights_is_refused_where_weights_are_averaged() -> None
     "method that averages weights",
     "refused in the first step, on all ranks, before anything is sent; the error names the optimizer and what to do",
 )
-@pytest.mark.parametrize("optimizer", [Share, zero])
-def test_collectives_in_a_step_are_refused_where_weights_are_averaged(optimizer: Any) -> None:
-    options: list[dict[str, Any]] = [{}, {"accumulate_grad_batches": 2}]
-    first, second = run_ranks(refuse, 2, optimizer, options)
-    assert first == second
-    name = "Share" if optimizer is Share else "ZeroRedundancyOptimizer"
-    assert all(f"{name} communicates in its step" in each for each in first)
+@pytest.mark.parametrize(("optimizer", "name"), [(Share, "Share"), (zero, "ZeroRedundancyOptimizer")])
+@on_ranks(2)
+def test_collectives_in_a_step_are_refused_where_weights_are_averaged(optimizer: Any, name: str) -> None:
+    for accumulate in (1, 2):
+        check_refused(optimizer, f"{name} communicates in its step", accumulate_grad_batches=accumulate)
 
 
-class Normed(Callback):
-    """Communicates in a hook between the closure and the optimizer's own step, as a logger of norms may."""
-
-    def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
-        dist.all_reduce(torch.zeros(1))
-
-
-def communicate_elsewhere() -> None:
-    for kwargs in ({}, {"plugins": [amp_with_scaler()]}):
-        model = Tiny(adamw)
-        trainer = make_trainer(LocalSGDStrategy(k_steps=3, begin_step=0), 2, callbacks=[Normed()], **kwargs)
-        trainer.fit(model, make_data(2, STEPS))
-        assert len(set(gathered(weights_of(model)))) == 1
-    model = Tiny(Share, poison=(dist.get_rank(), 0))  # a GradScaler leaves out the first step
-    trainer = make_trainer(LocalSGDStrategy(k_steps=3, begin_step=0), 2, plugins=[amp_with_scaler()])
-    with pytest.raises(ConfigurationError, match="communicates in its step"):
-        trainer.fit(model, make_data(2, STEPS))
-    assert trainer.global_step == 1
-
-
+@on_ranks(2)
 def test_other_collectives_are_allowed() -> None:
-    run_ranks(communicate_elsewhere, 2)
+    """In a hook between the closure and the optimizer's own step, as a logger of norms may."""
+    for options in ({}, {"plugins": [amp_with_scaler()]}):
+        model, normed = Tiny(adamw), LambdaCallback(on_before_optimizer_step=lambda *_: dist.all_reduce(torch.zeros(1)))
+        train("local_sgd", model, STEPS, callbacks=[normed], **options)
+        same(weights_of(model))
+    model = Tiny(Share, poison=(dist.get_rank(), 0))  # a GradScaler leaves out the first step
+    assert "communicates in its step" in refusal("local_sgd", model, STEPS, plugins=[amp_with_scaler()])
+    assert model.trainer.global_step == 1
 
 
-def loop(optimizer: Optimizer, model: nn.Module, closure: Callable[[], Tensor], has_closure: bool) -> None:
+def step_in_a_plain_loop(make_optimizer: Callable[[Any], Optimizer], has_closure: bool) -> None:
+    model = nn.Linear(4, 4)
+    for parameter in model.parameters():
+        nn.init.ones_(parameter)
+    optimizer = make_optimizer(model.parameters())
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss: Tensor = model(torch.ones(1, 4)).sum()
+        loss.backward()
+        return loss
+
     LocalSGD(k_steps=2, begin_step=0).attach(optimizer, model.named_parameters())
     if not has_closure:
         closure()
     optimizer.step(*([closure] if has_closure else []))
 
 
-def attach() -> list[str]:
-    """The same in a plain loop, with and without a closure."""
-    messages = []
-    for make in (Share, lambda p: ScheduleFree(p)):
-        for has_closure in (True, False):
-            model = nn.Linear(4, 4)
-            for parameter in model.parameters():
-                nn.init.ones_(parameter)
-            optimizer = make(model.parameters())
-
-            def closure() -> Tensor:
-                optimizer.zero_grad()  # noqa: B023
-                loss: Tensor = model(torch.ones(1, 4)).sum()  # noqa: B023
-                loss.backward()
-                return loss
-
-            with pytest.raises(ConfigurationError) as caught:
-                loop(optimizer, model, closure, has_closure)
-            messages.append(str(caught.value))
-    model = nn.Linear(4, 4)
-    LocalSGD(k_steps=2, begin_step=0).attach(optimizer := SGD(model.parameters(), 0.1), model.named_parameters())
-    model(torch.ones(1, 4)).sum().backward()
-    optimizer.step()
-    return messages
-
-
+@on_ranks(2)
 def test_a_plain_loop_refuses_them_too() -> None:
-    first, second = run_ranks(attach, 2)
-    assert first == second
-    assert ["communicates" in each for each in first] == [True, True, False, False]
+    for make_optimizer, words in ((Share, "communicates"), (lambda p: ScheduleFree(p), "train() and eval()")):
+        for has_closure in (True, False):
+            with pytest.raises(ConfigurationError) as caught:
+                step_in_a_plain_loop(make_optimizer, has_closure)
+            assert words in same(str(caught.value))
+    step_in_a_plain_loop(partial(SGD, lr=0.1), has_closure=False)
+
+
+class WithoutHooks(Optimizer):
+    """Holds an optimizer, and has not called Optimizer's constructor, as those that add noise for privacy."""
+
+    def __init__(self, inner: Optimizer) -> None:
+        self.inner, self.defaults = inner, inner.defaults
+        self.param_groups, self.state = inner.param_groups, inner.state
+
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        return self.inner.step(closure)
+
+
+@pytest.mark.parametrize("name", ["dgc", "local_sgd"])
+@on_ranks(2)
+def test_wrappers_that_are_no_optimizers_are_refused(name: str) -> None:
+    message = refusal(name, Tiny(lambda parameters: WithoutHooks(SGD(parameters, lr=0.1))))
+    assert "WithoutHooks has not called torch.optim.Optimizer.__init__" in message
 
 
 # With gradients ------------------------------------------------------------------------------------------------------
 
-GRADIENTS: dict[str, Callable[[], Any]] = {
-    "dense": lambda: Strategy(DGC(rampup_begin_step=100)),
-    "dgc": lambda: Strategy(DGC(sparsity=[0.9], min_numel=100)),
-    "int8": lambda: Strategy(QuantizedGradients("int8")),
-    "powersgd": lambda: Strategy(PowerSGD()),
-    "hierarchical": lambda: Strategy(Hierarchical()),
+PLACES = {  # where people call `eval` and `train` of their optimizer
+    "start": ("on_validation_start", "on_validation_end"),
+    "model_eval": ("on_validation_model_eval", "on_validation_model_train"),
+    "epoch": ("on_validation_epoch_start", "on_train_epoch_start"),
 }
 
 
 class Modes(Tiny):
-    """Calls eval and train of its optimizer in one of the places that people use."""
-
     def __init__(self, place: str) -> None:
         super().__init__(ScheduleFree)
-        self.place, self.validated = place, list[str]()
+        hooks = dict(zip(PLACES[place], ("eval", "train"), strict=True))
+        for hook, mode in {**hooks, "on_train_start": "train"}.items():
+            setattr(self, hook, partial(self._set, getattr(self, hook), mode))
 
-    def on_train_start(self) -> None:
-        self._set("train", self.place)
-
-    def on_validation_start(self) -> None:
-        self._set("eval", "start")
-
-    def on_validation_end(self) -> None:
-        self._set("train", "start")
-
-    def on_validation_model_eval(self) -> None:
-        super().on_validation_model_eval()
-        self._set("eval", "model_eval")
-
-    def on_validation_model_train(self) -> None:
-        super().on_validation_model_train()
-        self._set("train", "model_eval")
-
-    def on_validation_epoch_start(self) -> None:
-        self._set("eval", "epoch")
-
-    def on_train_epoch_start(self) -> None:
-        self._set("train", "epoch")
-
-    def _set(self, mode: str, place: str) -> None:
-        if self.place == place:
-            getattr(self.trainer.optimizers[0], mode)()
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        super().validation_step(batch, batch_idx)
-        self.validated.append(weights_of(self))
+    def _set(self, hook: Callable[..., None], mode: str, *args: Any) -> None:
+        hook(*args)
+        getattr(self.trainer.optimizers[0], mode)()
 
 
-def switch(name: str) -> None:
-    traces = []
-    for place in ("", "start", "model_eval", "epoch"):
-        model, after = Modes(place or "start"), list[str]()
-
-        class Look(Callback):
-            def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
-                after.append(weights_of(module))  # noqa: B023
-
-        options = {"callbacks": [Look()], "max_epochs": 2, "num_sanity_val_steps": 0}
-        data = make_data(2, 1) if place else None
-        make_trainer(GRADIENTS[name](), 2, **options).fit(model, make_data(2, STEPS), data)
-        assert all(len(set(each)) == 1 for each in zip(*gathered(model.validated), strict=True))
-        assert all(len(set(each)) == 1 for each in zip(*gathered(after), strict=True))
-        traces.append(after)
-    assert traces[1] == traces[2] == traces[3]  # rounding alone: y -> x -> y
-    assert traces[0][:STEPS] == traces[1][:STEPS]
-
-
-@pytest.mark.parametrize("name", GRADIENTS)
+@pytest.mark.parametrize("name", ["dense", "dgc", "int8", "powersgd", "hierarchical"])
+@on_ranks(2)
 def test_a_second_set_of_weights_is_equal_on_all_ranks_with_gradients(name: str) -> None:
-    run_ranks(switch, 2, name)
-
-
-def share_and_save(name: str, folder: str) -> None:
-    model = Tiny(Share)
-    make_trainer(GRADIENTS[name](), 2).fit(model, make_data(2, STEPS))
-    assert len(set(gathered(weights_of(model)))) == 1
-    whole, again, first = (Tiny(zero) for _ in range(3))
-    make_trainer(GRADIENTS[name](), 2, max_steps=2 * STEPS, max_epochs=-1).fit(whole, make_data(2, STEPS))
-    path = f"{folder}/{{}}.ckpt"
-    make_trainer(GRADIENTS[name](), 2, callbacks=[Watcher(path, (STEPS,))]).fit(first, make_data(2, STEPS))
-    trainer = make_trainer(GRADIENTS[name](), 2, max_steps=2 * STEPS, max_epochs=-1)
-    trainer.fit(again, make_data(2, STEPS), ckpt_path=path.format(STEPS))
-    assert trainer.global_step == 2 * STEPS
-    assert gathered(weights_of(whole)) == gathered(weights_of(again))
-
-
-class Fail(Callback):
-    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
-        if trainer.global_step == 2:
-            raise RuntimeError("a fault of the user's")
-
-
-def fail(folder: str) -> list[str]:
-    callbacks = [Fail(), OnExceptionCheckpoint(folder)]
-    trainer = make_trainer(GRADIENTS["int8"](), 2, callbacks=callbacks, enable_checkpointing=True)
-    with pytest.raises(RuntimeError, match="of the user's"), warnings.catch_warnings(record=True) as caught:
-        trainer.fit(Tiny(zero), make_data(2, STEPS))
-    return [str(each.message) for each in caught if "is not written" in str(each.message)]
-
-
-def test_nothing_is_gathered_while_an_exception_ends_the_fit(tmp_path: Path) -> None:
-    first, _ = run_ranks(fail, 2, str(tmp_path))
-    assert len(first) == 1
-    assert not list(tmp_path.iterdir())
+    traces = []
+    for place in ("", *PLACES):
+        after, validated = Noted(weights_of), Noted(weights_of, "on_validation_batch_end")
+        options = {"callbacks": [after, validated], "max_epochs": 2, "num_sanity_val_steps": 0}
+        train(name, Modes(place or "start"), STEPS, 1 if place else 0, **options)
+        assert bool(same(validated.values)) == bool(place)
+        traces.append(same(after.values))
+    quiet, start, model_eval, epoch = traces
+    assert start == model_eval == epoch  # rounding alone: y -> x -> y
+    assert quiet[:STEPS] == start[:STEPS]
 
 
 @pytest.mark.fault(
     "a checkpoint with ZeroRedundancyOptimizer, with a method that exchanges gradients", "saved and resumed as by ddp"
 )
 @pytest.mark.parametrize("name", ["dense", "dgc", "int8", "hierarchical"])
+@on_ranks(2)
 def test_an_optimizer_that_communicates_trains_and_resumes_with_gradients(name: str, tmp_path: Path) -> None:
-    run_ranks(share_and_save, 2, name, str(tmp_path))
+    shared, whole, first, resumed = Tiny(Share), Tiny(zero), Tiny(zero), Tiny(zero)
+    train(name, shared, STEPS)
+    same(weights_of(shared))
+    options = {"max_steps": 2 * STEPS, "max_epochs": -1}
+    train(name, whole, STEPS, **options)
+    train(name, first, STEPS, callbacks=[saving(f"{tmp_path}/{{}}.ckpt", (STEPS,))])
+    train(name, resumed, STEPS, resume=f"{tmp_path}/{STEPS}.ckpt", **options)
+    assert resumed.trainer.global_step == 2 * STEPS
+    assert weights_of(whole) == weights_of(resumed)
+
+
+def fail(*_: Any) -> None:
+    raise RuntimeError("a fault of the user's")
+
+
+@on_ranks(2)
+def test_nothing_is_gathered_while_an_exception_ends_the_fit(tmp_path: Path) -> None:
+    options = {"callbacks": [At(2, fail), OnExceptionCheckpoint(tmp_path)], "enable_checkpointing": True}
+    message, said = warned(lambda: refusal("int8", Tiny(zero), STEPS, error=RuntimeError, **options))
+    assert "of the user's" in message
+    assert ["is not written" in each for each in said].count(True) == (dist.get_rank() == 0)
+    assert not list(tmp_path.iterdir())
