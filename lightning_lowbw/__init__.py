@@ -7,6 +7,7 @@ Importing this package makes the strategies known to Lightning by name, `Trainer
 from lightning_lowbw import namespaces  # first: it may change what the next ones are built on
 from lightning_lowbw.callbacks.schedules import AveragingSchedule, SparsityWarmup
 from lightning_lowbw.comm.topology import Topology
+from lightning_lowbw.compress.payload import Whole
 from lightning_lowbw.compress.top_k import Compression, TopK
 from lightning_lowbw.errors import (
     ConfigurationError,
@@ -30,7 +31,6 @@ from lightning_lowbw.strategies import (
 )
 from lightning_lowbw.strategies.names import NAMES, OF_GROUPS, OF_SHARDS
 from lightning_lowbw.strategies.traffic_monitor import TrafficMonitor
-from lightning_lowbw.sync.exchange import Whole
 from lightning_lowbw.sync.low_rank import LowRank
 from lightning_lowbw.sync.quantized import Quantized
 from lightning_lowbw.sync.state import merge_states

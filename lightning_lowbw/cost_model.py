@@ -53,16 +53,11 @@ from lightning_lowbw.arguments import code_of
 from lightning_lowbw.comm.collectives import all_gather_bytes, all_gather_rounds, all_reduce_bytes, all_reduce_rounds
 from lightning_lowbw.comm.link import Link, measure_link
 from lightning_lowbw.comm.peers import BUCKET_BYTES, Peers
-from lightning_lowbw.compress.quantization import make_format
-from lightning_lowbw.compress.sparse_sum import message_sizes
-from lightning_lowbw.compress.top_k import TopK, small_numel
+from lightning_lowbw.compress.payload import FLOAT_BYTES, Message, Payload, Shapes, Whole
+from lightning_lowbw.compress.top_k import small_numel
 from lightning_lowbw.method import Method
 from lightning_lowbw.presets import QuantizedGradients
-from lightning_lowbw.schedules.every_k import EveryK
 from lightning_lowbw.schedules.every_step import EveryStep
-from lightning_lowbw.sync.exchange import Whole
-from lightning_lowbw.sync.low_rank import LowRank
-from lightning_lowbw.sync.quantized import Quantized
 
 DENSITIES = (0.001, 0.002, 0.004, 0.008, 0.016, 0.032, 0.064, 0.128, 0.256)
 LEAST_TIMES_SENT = 30
@@ -181,7 +176,6 @@ def choose(
 latency 0.1 ms: dgc, 104 ms a step (more would take over 5 % of a step); ddp would take 900 ms. To write it down: \
 strategy=lowbw.Strategy(lowbw.Method(when=lowbw.EveryStep(rampup_begin_step=7, sparsity=(0.998,)), what=lowbw.TopK()))
     """
-    assert isinstance(given.when, EveryStep)
     budget = given.when.budget
     found = {name: refused.get(name) or CANDIDATES[name](measured, run, given) for name in names}
     candidates = [each for each in found.values() if isinstance(each, Candidate)]
@@ -214,7 +208,6 @@ def _every_step(name: str, measured: Measured, run: Run, given: Method) -> Candi
 
 def _dgc(measured: Measured, run: Run, given: Method) -> Candidate | str:
     """Return deep gradient compression, which delays most elements; or why there is no density for it."""
-    assert isinstance(given.when, EveryStep)
     left, step_s, add_s = run.num_left, measured.step_s, measured.exchange_s
     if left == math.inf:
         return "the number of steps is not known: give Trainer(max_steps=...)"
@@ -266,7 +259,7 @@ def number(value: float) -> str:
 
 
 def measure(
-    what: TopK,
+    what: Payload,
     names: Sequence[str],
     numels: tuple[Sequence[int], Sequence[int]],
     peers: Peers,
@@ -309,9 +302,7 @@ def measure(
             # number of elements that are sent.
             least, most = DENSITIES[0], DENSITIES[-1]
             stairs = EveryStep(0, 2 * NUM_EXCHANGES, (1.0 - most, 1.0 - least))
-            # "auto" leaves the all-gather only where the other takes less than half: both stairs by one of them.
-            exchange = "all_gather" if what.exchange == "auto" else what.exchange
-            method = Method(when=stairs, what=replace(what, min_numel=SMALL_NUMEL, exclude=(), exchange=exchange))
+            method = Method(when=stairs, what=what.sample(SMALL_NUMEL))
             many, few = time_exchanges(method, [*tensors, sample], peers, device, num_stairs=2)
             sent_s = sum(sparse) * per_element_s(few, many, sample * (most - least))
             exchange_s |= {density: few[0] + dense_s(sum(others)) + density * sent_s for density in DENSITIES}
@@ -358,10 +349,8 @@ def slowest(measured: Sequence[Measured]) -> Measured:
 
 # The cost model -------------------------------------------------------------------------------------------------------
 
-FLOAT_BYTES = 4
 WORK_BYTES = 32  # of memory per element: into a message, added, divided, out of it
 FAST = Link(latency_s=1e-5, bandwidth_bytes_per_s=25e9)  # PCIe
-Shapes = Sequence[tuple[int, ...]]
 
 
 @dataclass(frozen=True)
@@ -420,24 +409,27 @@ def cost_of(method: Method, shapes: Shapes, cluster: Cluster, step_s: float, flo
     when, what, inside = method.when, method.what, cluster.inside
     num_local = 1 if method.where.topology == "flat" else cluster.ranks_per_node
     between = Between(cluster, num_local)
-    numel = sum(map(math.prod, shapes))
-    if isinstance(what, TopK) and isinstance(when, EveryStep) and when.stairs:
+    if when.stairs:
         what = what.at(1.0 - when.stairs[-1]) if when.stairs[-1] else Whole()
-    sent = _traffic(what, shapes, between, float_bytes)
-    work_s = 0.0 if isinstance(what, TopK) else WORK_BYTES * numel / cluster.memory_bytes_per_s
+    numels = [*map(math.prod, shapes)]
+    numel, small = sum(numels), small_numel(numels)
+    # What is compressed, and in one all-reduce the status and what is not.
+    compressed = [shape for shape in shapes if what.compresses("", math.prod(shape), small)]
+    num_whole = numel - sum(map(math.prod, compressed))
+    messages = what.messages(compressed, between.num_ranks, num_local, when=when)
+    sent = sum(map(between.of, messages), between.all_reduce(max(1, float_bytes * num_whole)))
     exchange_s = cluster.link.seconds(sent.node_bytes, sent.rounds) + inside.seconds(sent.inside_bytes)
-    exchange_s += work_s if between.num_ranks > 1 else 0.0
+    if between.num_ranks > 1 and not what.replaces_step:
+        exchange_s += WORK_BYTES * numel / cluster.memory_bytes_per_s
     in_node = _ring_all_reduce(float_bytes * numel, num_local)
     beside_s = inside.seconds(in_node.node_bytes, in_node.rounds)
-    every, hidden_s, copies = 1, 0.0, 0.0  # copies of the weights: consensus, velocity, two during a delay
-    if isinstance(when, EveryK):
-        every, hidden_s = when.k_steps, when.delay_steps * step_s
-        copies = 2 * (when.delay_steps > 0) + (when.outer != "none") + (when.outer != "none" or what != Whole())
-    elif isinstance(what, Whole):
+    if what.sends_all and not when.averages_weights:
         beside_s, exchange_s = beside_s + exchange_s, 0.0
-    added_s = max(0.0, beside_s - cluster.overlap * step_s) + max(0.0, exchange_s - hidden_s) / every
-    residuals = 0.0 if isinstance(what, Whole) else 1.0 if isinstance(what, LowRank) else 1.0 / num_local
-    return Cost(added_s, sent.node_bytes / every, FLOAT_BYTES * numel * (copies + residuals))
+    added_s = max(0.0, beside_s - cluster.overlap * step_s)
+    added_s += max(0.0, exchange_s - when.delay_steps * step_s) / when.k_steps
+    residuals = 0.0 if what.sends_all else 1.0 / num_local if what.keeps_parts else 1.0
+    kept_bytes = FLOAT_BYTES * numel * (when.num_copies(keeps_start=not what.sends_all) + residuals)
+    return Cost(added_s, sent.node_bytes / when.k_steps, kept_bytes)
 
 
 @dataclass(frozen=True)
@@ -474,6 +466,11 @@ class Between:
         """The participants."""
         return self.cluster.num_nodes * self.cluster.ranks_per_node // self.num_local
 
+    def of(self, message: Message) -> Traffic:
+        """Return what a payload's message is on this cluster."""
+        traffic: Traffic = getattr(self, message.collective)(message.nbytes)
+        return traffic
+
     def all_reduce(self, nbytes: int) -> Traffic:
         """Sum so many bytes of each node, in buckets."""
         return _ring_all_reduce(nbytes, self.num_ranks)
@@ -489,36 +486,9 @@ class Between:
         outside = self.num_ranks - (1 if self.num_local > 1 else on_node)
         return Traffic(on_node * outside * nbytes, int(self.num_ranks > 1))
 
-
-def _traffic(what: object, shapes: Shapes, between: Between, float_bytes: int) -> Traffic:
-    """Return what a payload sends, with the status and what is sent whole in one all-reduce."""
-    all_numels, num_ranks, num_local = [*map(math.prod, shapes)], between.num_ranks, between.num_local
-    if isinstance(what, Quantized):
-        part = -(-sum(all_numels) // num_local)
-        message = make_format(what.value_dtype).nbytes(-(-part // num_ranks))  # to its owner, and back as a mean
-        in_node = Traffic(0, 0, all_gather_bytes(FLOAT_BYTES * part, num_local))
-        return between.all_reduce(1) + between.all_to_all(message) + between.all_gather(message) + in_node
-    if isinstance(what, LowRank):
-        factors = [what.factors(shape) for shape in shapes]
-        lefts = sum(n if f is None else f[0] * f[2] for n, f in zip(all_numels, factors, strict=True))
-        rights = sum(f[1] * f[2] for f in factors if f)
-        return (
-            between.all_reduce(1) + between.all_reduce(FLOAT_BYTES * lefts) + between.all_reduce(FLOAT_BYTES * rights)
-        )
-    if not isinstance(what, TopK):
-        return between.all_reduce(float_bytes * sum(all_numels))
-    small = small_numel(all_numels)
-    taken = [numel for numel in all_numels if what.takes("", numel, small)]
-    whole = between.all_reduce(max(1, FLOAT_BYTES * (sum(all_numels) - sum(taken))))
-    parts = [-(-numel // num_local) for numel in taken]
-    if what.collective(parts, num_ranks, is_two_level=num_local > 1) == "all_gather":
-        message = what.nbytes(parts)
-        in_node = Traffic(0, 0, all_gather_bytes(num_ranks * message, num_local))
-        return whole + between.all_gather(message) + in_node
-    # What `compress.sparse_sum` sends: the elements to their owners, then the largest sums to all.
-    num_sent = sum(what.nums_sent(parts))
-    scattered, gathered = message_sizes(what.codec, sum(parts), num_sent, num_ranks)
-    return whole + between.all_to_all(scattered) + between.all_gather(gathered)
+    def gather_in_node(self, nbytes: int) -> Traffic:
+        """Hand what each rank of a node has received to the others there."""
+        return Traffic(0, 0, all_gather_bytes(nbytes, self.num_local))
 
 
 def predict(shapes: Shapes, cluster: Cluster, step_s: float, given: Method) -> Measured:

@@ -19,29 +19,25 @@ from lightning_lowbw.arguments import from_mapping, names_arguments, names_of, s
 from lightning_lowbw.comm.agreement import agree, failing_together
 from lightning_lowbw.comm.peers import Algorithm, Peers, make_peers
 from lightning_lowbw.comm.topology import TopologyChoice, asks_for_two_levels, check_choice
-from lightning_lowbw.compress.top_k import TopK
+from lightning_lowbw.compress.payload import PAYLOADS, Payload, Whole
 from lightning_lowbw.errors import ConfigurationError
 from lightning_lowbw.namespaces import LOGGER
-from lightning_lowbw.schedules.every_k import EveryK
 from lightning_lowbw.schedules.every_step import EveryStep
+from lightning_lowbw.schedules.schedule import SCHEDULES, Schedule
 from lightning_lowbw.sync.checks import (
     agree_on_model,
     agree_on_optimizers,
     check_not_in_ddp,
-    check_two_levels,
     warn_if_alone,
     warn_if_incomplete,
     warn_if_mostly_sent,
 )
-from lightning_lowbw.sync.exchange import EXCHANGES, PAYLOADS, Whole
 from lightning_lowbw.sync.gradient import GradientSync
 from lightning_lowbw.sync.kernels import prepare_kernels, uses_of
 from lightning_lowbw.sync.local import LocalSync
 from lightning_lowbw.sync.synchronizer import Synchronizer, wrap_step
 
 _logger = logging.getLogger(LOGGER)
-
-WHEN: dict[str, type] = {"step": EveryStep, "k": EveryK}
 
 
 @names_arguments
@@ -102,121 +98,75 @@ class Method:
         True
     """
 
-    when: EveryStep | EveryK = EveryStep()  # noqa: RUF009 - frozen
-    what: Any = Whole()  # noqa: RUF009 - frozen
+    when: Schedule = EveryStep()  # noqa: RUF009 - frozen
+    what: Payload = Whole()  # noqa: RUF009 - frozen
     where: Where = Where()
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "when", _value(self.when, "every", WHEN, "when"))
-        object.__setattr__(self, "what", _value(self.what, "payload", PAYLOADS, "what"))
+        object.__setattr__(self, "when", _value(self.when, "every", Schedule, SCHEDULES, "when"))
+        object.__setattr__(self, "what", _value(self.what, "payload", Payload, PAYLOADS, "what"))
         where: Any = self.where
         if isinstance(where, Mapping):
             where = from_mapping(Where, where, "where")
         object.__setattr__(self, "where", where if isinstance(where, Where) else Where(topology=where))
-        if isinstance(self.when, EveryStep):
-            self._check_every_step(self.when)
-        else:
-            self._check_every_k(self.when)
         self._check_where(self.where)
-
-    def _check_every_step(self, when: EveryStep) -> None:
-        if when.sparsity and not isinstance(self.what, TopK):
-            raise ConfigurationError(
-                f"sparsity={list(when.stairs) or when.sparsity} with {self.what}: stairs of sparsity say how many "
-                "elements TopK sends. Leave them out, or send the largest elements with what=TopK()."
-            )
-        if when.rampup_begin_step and isinstance(self.what, Whole):
-            raise ConfigurationError(
-                f"rampup_begin_step={when.rampup_begin_step} with {self.what}: every step is dense. Leave it out."
-            )
-
-    def _check_every_k(self, when: EveryK) -> None:
-        if not isinstance(self.what, Whole) and when.is_always_synchronous:
-            raise ConfigurationError(
-                f"k_steps=1 with {self.what}: an average after each step is one of gradients, as in DDP, and nothing "
-                "would be compressed. Give k_steps > 1, or use when=EveryStep()."
-            )
-        if when.delay_steps and not (isinstance(self.what, Whole) or EXCHANGES[type(self.what)].can_be_hidden):
-            raise ConfigurationError(
-                f"delay_steps={when.delay_steps!r} with {self.what}: its messages depend on one another and cannot be "
-                "hidden. Leave out delay_steps, or send TopK or Whole."
-            )
-        if isinstance(self.what, TopK):
-            for name, allowed in (("exchange", ("auto", "all_gather")), ("momentum_masking", (None,))):
-                value = getattr(self.what, name)
-                if value not in allowed:
-                    raise ConfigurationError(
-                        f"{name}={value!r} every k steps: it is about gradients, which are exchanged every step. "
-                        "Leave it out, or use when=EveryStep()."
-                    )
+        self.what.check(self.when, has_levels=asks_for_two_levels(self.where.topology))
 
     def _check_where(self, where: Where) -> None:
         narrow = f"inter_dtype={where.inter_dtype!r}" if where.inter_dtype != "float32" else ""
         leader = "algorithm='leader'" if where.algorithm == "leader" else ""
-        has_levels = asks_for_two_levels(where.topology)
-        if (narrow or leader) and has_levels is False:
+        if (narrow or leader) and asks_for_two_levels(where.topology) is False:
             raise ConfigurationError(
                 f"{narrow or leader} with topology={where.topology!r}: it is about what nodes of several ranks send "
                 "to each other. Leave it out, or give a topology such as 'auto'."
             )
-        if leader and not isinstance(self.what, Whole):
+        if leader and not self.what.sends_all:
             raise ConfigurationError(
                 f"{leader} with {self.what}: only the first rank of each node would exchange something, and this "
                 "payload needs all of them, each for its part. Take algorithm='sharded', or what=Whole()."
             )
-        if narrow and isinstance(self.when, EveryK):
+        if narrow and self.averages_weights:
             raise ConfigurationError(
                 f"{narrow} every k steps: it is about gradients, and these are averages of weights. Leave it out; "
                 f"what=Quantized(value_dtype={where.inter_dtype!r}) sends these in few bits."
             )
-        if isinstance(self.when, EveryK):
-            return
-        if narrow and not (isinstance(self.what, Whole) or self.when.rampup_begin_step or self.when.is_auto):
+        if narrow and not (self.what.sends_all or self.when.begin_step or self.when.is_auto):
             raise ConfigurationError(
                 f"{narrow} with {self.what}, from step 0: it is about dense steps, and there are none. Leave it "
                 "out, or give rampup_begin_step > 0."
             )
-        if isinstance(self.what, TopK) and has_levels:
-            check_two_levels(self.what)
 
     @property
     def averages_weights(self) -> bool:
         """Whether ranks step alone and average their weights; otherwise they exchange gradients every step."""
-        return isinstance(self.when, EveryK)
+        return self.when.averages_weights
 
     @property
     def exchanges_gradients(self) -> bool:
         """Whether gradients, or means of them, are ever exchanged: in synchronous steps, or in nodes."""
-        if not isinstance(self.when, EveryK) or self.where.topology != "flat":
-            return True
-        return self.when.begin_step != 0 or self.when.is_always_synchronous
+        return self.when.exchanges_gradients or self.where.topology != "flat"
 
     @property
     def compresses_gradients(self) -> bool:
         """Whether the largest elements of gradients are sent, after a warm-up of stairs of sparsity."""
-        return isinstance(self.when, EveryStep) and isinstance(self.what, TopK)
+        return self.what.takes_density and not self.averages_weights
 
     @property
     def hides_averages(self) -> bool:
         """Whether averages are in progress during other steps, which takes process groups of their own."""
-        return isinstance(self.when, EveryK) and bool(self.when.delay_steps)
+        return bool(self.when.delay_steps)
 
     @property
     def kind(self) -> str:
         """The kind of state that a worker keeps: "replicas", "gradients" or, if nothing is kept back, "whole"."""
-        if isinstance(self.when, EveryK):
+        if self.averages_weights:
             return "replicas"
-        return "whole" if isinstance(self.what, Whole) else "gradients"
-
-    @property
-    def uses_kernels(self) -> bool:
-        """Whether the method uses compiled kernels."""
-        return isinstance(self.what, TopK) or getattr(self.what, "value_dtype", "").startswith("int")
+        return "whole" if self.what.sends_all else "gradients"
 
     def describe(self) -> dict[str, Any]:
         """Return plain values, from which the method can be made again: ``Method(**method.describe())``."""
-        when = {"every": _key_of(self.when, WHEN), **asdict(self.when)}
-        what = {"payload": _key_of(self.what, PAYLOADS), **asdict(self.what)}
+        when = {"every": self.when.key, **asdict(self.when)}
+        what = {"payload": self.what.key, **asdict(self.what)}
         topology = self.where.topology
         where = {**asdict(self.where), "topology": getattr(topology, "nodes", topology)}
         return {"when": when, "what": what, "where": where}
@@ -274,9 +224,9 @@ class Method:
         Raises:
             ConfigurationError: the optimizer or the peers cannot be used.
         """
-        if isinstance(self.when, EveryStep):
-            return GradientSync(self, optimizer, named_parameters, peers)
-        return LocalSync(self, optimizer, named_parameters, peers, named_buffers or {})
+        if self.averages_weights:
+            return LocalSync(self, optimizer, named_parameters, peers, named_buffers or {})
+        return GradientSync(self, optimizer, named_parameters, peers)
 
     def attach(
         self,
@@ -317,7 +267,7 @@ class Method:
                 "Call torch.distributed.init_process_group first."
             )
         method = self.at(topology)
-        if isinstance(method.when, EveryStep) and method.when.is_auto:
+        if method.when.is_auto:
             raise ConfigurationError(
                 "sparsity='auto' in a plain loop: the length of the run and the time of a step are known to a Trainer "
                 "only. Give the numbers, as in sparsity=[0.999], or train with strategy='dgc'."
@@ -348,10 +298,10 @@ class Method:
             )
         warn_if_alone(peers)
         warn_if_mostly_sent(method.what, method.when, peers)
-        if method.uses_kernels:
+        if method.what.uses_kernels:
             prepare_kernels(worker.device, uses_of([worker]), process_group)
         if isinstance(worker, GradientSync) and peers.rank == 0 and peers.num_participants > 1:
-            if isinstance(method.what, TopK) and not worker.correction.is_complete:
+            if method.what.corrects and not worker.correction.is_complete:
                 warn_if_incomplete(optimizer, worker.when)
             if note := worker.correction.note():
                 _logger.info(note)
@@ -377,18 +327,14 @@ def as_method(method: Method | Mapping[str, Any], topology: TopologyChoice | Non
     return from_mapping(Method, method, "method").at(topology)
 
 
-def _value(given: Any, key: str, kinds: Mapping[str, type], axis: str) -> Any:
+def _value(given: Any, key: str, base: type, kinds: Mapping[str, type], axis: str) -> Any:
     """Return the value that a mapping with the kind under `key` describes; a value of one of the kinds unchanged."""
     if isinstance(given, Mapping):
         kind = str(given.get(key))
         if kind not in kinds:
-            raise ConfigurationError(f"{axis}: {key}={kind!r}: choose one of {', '.join(kinds)}.")
+            raise ConfigurationError(f"{axis}: {key}={kind!r}: choose one of {', '.join(sorted(kinds))}.")
         return from_mapping(kinds[kind], {name: each for name, each in given.items() if name != key}, axis)
-    if not isinstance(given, tuple(kinds.values())):
-        allowed = ", ".join(kind.__name__ for kind in kinds.values())
+    if not isinstance(given, base):
+        allowed = ", ".join(kind.__name__ for _, kind in sorted(kinds.items()))
         raise ConfigurationError(f"{axis}={given!r}: give one of {allowed}, or a mapping with {key!r}.")
     return given
-
-
-def _key_of(value: object, kinds: Mapping[str, type]) -> str:
-    return next(key for key, kind in kinds.items() if isinstance(value, kind))

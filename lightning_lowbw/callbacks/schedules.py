@@ -14,7 +14,6 @@ from lightning_lowbw.arguments import is_number, names_arguments
 from lightning_lowbw.errors import ConfigurationError
 from lightning_lowbw.method import Method
 from lightning_lowbw.presets import DGC_SPARSITY, LocalSGD
-from lightning_lowbw.schedules.every_k import EveryK
 from lightning_lowbw.schedules.every_step import AUTO, EveryStep, as_stairs
 from lightning_lowbw.strategies import steps_per_epoch_of
 from lightning_lowbw.strategies.base import BaseStrategy
@@ -167,7 +166,6 @@ class AveragingSchedule(Callback):
             num_steps = steps_per_epoch_of(trainer, "AveragingSchedule(begin_step=...)")
         strategy.reconfigure(self.method(strategy.method, num_steps))
         when = strategy.method.when
-        assert isinstance(when, EveryK)
         rank_zero_info(f"{type(strategy).__name__}: k_steps={when.k_steps}, begin_step={when.begin_step!r}.")
 
 

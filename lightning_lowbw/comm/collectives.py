@@ -131,6 +131,12 @@ def reduce_scatter_bytes(nbytes: int, num_ranks: int) -> int:
     return (num_ranks - 1) * nbytes // num_ranks
 
 
+def sent_bytes(messages: Iterable[tuple[str, int]], num_ranks: int) -> int:
+    """Return the bytes a rank sends between participants, for `compress.payload.Message`s."""
+    formulas = {"all_reduce": all_reduce_bytes, "all_gather": all_gather_bytes, "all_to_all": all_gather_bytes}
+    return sum(formulas[kind](nbytes, num_ranks) for kind, nbytes in messages if kind in formulas)
+
+
 def all_reduce_rounds(num_ranks: int) -> int:
     """Return how many messages follow one another in a ring all-reduce: 2 (W - 1)."""
     return 2 * (num_ranks - 1)

@@ -17,7 +17,7 @@ from torch.nn import Parameter
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from lightning_lowbw.compress.params import Row
-from lightning_lowbw.compress.top_k import TopK
+from lightning_lowbw.compress.payload import Payload
 from lightning_lowbw.errors import ConfigurationError
 from lightning_lowbw.kernels.reference import Constants, OtherPart, SecondMoment
 from lightning_lowbw.kernels.tensors import Rates, copy_in_order_, flat_in_order
@@ -79,7 +79,7 @@ class ErrorFeedback:
 
     # A step, in the order of its calls ------------------------------------------------------------------------------
 
-    def begin_step(self, rows: Iterable[Row], part: Part, payload: TopK) -> None:
+    def begin_step(self, rows: Iterable[Row], part: Part, payload: Payload) -> None:
         """Read what the user has set for the step.
 
         Args:

@@ -14,7 +14,8 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from lightning_lowbw.arguments import names_of
-from lightning_lowbw.compress.top_k import TopK, small_numel
+from lightning_lowbw.compress.payload import Payload
+from lightning_lowbw.compress.top_k import small_numel
 from lightning_lowbw.errors import WITHOUT_RESIDUALS, ConfigurationError
 from lightning_lowbw.kernels.tensors import Order, as_real, order_of
 
@@ -143,13 +144,13 @@ class Params:
         """Return the elements of a parameter; of a sharded one, of the whole."""
         return self.whole_numels.get(parameter, as_real(parameter).numel())
 
-    def is_compressed(self, what: TopK, parameter: Parameter) -> bool:
+    def is_compressed(self, what: Payload, parameter: Parameter) -> bool:
         """Return whether a parameter is sent compressed, not whole; never the largest elements of complex numbers."""
-        is_taken = what.takes(self.name_of(parameter), self.numel_of(parameter), self.small_numel)
+        is_taken = what.compresses(self.name_of(parameter), self.numel_of(parameter), self.small_numel)
         return is_taken and (parameter.is_floating_point() or not what.takes_density)
 
-    def numels_by_kind(self, what: TopK) -> tuple[list[int], list[int]]:
-        """Return the elements of each trained parameter whose largest are sent, and of each other one."""
+    def numels_by_kind(self, what: Payload) -> tuple[list[int], list[int]]:
+        """Return the elements of each trained parameter that is compressed, and of each other one."""
         numels: tuple[list[int], list[int]] = [], []
         for parameter in self:
             if parameter.requires_grad:
@@ -157,7 +158,7 @@ class Params:
                 numels[not is_taken].append(parameter.numel())
         return numels
 
-    def trained(self, what: TopK | None, skipped: frozenset[Parameter]) -> list[Row]:
+    def trained(self, what: Payload | None, skipped: frozenset[Parameter]) -> list[Row]:
         """Return the rows of a step; the same on all ranks, whatever gradients they happen to have.
 
         In place:

@@ -17,6 +17,7 @@ better by far for local SGD (docs/methods/sparse_local_sgd.md).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
@@ -26,13 +27,17 @@ from typing import Any, Literal, get_args
 from torch import Tensor
 
 from lightning_lowbw.arguments import check_one_of, from_mapping, is_count, is_number, names_arguments
-from lightning_lowbw.compress.codec import ALL, MAX_NUMEL, VALUE_NAMES, SparseCodec
+from lightning_lowbw.compress.codec import ALL, MAX_NUMEL, VALUE_NAMES, FloatFormat, SparseCodec, make_value_format
+from lightning_lowbw.compress.payload import Message, Payload, Shapes
 from lightning_lowbw.compress.selection import num_selected
 from lightning_lowbw.compress.sparse_sum import message_sizes
 from lightning_lowbw.errors import ConfigurationError
+from lightning_lowbw.kernels.dispatch import PLAIN, Uses
+from lightning_lowbw.kernels.gpu import LONGEST_CHUNK
+from lightning_lowbw.schedules.schedule import Schedule
 
 MeanOver = Literal["ranks", "senders"]
-EXCHANGES = ("auto", "all_gather", "reduce_scatter")
+COLLECTIVES = ("auto", "all_gather", "reduce_scatter")
 MOST_GATHERED = 9  # participants; to there a reduce-scatter in bfloat16 saves less than half of the bytes
 OWNER_BYTES = 25_000  # what 1 Gb/s carries in 0.2 ms, the host's time for about 20 operations for each owner
 LEAST_OF = 4096  # elements: of fewer as many are sent as of this many, or a norm or a bias would wait for ever
@@ -61,7 +66,7 @@ class ChunkLayout:
 
 @names_arguments
 @dataclass(frozen=True, kw_only=True)
-class TopK:
+class TopK(Payload, key="top_k"):
     """The largest elements of each tensor.
 
     Args:
@@ -103,7 +108,8 @@ class TopK:
     exchange: str = "auto"
     momentum_masking: bool | None = None
 
-    takes_density = True
+    takes_density = corrects = can_be_hidden = carries_status = takes_weights = replaces_step = uses_kernels = True
+    fixed = ("exchange", "mean_over")  # how elements are summed
 
     def __post_init__(self) -> None:
         if not is_number(self.density) or not 0 < self.density < 1:
@@ -116,8 +122,9 @@ class TopK:
         if not is_list or not all(isinstance(pattern, str) for pattern in self.exclude):
             raise ConfigurationError(f"exclude={self.exclude!r}: give a list of parameter name patterns.")
         object.__setattr__(self, "exclude", tuple(self.exclude))
-        for name, allowed in (("value_dtype", VALUE_NAMES), ("mean_over", get_args(MeanOver)), ("exchange", EXCHANGES)):
-            check_one_of(name, getattr(self, name), allowed)
+        check_one_of("value_dtype", self.value_dtype, VALUE_NAMES)
+        check_one_of("mean_over", self.mean_over, get_args(MeanOver))
+        check_one_of("exchange", self.exchange, COLLECTIVES)
         if not isinstance(self.momentum_masking, bool | None):
             raise ConfigurationError(f"momentum_masking={self.momentum_masking!r}: give True, False or None.")
         for name in ("chunk", "min_numel"):
@@ -133,12 +140,22 @@ class TopK:
                 "each participant: set exchange='all_gather'."
             )
 
-    def check_names(self, names: Iterable[str]) -> None:
-        """Check the patterns of `exclude` against the names of the model's parameters.
+    def check(self, when: Schedule, *, has_levels: bool | None = None) -> None:
+        super().check(when, has_levels=has_levels)
+        if when.averages_weights:
+            for name, allowed in (("exchange", ("auto", "all_gather")), ("momentum_masking", (None,))):
+                if getattr(self, name) not in allowed:
+                    raise ConfigurationError(
+                        f"{name}={getattr(self, name)!r} every k steps: it is about gradients, which are exchanged "
+                        "every step. Leave it out, or use when=EveryStep()."
+                    )
+        if has_levels and self.exchange == "reduce_scatter":
+            raise ConfigurationError(
+                f"exchange={self.exchange!r} does not exist on two levels (a topology, a name that ends in "
+                "_hierarchical). There give 'auto' or 'all_gather'."
+            )
 
-        Raises:
-            ConfigurationError: one matches no parameter.
-        """
+    def check_names(self, names: Iterable[str]) -> None:
         names = list(names)
         for pattern in self.exclude:
             if not any(fnmatchcase(name, pattern) for name in names):
@@ -154,7 +171,6 @@ class TopK:
         return self.exchange == "reduce_scatter" or num_participants > MOST_GATHERED
 
     def at(self, density: float) -> TopK:
-        """Return the payload with another density: that of a stair of the schedule."""
         return self if density == self.density else _at(self, density)
 
     def collective(self, numels: Sequence[int], num_participants: int, *, is_two_level: bool) -> str:
@@ -180,31 +196,48 @@ class TopK:
         return "reduce_scatter" if is_cheaper else "all_gather"
 
     def masks(self, momenta: Iterable[float], *, by_default: bool) -> bool:
-        """Return whether velocities are cleared where they are sent; see `momentum_masking`.
-
-        Args:
-            momenta: of the tensors.
-            by_default: whether the optimizer's correction does so.
-        """
         if self.momentum_masking is not None:
             return self.momentum_masking
-        return by_default and all(
-            2.0 * self.density <= 1.0 - momentum + 1e-6 for momentum in momenta
-        )  # 1 - 0.9 is not 0.1
+        largest = 1.0 - 2.0 * self.density + 1e-6  # 1 - 0.9 is not 0.1
+        return by_default and all(momentum <= largest for momentum in momenta)
+
+    def uses(self, num_participants: int, *, is_two_level: bool, when: Schedule) -> Uses:
+        value_format = make_value_format(self.value_dtype)
+        # Of one participant that may get others it is not known how many.
+        num_messages = (2, 4, 8) if num_participants == 1 else (num_participants,)
+        if not when.averages_weights and self.may_scatter(num_participants, is_two_level=is_two_level):
+            num_messages = *num_messages, 1  # the sums of a reduce-scatter
+        return Uses(
+            kinds=() if self.chunk else (PLAIN,),
+            value_dtypes=(value_format.dtype if isinstance(value_format, FloatFormat) else value_format.bits,),
+            num_messages=num_messages,
+            steps=(False,) if when.averages_weights else (False, True),
+            over_senders=self.mean_over == "senders",
+            scaled_bits=(),
+            chunks=(self.chunk,) if self.chunk and self.chunk <= LONGEST_CHUNK else (),
+        )
+
+    def sample(self, min_numel: int) -> TopK:
+        exchange = "all_gather" if self.exchange == "auto" else self.exchange  # at all densities by one of the two
+        return replace(self, min_numel=min_numel, exclude=(), exchange=exchange)
 
     @property
     def codec(self) -> SparseCodec:
         """The wire format."""
         return SparseCodec(self.value_dtype)
 
-    def takes(self, name: str, numel: int, small_numel: int) -> bool:
-        """Return whether a parameter with this name and number of elements is sent sparse.
+    def messages(self, shapes: Shapes, num_participants: int, num_parts: int = 1, *, when: Schedule) -> list[Message]:
+        parts, collective = [-(-math.prod(shape) // num_parts) for shape in shapes], "all_gather"
+        if not when.averages_weights:
+            collective = self.collective(parts, num_participants, is_two_level=num_parts > 1)
+        if collective == "all_gather":
+            nbytes = self.nbytes(parts)
+            return [Message("all_gather", nbytes), Message("gather_in_node", num_participants * nbytes)]
+        # What `compress.sparse_sum` sends: the elements to their owners, then the largest sums to all.
+        scattered, gathered = message_sizes(self.codec, sum(parts), sum(self.nums_sent(parts)), num_participants)
+        return [Message("all_to_all", scattered), Message("all_gather", gathered)]
 
-        Args:
-            name: of the parameter.
-            numel: its elements.
-            small_numel: the least, where `min_numel` is None.
-        """
+    def compresses(self, name: str, numel: int, small_numel: int) -> bool:
         is_excluded = any(fnmatchcase(name, pattern) for pattern in self.exclude)
         return numel >= (self.min_numel or small_numel) and not is_excluded
 

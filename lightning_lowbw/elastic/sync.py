@@ -31,14 +31,12 @@ from torch.optim import Optimizer
 
 from lightning_lowbw.comm.collectives import Collectives, TensorWork, TrafficLedger, all_gather_bytes, all_reduce_bytes
 from lightning_lowbw.comm.peers import Peers
-from lightning_lowbw.compress.top_k import TopK
 from lightning_lowbw.elastic.membership import Membership, Quorum
 from lightning_lowbw.errors import ConfigurationError, DisagreementError
 from lightning_lowbw.kernels.reference import are_not_finite
 from lightning_lowbw.kernels.tensors import CPU, as_real, checksum, copy_all_
 from lightning_lowbw.method import Method
 from lightning_lowbw.namespaces import LOGGER
-from lightning_lowbw.sync.exchange import Whole
 from lightning_lowbw.sync.fragments import Average
 from lightning_lowbw.sync.local import LocalSync
 from lightning_lowbw.sync.state import on_cpu
@@ -611,7 +609,7 @@ def check_elastic(method: Method) -> None:
             f"{when}: a round of an elastic training ends with one average, of all tensors. Leave out rule, "
             "delay_steps and num_fragments."
         )
-    if not isinstance(method.what, (Whole, TopK)) or method.where.topology != "flat":
+    if not method.what.takes_weights or method.where.topology != "flat":
         raise ConfigurationError(
             f"{method}: elastic rounds send Whole or TopK, and each group is a node. Leave out others, and topology."
         )

@@ -139,6 +139,9 @@ class Uses:
     chunks: tuple[int, ...] = (4096,)
 
 
+NO_KERNELS = Uses(kinds=(), value_dtypes=(), num_messages=(), steps=(), scaled_bits=(), chunks=())
+
+
 def prepare(device: torch.device, uses: Uses | None = None) -> str | None:
     """Compile and run on a tiny problem each kernel that a training would use, before it needs them.
 

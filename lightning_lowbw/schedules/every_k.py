@@ -25,6 +25,7 @@ from torch import Tensor
 
 from lightning_lowbw.arguments import check_one_of, is_count, is_number, names_arguments
 from lightning_lowbw.errors import ConfigurationError
+from lightning_lowbw.schedules.schedule import Schedule
 
 Rule = Literal["fixed", "fleet", "adacomm", "qsr"]
 OuterName = Literal["none", "slowmo", "nesterov"]
@@ -56,7 +57,7 @@ class Period:
 
 @names_arguments
 @dataclass(frozen=True, kw_only=True)
-class EveryK:
+class EveryK(Schedule, key="k"):
     """Average the replicas after every k-th local step.
 
     Args:
@@ -107,6 +108,8 @@ class EveryK:
     num_fragments: int | str = 1
     mixing: float | None = None
 
+    averages_weights = True
+
     def __post_init__(self) -> None:
         self._check_period()
         self._check_begin()
@@ -118,6 +121,24 @@ class EveryK:
     def is_always_synchronous(self) -> bool:
         """Whether this is DDP: an average after every step is one of gradients, for any optimizer and clipping."""
         return self.rule == "fixed" and self.k_steps == 1
+
+    @property
+    def exchanges_gradients(self) -> bool:
+        """Whether there are synchronous steps."""
+        return self.begin_step != 0 or self.is_always_synchronous
+
+    @property
+    def needs_loss(self) -> bool:
+        """Whether the next k follows from the loss."""
+        return self.rule in ("fleet", "adacomm")
+
+    @property
+    def steps_to_first(self) -> int:
+        return max(1, self.k_steps // self.num_fragments_of(MOST_FRAGMENTS))
+
+    def num_copies(self, *, keeps_start: bool) -> int:
+        has_outer = self.outer != "none"
+        return 2 * (self.delay_steps > 0) + has_outer + (has_outer or keeps_start)  # with the velocity; of a delay two
 
     def next_period(self, period: Period, lr: float, loss: float) -> Period:
         """Return the period after an average, from numbers that are equal on all ranks.

@@ -11,6 +11,7 @@ from itertools import pairwise
 
 from lightning_lowbw.arguments import is_count, is_number, names_arguments
 from lightning_lowbw.errors import ConfigurationError
+from lightning_lowbw.schedules.schedule import Schedule
 
 AUTO = "auto"
 NO_LIST = "give a list of numbers in [0, 1), for instance [0.999], or 'auto'."
@@ -18,7 +19,7 @@ NO_LIST = "give a list of numbers in [0, 1), for instance [0.999], or 'auto'."
 
 @names_arguments
 @dataclass(frozen=True)
-class EveryStep:
+class EveryStep(Schedule, key="step"):
     """Exchange gradients in every optimizer step; the density is a function of the step.
 
     ``i = min(int((t - rampup_begin_step) * len(sparsity) / rampup_step), len(sparsity) - 1)``
@@ -92,17 +93,19 @@ class EveryStep:
         return self.density(step, otherwise=0.0) == 1.0
 
     @property
+    def begin_step(self) -> int:
+        return self.rampup_begin_step
+
+    @property
+    def end_of_warm_up(self) -> int:
+        return self.rampup_begin_step + self.rampup_step
+
+    @property
     def stairs(self) -> tuple[float, ...]:
         """The values of `sparsity`; none where there are no stairs, or not yet."""
         return () if self.sparsity is None or isinstance(self.sparsity, str) else tuple(self.sparsity)
 
     def density(self, step: int, otherwise: float = 1.0) -> float:
-        """Return the fraction of elements sent at optimizer step `step` (0-based); 1.0 while the exchange is dense.
-
-        Args:
-            step: optimizer steps completed.
-            otherwise: the payload's own density, where there are no stairs.
-        """
         if step < self.rampup_begin_step or self.is_auto:
             return 1.0
         stairs = self.stairs

@@ -17,11 +17,9 @@ from lightning_lowbw.arguments import code_of
 from lightning_lowbw.comm.agreement import gather
 from lightning_lowbw.comm.collectives import TrafficLedger
 from lightning_lowbw.comm.link import Link
-from lightning_lowbw.compress.top_k import TopK
 from lightning_lowbw.cost_model import Candidate, Measured, Run, choose, ddp, measure, ms, slowest, why_dense, written
 from lightning_lowbw.errors import ConfigurationError
 from lightning_lowbw.method import Method
-from lightning_lowbw.schedules.every_step import EveryStep
 from lightning_lowbw.strategies.checks import num_steps_of_fit, numels_of
 from lightning_lowbw.sync.gradient import GradientSync
 from lightning_lowbw.sync.synchronizer import Synchronizer
@@ -53,6 +51,7 @@ class AutoChoice:
         self.chosen: Candidate | None = None
         self.is_timing = False
         self.dense_s: float | None = None
+        self._given = Method()  # with which a training has begun
         self._optimizer: Optimizer | None = None  # whose steps are timed
         self._last: tuple[float, float] | None = None  # the clock, and the seconds waited so far
         self._times: list[tuple[float, float]] = []  # seconds of a step, and those without what was waited
@@ -61,7 +60,7 @@ class AutoChoice:
 
     def is_open(self, method: Method) -> bool:
         """Return whether there is a choice to come, for which sparse exchanges may be timed."""
-        return self.chosen is None and isinstance(method.when, EveryStep) and method.when.is_auto
+        return self.chosen is None and method.when.is_auto
 
     def state_dict(self) -> dict[str, Any] | None:
         """Return the choice in plain values, for a checkpoint; None where there is none."""
@@ -92,7 +91,7 @@ class AutoChoice:
             trainer: of the fit.
             is_search: whether a tuner tries steps, and the fit comes after it.
         """
-        self._optimizer, self._last, self._times = None, None, []
+        self._given, self._optimizer, self._last, self._times = method, None, None, []
         self.is_timing = self.is_open(method) and not is_search
         self.is_timing = self.is_timing and any(worker.peers.num_participants > 1 for worker in workers)
         self._end = num_steps_of_fit(trainer, workers)
@@ -128,14 +127,13 @@ class AutoChoice:
         if before is None or self._last is None:
             return None
         seconds, waited = (now - then for now, then in zip(self._last, before, strict=True))
-        when = worker.method.when
         if self.is_timing:
             self._times.append((seconds, seconds - waited))
             if len(self._times) == NUM_UNTIMED + NUM_TIMED:
                 self.is_timing, self.chosen = False, self._choose(worker, workers, trainer)
                 self._last = None  # the next step has the choice in it
                 return self.chosen.method
-        elif isinstance(when, EveryStep) and worker.step > when.rampup_begin_step + when.rampup_step:
+        elif worker.step > worker.method.when.end_of_warm_up:
             self._num_steps, self._seconds = self._num_steps + 1, self._seconds + seconds
         return None
 
@@ -144,9 +142,7 @@ class AutoChoice:
 
         Collective: all ranks, blocking; they may have other times and lengths.
         """
-        given = worker.method
-        assert isinstance(given.when, EveryStep)
-        assert isinstance(given.what, TopK)
+        given = self._given
         timed, ends = zip(*gather((medians(self._times), self._end), "times of steps"), strict=True)
         measured = slowest(timed)
         self.dense_s = measured.dense_s

@@ -196,7 +196,7 @@ class BaseStrategy(GuestStrategy):
         for worker in self.workers:
             worker.check_schedule()
             warn_if_mostly_sent(self.method.what, self.method.when, worker.peers)
-        if self._num_participants > 1 and self.method.uses_kernels:
+        if self._num_participants > 1 and self.method.what.uses_kernels:
             prepare_kernels(self.root_device, uses_of(self.workers, measures=self.auto.is_open(self.method)))
 
     # Optimizers that outlive a fit, or are replaced in it ---------------------------------------------------------

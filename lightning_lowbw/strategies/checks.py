@@ -23,12 +23,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_lowbw.comm.agreement import failing_together, gather
-from lightning_lowbw.compress.top_k import TopK
 from lightning_lowbw.errors import ConfigurationError, DisagreementError
 from lightning_lowbw.method import Method
 from lightning_lowbw.namespaces import twins
-from lightning_lowbw.schedules.every_k import MOST_FRAGMENTS, EveryK
-from lightning_lowbw.schedules.every_step import EveryStep
 from lightning_lowbw.strategies.keywords import asked_of_buffers
 from lightning_lowbw.strategies.shared_buffers import buffers_of
 from lightning_lowbw.sync.checks import agree_on_model, agree_on_optimizers, warn_if_incomplete
@@ -132,7 +129,7 @@ def resolved(method: Method, trainer: pl.Trainer, workers: Sequence[Synchronizer
     Raises:
         ConfigurationError: on all ranks; the length of the run is not known.
     """
-    begin = getattr(method.when, "begin_step", 0)
+    begin = method.when.begin_step
     if not isinstance(begin, float):
         return None
     num_steps = max(gather(num_steps_of_fit(trainer, workers), "number of steps"))
@@ -305,7 +302,7 @@ def refusals_of_shards(method: Method) -> list[tuple[object, str]]:
     narrows = where.algorithm not in (None, "sharded") or where.inter_dtype != "float32"
     reasons = [
         (
-            isinstance(when, EveryStep) and when.is_auto,
+            when.is_auto,
             "sparsity='auto' measures steps of DDP. Give the numbers: DGC(sparsity=[0.99], rampup_begin_step=100)",
         ),
         (
@@ -338,18 +335,17 @@ def refuse_sparse_gradients(module: torch.nn.Module) -> None:
 
 def numels_of(workers: Iterable[Synchronizer]) -> tuple[list[int], list[int]]:
     """Return the elements of each trained tensor that is sent sparse in sparse steps, and of each other one."""
-    found = [worker.params.numels_by_kind(what) for worker in workers if isinstance(what := worker.method.what, TopK)]
+    found = [worker.params.numels_by_kind(worker.method.what) for worker in workers]
     return [numel for sparse, _ in found for numel in sparse], [numel for _, others in found for numel in others]
 
 
 def warn_of_schedule(method: Method, trainer: pl.Trainer, workers: Sequence[Synchronizer]) -> None:
     """Warn where the run ends before its method has done anything but DDP; tell what sparse steps do."""
-    when = method.when
-    if isinstance(when, EveryK):
-        begin, does, instead = when.begin_step, "average", ", and after it each rank alone"
-        after = max(1, when.k_steps // when.num_fragments_of(MOST_FRAGMENTS))
-    elif method.compresses_gradients and not when.is_auto:
-        begin, does, instead, after = when.rampup_begin_step, "compressed step", "", 1
+    begin, after = method.when.begin_step, method.when.steps_to_first
+    if method.averages_weights:
+        does, instead = "average", ", and after it each rank alone"
+    elif method.compresses_gradients and not method.when.is_auto:
+        does, instead = "compressed step", ""
         _tell_of_sparse_steps(workers)  # type: ignore[arg-type]  # of a method that compresses gradients all are
     else:
         return

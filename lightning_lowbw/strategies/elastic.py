@@ -172,8 +172,8 @@ class ElasticStrategy(Strategy):
         model = self.lightning_module
         assert model is not None
         numel = sum(each.numel() for each in (*model.parameters(), *model.buffers()))
-        has_velocity = self.method.when.outer != "none"  # type: ignore[union-attr]  # checked above
-        state_bytes = 4 * numel * (1 + has_velocity) * self.world_size  # each process sends it all
+        copies = self.method.when.num_copies(keeps_start=True)
+        state_bytes = 4 * numel * copies * self.world_size  # each process sends it all
         self.peers = self._worker_peers = Members(self.make_membership(state_bytes), self.ledger)
 
     def make_membership(self, state_bytes: int) -> Membership:

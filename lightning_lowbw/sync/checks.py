@@ -21,11 +21,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_lowbw.comm.agreement import agree, digest, failing_together
 from lightning_lowbw.comm.peers import Peers
-from lightning_lowbw.compress.top_k import TopK
+from lightning_lowbw.compress.payload import Payload
 from lightning_lowbw.errors import ConfigurationError, DisagreementError
 from lightning_lowbw.kernels.tensors import checksum
-from lightning_lowbw.schedules.every_k import EveryK
-from lightning_lowbw.schedules.every_step import EveryStep
+from lightning_lowbw.schedules.schedule import Schedule
 
 LAUNCHED = ("WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")  # by torchrun, srun, mpirun
 LITTLE_KEPT = 0.5  # of the elements: what is less than that is hardly meant to be kept back, and the rest to be sent
@@ -35,15 +34,6 @@ MOMENTS = ("momentum_buffer", "exp_avg", "exp_avg_sq")
 
 
 # Of one rank ----------------------------------------------------------------------------------------------------------
-
-
-def check_two_levels(what: TopK) -> None:
-    """Check that a payload goes with nodes of several ranks."""
-    if what.exchange not in ("auto", "all_gather"):
-        raise ConfigurationError(
-            f"exchange={what.exchange!r} does not exist on two levels (a topology, a name that ends in _hierarchical). "
-            "There give 'auto' or 'all_gather'."
-        )
 
 
 def check_not_in_ddp(parameters: Collection[Parameter], group: dist.ProcessGroup | None) -> None:
@@ -100,11 +90,11 @@ def warn_if_alone(peers: Peers) -> None:
     )
 
 
-def warn_if_mostly_sent(what: object, when: EveryStep | EveryK, peers: Peers) -> None:
+def warn_if_mostly_sent(what: Payload, when: Schedule, peers: Peers) -> None:
     """Warn, on rank 0, if most of the elements are sent: perhaps a density was given as a sparsity, or the reverse."""
-    if not isinstance(what, TopK) or peers.num_participants == 1 or peers.rank > 0:
+    if not what.takes_density or peers.num_participants == 1 or peers.rank > 0:
         return
-    stairs = when.stairs if isinstance(when, EveryStep) else ()
+    stairs = when.stairs
     densities = [1.0 - each for each in stairs if each] if stairs else [what.density]  # 0 is a dense stair, and says so
     if sent := [each for each in densities if each > 1.0 - LITTLE_KEPT]:
         given = f"sparsity={list(stairs)}" if stairs else f"density={what.density}"
@@ -115,9 +105,9 @@ def warn_if_mostly_sent(what: object, when: EveryStep | EveryK, peers: Peers) ->
         )
 
 
-def warn_if_incomplete(optimizer: Optimizer, when: EveryStep) -> None:
+def warn_if_incomplete(optimizer: Optimizer, when: Schedule) -> None:
     """Warn that sparse steps use error feedback without a correction; called on rank 0, where that is so."""
-    advice = "" if when.rampup_begin_step else "; a dense phase (rampup_begin_step > 0) helps"
+    advice = "" if when.begin_step else "; a dense phase (rampup_begin_step > 0) helps"
     warnings.warn(
         f"{type(optimizer).__name__}: gradients are compressed with error feedback only. What is kept back "
         f"reaches this optimizer late and in bursts, which costs some accuracy for Adam-type optimizers{advice}. "

@@ -24,10 +24,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from lightning_lowbw.arguments import names_arguments
-from lightning_lowbw.comm.collectives import all_gather_bytes, all_reduce_bytes
 from lightning_lowbw.comm.peers import MeanWork, Peers, part_of
 from lightning_lowbw.compress.codec import MAX_NUMEL
+from lightning_lowbw.compress.payload import Payload, Whole
 from lightning_lowbw.compress.selection import Residuals, Selection
 from lightning_lowbw.compress.sparse_sum import Sparse, SparseSum, even_boundaries
 from lightning_lowbw.compress.top_k import TopK
@@ -36,6 +35,7 @@ from lightning_lowbw.kernels.dispatch import averages_for
 from lightning_lowbw.kernels.reference import Arrival, Segment, add_, flat
 from lightning_lowbw.kernels.table import DTYPES
 from lightning_lowbw.kernels.tensors import allocate
+from lightning_lowbw.schedules.schedule import Schedule
 from lightning_lowbw.sync.status import Fault
 
 Signal = Mapping[str, Tensor]
@@ -132,15 +132,11 @@ class Exchange(Protocol):
         fault: whether the last exchange has left something infinite, or received a damaged message: bool, a scalar on
             the device; None if not, or before the first. A later status reports it: that of this exchange has gone.
         payload: what is sent; may be replaced between steps, on all ranks.
-        keeps_parts: whether each rank of a node keeps back its part of every tensor only; else all of it.
-        can_be_hidden: whether `send` sends everything, so that local steps can be taken before `wait`.
     """
 
     residuals: Residuals
     fault: Tensor | None
     payload: Any
-    keeps_parts: bool
-    can_be_hidden: bool
 
     def prepare(self, signal: Mapping[str, Tensor | None], correction: Correction | None = None) -> Prepared:
         """Begin an exchange; communicates nothing.
@@ -165,10 +161,6 @@ class Exchange(Protocol):
         """
         ...
 
-    def sent_bytes(self, shape: torch.Size) -> int:
-        """Return the bytes that are sent for a tensor, by the formulas of the flat collectives."""
-        ...
-
     def to(self, device: torch.device) -> None:
         """Move what is kept."""
         ...
@@ -182,39 +174,23 @@ class Exchange(Protocol):
         ...
 
 
-@names_arguments
-@dataclass(frozen=True, kw_only=True)
-class Whole:
-    """Every element, in float32 (or wider, if the tensor is); nothing is kept back."""
+EXCHANGES: dict[type[Payload], Callable[[Any, Peers, Schedule], Exchange]] = {}
 
 
-PAYLOADS: dict[str, type] = {"whole": Whole}  # by their names in a file
-EXCHANGES: dict[type, type[Any]] = {}
+def exchanges(payload: type[Payload]) -> Callable[[type[Made]], type[Made]]:
+    """Decorate the class that exchanges what a payload compresses; it is made from the payload and the peers."""
 
-
-def exchanges(name: str, payload: type) -> Callable[[type[Made]], type[Made]]:
-    """Decorate the class that exchanges what a payload compresses; it is made from the payload and the peers.
-
-    Args:
-        name: of the payload, in a file.
-        payload: its class, a frozen dataclass.
-    """
-
-    def register(maker: type[Made]) -> type[Made]:
-        PAYLOADS[name] = payload
-        EXCHANGES[payload] = maker
-        return maker
+    def register(made: type[Made]) -> type[Made]:
+        maker: Any = made
+        EXCHANGES[payload] = lambda what, peers, _: maker(what, peers)
+        return made
 
     return register
 
 
-def exchange_for(what: Any, peers: Peers, *, of_gradients: bool) -> Exchange | None:
-    """Return what exchanges the tensors that a payload compresses; None for `Whole`, which compresses none."""
-    if isinstance(what, TopK):
-        may_scatter = of_gradients and what.may_scatter(peers.num_participants, is_two_level=peers.is_two_level)
-        return ReduceScatterExchange(what, peers) if may_scatter else TopKExchange(what, peers)
-    made: Exchange | None = None if isinstance(what, Whole) else EXCHANGES[type(what)](what, peers)
-    return made
+def exchange_for(what: Payload, peers: Peers, when: Schedule) -> Exchange | None:
+    """Return what exchanges the tensors that a payload compresses; None if it sends all of them whole."""
+    return None if what.sends_all else EXCHANGES[type(what)](what, peers, when)
 
 
 # Whole ----------------------------------------------------------------------------------------------------------------
@@ -302,7 +278,7 @@ class WholeExchange:
         exact: whether `inter_dtype` is disregarded; see `MeanWork`.
     """
 
-    payload, fault, keeps_parts, can_be_hidden = Whole(), None, False, True
+    payload, fault = Whole(), None
 
     def __init__(self, peers: Peers, *, exact: bool = True) -> None:
         self._peers, self._exact, self.residuals = peers, exact, Residuals()
@@ -317,9 +293,6 @@ class WholeExchange:
     def describe_fault(self, step: int, kept: str, here: str) -> Fault:
         raise NotImplementedError("nothing is kept back")
 
-    def sent_bytes(self, shape: torch.Size) -> int:
-        return all_reduce_bytes(4 * shape.numel(), self._peers.num_participants)
-
     def to(self, device: torch.device) -> None:
         pass
 
@@ -333,7 +306,6 @@ class WholeExchange:
 # The k largest --------------------------------------------------------------------------------------------------------
 
 
-@exchanges("top_k", TopK)
 class TopKExchange:
     """Exchanges the largest elements of tensors between peers, and keeps the rest of each.
 
@@ -348,8 +320,6 @@ class TopKExchange:
         payload: what is sent; may be replaced between steps, on all ranks.
         peers: who takes part.
     """
-
-    keeps_parts = can_be_hidden = True
 
     def __init__(self, payload: TopK, peers: Peers) -> None:
         self.payload, self.peers = payload, peers
@@ -418,9 +388,6 @@ class TopKExchange:
             "their tensors, and its weights may differ from those of the others. Look at the memory and the network of "
             "its host, and go on from an earlier checkpoint.",
         )
-
-    def sent_bytes(self, shape: torch.Size) -> int:
-        return all_gather_bytes(self.payload.nbytes([shape.numel()]), self.peers.num_participants)
 
     @property
     def _device(self) -> torch.device:
@@ -578,6 +545,14 @@ class ReduceScatterExchange(TopKExchange):
         super().load_state_dict(state)
         if "reducer" in state:  # that of another number of ranks is not used
             self.numels, self.boundaries = (tuple(state["reducer"][each]) for each in ("numels", "boundaries"))
+
+
+def _top_k_exchange(what: TopK, peers: Peers, when: Schedule) -> TopKExchange:
+    may_scatter = what.may_scatter(peers.num_participants, is_two_level=peers.is_two_level)
+    return (ReduceScatterExchange if may_scatter and not when.averages_weights else TopKExchange)(what, peers)
+
+
+EXCHANGES[TopK] = _top_k_exchange
 
 
 class Piece(NamedTuple):

@@ -36,13 +36,12 @@ from torch.utils.hooks import RemovableHandle
 from lightning_lowbw.comm.peers import Peers, average_gradients_, mean_over, wide_dtype
 from lightning_lowbw.compress.corrections import correction_for
 from lightning_lowbw.compress.params import Row, by_group, check_shapes
-from lightning_lowbw.compress.top_k import TopK
 from lightning_lowbw.errors import WITHOUT_RESIDUALS, ConfigurationError, DisagreementError, NonFiniteGradientError
 from lightning_lowbw.kernels.reference import are_not_finite
 from lightning_lowbw.kernels.tensors import as_real, copy_all_, copy_in_order_, order_of
-from lightning_lowbw.schedules.every_step import EveryStep
-from lightning_lowbw.sync.checks import agree_on_end, check_two_levels, compare_batches, raise_at_other_batches
-from lightning_lowbw.sync.exchange import Faulty, Mean, Prepared, Whole, WholeExchange, exchange_for
+from lightning_lowbw.schedules.schedule import Schedule
+from lightning_lowbw.sync.checks import agree_on_end, compare_batches, raise_at_other_batches
+from lightning_lowbw.sync.exchange import Faulty, Mean, Prepared, WholeExchange, exchange_for
 from lightning_lowbw.sync.state import check_order, check_origin, origin, own_part, saved
 from lightning_lowbw.sync.status import (
     SAVE,
@@ -56,7 +55,7 @@ from lightning_lowbw.sync.status import (
     overflow,
     status_message,
 )
-from lightning_lowbw.sync.synchronizer import Synchronizer
+from lightning_lowbw.sync.synchronizer import Configuration, Synchronizer
 
 CHECK_EVERY_STEPS = 100  # compare the replicas; a pass over the weights, no extra message
 
@@ -72,10 +71,13 @@ class GradientSync(Synchronizer):
     is_local = False
 
     def __init__(
-        self, method: Any, optimizer: Optimizer, named_parameters: Iterable[tuple[str, Parameter]], peers: Peers
+        self,
+        method: Configuration,
+        optimizer: Optimizer,
+        named_parameters: Iterable[tuple[str, Parameter]],
+        peers: Peers,
     ) -> None:
         super().__init__(method, optimizer, named_parameters, peers)
-        assert isinstance(method.when, EveryStep)
         what = method.what
         self.last_density = 1.0
         self._last_residual_norm: float | None = None
@@ -91,33 +93,29 @@ class GradientSync(Synchronizer):
         self._faults, self._checked = Faults(), set[str]()  # and of which tensors gradients have been looked at
         self._late: list[Faulty] = []  # what the last step has found after its status
         self.correction = correction_for(
-            optimizer, peers.num_participants, corrects=isinstance(what, TopK), keeps_parts=peers.is_two_level
+            optimizer, peers.num_participants, corrects=what.corrects, keeps_parts=peers.is_two_level
         )
         if not method.when.is_auto:  # with "auto" nothing is corrected yet, and perhaps never
             self.correction.check()
-        if not isinstance(what, Whole):
+        if not what.sends_all:
             peers.check_parts()
-        if isinstance(what, TopK):
-            if peers.is_two_level:
-                check_two_levels(what)
-            what.check_names(self.params.names())
-        self.compressed = exchange_for(what, peers, of_gradients=True)
+        what.check(method.when, has_levels=peers.is_two_level)
+        what.check_names(self.params.names())
+        self.compressed = exchange_for(what, peers, method.when)
 
     # Read by the strategies -----------------------------------------------------------------------------------------
 
     @property
-    def when(self) -> EveryStep:
+    def when(self) -> Schedule:
         """The schedule."""
-        assert isinstance(self.method.when, EveryStep)
         return self.method.when
 
     @property
     def density(self) -> float:
         """The fraction of elements that the coming step sends of a compressed tensor; 1.0 in the dense phase."""
-        what = self.method.what
-        if not isinstance(what, TopK) or self.peers.num_participants == 1:
+        if self.peers.num_participants == 1:
             return 1.0
-        return self.when.density(self.step, what.density)
+        return self.when.density(self.step, self.method.what.density)
 
     @property
     def is_sparse(self) -> bool:
@@ -151,8 +149,7 @@ class GradientSync(Synchronizer):
 
     def metrics(self, is_due: bool) -> dict[str, float | Tensor]:
         """Return the fraction of elements that the last step sent and, in sparse steps, the norm of the residual."""
-        what = self.method.what
-        sparse, others = self.params.numels_by_kind(what) if isinstance(what, TopK) else ([], [])
+        sparse, others = self.params.numels_by_kind(self.method.what)
         share = sum(sparse) / max(1, sum(sparse) + sum(others))
         shown: dict[str, float | Tensor] = {"density": 1.0 - share * (1.0 - self.last_density)}
         if self.residuals and (is_due or self._last_residual_norm is None):
@@ -369,8 +366,9 @@ class GradientSync(Synchronizer):
         what, exchange, correction = self.method.what, self.compressed, None
         rows = [row for row in self._rows if row.is_compressed and row.parameter.numel()]
         assert exchange is not None
-        if isinstance(what, TopK):
-            exchange.payload, correction = what.at(self.density), self.correction
+        exchange.payload = what.at(self.density)
+        if what.corrects:
+            correction = self.correction
             correction.begin_step(rows, self.peers.part, exchange.payload)
         signal = {row.name: None if row.is_missing else row.in_order(row.gradient) for row in rows}
         self._is_torn, self._prepared = True, exchange.prepare(signal, correction)
@@ -465,7 +463,7 @@ class GradientSync(Synchronizer):
         Collective: all ranks, blocking; an all-reduce of all tensors that are compressed.
         """
         what, peers = self.method.what, self.peers
-        if not (self.correction.is_complete and self.may_have_late_faults and isinstance(what, TopK)):
+        if not (self.correction.is_complete and self.may_have_late_faults):
             return
         assert self.compressed is not None
         # Of the last step: parameters that have left the groups since then, too.
@@ -533,7 +531,7 @@ class GradientSync(Synchronizer):
     def _check_rows(self) -> None:
         kept = frozenset(self.residuals)
         self.params.note_orders(self._rows, self.step, kept)
-        if not isinstance(self.method.what, TopK) or self.peers.num_participants == 1:
+        if not self.is_sparse:
             return
         for row in self._rows:
             if row.name in kept and not row.is_compressed:
@@ -554,7 +552,7 @@ class GradientSync(Synchronizer):
     def _describe_nonfinite(self, name: str) -> Fault:
         # Where sparse, the pass that adds gradients to the residuals has found it.
         is_added = self.is_sparse and any(row.name == name and row.is_compressed for row in self._rows)
-        is_from_start = is_added and self.when.rampup_begin_step == 0 and len(self.when.stairs) <= 1
+        is_from_start = is_added and self.when.begin_step == 0 and len(self.when.stairs) <= 1
         warm_up = "give it a warm-up (there is none: see rampup_begin_step, rampup_step), " if is_from_start else ""
         return Fault(
             4,
@@ -679,8 +677,7 @@ class GradientSync(Synchronizer):
         self._check_state(state)
         self.is_compared = self._has_compressed = False
         parameters = self.by_name()
-        keeps_parts = self.compressed is None or self.compressed.keeps_parts
-        of = (self.peers.local_rank, self.peers.num_local_ranks) if keeps_parts else (0, 1)
+        of = (self.peers.local_rank, self.peers.num_local_ranks) if self.method.what.keeps_parts else (0, 1)
 
         def own(name: str, kept: Tensor) -> Tensor:
             check_order(parameters[name], name, state["orders"][name])

@@ -5,22 +5,19 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
 
 from lightning_lowbw.comm.agreement import gather
-from lightning_lowbw.compress.codec import FloatFormat, make_value_format
 from lightning_lowbw.compress.corrections import AdamCorrection
-from lightning_lowbw.compress.quantization import LinearFormat, make_format
-from lightning_lowbw.compress.top_k import LEAST_NUMEL, TopK
+from lightning_lowbw.compress.top_k import LEAST_NUMEL
 from lightning_lowbw.kernels import dispatch
-from lightning_lowbw.kernels.dispatch import Uses
-from lightning_lowbw.kernels.gpu import LONGEST_CHUNK
+from lightning_lowbw.kernels.dispatch import NO_KERNELS, Uses
 from lightning_lowbw.kernels.table import DTYPES, Kind
 from lightning_lowbw.namespaces import LOGGER
 from lightning_lowbw.sync.gradient import GradientSync
-from lightning_lowbw.sync.quantized import Quantized
 from lightning_lowbw.sync.synchronizer import Synchronizer
 
 _logger = logging.getLogger(LOGGER)
@@ -72,39 +69,27 @@ def uses_of(workers: Sequence[Synchronizer], *, measures: bool = False) -> Uses:
         workers: of the optimizers, all with one method.
         measures: whether sparse steps of tensors in float32 are timed, to choose a schedule (`cost_model`).
     """
-    method, peers = workers[0].method, workers[0].peers
-    what, num_participants = method.what, peers.num_participants
-    linear = make_format(what.value_dtype) if isinstance(what, Quantized) else None
-    bits = [linear.bits] if isinstance(linear, LinearFormat) else [8] if measures else []  # int8 is timed, too
-    if not isinstance(what, TopK) or (num_participants == 1 and not peers.may_grow):
-        return Uses(kinds=(), value_dtypes=(), num_messages=(), steps=(), scaled_bits=tuple(bits), chunks=())
+    what, when, peers = workers[0].method.what, workers[0].method.when, workers[0].peers
+    uses = what.uses(peers.num_participants, is_two_level=peers.is_two_level, when=when)
+    scaled_bits = uses.scaled_bits or (8,) * measures  # int8 is timed, too
+    if not uses.value_dtypes or (peers.num_participants == 1 and not peers.may_grow):
+        return replace(NO_KERNELS, scaled_bits=scaled_bits)
     # An ordered set is a dict here: the same order on all ranks.
-    kinds = dict.fromkeys(kind for worker in workers for kind in _kinds_of(worker, what))
+    kinds = dict.fromkeys(kind for worker in workers if uses.kinds for kind in _kinds_of(worker))
     if measures:
         kinds[_kind_of(torch.float32)] = None
-    parameters = (each for worker in workers for each in worker.parameters() if not method.averages_weights)
+    parameters = (each for worker in workers for each in worker.parameters() if not when.averages_weights)
     mean_dtypes = dict.fromkeys(each.dtype for each in parameters if each.dtype in DTYPES)
-    value_format = make_value_format(what.value_dtype)
-    # Of one that may get others it is not known how many.
-    num_messages = [2, 4, 8] if num_participants == 1 else [num_participants]
-    if what.may_scatter(num_participants, is_two_level=peers.is_two_level) and not method.averages_weights:
-        num_messages.append(1)  # the sums of a reduce-scatter
-    return Uses(
+    return replace(
+        uses,
         kinds=tuple(kind._replace(is_aligned=is_aligned) for kind in kinds for is_aligned in (True, False)),
         mean_dtypes=tuple(mean_dtypes),
-        value_dtypes=(value_format.dtype if isinstance(value_format, FloatFormat) else value_format.bits,),
-        num_messages=tuple(num_messages),
-        steps=(False,) if method.averages_weights else (False, True),
-        over_senders=what.mean_over == "senders",
-        scaled_bits=tuple(bits),
-        chunks=() if what.chunk is None or what.chunk > LONGEST_CHUNK else (what.chunk,),
+        scaled_bits=scaled_bits,
     )
 
 
-def _kinds_of(worker: Synchronizer, what: TopK) -> Iterable[Kind]:
+def _kinds_of(worker: Synchronizer) -> Iterable[Kind]:
     """Yield the kinds of a worker's tensors, whatever their alignment: that of a gradient may change in each step."""
-    if what.chunk is not None:
-        return
     if not isinstance(worker, GradientSync):
         yield _kind_of(torch.float32)  # changes of the weights
         return
@@ -112,8 +97,8 @@ def _kinds_of(worker: Synchronizer, what: TopK) -> Iterable[Kind]:
     for group in worker.optimizer.param_groups:
         for parameter in group["params"]:
             # Which tensors are small is known at the first step: of those that are trained then.
-            is_taken = what.takes(worker.name_of(parameter), worker.params.numel_of(parameter), LEAST_NUMEL)
-            if parameter.dtype in DTYPES and is_taken:
+            name, numel = worker.name_of(parameter), worker.params.numel_of(parameter)
+            if parameter.dtype in DTYPES and worker.method.what.compresses(name, numel, LEAST_NUMEL):
                 has_velocity = is_adam or worker.correction.constants(group).momentum != 0
                 yield _kind_of(parameter.dtype, has_velocity=has_velocity, is_adam=is_adam)
 

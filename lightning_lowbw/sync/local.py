@@ -35,9 +35,8 @@ from torch.nn import Parameter
 from torch.optim import Optimizer, SparseAdam
 
 from lightning_lowbw.comm.agreement import agree
-from lightning_lowbw.comm.collectives import all_reduce_bytes
+from lightning_lowbw.comm.collectives import all_reduce_bytes, sent_bytes
 from lightning_lowbw.comm.peers import Peers, average_gradients_, fill_buckets, wide_dtype
-from lightning_lowbw.compress.top_k import TopK
 from lightning_lowbw.errors import ConfigurationError, DisagreementError, NonFiniteGradientError
 from lightning_lowbw.kernels.reference import are_not_finite
 from lightning_lowbw.kernels.tensors import Rates, as_real, checksum, copy_all_, download, relative_distance
@@ -89,7 +88,7 @@ from lightning_lowbw.sync.status import (
     requests_of,
     status_message,
 )
-from lightning_lowbw.sync.synchronizer import Synchronizer, raise_fault
+from lightning_lowbw.sync.synchronizer import Configuration, Synchronizer, raise_fault
 
 _logger = logging.getLogger(LOGGER)
 COUNTERS = ("steps_since_average", "num_averages")
@@ -124,7 +123,7 @@ class LocalSync(Synchronizer):
 
     def __init__(
         self,
-        method: Any,
+        method: Configuration,
         optimizer: Optimizer,
         named_parameters: Iterable[tuple[str, Parameter]],
         peers: Peers,
@@ -144,9 +143,8 @@ class LocalSync(Synchronizer):
         self._unread: tuple[int, Callable[[], list[float]]] | None = None  # a synchronous step, and its status
         self.phase, self.loss = Phase(), RunningLoss()
         self._rate_of = Rates()
-        if isinstance(method.what, TopK):
-            method.what.check_names(self.params.names())
-        self.compressed = exchange_for(method.what, peers, of_gradients=False)
+        method.what.check_names(self.params.names())
+        self.compressed = exchange_for(method.what, peers, method.when)
         if self.compressed is not None:
             peers.check_parts()
         self.start: dict[Parameter, Tensor] = {}
@@ -232,7 +230,7 @@ class LocalSync(Synchronizer):
             )
 
     def observe_loss(self, loss: Tensor) -> None:
-        if self.when.rule in ("fleet", "adacomm"):
+        if self.when.needs_loss:
             self.loss.observe(loss)
 
     def begin_epoch(self) -> None:
@@ -497,12 +495,10 @@ class LocalSync(Synchronizer):
         """Whether the payload sends a parameter's change; otherwise it is averaged whole."""
         if as_real(parameter).dtype == torch.float64:  # which would be rounded
             return False
-        if isinstance(self.method.what, TopK):
-            return self.params.is_compressed(self.method.what, parameter)
-        return self.compressed is not None and parameter.numel() > 0
+        return self.params.is_compressed(self.method.what, parameter)
 
     def _sends_changes_only(self) -> bool:
-        if not isinstance(self.method.what, TopK) or self.buffers.start:
+        if not self.method.what.carries_status or self.buffers.start:
             return False
         return all(
             self.takes(p) or not (p.requires_grad and p.numel()) for each in self.fragments for p in each.parameters
@@ -539,10 +535,12 @@ class LocalSync(Synchronizer):
         return [self._sent_bytes(parameter) if parameter.requires_grad else 0 for parameter in parameters]
 
     def _sent_bytes(self, parameter: Parameter) -> int:
-        if self.compressed is not None and self.takes(parameter):
-            return self.compressed.sent_bytes(as_real(parameter).shape)
-        nbytes = as_real(parameter).numel() * wide_dtype(parameter).itemsize
-        return all_reduce_bytes(nbytes, self.peers.num_participants)
+        real, num_participants = as_real(parameter), self.peers.num_participants
+        if self.takes(parameter):
+            return sent_bytes(
+                self.method.what.messages([real.shape], num_participants, when=self.when), num_participants
+            )
+        return all_reduce_bytes(real.numel() * wide_dtype(parameter).itemsize, num_participants)
 
     # One average: wait and apply ------------------------------------------------------------------------------------
 
@@ -894,7 +892,7 @@ class LocalSync(Synchronizer):
                 assert self.compressed is not None
                 change = change_of(snapshot, self.start[parameter], as_real(parameter).dtype)
                 unsent, residual = changes[name] - change.reshape(-1), self.compressed.residuals[name]
-                residual.add_(unsent[self.peers.part(unsent.numel())] if self.compressed.keeps_parts else unsent)
+                residual.add_(unsent[self.peers.part(unsent.numel())] if self.method.what.keeps_parts else unsent)
         fragment.abandon()
 
     # State ----------------------------------------------------------------------------------------------------------
@@ -995,8 +993,8 @@ class LocalSync(Synchronizer):
         self.start = {parameters[name]: start.to(device, copy=True) for name, start in state["start"].items()}
         self.velocity = {parameters[name]: u.to(device, copy=True) for name, u in state["velocity"].items()}
         if self.compressed is not None:
-            peers, keeps_parts = self.peers, self.compressed.keeps_parts
-            of = (peers.local_rank, peers.num_local_ranks) if keeps_parts else (0, 1)
+            peers = self.peers
+            of = (peers.local_rank, peers.num_local_ranks) if self.method.what.keeps_parts else (0, 1)
             numels = {name: as_real(p).numel() for name, p in parameters.items()}
             parts = {name: own_part(kept, numels[name], of) for name, kept in state["residuals"].items()}
             self.compressed.residuals.load(parts, device)

@@ -32,17 +32,18 @@ import torch
 from torch import Tensor
 
 from lightning_lowbw.arguments import is_count, names_arguments
-from lightning_lowbw.comm.collectives import all_reduce_bytes
 from lightning_lowbw.comm.peers import Peers
+from lightning_lowbw.compress.payload import FLOAT_BYTES, Message, Payload, Shapes
 from lightning_lowbw.compress.selection import Residuals
 from lightning_lowbw.errors import ConfigurationError
+from lightning_lowbw.schedules.schedule import Schedule
 from lightning_lowbw.sync.exchange import Correction, Deferred, DenseMean, PreparedWhole, Signal, exchanges
 from lightning_lowbw.sync.status import Fault, overflow
 
 
 @names_arguments
 @dataclass(frozen=True, kw_only=True)
-class LowRank:
+class LowRank(Payload, key="low_rank"):
     """Every matrix as the product of two thin ones, with error feedback.
 
     Args:
@@ -54,10 +55,7 @@ class LowRank:
 
     rank: int = 2
 
-    takes_density = False
-
-    def takes(self, name: str, numel: int, small_numel: int) -> bool:
-        return numel > 0
+    keeps_parts = False
 
     def __post_init__(self) -> None:
         if not is_count(self.rank):
@@ -71,8 +69,14 @@ class LowRank:
         rank = min(self.rank, n, m)
         return (n, m, rank) if 2 * (n + m) * rank < n * m else None
 
+    def messages(self, shapes: Shapes, num_participants: int, num_parts: int = 1, *, when: Schedule) -> list[Message]:
+        factors = [(self.factors(shape), math.prod(shape)) for shape in shapes]
+        lefts = sum(of[0] * of[2] if of else numel for of, numel in factors)
+        rights = sum(of[1] * of[2] for of, _ in factors if of)
+        return [Message("all_reduce", FLOAT_BYTES * numel) for numel in (lefts, rights)]
 
-@exchanges("low_rank", LowRank)
+
+@exchanges(LowRank)
 @dataclass
 class LowRankExchange:
     """Averages matrices by their factors; see the module.
@@ -91,7 +95,6 @@ class LowRankExchange:
     residuals: Residuals = field(default_factory=Residuals)
     fault: Tensor | None = None
     _starts: dict[str, Tensor] = field(default_factory=dict)  # Q by name: float32, shape (m, r)
-    keeps_parts = can_be_hidden = False
 
     def prepare(self, signal: Mapping[str, Tensor | None], correction: Correction | None = None) -> PreparedWhole:
         """Prepare tensors of any floating dtype and shape; the two all-reduces follow one another, in `wait`."""
@@ -169,12 +172,6 @@ class LowRankExchange:
 
     def describe_fault(self, step: int, kept: str, here: str) -> Fault:
         return overflow(3, step, f"{kept} on {here}")
-
-    def sent_bytes(self, shape: torch.Size) -> int:
-        """Return the bytes of two all-reduces; see `Exchange`."""
-        factors = self.payload.factors(shape)
-        numel = shape.numel() if factors is None else (factors[0] + factors[1]) * factors[2]
-        return all_reduce_bytes(4 * numel, self.peers.num_participants)
 
     def to(self, device: torch.device) -> None:
         self.residuals.to(device)

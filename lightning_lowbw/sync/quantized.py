@@ -13,9 +13,10 @@ Double-Pass Error-Compensated Compression", arXiv 1905.05957; the server's work 
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial, reduce
 from itertools import accumulate
 from typing import Any
@@ -26,15 +27,12 @@ from torch import Tensor
 from lightning_lowbw.arguments import check_one_of, names_arguments
 from lightning_lowbw.comm.collectives import Collectives
 from lightning_lowbw.comm.peers import Peers
-from lightning_lowbw.compress.quantization import (
-    BLOCK,
-    QUANTIZED_NAMES,
-    QuantizedFormat,
-    make_format,
-    quantized_mean_bytes,
-)
+from lightning_lowbw.compress.payload import FLOAT_BYTES, Message, Payload, Shapes
+from lightning_lowbw.compress.quantization import BLOCK, QUANTIZED_NAMES, QuantizedFormat, make_format
 from lightning_lowbw.compress.selection import Residuals
+from lightning_lowbw.kernels.dispatch import NO_KERNELS, Uses
 from lightning_lowbw.kernels.tensors import copy_all_, split_front
+from lightning_lowbw.schedules.schedule import Schedule
 from lightning_lowbw.sync.exchange import Correction, Deferred, DenseMean, PreparedWhole, exchanges
 from lightning_lowbw.sync.status import Fault, overflow
 
@@ -44,7 +42,7 @@ RANGE_OF_GPU = 1 << 24  # values, 64 MiB: few launches, and few bytes beside a m
 
 @names_arguments
 @dataclass(frozen=True, kw_only=True)
-class Quantized:
+class Quantized(Payload, key="quantized"):
     """Every element in few bits, with error feedback: rounding errors are added to the next message.
 
     Args:
@@ -56,16 +54,28 @@ class Quantized:
 
     value_dtype: str = "int8"
 
-    takes_density = False
-
-    def takes(self, name: str, numel: int, small_numel: int) -> bool:
-        return numel > 0
-
     def __post_init__(self) -> None:
         check_one_of("value_dtype", self.value_dtype, QUANTIZED_NAMES)
 
+    @property
+    def uses_kernels(self) -> bool:
+        return self.value_dtype.startswith("int")
 
-@exchanges("quantized", Quantized)
+    def uses(self, num_participants: int, *, is_two_level: bool, when: Schedule) -> Uses:
+        bits = getattr(make_format(self.value_dtype), "bits", None)
+        return NO_KERNELS if bits is None else replace(NO_KERNELS, scaled_bits=(bits,))
+
+    def messages(self, shapes: Shapes, num_participants: int, num_parts: int = 1, *, when: Schedule) -> list[Message]:
+        part = -(-sum(map(math.prod, shapes)) // num_parts)
+        nbytes = make_format(self.value_dtype).nbytes(-(-part // num_participants))  # to its owner, and back as a mean
+        return [
+            Message("all_to_all", nbytes),
+            Message("all_gather", nbytes),
+            Message("gather_in_node", FLOAT_BYTES * part),
+        ]
+
+
+@exchanges(Quantized)
 class QuantizedExchange:
     """Averages tensors in few bits per value; rounding errors are added to the next ones.
 
@@ -73,8 +83,6 @@ class QuantizedExchange:
         payload: what is sent; may be replaced between steps, on all ranks.
         peers: who takes part; on two levels the tensors are those of nodes, equal on the ranks of each.
     """
-
-    keeps_parts, can_be_hidden = True, False
 
     def __init__(self, payload: Quantized, peers: Peers) -> None:
         self.payload, self._peers = payload, peers
@@ -96,9 +104,6 @@ class QuantizedExchange:
 
     def describe_fault(self, step: int, kept: str, here: str) -> Fault:
         return overflow(3, step, f"{kept} on {here}")
-
-    def sent_bytes(self, shape: torch.Size) -> int:
-        return quantized_mean_bytes(shape.numel(), self._peers.num_participants, make_format(self.payload.value_dtype))
 
     def _average_(self, tensors_by_name: dict[str, Tensor]) -> DenseMean:
         signal = {name: tensor.reshape(-1) for name, tensor in tensors_by_name.items()}

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from types import MethodType
-from typing import Any, cast
+from typing import Any, Protocol, cast
 from weakref import WeakSet, finalize
 
 import torch
@@ -21,14 +21,35 @@ from torch.optim import optimizer as torch_optimizer
 
 from lightning_lowbw.comm.peers import Peers
 from lightning_lowbw.compress.params import Params
+from lightning_lowbw.compress.payload import Payload
 from lightning_lowbw.errors import ConfigurationError
 from lightning_lowbw.kernels.reference import are_not_finite
 from lightning_lowbw.namespaces import LOGGER
+from lightning_lowbw.schedules.schedule import Schedule
 from lightning_lowbw.sync.checks import agree_on_beginning, check_not_in_ddp
 from lightning_lowbw.sync.exchange import Exchange, WholeExchange
 from lightning_lowbw.sync.status import SAVE, STOP, Fault, Faults, Status, any_of, first_fault, status_message
 
 _logger = logging.getLogger(LOGGER)
+
+
+class Configuration(Protocol):
+    """What a driver asks of a `Method`, which lies above: it makes the drivers."""
+
+    @property
+    def when(self) -> Schedule:
+        """The schedule."""
+        ...
+
+    @property
+    def what(self) -> Payload:
+        """The payload."""
+        ...
+
+    @property
+    def where(self) -> Any:
+        """Who communicates with whom, of which `inter_dtype` is asked."""
+        ...
 
 
 class Synchronizer:
@@ -72,7 +93,11 @@ class Synchronizer:
     compressed: Exchange | None
 
     def __init__(
-        self, method: Any, optimizer: Optimizer, named_parameters: Iterable[tuple[str, Parameter]], peers: Peers
+        self,
+        method: Configuration,
+        optimizer: Optimizer,
+        named_parameters: Iterable[tuple[str, Parameter]],
+        peers: Peers,
     ) -> None:
         if isinstance(optimizer, LBFGS):
             raise ConfigurationError(
@@ -268,7 +293,7 @@ class Synchronizer:
 
     def _describe_kept(self, _: str) -> Fault:
         assert self.compressed is not None
-        signal = "changes of the weights" if self.method.averages_weights else "gradients"
+        signal = "changes of the weights" if self.method.when.averages_weights else "gradients"
         return self.compressed.describe_fault(self.step, f"what was kept of earlier {signal}", self.here)
 
     @property
@@ -305,16 +330,7 @@ class Synchronizer:
 
     def check_payload(self) -> None:
         """Raise if the payload has been replaced by one of another kind, to which the residuals mean nothing."""
-        if type(self.method.what) is not type(self._made_for):
-            raise ConfigurationError(
-                f"{self.method.what} in place of {self._made_for}: another payload needs a worker of its own."
-            )
-        for name in ("exchange", "mean_over"):  # of `TopK`: how elements are summed
-            given, own = getattr(self.method.what, name, None), getattr(self._made_for, name, None)
-            if given != own:
-                raise ConfigurationError(
-                    f"{name}={given!r} in place of {own!r}: it cannot change during a training. Attach the method anew."
-                )
+        self.method.what.check_replacement(self._made_for)
 
     def check_schedule(self) -> None:
         """Raise if the coming step does not fit the state; called when the training starts."""

@@ -47,7 +47,7 @@ BELOW: dict[str, set[str]] = {
     "namespaces": set(),
     "kernels": {"errors"},
     "schedules": {"errors", "arguments"},
-    "compress": {"errors", "arguments", "kernels"},
+    "compress": {"errors", "arguments", "kernels", "schedules"},
     "comm": {"errors", "arguments", "kernels", "compress"},
     "sync": {"errors", "arguments", "namespaces", "kernels", "schedules", "compress", "comm"},
     "method": METHOD_PARTS,

@@ -41,9 +41,9 @@ def test_what_is_small_depends_on_what_is_trained() -> None:
     assert small_numel([6144] * 24) == 6144
     assert small_numel([100_000, 2000, 1000]) == 16384, "the small ones are 2.9 %"
     assert small_numel([90_000, 2000, 1000]) == 2000, "3.2 %: not all of them"
-    assert TopK().takes("", 6144, 6144)
-    assert not TopK().takes("", 6143, 6144)
-    assert TopK(min_numel=5000).takes("", 5000, 6144)
+    assert TopK().compresses("", 6144, 6144)
+    assert not TopK().compresses("", 6143, 6144)
+    assert TopK(min_numel=5000).compresses("", 5000, 6144)
 
 
 @pytest.mark.parametrize(

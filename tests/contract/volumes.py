@@ -77,8 +77,8 @@ class Volumes:
             return self.whole(control) + self.compressed(NUMELS)
         density = when.density(step, what.density)
         assert density < 1.0
-        sparse = [numel for name, numel in NUMELS.items() if what.takes(name, numel, 1)]
-        others = [numel for name, numel in NUMELS.items() if not what.takes(name, numel, 1)]
+        sparse = [numel for name, numel in NUMELS.items() if what.compresses(name, numel, 1)]
+        others = [numel for name, numel in NUMELS.items() if not what.compresses(name, numel, 1)]
         return self.whole(sum(others) + control) + self.sparse(what, sparse, density)
 
     def of_average(self, when: EveryK, names: Sequence[str], with_buffers: bool) -> int:
@@ -86,7 +86,7 @@ class Volumes:
         numels = {name: NUMELS[name] for name in names if NUMELS[name]}
         taken = [] if isinstance(self.what, Whole) else list(numels.values())
         if isinstance(self.what, TopK):
-            taken = [numel for name, numel in numels.items() if self.what.takes(name, numel, 1)]
+            taken = [numel for name, numel in numels.items() if self.what.compresses(name, numel, 1)]
         words = sum(numels.values()) - sum(taken) + BUFFERS * with_buffers + 7 + 2 * self.row.num_ranks
         if isinstance(self.what, TopK):
             return self.whole(words) + self.sparse(self.what, taken, None)

@@ -388,7 +388,7 @@ def count_reduce_scatter(monkeypatch: pytest.MonkeyPatch, num_ranks: int) -> Cou
     """Return what rank 0 launches and waits for between what it has selected and the mean, ready to be applied."""
     what = TopK(density=0.001, exchange="reduce_scatter")
     numels = [math.prod(shape) for shape in resnet50_shapes()]
-    sizes = tuple(numel for numel in numels if what.takes("", numel, small_numel(numels)))
+    sizes = tuple(numel for numel in numels if what.compresses("", numel, small_numel(numels)))
     counts = what.nums_sent(sizes)
     plan = SparseSum(sizes, sum(counts), even_boundaries(sizes, counts, num_ranks), what.codec)
     generator = torch.Generator().manual_seed(0)

@@ -1,0 +1,199 @@
+"""What is asked of every payload, the payloads by the names that they have in files, and the one that sends all."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Literal, NamedTuple
+
+from lightning_lowbw.arguments import names_arguments
+from lightning_lowbw.errors import ConfigurationError
+from lightning_lowbw.kernels.dispatch import NO_KERNELS, Uses
+from lightning_lowbw.schedules.schedule import Schedule
+
+FLOAT_BYTES = 4
+Shapes = Sequence[tuple[int, ...]]
+PAYLOADS: dict[str, type[Payload]] = {}
+
+
+class Message(NamedTuple):
+    """What a payload hands to a collective. The bytes are those of what is summed, or of what a rank sends to others.
+
+    "gather_in_node" is an all-gather between the ranks of a node; the others are between participants.
+    """
+
+    collective: Literal["all_reduce", "all_gather", "all_to_all", "gather_in_node"]
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Payload(ABC):
+    """What is sent: a frozen dataclass that answers what follows, and is registered as it is defined.
+
+    What is not answered is as in a payload that compresses every tensor and keeps back what it does not send.
+
+    Attributes:
+        key: its name in a file, ``{payload: top_k}``; the argument of the class statement.
+        sends_all: whether every element is sent, so that there is nothing to be kept back and nothing to exchange but
+            whole tensors.
+        takes_density: whether it sends as many elements as the schedule's stairs of sparsity say.
+        corrects: whether gradients enter the residual as the optimizer's correction says (`compress.corrections`);
+            else by error feedback.
+        keeps_parts: whether each rank of a node keeps back its part of every tensor only; else all of it.
+        can_be_hidden: whether its exchange sends everything when it begins, so that local steps can be taken before it
+            is waited for.
+        carries_status: whether its message has room for the status of a round (`sync.status`).
+        takes_weights: whether its mean can count participants unequally, as in elastic rounds.
+        replaces_step: whether the pass that compresses does the work of the optimizer's step.
+        fixed: names of fields that cannot change during a training.
+    """
+
+    key: ClassVar[str]
+    sends_all: ClassVar[bool] = False
+    takes_density: ClassVar[bool] = False
+    corrects: ClassVar[bool] = False
+    keeps_parts: ClassVar[bool] = True
+    can_be_hidden: ClassVar[bool] = False
+    carries_status: ClassVar[bool] = False
+    takes_weights: ClassVar[bool] = False
+    replaces_step: ClassVar[bool] = False
+    fixed: ClassVar[tuple[str, ...]] = ()
+
+    def __init_subclass__(cls, key: str) -> None:
+        cls.key = key
+        PAYLOADS[key] = cls
+
+    @abstractmethod
+    def messages(self, shapes: Shapes, num_participants: int, num_parts: int = 1, *, when: Schedule) -> list[Message]:
+        """Return what is sent in one exchange of the tensors that are compressed, apart from the status.
+
+        Args:
+            shapes: of these tensors.
+            num_participants: N.
+            num_parts: in which a node exchanges each tensor; 1 when flat.
+            when: the schedule, after its warm-up.
+        """
+
+    @property
+    def density(self) -> float:
+        """The fraction of elements that is sent, where the schedule does not say it."""
+        return 1.0
+
+    def at(self, density: float) -> Payload:
+        """Return the payload with another density, where it takes one: that of a stair of the schedule."""
+        return self
+
+    def masks(self, momenta: Iterable[float], *, by_default: bool) -> bool:
+        """Return whether velocities are cleared where they are sent, if it corrects.
+
+        Args:
+            momenta: of the tensors.
+            by_default: whether the optimizer's correction does so.
+        """
+        return by_default
+
+    def sample(self, min_numel: int) -> Payload:
+        """Return the payload with which exchanges are timed of a few tensors that are not those of the model.
+
+        Args:
+            min_numel: elements of the smallest tensor that is compressed.
+        """
+        return self
+
+    @property
+    def uses_kernels(self) -> bool:
+        """Whether compiled kernels are used, of Triton or of numba."""
+        return False
+
+    def compresses(self, name: str, numel: int, small_numel: int) -> bool:
+        """Return whether a tensor is compressed; else it is sent whole, with the status.
+
+        Args:
+            name: of the parameter.
+            numel: its elements.
+            small_numel: below how many a tensor is small for its model.
+        """
+        return numel > 0
+
+    def check(self, when: Schedule, *, has_levels: bool | None = None) -> None:
+        """Check that the payload can be combined with a schedule.
+
+        Args:
+            when: the schedule.
+            has_levels: whether nodes have several ranks; None where that is not known yet.
+
+        Raises:
+            ConfigurationError: it cannot, with the reason.
+        """
+        if (when.stairs or when.is_auto) and not self.takes_density:
+            raise ConfigurationError(
+                f"sparsity={list(when.stairs) or 'auto'} with {self}: stairs of sparsity say how many elements TopK "
+                "sends. Leave them out, or send the largest elements with what=TopK()."
+            )
+        if when.is_always_synchronous and not self.sends_all:
+            raise ConfigurationError(
+                f"k_steps=1 with {self}: an average after each step is one of gradients, as in DDP, and nothing "
+                "would be compressed. Give k_steps > 1, or use when=EveryStep()."
+            )
+        if when.delay_steps and not self.can_be_hidden:
+            raise ConfigurationError(
+                f"delay_steps={when.delay_steps!r} with {self}: its messages depend on one another and cannot be "
+                "hidden. Leave out delay_steps, or send TopK or Whole."
+            )
+
+    def uses(self, num_participants: int, *, is_two_level: bool, when: Schedule) -> Uses:
+        """Return what it uses of the Triton kernels, whatever the tensors are.
+
+        Args:
+            num_participants: N; 1 where there may be more of them later.
+            is_two_level: whether nodes have several ranks.
+            when: the schedule.
+        """
+        return NO_KERNELS
+
+    def check_names(self, names: Iterable[str]) -> None:  # noqa: B027 - most say nothing of names
+        """Check what it says of parameters by name.
+
+        Args:
+            names: of the model's parameters.
+
+        Raises:
+            ConfigurationError: there is no such parameter.
+        """
+
+    def check_replacement(self, before: Payload) -> None:
+        """Check that the payload can take the place of another one, from whose exchanges there are residuals.
+
+        Raises:
+            ConfigurationError: it cannot.
+        """
+        if type(self) is not type(before):
+            raise ConfigurationError(f"{self} in place of {before}: another payload needs a worker of its own.")
+        for name in self.fixed:
+            if getattr(self, name) != getattr(before, name):
+                raise ConfigurationError(
+                    f"{name}={getattr(self, name)!r} in place of {getattr(before, name)!r}: it cannot change during a "
+                    "training. Attach the method anew."
+                )
+
+
+@names_arguments
+@dataclass(frozen=True, kw_only=True)
+class Whole(Payload, key="whole"):
+    """Every element, in float32 (or wider, if the tensor is); nothing is kept back."""
+
+    sends_all = can_be_hidden = takes_weights = True
+
+    def messages(self, shapes: Shapes, num_participants: int, num_parts: int = 1, *, when: Schedule) -> list[Message]:
+        return []
+
+    def compresses(self, name: str, numel: int, small_numel: int) -> bool:
+        return False
+
+    def check(self, when: Schedule, *, has_levels: bool | None = None) -> None:
+        super().check(when, has_levels=has_levels)
+        if when.begin_step and not when.averages_weights:
+            raise ConfigurationError(
+                f"rampup_begin_step={when.begin_step} with {self}: every step is dense. Leave it out."
+            )
