@@ -330,7 +330,8 @@ class Synchronizer:
 
     def check_payload(self) -> None:
         """Raise if the payload has been replaced by one of another kind, to which the residuals mean nothing."""
-        self.method.what.check_replacement(self._made_for)
+        if self.method.what is not self._made_for:
+            self.method.what.check_replacement(self._made_for)
 
     def check_schedule(self) -> None:
         """Raise if the coming step does not fit the state; called when the training starts."""
