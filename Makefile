@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 OLDEST := torch==2.4.0 lightning==2.4.0 pytorch-lightning==2.4.0 torchmetrics==1.0.0 hydra-core==1.3.0 omegaconf==2.3.0
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-slow test-wheel test-oldest test-clients reliability surface bench gpu lint docs clean
+.PHONY: help venv demo kernels test test-slow test-wheel test-oldest test-clients reliability surface bench gpu lint docs clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## */make \1\t/' | expand -t 20
@@ -14,15 +14,15 @@ help:  ## list the targets
 venv: $(STAMP)  ## create the virtual environment with the pinned dependencies
 
 # torch comes first and alone: it is what takes long, and a later failure then does not repeat it. Bytecode is made of
-# what is imported, when it is: of all that is installed it takes as long as the rest.
+# what is imported, when it is: of all that is installed it takes as long as the rest. The pip that comes with Python is
+# that of its release, and older ones take twice as long to find out what to install.
 $(STAMP): pyproject.toml constraints.txt
-	$(PYTHON) -m venv $(VENV)
+	$(PYTHON) -m venv --upgrade-deps $(VENV)
 	$(RUN) -m pip install --quiet --no-compile -c constraints.txt torch
-	$(RUN) -m pip install --quiet --no-compile -c constraints.txt -e ".[demo,dev,elastic]"
+	$(RUN) -m pip install --quiet --no-compile -c constraints.txt -e ".[demo,dev,docs,elastic]"
 	touch $@
 
 docs: $(STAMP)  ## build the site into site/; a broken link or reference is an error
-	$(RUN) -m pip install --quiet --no-compile -c constraints.txt -e ".[docs]"
 	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --strict --quiet
 
 demo: $(STAMP)  ## train over a slow link with DDP and with DGC; table, and a plot in demo_results
@@ -32,24 +32,30 @@ demo: $(STAMP)  ## train over a slow link with DDP and with DGC; table, and a pl
 # the long files come first (tests/conftest.py). What measures time runs by itself; only files with such tests are read.
 # Bytecode is kept even where it is not otherwise: each of some hundred processes would compile what it imports.
 PARALLEL := -n 3 --dist loadfile --no-loadscope-reorder
-test test-slow: export PYTHONDONTWRITEBYTECODE =
-test: $(STAMP)  ## run the tests
+test test-slow kernels: export PYTHONDONTWRITEBYTECODE =
+test: kernels  ## run the tests
 	$(RUN) -m pytest $(PARALLEL) -m "not alone and not slow"
 	$(RUN) -m pytest -m "alone and not slow" $$(grep -rl "mark\.alone" tests --include="test_*.py")
 
-test-slow: $(STAMP)  ## before a release: what takes long, the oldest releases, and the documents that runs write
+# numba's, which are kept beside the sources: all processes of the tests would wait for the first one that needs them.
+kernels: $(STAMP)
+	$(RUN) -m tests.preloaded
+
+test-slow: kernels  ## before a release: what takes long, the oldest releases, and the documents that runs write
 	$(RUN) -m pytest $(PARALLEL) -m "slow and not alone"
 	$(RUN) -m pytest -m "slow and alone" $$(grep -rl "mark\.alone" tests --include="test_*.py")
 	$(MAKE) test-oldest reliability surface test-clients
 
-# The newest releases that the package's ranges allow; torch as pinned, because a plain install may bring one with CUDA.
-test-wheel:  ## build the wheel from what is committed, install it into an empty environment, and train with it
+# The newest releases that the package's ranges allow; torch is the one of the other environment, linked, because a plain
+# install may bring one with CUDA. What torch requires is installed as everything else is.
+test-wheel: $(STAMP)  ## build the wheel from what is committed, install it into an empty environment, and train with it
 	rm -rf build/wheel && mkdir -p build/wheel/source build/wheel/empty
 	git archive HEAD | tar x -C build/wheel/source
-	$(PYTHON) -m venv build/wheel/venv
-	build/wheel/venv/bin/python -m pip install --quiet --no-compile -c constraints.txt torch
-	build/wheel/venv/bin/python -m pip wheel --quiet --no-deps --wheel-dir build/wheel ./build/wheel/source
-	build/wheel/venv/bin/python -m pip install --quiet --no-compile build/wheel/*.whl
+	$(PYTHON) -m venv --without-pip build/wheel/venv
+	site=$$($(RUN) -c "import sysconfig; print(sysconfig.get_path('purelib'))") && ln -s "$$site"/torch "$$site"/torchgen \
+		"$$site"/functorch "$$site"/torch-*.dist-info build/wheel/venv/lib/python3.*/site-packages/
+	$(RUN) -m pip wheel --quiet --no-deps --wheel-dir build/wheel ./build/wheel/source
+	$(RUN) -m pip --python build/wheel/venv/bin/python install --quiet --no-compile build/wheel/*.whl
 	cd build/wheel/empty && ../venv/bin/lowbw-train +model.num_layers=1 trainer.max_steps=10 trainer.limit_val_batches=1
 	ls build/wheel/empty/outputs/*/*/checkpoints/*.ckpt
 
