@@ -139,10 +139,7 @@ def test_a_list_of_nodes_is_a_topology(composing: None) -> None:
     ],
 )
 def test_the_launcher_decides_how_many_processes_there_are(
-    variables: dict[str, str],
-    expected: tuple[str, int, int],
-    composing: None,
-    monkeypatch: pytest.MonkeyPatch,
+    variables: dict[str, str], expected: tuple[str, int, int], composing: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, value in variables.items():
         monkeypatch.setenv(name, value)

@@ -15,7 +15,7 @@ from lightning.pytorch.strategies import DDPStrategy
 
 import lightning_lowbw
 from benchmarks.ops_gpu import echo
-from lightning_lowbw import ConfigurationError, EveryStep, Method, QuantizedGradients, TopK, Topology, Where, cost_model
+from lightning_lowbw import EveryStep, Method, QuantizedGradients, TopK, Topology, Where, cost_model
 from lightning_lowbw.comm.link import Link
 from lightning_lowbw.comm.peers import Peers
 from lightning_lowbw.cost_model import (
@@ -184,18 +184,6 @@ def test_the_numbers_of_the_documents() -> None:
     for document, expected in phrases.items():
         text = " ".join((ROOT / document).read_text().split())
         assert [phrase in text for phrase in expected] == [True] * len(expected), document
-
-
-@pytest.mark.parametrize("arguments", [{"budget": 1.5}, {"budget": float("nan")}, {"sparsity": [0.999], "budget": 0.1}])
-def test_a_budget_is_a_share_of_a_step_and_goes_with_auto(arguments: dict[str, Any]) -> None:
-    with pytest.raises(ConfigurationError, match=[*arguments][-1]):
-        EveryStep(**{"sparsity": "auto", **arguments})
-
-
-def test_a_plain_loop_has_no_trainer_to_ask() -> None:
-    parameter = torch.nn.Parameter(torch.zeros(3))
-    with pytest.raises(ConfigurationError, match=r"plain loop.*Give the numbers"):
-        GIVEN.attach(torch.optim.SGD([parameter], lr=0.1), [("weight", parameter)])
 
 
 def measure_here(what: TopK) -> tuple[Measured, tuple[Any, ...]]:

@@ -130,20 +130,6 @@ def test_of_two_that_are_as_fast_the_one_on_two_levels() -> None:
     assert 'or "lowbw_hierarchical"' in plan.text()
 
 
-OUT_OF_RANGE: list[dict[str, Any]] = [
-    {"nodes": 0},
-    {"ranks_per_node": None},  # not given
-    {"latency_ms": -1.0},
-    {"overlap": 50},  # percent
-]
-
-
-@pytest.mark.parametrize("change", OUT_OF_RANGE)
-def test_numbers_out_of_range(change: dict[str, Any]) -> None:
-    with pytest.raises(ConfigurationError, match=next(iter(change))):
-        make_cluster({**NUMBERS, **change})
-
-
 def test_an_optimizer_that_is_not_known_is_no_sgd() -> None:
     with pytest.raises(ConfigurationError, match="optimizer='admw': choose one of sgd, adam, adamw"):
         cli.show_plan(OmegaConf.merge(OmegaConf.load(ROOT / "conf/plan.yaml"), {"optimizer": "admw"}))

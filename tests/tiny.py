@@ -180,8 +180,7 @@ class Gan(pl.LightningModule):
 
 # Lightning 2.4 repeats a batch when it resumes in mid-epoch, and takes no step in the fit after one that was stopped.
 since_lightning_2_5 = pytest.mark.skipif(
-    not hasattr(_TrainingEpochLoop, "restarted_on_train_batch_end"),
-    reason="Lightning 2.4 does not go on exactly",
+    not hasattr(_TrainingEpochLoop, "restarted_on_train_batch_end"), reason="Lightning 2.4 does not go on exactly"
 )
 
 

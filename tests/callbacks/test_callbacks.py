@@ -24,21 +24,6 @@ def test_epochs_become_steps() -> None:
     assert SparsityWarmup(begin_step=7, sparsity=[0.5, 0.9, 0.99]).schedule(1252) == EveryStep(7, 3, (0.5, 0.9, 0.99))
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"begin_epoch": 1, "steps": 5}, "give epochs or steps, not both"),
-        ({"epochs": -1}, "epochs=-1"),
-        ({"sparsity": [2.0]}, "outside"),
-        ({"steps": 2}, "rampup_step=2 for the 3 values"),
-        ({"epochs": 3, "sparsity": [0.9]}, r"epochs=3, sparsity=\[0\.9\]\): a single value is not spread"),
-    ],
-)
-def test_bad_warmups(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigurationError, match=message):
-        SparsityWarmup(**options)
-
-
 class Densities(pl.Callback):
     def __init__(self) -> None:
         self.seen: list[float] = []

@@ -9,7 +9,6 @@ import pytest
 
 from lightning_lowbw.compress.codec import MAX_NUMEL
 from lightning_lowbw.compress.top_k import ChunkLayout, Compression, TopK, as_compression, small_numel
-from lightning_lowbw.errors import ConfigurationError
 
 
 def test_how_many_of_each_chunk_are_sent() -> None:
@@ -68,25 +67,6 @@ def test_auto_scatters_where_it_costs_less_than_half(
     assert chosen() == ("reduce_scatter" if scatters else "all_gather")
     assert chosen(exchange="reduce_scatter") == "reduce_scatter"
     assert {chosen(exchange="all_gather"), chosen(mean_over="senders"), chosen(is_two_level=True)} == {"all_gather"}
-
-
-@pytest.mark.parametrize(
-    ("choice", "word"),
-    [
-        ({"density": 1.0}, "density=1.0"),
-        ({"density": math.nan}, "density=nan"),
-        ({"chunk": 0}, "chunk=0"),
-        ({"min_numel": True}, "min_numel=True"),
-        ({"decay": 1.1}, "decay=1.1"),
-        ({"value_dtype": "int3"}, "int2"),
-        ({"top_k": 64}, "no top_k: choose among density"),
-        ("int2", "compression='int2'"),
-        (True, "compression=True"),
-    ],
-)
-def test_what_cannot_be_is_refused(choice: Any, word: str) -> None:
-    with pytest.raises(ConfigurationError, match=word):
-        as_compression(choice)
 
 
 def test_a_mapping_says_the_same_as_a_value() -> None:

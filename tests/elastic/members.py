@@ -281,6 +281,10 @@ class Groups:
                 except (EOFError, ConnectionError):
                     self.connections.remove(connection)
 
+    def first(self, group: int, kind: str, after_s: float = 0.0, process: int = 0) -> Event:
+        """Wait for the first event of a kind of a process."""
+        return self.until(lambda event: (event.group, event.process, event.kind) == (group, process, kind), after_s)
+
     def committed(self, group: int, step: int = 0, size: int = 0, after_s: float = 0.0, process: int = 0) -> Event:
         """Wait for a round of a group that is committed: at least this step, and of this many members."""
 

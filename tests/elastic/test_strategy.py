@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset
 
-from lightning_lowbw import DGC, ConfigurationError, ElasticStrategy, LocalSGD, Strategy
+from lightning_lowbw import ConfigurationError, ElasticStrategy, LocalSGD, Strategy
 from tests.conftest import HAS_FULLY_SHARD
 from tests.elastic.plain import PlainMembership
 from tests.gpu.problem import check_near, init_process_group
@@ -307,24 +307,6 @@ def test_a_late_group_with_nccl_inside_heals(tmp_path: Path) -> None:
         assert all(map(torch.equal, result["weights"], results[0]["weights"]))
         assert result["contributed"] == {f"group {number}": result["rounds"] for number in range(3)}
     assert min(results[2]["lrs"]) > 0
-
-
-@pytest.mark.parametrize(
-    ("method", "options", "message"),
-    [
-        (DGC(), {}, "Take a method that averages weights, with begin_step=0"),
-        (LocalSGD(k_steps=4), {}, "Take a method that averages weights, with begin_step=0"),
-        (LocalSGD(k_steps=4, begin_step=0, delay_steps=2), {}, "Leave out rule, delay_steps and num_fragments"),
-        (METHODS["diloco"], {"k_steps": 20, "round_s": 60}, "k_steps=20 and round_s=60: .* Give one"),
-        (METHODS["diloco"], {"timeout_s": 0}, "timeout_s=0: give a number of seconds above 0"),
-        (METHODS["diloco"], {"participants": 0}, "participants=0: give a fraction above 0, at most 1"),
-        (METHODS["diloco"], {"min_replicas": 1.5}, "min_replicas=1.5: give a number of groups"),
-        (METHODS["diloco"], {"topology": 2}, "each group is a node. Leave out others, and topology"),
-    ],
-)
-def test_what_cannot_be_elastic_is_refused(method: Any, options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigurationError, match=message):
-        ElasticStrategy(method, **options)
 
 
 def test_a_clock_that_ends_one_group_is_refused() -> None:

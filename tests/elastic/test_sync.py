@@ -144,6 +144,17 @@ def assert_equal_anchors(members: Sequence[Member]) -> None:
         assert all(torch.equal(mine, each) for other in others for mine, each in zip(first, other, strict=True)), number
 
 
+def check_nothing_is_lost(members: Sequence[Member], of: Sequence[Member]) -> None:
+    """All steps = what has been committed, as some members have seen it, + residuals + what has not been averaged."""
+    anchors = {number: mine[0] for member in of for number, mine in member.anchors.items()}
+    contributors = {number: names for member in of for number, names in member.contributors.items()}
+    last = max(anchors)
+    assert set(anchors) == set(range(last + 1))
+    committed = sum(len(contributors[n]) * (anchors[n] - anchors[n - 1]) for n in range(1, last + 1))
+    kept = sum(member.kept_change() for member in members)
+    torch.testing.assert_close(sum(member.moved for member in members), committed + kept, rtol=0, atol=1e-4)
+
+
 @pytest.fixture
 def store() -> dist.Store:
     return dist.HashStore()
@@ -316,28 +327,32 @@ def test_a_member_with_another_anchor_than_most_heals_and_is_told_if_it_happens_
     assert "'group 1') has other" not in caplog.text
 
 
+def begin_with_other_weights(members: Sequence[Member]) -> None:
+    members[0].parameters["bias"].data += 1.0
+
+
+def thaw(member: Member, step: int) -> None:
+    member.parameters["bias"].requires_grad_(member.number == 0 and step > K_STEPS)
+
+
+def train_other_parameters(members: Sequence[Member]) -> None:
+    """As when a callback unfreezes layers by epochs, which groups count by themselves."""
+    for member in members:
+        member.before = thaw
+        member.parameters["bias"].requires_grad_(False)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [(begin_with_other_weights, "begin with different"), (train_other_parameters, "train different parameters")],
+)
 @pytest.mark.parametrize("num_members", [2, 3])
-def test_other_weights_at_the_beginning_are_an_error_where_there_is_no_majority(
-    num_members: int, store: dist.Store
+def test_who_differs_from_a_majority_is_told_and_without_one_all_are(
+    num_members: int, change: Callable[..., None], words: str, store: dist.Store
 ) -> None:
     members = [Member(store, n, METHODS["local_sgd"]) for n in range(num_members)]
-    members[0].parameters["bias"].data += 1.0
-    with pytest.raises(DisagreementError, match="begin with different weights"):
-        train(members)
-    assert [member.has_left for member in members] == [False, *[num_members == 3] * (num_members - 1)]
-
-
-@pytest.mark.parametrize("num_members", [2, 3])
-def test_who_trains_other_parameters_than_a_majority_is_told(num_members: int, store: dist.Store) -> None:
-    """As when a callback unfreezes layers by epochs, which groups count by themselves. Without a majority all are."""
-
-    def thaw(member: Member, step: int) -> None:
-        member.parameters["bias"].requires_grad_(member.number == 0 and step > K_STEPS)
-
-    members = [Member(store, n, METHODS["local_sgd"], before=thaw) for n in range(num_members)]
-    for member in members:
-        member.parameters["bias"].requires_grad_(False)
-    with pytest.raises(DisagreementError, match="train different parameters"):
+    change(members)
+    with pytest.raises(DisagreementError, match=words):
         train(members)
     assert [member.has_left for member in members] == [False, *[num_members == 3] * (num_members - 1)]
 
@@ -433,17 +448,12 @@ def test_work_that_was_averaged_only_here_is_not_lost(store: dist.Store) -> None
     assert any(not torch.equal(*each) for each in zip(alone.anchors[2], other.anchors[2], strict=True))
     assert other.contributors[2] == {"group 1", "group 2"}
     assert all(map(torch.equal, alone.parameters.values(), other.parameters.values()))
-    anchors = other.anchors
-    committed = sum(
-        len(other.contributors[n]) * (anchors[n][0] - anchors[n - 1][0]) for n in range(1, max(anchors) + 1)
-    )
-    kept = sum(member.kept_change() for member in members)
-    torch.testing.assert_close(sum(member.moved for member in members), committed + kept, rtol=0, atol=1e-4)
+    check_nothing_is_lost(members, of=[other])
 
 
 @pytest.mark.parametrize("seed", range(4))
 def test_no_change_is_lost_or_counted_twice(seed: int, store: dist.Store) -> None:
-    """Whatever fails: all steps = what has been committed + residuals + work that has not been averaged."""
+    """Whatever fails."""
     generator = random.Random(seed)
     fails = [
         {
@@ -461,14 +471,4 @@ def test_no_change_is_lost_or_counted_twice(seed: int, store: dist.Store) -> Non
     ]
     train(members)
     assert_equal_anchors(members)
-    anchors: dict[int, Tensor] = {}
-    contributors: dict[int, set[str]] = {}
-    for member in members:
-        for number, mine in member.anchors.items():
-            anchors[number] = mine[0]
-            contributors[number] = member.contributors[number]
-    last = max(anchors)
-    assert set(anchors) == set(range(last + 1))
-    committed = sum(len(contributors[n]) * (anchors[n] - anchors[n - 1]) for n in range(1, last + 1))
-    kept = sum(member.kept_change() for member in members)
-    torch.testing.assert_close(sum(member.moved for member in members), committed + kept, rtol=0, atol=1e-4)
+    check_nothing_is_lost(members, of=members)

@@ -39,9 +39,7 @@ def test_fixed_members_do_not_heal_and_use_all_collectives_on_their_address_only
     with groups(min_replicas=3) as made:
         for group in range(3):
             made.start(group, rounds=4, act=all_collectives)
-        ended = [
-            made.until(lambda event, group=group: (event.group, event.kind) == (group, "ended")) for group in range(3)
-        ]
+        ended = [made.first(group, "ended") for group in range(3)]
         assert (Path(made.folder) / "stderr").read_text() == ""  # no line for each request, reconfiguration ...
     assert {event.kind for event in made.events} == {"joined", "committed", "ended"}
     # Each adds its rank, so that the mean is 1 higher after each round.
@@ -59,7 +57,7 @@ def test_a_kill_between_rounds_costs_a_heartbeat_and_a_new_member_takes_the_stat
         went_on = made.committed(0, size=2, after_s=killed_s)
         assert went_on.at_s - killed_s < LONG_S / 2
         made.start(2, value=-1.0)  # other weights than theirs
-        healed = made.until(lambda event: (event.group, event.kind) == (2, "healed"), after_s=killed_s)
+        healed = made.first(2, "healed", after_s=killed_s)
         assert healed.step > 0
         assert healed.members == ("group0", "group1", "group2")
         new = made.committed(2, size=3, after_s=killed_s)
@@ -73,9 +71,7 @@ def test_a_kill_in_a_collective_fails_the_round_on_all_at_once() -> None:
         for group in range(3):
             made.start(group, timeout_s=LONG_S, min_replicas=3)
         made.start(3, act=die_in_the_middle, act_in=2)
-        lost = [
-            made.until(lambda event, group=group: (event.group, event.kind) == (group, "lost")) for group in range(3)
-        ]
+        lost = [made.first(group, "lost") for group in range(3)]
         assert max(event.at_s for event in lost) - made.committed(0, 2).at_s < LONG_S / 2
         assert [event.step for event in lost] == [2, 2, 2]
         failed = [event for event in made.events if event.kind == "committed" and event.step > 2]
@@ -86,7 +82,7 @@ def test_who_leaves_a_round_is_noticed_at_once_although_it_has_forked() -> None:
     with groups(min_replicas=2) as made:
         made.start(0, timeout_s=LONG_S)
         made.start(1, timeout_s=LONG_S, act=fork_and_fail, act_in=2)
-        lost = made.until(lambda event: (event.group, event.kind) == (0, "lost"))
+        lost = made.first(0, "lost")
         assert lost.at_s - made.committed(0, 2).at_s < LONG_S / 2
 
 
@@ -96,11 +92,11 @@ def test_who_hangs_in_a_collective_costs_the_timeout_and_is_healed() -> None:
             made.start(group, timeout_s=2.0)
         made.committed(1, size=2)
         made.start(2, timeout_s=2.0, act=stop_in_the_middle, act_in=2)
-        lost = made.until(lambda event: (event.group, event.kind) == (0, "lost"))
+        lost = made.first(0, "lost")
         assert lost.at_s - made.committed(2, lost.step).at_s > 2.0
         made.committed(0, size=2, after_s=lost.at_s)
         made.signal(2, signal.SIGCONT)
-        made.until(lambda event: (event.group, event.kind) == (2, "healed") and event.at_s > lost.at_s)
+        made.first(2, "healed", after_s=lost.at_s)
         new = made.committed(2, size=3, after_s=lost.at_s)
         assert made.committed(0, new.step).value[0] == new.value[0]
 
@@ -147,8 +143,7 @@ def test_the_processes_of_a_group_give_up_together() -> None:
     with groups() as made:
         made.start(0, 2, patience_s=[LONG_S, 0.5])
         for process in range(2):
-            gave_up = made.until(lambda event, process=process: (event.process, event.kind) == (process, "gave up"))
-            assert gave_up.value < LONG_S / 2
+            assert made.first(0, "gave up", process=process).value < LONG_S / 2
 
 
 def test_members_of_another_program_are_named_on_all_processes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -130,10 +130,7 @@ def record(case: Case, path: str) -> list[list[Any]]:
     """Return this rank's rows of one case."""
     if case.resume_at is None:
         return fit(case, case.steps, None, None, path)
-    return [
-        *fit(case, case.resume_at, case.resume_at, None, path),
-        *fit(case, case.steps, None, path, path),
-    ]
+    return [*fit(case, case.resume_at, case.resume_at, None, path), *fit(case, case.steps, None, path, path)]
 
 
 def record_all(names: Sequence[str], folder: str) -> dict[str, list[list[Any]] | str]:

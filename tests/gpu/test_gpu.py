@@ -19,10 +19,7 @@ from tests.ranks import run_ranks
 from tests.sync.problem import Nodes
 from tests.tiny import sgd
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
 SPARSE: dict[str, Any] = {"rampup_begin_step": 2, "rampup_step": 4, "sparsity": (0.5, 0.99)}
 METHODS: dict[str, Any] = {

@@ -15,10 +15,7 @@ from tests.kernels.bits import equal_bits
 from tests.kernels.kernel_cases import missed
 from tests.kernels.segments import LARGE, check, make, redraw, state
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 pytest.importorskip("triton")
 
 for module in (kernel_cases, backend_cases):

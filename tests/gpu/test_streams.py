@@ -18,10 +18,7 @@ from lightning_lowbw.comm import collectives, side_queue
 from lightning_lowbw.comm.collectives import TensorWork
 from lightning_lowbw.comm.side_queue import SideQueue
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 CYCLES = 200_000_000  # a tenth of a second
 NUMEL = 1 << 20
 

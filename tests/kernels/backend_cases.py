@@ -231,12 +231,7 @@ def test_messages_are_those_of_plain_torch(
 
 @pytest.mark.parametrize(
     ("over_senders", "dtype", "steps", "num_messages"),
-    [
-        (False, FLOAT32, False, 1),
-        (False, FLOAT32, True, 3),
-        (True, FLOAT32, False, 3),
-        (False, BFLOAT16, False, 3),
-    ],
+    [(False, FLOAT32, False, 1), (False, FLOAT32, True, 3), (True, FLOAT32, False, 3), (False, BFLOAT16, False, 3)],
     ids=str,
 )
 def test_average(

@@ -20,17 +20,7 @@ from lightning_lowbw.kernels.dispatch import Uses
 from lightning_lowbw.kernels.gpu import SELECT_BLOCK
 from lightning_lowbw.kernels.table import BLOCK, Kind, Workspace
 from tests.kernels.bits import equal_bits
-from tests.kernels.segments import (
-    BFLOAT16,
-    FLOAT16,
-    FLOAT32,
-    FORMS,
-    LARGE,
-    check,
-    draw_parts,
-    make,
-    redraw,
-)
+from tests.kernels.segments import BFLOAT16, FLOAT16, FLOAT32, FORMS, LARGE, check, draw_parts, make, redraw
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 KERNELS = tuple(

@@ -1,4 +1,4 @@
-"""A training problem whose gradients are known in closed form, for loops in plain PyTorch on real ranks.
+"""A training problem whose gradients are known in closed form, in plain loops on real ranks and beside an oracle.
 
 The loss of a rank in a step is ``sum_i <c_i, w_i> + |w_i|^2 / 2`` with random c of the rank, the step and the tensor;
 its gradient is c + w.
@@ -8,18 +8,20 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
-from torch.optim import Optimizer
+from torch.optim import SGD, AdamW, Optimizer
 
 from lightning_lowbw import DGC, Method
+from lightning_lowbw.comm.agreement import digest
 from lightning_lowbw.comm.peers import part_of
-from lightning_lowbw.sync.synchronizer import Synchronizer
-from tests.oracle import OracleDGC
+from lightning_lowbw.compress.codec import make_value_format
+from tests.oracle import OracleDGC, OracleLocalSGD, OracleSparseLoCo
 from tests.ranks import run_ranks
 
 Shape = tuple[int, ...]
@@ -158,19 +160,74 @@ def backward(parameters: Mapping[str, Parameter], step: int, unused: Collection[
         (sign * loss).backward()
 
 
-def take_step(
-    worker: Synchronizer,
-    parameters: Mapping[str, Parameter],
-    step: int,
-    unused: Collection[str] = (),
-    sign: float = 1.0,
-) -> None:
-    """The loop that the documentation shows."""
+def take_step(worker: Any, parameters: Mapping[str, Parameter], step: int, unused: Collection[str] = ()) -> None:
+    """The loop that the documentation shows, in its explicit form."""
     worker.optimizer.zero_grad()
-    backward(parameters, step, unused, sign)
+    backward(parameters, step, unused)
     with worker.stepping():
         worker.exchange()
         worker.optimizer.step()
+
+
+# One training on ranks ------------------------------------------------------------------------------------------------
+
+Make = Callable[..., Optimizer]
+Hook = Callable[[Any, Parameters, int], None]  # gets the worker, its parameters and the number of the step
+MOMENTUM, ADAMW = partial(SGD, lr=0.05, momentum=0.9, weight_decay=0.01), partial(AdamW, lr=0.05, eps=1e-3)
+
+
+def nothing(*_: Any) -> None:
+    pass
+
+
+def train(
+    method: Method,
+    make: Make = MOMENTUM,
+    shapes: Mapping[str, Shape] = AWKWARD,
+    nodes: Nodes = (),
+    steps: int = 8,
+    *,
+    dtype: torch.dtype = torch.float32,
+    sign: float = 1.0,
+    before: Hook = nothing,
+    after: Hook = nothing,
+    look: Callable[[Any, Parameters], Any] = nothing,
+) -> dict[str, Any]:
+    """Train on ranks.
+
+    Args:
+        nodes: none are those of the method.
+        sign: of the loss.
+        before: called before each backward pass.
+        after: called after each backward pass.
+        look: called after each step.
+
+    Returns:
+        Weights, what this rank keeps, and the fragments; of each step a digest of the weights, the bytes sent up to it,
+        and what `look` has returned.
+    """
+    parameters = make_parameters(shapes, dtype)
+    worker: Any = method.attach(make(parameters.values()), parameters.items(), topology=nodes or None)
+    digests, sent, seen = list[str](), list[int](), list[Any]()
+    for step in range(steps):
+        worker.optimizer.zero_grad()
+        before(worker, parameters, step)
+        backward(parameters, step, sign=sign)
+        after(worker, parameters, step)
+        worker.optimizer.step()
+        digests.append(digest(parameters.values()))
+        sent.append(worker.peers.ledger.sent_bytes)
+        seen.append(look(worker, parameters))
+    result = {"weights": weights_of(parameters), "residuals": worker.state_dict()["residuals"], "digests": digests}
+    fragments = worker.fragments if method.averages_weights else ()
+    result["fragments"] = [[worker.name_of(p) for p in fragment.parameters] for fragment in fragments]
+    worker.finish()  # what has been begun, before the next function begins something
+    strides = {name: make_weight(name, shape).stride() for name, shape in shapes.items()}
+    assert {name: parameter.stride() for name, parameter in parameters.items() if name in shapes} == strides
+    return {**result, "sent": sent, "seen": seen}
+
+
+# Beside oracles -------------------------------------------------------------------------------------------------------
 
 
 def by_the_paper(
@@ -237,31 +294,7 @@ def _clipped(gradients: dict[str, Tensor], clip: Mapping[str, float], factor: fl
     return gradients
 
 
-# A mean of gradients in place of the gradients, with any optimizer behind it ------------------------------------------
-
-Make = Callable[..., Optimizer]
 Signals = list[dict[str, Tensor]]  # of each node, flat, in the order in memory
-
-
-def train_plainly(
-    method: Method,
-    make: Make,
-    shapes: Mapping[str, Shape],
-    nodes: Nodes,
-    steps: int,
-    dtype: torch.dtype = torch.float32,
-) -> dict[str, Any]:
-    """Train on ranks; return weights, and what this rank keeps."""
-    parameters = make_parameters(shapes, dtype)
-    optimizer = make(parameters.values())
-    worker = method.attach(optimizer, parameters.items(), topology=nodes)
-    for step in range(steps):
-        optimizer.zero_grad()
-        backward(parameters, step)
-        optimizer.step()
-    residuals = worker.state_dict()["residuals"]
-    worker.finish()
-    return {"weights": weights_of(parameters), "residuals": residuals}
 
 
 def train_by_means(
@@ -295,3 +328,85 @@ class Said(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         self.messages.append(record.getMessage())
+
+
+# Replicas -------------------------------------------------------------------------------------------------------------
+
+STEPS = 14  # of a comparison of replicas
+
+
+def set_weights(parameters: Parameters, weights: Mapping[str, Tensor]) -> None:
+    with torch.no_grad():
+        for name, parameter in parameters.items():
+            parameter.copy_(weights[name])
+
+
+def train_on(worker: Any, parameters: Parameters, steps: Iterable[int]) -> list[str]:
+    """Take steps; return a digest of the weights after each."""
+    digests = []
+    for step in steps:
+        take_step(worker, parameters, step)
+        digests.append(digest(parameters.values()))
+    return digests
+
+
+def take_steps_of(oracle: Any, name: str, nodes: Nodes) -> Any:
+    """Train one tensor; each node is a replica, whose ranks step together with gradients summed as the wire does."""
+    for step in range(STEPS):
+        gradients = []
+        for ranks, replica in zip(nodes, oracle.replicas, strict=True):
+            of_ranks = [(coefficients(name, replica, rank, step) + replica.detach()) / len(ranks) for rank in ranks]
+            gradients.append(sum(of_ranks[1:], start=of_ranks[0]))
+        oracle.take_step(gradients)
+    return oracle
+
+
+def by_replicas(name: str, nodes: Nodes, make: Make, **choices: Any) -> OracleLocalSGD:
+    oracle = OracleLocalSGD(make_weight(name, AWKWARD[name]), len(nodes), make, **{"begin": 1, **choices})
+    return take_steps_of(oracle, name, nodes)  # type: ignore[no-any-return]
+
+
+CHUNK, DENSITY = 64, 1 / 16
+OF_REPLICAS: dict[str, Shape] = {
+    "matrix": (30, 50),  # 23 chunks, and 28 elements
+    "conv": (8, 4, 3, 3),  # channels_last
+    "transposed": (20, 30),
+    "vector": (64,),
+    "single": (1,),
+    "scalar": (),
+    "empty": (0, 3),
+    "bias": (10,),
+}
+SPARSE = {name: shape for name, shape in OF_REPLICAS.items() if torch.Size(shape).numel() >= 64}
+BASE: dict[str, Any] = {"density": DENSITY, "chunk": CHUNK, "min_numel": 64, "value_dtype": "float32"}
+
+
+def with_base(choices: Mapping[str, Any]) -> dict[str, Any]:
+    return {"begin_step": 0, **choices, "compression": {**BASE, **choices.get("compression", {})}}
+
+
+def by_sparse_replicas(name: str, nodes: Nodes, make: Make, **choices: Any) -> OracleSparseLoCo:
+    """As `by_replicas`; each rank of a node keeps a part."""
+    value_format = make_value_format(choices.pop("value_dtype", "float32"))
+
+    def quantise(values: Tensor) -> Tensor:
+        return value_format.decode(value_format.encode(values, [values.numel()]), [values.numel()])
+
+    options = {"chunk": CHUNK, "density": DENSITY, "num_parts": len(nodes[0]), "quantise": quantise, **choices}
+    oracle = OracleSparseLoCo(make_weight(name, OF_REPLICAS[name]), len(nodes), make, **options)
+    return take_steps_of(oracle, name, nodes)  # type: ignore[no-any-return]
+
+
+def check_sparse(
+    results: Sequence[Mapping[str, Any]], nodes: Nodes, make: Make, names: Iterable[str], **choices: Any
+) -> None:
+    """Compare weights and residuals with the oracle, to the bit."""
+    for name in names:
+        oracle = by_sparse_replicas(name, nodes, make, **choices)
+        assert oracle.rounds >= 2
+        for number, ranks in enumerate(nodes):
+            for local_rank, rank in enumerate(ranks):
+                assert torch.equal(results[rank]["weights"][name], oracle.replicas[number].detach()), (name, rank)
+                part = part_of(oracle.e[number].numel(), local_rank, len(ranks))
+                # the residual of changes, which are minus the pseudo-gradients
+                assert torch.equal(-results[rank]["residuals"][name], oracle.e[number][part]), (name, rank)

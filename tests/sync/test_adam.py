@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,21 +15,10 @@ from lightning_lowbw import DGC, Method
 from lightning_lowbw.comm.agreement import digest
 from lightning_lowbw.compress.corrections import AdamCorrection
 from lightning_lowbw.namespaces import LOGGER
-from tests.adam_oracle import OracleAdam
+from tests.oracle import OracleAdam
 from tests.ranks import run_ranks
-from tests.sync.problem import (
-    AWKWARD,
-    EXACT,
-    FLAT,
-    NODES,
-    Nodes,
-    Said,
-    by_the_paper,
-    each,
-    make_parameters,
-    take_step,
-    weights_of,
-)
+from tests.sync import problem
+from tests.sync.problem import AWKWARD, EXACT, FLAT, NODES, Nodes, each
 
 BEGIN, STEPS, LR, MIN_NUMEL = 4, 10, 0.01, 100
 SHAPES = {**AWKWARD, "large": (40, 30)}
@@ -40,20 +30,10 @@ def method_for(**changes: Any) -> Method:
     return DGC(**{**stairs, **EXACT, "min_numel": MIN_NUMEL, **changes})
 
 
-def train(
-    kind: str, options: dict[str, Any], changes: dict[str, Any], nodes: Nodes = FLAT, sign: float = 1.0
-) -> dict[str, Any]:
-    parameters = make_parameters(SHAPES)
-    optimizer = {"Adam": Adam, "AdamW": AdamW}[kind](parameters.values(), lr=LR, **options)
-    worker = method_for(**changes).attach(optimizer, parameters.items(), topology=nodes)
-    for step in range(STEPS):
-        take_step(worker, parameters, step, sign=sign)
-    return {
-        "digest": digest(parameters.values()),
-        "weights": weights_of(parameters),
-        "steps": {float(state["step"]) for state in optimizer.state.values()},
-        "squares": digest([optimizer.state[p]["exp_avg_sq"] for p in parameters.values()]),
-    }
+def of_optimizer(worker: Any, parameters: Any) -> tuple[set[float], str]:
+    """Return the counts of steps, and a digest of the second moments."""
+    states = [worker.optimizer.state[parameter] for parameter in parameters.values()]
+    return {float(state["step"]) for state in states}, digest([state["exp_avg_sq"] for state in states])
 
 
 def by_the_equations(
@@ -65,7 +45,7 @@ def by_the_equations(
     options |= {"is_decoupled": kind == "AdamW", "masking": changes.get("momentum_masking", False), "lr": LR}
     densities = {step: method_for(**changes).when.density(step) for step in range(STEPS)}
     min_numel = changes.get("min_numel", MIN_NUMEL)
-    return by_the_paper(SHAPES, nodes, densities, min_numel=min_numel, make_oracle=OracleAdam, **options)[0]
+    return problem.by_the_paper(SHAPES, nodes, densities, min_numel=min_numel, make_oracle=OracleAdam, **options)[0]
 
 
 CASES: list[Case] = [
@@ -81,21 +61,23 @@ CASES: list[Case] = [
     ("nodes", "cases"), [(FLAT, CASES), (NODES["blocks"], [CASES[0], CASES[3]])], ids=["flat", "two levels"]
 )
 def test_equals_the_equations(nodes: Nodes, cases: list[Case]) -> None:
-    by_rank = run_ranks(
-        each, sum(map(len, nodes)), train, [(*case, nodes, -1.0 if "maximize" in case[1] else 1.0) for case in cases]
-    )
-    for case, *results in zip(cases, *by_rank, strict=True):
-        assert len({result["digest"] for result in results}) == 1
+    calls = {}
+    for number, (kind, options, changes) in enumerate(cases):
+        make, sign = partial(getattr(torch.optim, kind), lr=LR, **options), -1.0 if "maximize" in options else 1.0
+        training = partial(problem.train, method_for(**changes), make, SHAPES, nodes, STEPS)
+        calls[number] = partial(training, sign=sign, look=of_optimizer)
+    for case, results in zip(cases, problem.run_each(sum(map(len, nodes)), calls).values(), strict=True):
+        assert len({result["digests"][-1] for result in results}) == 1
         for name, weight in by_the_equations(*case, nodes).items():
             there = results[0]["weights"][name].contiguous()
             torch.testing.assert_close(there, weight, rtol=1e-4, atol=2e-5, msg=f"{case} {name}")
-        assert all(result["steps"] == {STEPS} for result in results), "also of parts of no elements"
+        assert all(result["seen"][-1][0] == {STEPS} for result in results), "also of parts of no elements"
         for node in nodes:  # whose ranks keep the second moments of all parts
-            assert len({results[rank]["squares"] for rank in node}) == 1
+            assert len({results[rank]["seen"][-1][1] for rank in node}) == 1
 
 
 def attach_and_listen(options: dict[str, Any]) -> list[str]:
-    parameters, said, logger = make_parameters({"large": (40, 30)}), Said(), logging.getLogger(LOGGER)
+    parameters, said, logger = problem.make_parameters({"large": (40, 30)}), problem.Said(), logging.getLogger(LOGGER)
     logger.addHandler(said)
     logger.setLevel(logging.INFO)
     method_for().attach(AdamW(parameters.values(), **options), parameters.items())

@@ -5,6 +5,7 @@ On one level, and on two, where it is that of one rank per node on each part of 
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -21,24 +22,8 @@ from lightning_lowbw.comm.peers import part_of
 from lightning_lowbw.compress import top_k
 from lightning_lowbw.sync import exchange
 from tests.ranks import run_ranks
-from tests.sync.problem import (
-    AWKWARD,
-    CLOSE,
-    DENSE_THEN_SPARSE,
-    DENSITIES,
-    EXACT,
-    FLAT,
-    NODES,
-    THREE,
-    Nodes,
-    backward,
-    by_the_paper,
-    each,
-    make_parameters,
-    make_weight,
-    take_step,
-    weights_of,
-)
+from tests.sync import problem
+from tests.sync.problem import AWKWARD, CLOSE, DENSE_THEN_SPARSE, DENSITIES, EXACT, FLAT, NODES, THREE, Nodes, each
 
 STAIRS: dict[str, Any] = {"rampup_begin_step": 2, "rampup_step": 6, "sparsity": [0.5, 0.9, 0.97]}  # then 3 %
 STEPS = 8
@@ -63,23 +48,12 @@ def make_method(knobs: dict[str, Any]) -> Method:
     return DGC(**{**STAIRS, **EXACT, "min_numel": 1, **knobs})
 
 
-def train(sgd: dict[str, Any], clip: dict[str, float], knobs: dict[str, Any], nodes: Nodes) -> dict[str, Any]:
-    parameters = make_parameters(AWKWARD)
-    optimizer = SGD(parameters.values(), lr=0.05, **sgd)
-    worker = make_method(knobs).attach(optimizer, parameters.items(), topology=nodes)
-    digests = []
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        backward(parameters, step, sign=-1.0 if "maximize" in sgd else 1.0)
-        (worker.prepare if worker.clips_before_exchange else worker.exchange)()
-        if "norm" in clip:
-            nn.utils.clip_grad_norm_(parameters.values(), clip["norm"] * worker.clip_factor)
-        if "value" in clip:
-            nn.utils.clip_grad_value_(parameters.values(), clip["value"])
-        optimizer.step()
-        digests.append(digest(parameters.values()))
-    assert all(parameters[name].stride() == make_weight(name, shape).stride() for name, shape in AWKWARD.items())
-    return {"digests": digests, "weights": weights_of(parameters), "residuals": worker.state_dict()["residuals"]}
+def exchange_and_clip(limits: dict[str, float], worker: Any, parameters: Any, step: int) -> None:
+    (worker.prepare if worker.clips_before_exchange else worker.exchange)()
+    if "norm" in limits:
+        nn.utils.clip_grad_norm_(parameters.values(), limits["norm"] * worker.clip_factor)
+    if "value" in limits:
+        nn.utils.clip_grad_value_(parameters.values(), limits["value"])
 
 
 @pytest.mark.parametrize(
@@ -89,19 +63,23 @@ def train(sgd: dict[str, Any], clip: dict[str, float], knobs: dict[str, Any], no
 )
 def test_equals_the_paper(nodes: Nodes, cases: list[Case]) -> None:
     """Weights, and what each rank keeps of its part; also where the optimizer climbs, or is a fused one."""
-    by_rank = run_ranks(each, sum(map(len, nodes)), train, [(*case, nodes) for case in cases])
-    for (sgd, clip, knobs), *results in zip(cases, *by_rank, strict=True):
+    calls = {}
+    for number, (sgd, clip, knobs) in enumerate(cases):
+        make, sign = partial(SGD, lr=0.05, **sgd), -1.0 if "maximize" in sgd else 1.0
+        training = partial(problem.train, make_method(knobs), make, nodes=nodes, sign=sign)
+        calls[number] = partial(training, after=partial(exchange_and_clip, clip))
+    for (sgd, clip, knobs), results in zip(cases, problem.run_each(sum(map(len, nodes)), calls).values(), strict=True):
         assert len({tuple(result["digests"]) for result in results}) == 1, "replicas differ"
         method, min_numel = make_method(knobs), knobs.get("min_numel", 1)
         densities = {step: method.when.density(step) for step in range(STEPS)}
         options = {"masking": knobs.get("momentum_masking"), **sgd}
         options = {name: value for name, value in options.items() if name not in ("maximize", "fused")}
         options |= {name: knobs[name] for name in ("chunk", "decay", "mean_over") if name in knobs}
-        expected, oracles = by_the_paper(AWKWARD, nodes, densities, clip=clip, min_numel=min_numel, **options)
+        expected, oracles = problem.by_the_paper(AWKWARD, nodes, densities, clip=clip, min_numel=min_numel, **options)
         for name, weight in expected.items():
             what = f"{sgd} {clip} {knobs} {name}"
             torch.testing.assert_close(results[0]["weights"][name].contiguous(), weight, **CLOSE, msg=what)
-            assert not weight.numel() or not weight.equal(make_weight(name, AWKWARD[name]).contiguous())
+            assert not weight.numel() or not weight.equal(problem.make_weight(name, AWKWARD[name]).contiguous())
             for number, node in enumerate(nodes if weight.numel() >= max(1, min_numel) else ()):
                 for local_rank, rank in enumerate(node):
                     part, kept = part_of(weight.numel(), local_rank, len(node)), results[rank]["residuals"][name]
@@ -113,15 +91,11 @@ def test_equals_the_paper(nodes: Nodes, cases: list[Case]) -> None:
 
 def train_by(exchange: str, owner_bytes: int) -> list[tuple[str, int]]:
     """Return a digest of the weights after each step, and the bytes sent by then."""
-    parameters, steps = make_parameters(AWKWARD), []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(top_k, "MOST_GATHERED", 1)
         patch.setattr(top_k, "OWNER_BYTES", owner_bytes)
-        worker = make_method({"exchange": exchange}).attach(SGD(parameters.values(), lr=0.05), parameters.items())
-        for step in range(STEPS):
-            take_step(worker, parameters, step)
-            steps.append((digest(parameters.values()), worker.peers.ledger.sent_bytes))
-    return steps
+        found = problem.train(make_method({"exchange": exchange}), partial(SGD, lr=0.05), steps=STEPS)
+    return [*zip(found["digests"], found["sent"], strict=True)]
 
 
 def test_auto_chooses_in_each_step_by_its_cost() -> None:
@@ -152,23 +126,23 @@ def scheduled(settings: dict[str, Any], step: int) -> dict[str, float]:
 
 
 def train_groups() -> dict[str, Tensor]:
-    parameters = make_parameters({name: AWKWARD[name] for name in GROUPS})
+    parameters = problem.make_parameters({name: AWKWARD[name] for name in GROUPS})
     groups = [{"params": [parameters[name]], **settings} for name, settings in GROUPS.items()]
     worker = BY_THE_PAPER.attach(SGD(groups), parameters.items())
     for step in DENSITIES:
         for group, settings in zip(worker.optimizer.param_groups, GROUPS.values(), strict=True):
             group.update(scheduled(settings, step))
         before = [{**group, "params": None} for group in worker.optimizer.param_groups]
-        take_step(worker, parameters, step)
+        problem.take_step(worker, parameters, step)
         assert [{**group, "params": None} for group in worker.optimizer.param_groups] == before
-    return weights_of(parameters)
+    return problem.weights_of(parameters)
 
 
 def test_each_param_group_has_its_own_settings_which_a_scheduler_may_change_in_each_step() -> None:
     weights, others = run_ranks(train_groups, 2)
     assert digest(weights.values()) == digest(others.values())
     for name, settings in GROUPS.items():
-        expected, _ = by_the_paper(
+        expected, _ = problem.by_the_paper(
             {name: AWKWARD[name]},
             FLAT,
             DENSITIES,
@@ -242,7 +216,7 @@ def moves_in(name: str, step: int) -> bool:
 
 
 def train_through_changes() -> dict[str, Any]:
-    parameters = make_parameters(CHANGING)
+    parameters = problem.make_parameters(CHANGING)
     added = parameters["added"]  # is not the model's: a loss's own parameter, say
     optimizer = SGD([p for p in parameters.values() if p is not added], **SETTINGS)
     named = [(name, p) for name, p in parameters.items() if p is not added]
@@ -254,14 +228,16 @@ def train_through_changes() -> dict[str, Any]:
             parameters[name].requires_grad_(moves_in(name, step))
         if step == ADD:
             optimizer.add_param_group({"params": [added], **OF_ADDED})
-        before, kept = weights_of(parameters), worker.state_dict()["residuals"].get("pausing")
-        take_step(worker, parameters, step, [*elsewhere, *(name for name in CHANGING if not moves_in(name, step))])
+        before, kept = problem.weights_of(parameters), worker.state_dict()["residuals"].get("pausing")
+        unused = [name for name in CHANGING if name in elsewhere or not moves_in(name, step)]
+        problem.take_step(worker, parameters, step, unused)
         moved = {name for name, parameter in parameters.items() if not parameter.equal(before[name])}
         assert moved == {name for name in CHANGING if moves_in(name, step)}
         assert step not in PAUSE or worker.state_dict()["residuals"]["pausing"].equal(kept)
         digests.append(digest(parameters.values()))
     assert parameters["never"] not in optimizer.state
-    return {"digests": digests, "weights": weights_of(parameters), "residuals": worker.state_dict()["residuals"]}
+    residuals = worker.state_dict()["residuals"]
+    return {"digests": digests, "weights": problem.weights_of(parameters), "residuals": residuals}
 
 
 def test_unused_frozen_unfrozen_and_added_parameters() -> None:
@@ -271,7 +247,7 @@ def test_unused_frozen_unfrozen_and_added_parameters() -> None:
     sparse = {name for name, shape in CHANGING.items() if len(shape) == 2} - {"never", "added"}
     assert set(results[0]["residuals"]) == {*sparse, "optimizer.9"}
     for name, shape in CHANGING.items():
-        expected, _ = by_the_paper(
+        expected, _ = problem.by_the_paper(
             {name: shape},
             FLAT,
             {step: density for step, density in DENSITIES.items() if moves_in(name, step)},

@@ -37,30 +37,26 @@ from lightning_lowbw.compress.top_k import Compression
 from lightning_lowbw.sync import exchange as exchanges
 from lightning_lowbw.sync.exchange import DenseMean, PendingWhole
 from lightning_lowbw.sync.local import LocalSync
-from tests.local_oracle import mean_of
+from tests.oracle import mean_of
 from tests.ranks import run_ranks
-from tests.sync.problem import FLAT, NODES, Nodes, Parameters, backward, each, make_parameters, message_of, run_each
-from tests.sync.problem import take_step as take_gradient_step
-from tests.sync.replica_problem import SHAPES as OF_REPLICAS
-from tests.sync.replica_problem import attach, train_on, with_base
+from tests.sync import problem
+from tests.sync.problem import FLAT, MOMENTUM, NODES, OF_REPLICAS, Nodes, backward, each, message_of, take_step
 
 SHAPES = {"matrix": (30, 20), "conv": (8, 4, 3, 3), "bias": (7,)}
 METHOD = DGC(sparsity=[0.9], min_numel=100)
-OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
-    "sgd": partial(SGD, lr=0.05, momentum=0.9, weight_decay=0.1),
-    "adamw": partial(AdamW, lr=0.02),
-    "rmsprop": partial(RMSprop, lr=0.002),
-}
+OPTIMIZERS: list[Callable[..., Optimizer]] = [MOMENTUM, partial(AdamW, lr=0.02), partial(RMSprop, lr=0.002)]
 CULPRIT = 1
 
 
-def make_synchronizer(method: Method = METHOD, kind: str = "sgd", nodes: Nodes = FLAT) -> tuple[Any, Parameters]:
-    parameters = make_parameters(SHAPES)
-    optimizer = OPTIMIZERS[kind](parameters.values())
-    return method.attach(optimizer, parameters.items(), topology=None if nodes == FLAT else nodes), parameters
+def attach(
+    method: Method = METHOD, shapes: Any = SHAPES, make: Any = MOMENTUM, nodes: Nodes = FLAT
+) -> tuple[Any, problem.Parameters]:
+    parameters = problem.make_parameters(shapes)
+    topology = None if nodes == FLAT else nodes
+    return method.attach(make(parameters.values()), parameters.items(), topology=topology), parameters
 
 
-def everything(worker: Any, parameters: Parameters) -> list[Tensor]:
+def everything(worker: Any, parameters: problem.Parameters) -> list[Tensor]:
     """Return all that a step commits."""
     states = [value for state in worker.optimizer.state.values() for value in state.values()]
     return [*parameters.values(), *worker.residuals.values(), *(each for each in states if isinstance(each, Tensor))]
@@ -71,9 +67,9 @@ def everything(worker: Any, parameters: Parameters) -> list[Tensor]:
 
 def poison(method: Method, value: float, name: str, skips: bool) -> tuple[str | None, list[bool], int, str]:
     """Two good steps, one with a bad element on one rank, which is looked for before clipping, two good ones."""
-    worker, parameters = make_synchronizer(method)
+    worker, parameters = attach(method)
     for step in range(2):
-        take_gradient_step(worker, parameters, step)
+        take_step(worker, parameters, step)
     before, groups = digest(everything(worker, parameters)), [dict(group) for group in worker.optimizer.param_groups]
     worker.optimizer.zero_grad()
     backward(parameters, 2)
@@ -93,7 +89,7 @@ def poison(method: Method, value: float, name: str, skips: bool) -> tuple[str | 
     assert worker.state_dict()["torn"] == ""
     steps = worker.step
     for step in (3, 4):
-        take_gradient_step(worker, parameters, step)
+        take_step(worker, parameters, step)
     assert all(parameter.isfinite().all() for parameter in parameters.values())
     return message, taken, steps, digest(parameters.values())
 
@@ -117,11 +113,11 @@ def test_a_bad_gradient_on_one_rank_is_told_on_all_or_skipped_by_all() -> None:
         assert ("give it a warm-up (there is none" in str(message)) == (method == METHOD and name != "bias")
 
 
-def meet_a_fault(kind: str, name: str, nodes: Nodes) -> list[Any]:
+def meet_a_fault(make: Any, name: str, nodes: Nodes) -> list[Any]:
     """A NaN that the pass finds which accumulates, by hand, without `stepping`; then a good step."""
-    worker, parameters = make_synchronizer(METHOD, kind, nodes)
+    worker, parameters = attach(METHOD, SHAPES, make, nodes)
     for step in range(3):
-        take_gradient_step(worker, parameters, step)
+        take_step(worker, parameters, step)
     before = digest(parameters.values())
     worker.optimizer.zero_grad()
     backward(parameters, 3)
@@ -130,17 +126,20 @@ def meet_a_fault(kind: str, name: str, nodes: Nodes) -> list[Any]:
     said = [message_of(worker.exchange, NonFiniteGradientError), worker.state_dict()["torn"]]
     assert digest(parameters.values()) == before
     assert all(bool(tensor.isfinite().all()) for tensor in everything(worker, parameters))
-    take_gradient_step(worker, parameters, 4)
+    take_step(worker, parameters, 4)
     assert worker.state_dict()["torn"] == ""
     return [*said, digest(parameters.values())]
 
 
+OF_OPTIMIZERS = [(make, "matrix") for make in OPTIMIZERS]
+
+
 @pytest.mark.parametrize(
     ("nodes", "cases"),
-    [(FLAT, [*((kind, "matrix") for kind in OPTIMIZERS), ("sgd", "bias")]), (NODES["blocks"], [("adamw", "matrix")])],
+    [(FLAT, [*OF_OPTIMIZERS, (MOMENTUM, "bias")]), (NODES["blocks"], OF_OPTIMIZERS[1:2])],
     ids=["flat", "two levels"],
 )
-def test_what_is_not_finite_enters_no_state(nodes: Nodes, cases: list[tuple[str, str]]) -> None:
+def test_what_is_not_finite_enters_no_state(nodes: Nodes, cases: list[tuple[Any, str]]) -> None:
     results = run_ranks(each, sum(map(len, nodes)), meet_a_fault, [(*case, nodes) for case in cases])
     for (_, name), *of_case in zip(cases, *results, strict=True):
         assert all(found == of_case[0] for found in of_case)
@@ -150,7 +149,7 @@ def test_what_is_not_finite_enters_no_state(nodes: Nodes, cases: list[tuple[str,
 
 def add_up_too_much(checks_now: bool, nodes: Nodes, ends: bool) -> tuple[str, int]:
     """Return what is said, and in which step; rank 1 has gradients as large as float32."""
-    worker, parameters = make_synchronizer(METHOD, "sgd", nodes)
+    worker, parameters = attach(METHOD, nodes=nodes)
     for step in range(3):
         worker.optimizer.zero_grad()
         backward(parameters, step)
@@ -254,7 +253,7 @@ def test_what_is_kept_of_gradients_too_large_is_told() -> None:
 WITH_MESSAGES = {"dgc": METHOD, "local_sgd": LocalSGD(2, 0, compression={"min_numel": 100, "value_dtype": "float32"})}
 
 
-def take_steps(worker: Any, parameters: Parameters) -> None:
+def take_steps(worker: Any, parameters: problem.Parameters) -> None:
     """Take the steps of an exchange."""
     for _ in range(2 if worker.is_local else 1):
         for parameter in parameters.values():
@@ -264,7 +263,7 @@ def take_steps(worker: Any, parameters: Parameters) -> None:
 
 def receive_damage(name: str) -> list[str | None]:
     """Return what each exchange says, where a bit flips in what rank 1 receives in the second one."""
-    worker, parameters = make_synchronizer(WITH_MESSAGES[name])
+    worker, parameters = attach(WITH_MESSAGES[name])
     receive, said = TensorWork.wait, [message_of(partial(take_steps, worker, parameters), ValueError)]
 
     def receive_flipped(work: Any) -> Tensor:
@@ -280,7 +279,7 @@ def receive_damage(name: str) -> list[str | None]:
 
 def note_damage(name: str, ends: bool) -> str | None:
     """Return what is said in the exchange, or at the end, after one in which rank 1 notes what a GPU would."""
-    worker, parameters = make_synchronizer(WITH_MESSAGES[name])
+    worker, parameters = attach(WITH_MESSAGES[name])
     take_steps(worker, parameters)
     worker.compressed.fault.fill_(dist.get_rank() == 1)
     return message_of(worker.check_late_faults if ends else partial(take_steps, worker, parameters), ValueError)
@@ -323,8 +322,8 @@ def fail(patch: pytest.MonkeyPatch, method: Method, where: str) -> None:
 
 def fail_in_the_exchange(method: Method, where: str) -> tuple[str, int, str]:
     """Fail in the second step, on all ranks, and go on."""
-    worker, parameters = make_synchronizer(method)
-    take_gradient_step(worker, parameters, 0)
+    worker, parameters = attach(method)
+    take_step(worker, parameters, 0)
     weights, groups = digest(parameters.values()), [dict(group) for group in worker.optimizer.param_groups]
     worker.optimizer.zero_grad()
     backward(parameters, 1)
@@ -336,7 +335,7 @@ def fail_in_the_exchange(method: Method, where: str) -> tuple[str, int, str]:
     assert [dict(group) for group in worker.optimizer.param_groups] == groups
     torn = worker.state_dict()["torn"]
     for step in (1, 2):
-        take_gradient_step(worker, parameters, step)
+        take_step(worker, parameters, step)
     assert all(tensor.isfinite().all() for tensor in everything(worker, parameters))
     return torn, worker.step, worker.state_dict()["torn"] + digest(parameters.values())
 
@@ -351,8 +350,8 @@ def test_an_exchange_that_fails_is_named_and_the_next_one_is_whole() -> None:
 
 
 def fail_inside_a_step() -> None:
-    worker, parameters = make_synchronizer()
-    take_gradient_step(worker, parameters, 0)
+    worker, parameters = attach()
+    take_step(worker, parameters, 0)
     backward(parameters, 1)
     of_user = [dict(group) for group in worker.optimizer.param_groups]
 
@@ -364,7 +363,7 @@ def fail_inside_a_step() -> None:
     assert message_of(step, KeyError) == "'in the middle'"
     assert [dict(group) for group in worker.optimizer.param_groups] == of_user
     assert worker.state_dict()["torn"] == "the optimizer's step after step 1", "others may have taken it"
-    take_gradient_step(worker, parameters, 1)
+    take_step(worker, parameters, 1)
     assert worker.state_dict()["torn"] == ""
 
 
@@ -422,13 +421,13 @@ def test_an_average_that_fails_leaves_each_rank_what_it_had() -> None:
 
 
 def poison_a_replica(choices: dict[str, Any]) -> tuple[int, str]:
-    worker, parameters = attach(LocalSGD(**{"k_steps": 3, "begin_step": 0, **choices}), "sgd", OF_REPLICAS)
+    worker, parameters = attach(LocalSGD(**{"k_steps": 3, "begin_step": 0, **choices}), OF_REPLICAS)
     for step in range(9):
         if step == 4 and dist.get_rank() == 1:
             with torch.no_grad():
                 parameters["matrix"][1, 2] = math.nan if "delay_steps" in choices else math.inf
         try:
-            train_on(worker, parameters, [step])
+            problem.train_on(worker, parameters, [step])
         except NonFiniteGradientError as error:
             assert dist.get_rank() == 1 or all(parameter.isfinite().all() for parameter in parameters.values())
             return step, str(error)
@@ -436,7 +435,7 @@ def poison_a_replica(choices: dict[str, Any]) -> tuple[int, str]:
 
 
 def test_a_rank_that_is_not_finite_is_named_on_all_and_nothing_is_averaged() -> None:
-    cases = [with_base({}), with_base({"delay_steps": 1}), {}, {"compression": "int8"}]
+    cases = [problem.with_base({}), problem.with_base({"delay_steps": 1}), {}, {"compression": "int8"}]
     cases.append({"outer": "nesterov", "num_fragments": 2})
     for first, second in zip(*run_ranks(each, 2, poison_a_replica, [(case,) for case in cases]), strict=True):
         assert first == second
@@ -447,14 +446,14 @@ def test_a_rank_that_is_not_finite_is_named_on_all_and_nothing_is_averaged() -> 
 
 
 def fall_out_of_step() -> str | None:
-    worker, parameters = attach(LocalSGD(k_steps=4, begin_step=0), shapes={"a": (3,)})
-    train_on(worker, parameters, range(1))  # in which ranks at different steps would be told
+    worker, parameters = attach(LocalSGD(k_steps=4, begin_step=0), {"a": (3,)})
+    problem.train_on(worker, parameters, range(1))  # in which ranks at different steps would be told
     worker.step += dist.get_rank()
-    return message_of(lambda: train_on(worker, parameters, range(1, 4)), DisagreementError)
+    return message_of(lambda: problem.train_on(worker, parameters, range(1, 4)), DisagreementError)
 
 
 def reach_the_exchange_in_another_batch(topology: Any) -> str | None:
-    parameters = make_parameters({"a": (40, 30)})
+    parameters = problem.make_parameters({"a": (40, 30)})
     where = Where(topology=topology, inter_dtype="float32" if topology == "flat" else "bfloat16")
     method = Method(when=EveryStep(1), what=TopK(min_numel=1), where=where)
     worker = method.attach(SGD(parameters.values(), lr=0.05), parameters.items())
@@ -465,16 +464,16 @@ def reach_the_exchange_in_another_batch(topology: Any) -> str | None:
 
 
 def train_with_weights_that_differ() -> str | None:
-    worker, parameters = make_synchronizer(DGC(min_numel=1))
+    worker, parameters = attach(DGC(min_numel=1))
     worker.is_compared = True
     with torch.no_grad():
         parameters["matrix"][0, 0] += 1e-6 * dist.get_rank()
-    return message_of(lambda: take_gradient_step(worker, parameters, 0), DisagreementError)
+    return message_of(lambda: take_step(worker, parameters, 0), DisagreementError)
 
 
 def test_ranks_out_of_step_or_with_other_weights_are_found_out() -> None:
     """Half types between nodes round no number of the status."""
-    found = run_each(2, {"step": fall_out_of_step, "weights": train_with_weights_that_differ})
+    found = problem.run_each(2, {"step": fall_out_of_step, "weights": train_with_weights_that_differ})
     assert all("optimizer steps: rank 0 has 4, rank 1 has 5" in str(message) for message in found["step"])
     assert all("the weights differ between the ranks" in str(message) for message in found["weights"])
     for messages in run_ranks(each, 4, reach_the_exchange_in_another_batch, [(NODES["blocks"],), ("flat",)]):
@@ -542,23 +541,23 @@ TURN_DENSE: list[dict[str, Any]] = [{"rampup_begin_step": 100}, {"min_numel": 50
 
 
 def turn_dense() -> list[str | None]:
-    worker, parameters = make_synchronizer()
+    worker, parameters = attach()
     for step in range(2):
-        take_gradient_step(worker, parameters, step)
+        take_step(worker, parameters, step)
     before, said = digest(everything(worker, parameters)), []
     for change in TURN_DENSE:
         worker.method = METHOD.replace(**change)
-        said.append(message_of(lambda: take_gradient_step(worker, parameters, 2), ConfigurationError))
+        said.append(message_of(lambda: take_step(worker, parameters, 2), ConfigurationError))
         assert digest(everything(worker, parameters)) == before
     worker.method = METHOD.replace(sparsity=[0.5])  # other densities are fine
-    take_gradient_step(worker, parameters, 2)
+    take_step(worker, parameters, 2)
     return said
 
 
 def exclude_a_giant(exclude: list[str]) -> str | None:
     exchanges.MAX_NUMEL = 500  # the matrix has more
-    worker, parameters = make_synchronizer(METHOD.replace(exclude=exclude))
-    return message_of(lambda: take_gradient_step(worker, parameters, 0), ConfigurationError)
+    worker, parameters = attach(METHOD.replace(exclude=exclude))
+    return message_of(lambda: take_step(worker, parameters, 0), ConfigurationError)
 
 
 def test_what_cannot_be_sent_is_refused_on_all_ranks() -> None:

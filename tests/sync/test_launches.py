@@ -448,13 +448,7 @@ def make_peers(num_ranks: int, num_nodes: int) -> Any:
         return Peers()
     size = num_ranks // num_nodes
     nodes = tuple(tuple(range(node * size, (node + 1) * size)) for node in range(num_nodes))
-    return Peers.on_nodes(
-        Topology(nodes),
-        algorithm="sharded",
-        inter_dtype=None,
-        ledger=TrafficLedger(),
-        timeout=None,
-    )
+    return Peers.on_nodes(Topology(nodes), algorithm="sharded", inter_dtype=None, ledger=TrafficLedger(), timeout=None)
 
 
 MODELS = {"ResNet-50": resnet50_shapes, "transformer": transformer_shapes}
@@ -536,12 +530,7 @@ def most_of(cell: tuple[str, str, str, str]) -> int:
 
 # By the name of the row: what counts, the number of ranks, and the most that is promised.
 COUNTS: dict[str, tuple[Callable[[pytest.MonkeyPatch], Counter[str]], int, int]] = {
-    ", ".join(filter(None, cell)): (
-        partial(count_cell, cell=cell),
-        PLACES[cell[2]][0],
-        most_of(cell),
-    )
-    for cell in CELLS
+    ", ".join(filter(None, cell)): (partial(count_cell, cell=cell), PLACES[cell[2]][0], most_of(cell)) for cell in CELLS
 }
 COUNTS |= {
     f"an average of {name}, ResNet-50, 8 ranks": (

@@ -20,22 +20,10 @@ from lightning_lowbw.comm.agreement import digest
 from lightning_lowbw.comm.collectives import all_reduce_bytes
 from lightning_lowbw.presets import preset
 from tests.ranks import run_ranks
-from tests.sync.problem import (
-    AWKWARD,
-    FLAT,
-    NODES,
-    THREE,
-    Nodes,
-    backward,
-    each,
-    make_parameters,
-    make_weight,
-    message_of,
-    run_each,
-    weights_of,
-)
-from tests.sync.replica_problem import CLOSE, OPTIMIZERS, by_oracle, train, train_on
+from tests.sync import problem
+from tests.sync.problem import ADAMW, AWKWARD, FLAT, MOMENTUM, NODES, THREE, Make, Nodes, backward, each
 
+CLOSE: dict[str, Any] = {"rtol": 1e-4, "atol": 2e-5}
 STRIDED = NODES["strided"]
 DILOCO: dict[str, Any] = {"outer": "nesterov", "outer_momentum": 0.9, "outer_lr": 0.7}
 SLOWMO: dict[str, Any] = {"outer": "slowmo", "outer_momentum": 0.6, "outer_lr": 0.9}
@@ -58,25 +46,24 @@ OF_ORACLE = {"k_steps": "k", "begin_step": "begin", "delay_steps": "delay"}
 
 
 @pytest.mark.parametrize(
-    ("nodes", "optimizer"),
-    [(FLAT, "adamw"), (THREE, "sgd"), (STRIDED, "adamw")],
-    ids=["2 ranks", "3 ranks", "2 nodes"],
+    ("nodes", "make"), [(FLAT, ADAMW), (THREE, MOMENTUM), (STRIDED, ADAMW)], ids=["2 ranks", "3 ranks", "2 nodes"]
 )
-def test_equals_replicas_in_one_process(nodes: Nodes, optimizer: str) -> None:
+def test_equals_replicas_in_one_process(nodes: Nodes, make: Make) -> None:
     """A node is what a rank is on one level, and trains with the mean gradient of its ranks."""
     mine = {name: choices for name, (choices, places) in CASES.items() if nodes in places}
-    calls = {name: partial(train, LocalSGD(**choices), optimizer, nodes=nodes) for name, choices in mine.items()}
-    for case, results in run_each(sum(map(len, nodes)), calls).items():
+    training = partial(problem.train, make=make, nodes=nodes, steps=problem.STEPS)
+    calls = {name: partial(training, LocalSGD(**choices)) for name, choices in mine.items()}
+    for case, results in problem.run_each(sum(map(len, nodes)), calls).items():
         choices = {OF_ORACLE.get(name, name): value for name, value in mine[case].items()}
         num_fragments, fragments = choices.pop("num_fragments", 1), results[0]["fragments"]
         assert sorted(name for of_one in fragments for name in of_one) == sorted(AWKWARD)
         for fragment, names in enumerate(fragments):
             phase = choices["k"] - round((fragment + 1) * choices["k"] / num_fragments)
             for name in names:
-                oracle = by_oracle(name, nodes, optimizer, phase=phase, **choices)
+                oracle = problem.by_replicas(name, nodes, make, phase=phase, **choices)
                 for replica, node in zip(oracle.replicas, nodes, strict=True):
                     for rank in node:
-                        own = results[rank]["own"][name]
+                        own = results[rank]["weights"][name]
                         torch.testing.assert_close(own, replica.detach(), **CLOSE, msg=f"{case} {name} {rank}")
         for node in nodes:  # whose ranks step together
             assert all(results[rank]["digests"] == results[node[0]]["digests"] for rank in node)
@@ -119,38 +106,38 @@ def test_buffers_are_averaged_with_the_variance_between_ranks() -> None:
 # Awkward parameters ------------------------------------------------------------------------------------------------
 
 
-def freeze_and_unfreeze(compression: Any) -> dict[str, Tensor]:
-    parameters = make_parameters({"a": (5, 13), "late": (64,), "early": (66,), "never": (67,)})
-    parameters["late"].requires_grad_(False)
-    method = LocalSGD(k_steps=4, begin_step=0, compression=compression)
-    worker = method.attach(OPTIMIZERS["sgd"](parameters.values()), parameters.items())
-    seen: dict[str, Tensor] = {}
-    for step in range(8):
-        if step == 2:
-            parameters["early"].requires_grad_(False)
-        if step == 5:
-            parameters["late"].requires_grad_(True)
-        worker.optimizer.zero_grad()
-        backward(parameters, step, unused=["never"])
-        worker.optimizer.step()
-        if step in (3, 4):
-            seen |= {f"{name} {step}": p.detach().clone() for name, p in parameters.items()}
-    return {**seen, **{name: p.detach() for name, p in parameters.items()}}
+def freeze(first: dict[str, int], last: dict[str, int], worker: Any, parameters: Any, step: int) -> None:
+    """Let tensors be trained from a step on, or until one."""
+    for name, parameter in parameters.items():
+        parameter.requires_grad_(first.get(name, 0) <= step < last.get(name, 99))
+
+
+def leave_out(name: str, worker: Any, parameters: Any, step: int) -> None:
+    parameters[name].grad = None
+
+
+def own_weights(worker: Any, parameters: Any) -> dict[str, Tensor]:
+    return problem.weights_of(parameters)
 
 
 def test_frozen_parameters_do_not_move_and_those_that_did_are_averaged() -> None:
+    shapes = {"a": (5, 13), "late": (64,), "early": (66,), "never": (67,)}
+    hooks = {"before": partial(freeze, {"late": 5}, {"early": 2}), "after": partial(leave_out, "never")}
+    training = partial(problem.train, shapes=shapes, look=own_weights, **hooks)
     sparse = Compression(chunk=64, density=1 / 16, min_numel=64)
-    for first, *others in zip(*run_ranks(each, 3, freeze_and_unfreeze, [(None,), (sparse,)]), strict=True):
-        assert torch.equal(first["late 4"], make_weight("late", (64,)))  # to the bit, on three ranks
-        for name in ("a", "late", "early", "never", "early 3"):  # frozen in mid-interval
-            assert all(torch.equal(first[name], other[name]) for other in others)
-        assert not torch.equal(first["late"], make_weight("late", (64,)))
-        assert torch.allclose(first["never"], make_weight("never", (67,)), rtol=1e-6)
+    calls = {name: partial(training, LocalSGD(4, 0, compression=name)) for name in (None, sparse)}
+    for first, *others in problem.run_each(3, calls).values():
+        assert torch.equal(first["seen"][4]["late"], problem.make_weight("late", (64,)))  # to the bit, on three ranks
+        for other in others:
+            assert all(map(torch.equal, first["weights"].values(), other["weights"].values()))
+            assert torch.equal(first["seen"][3]["early"], other["seen"][3]["early"]), "frozen in mid-interval"
+        assert not torch.equal(first["weights"]["late"], problem.make_weight("late", (64,)))
+        assert torch.allclose(first["weights"]["never"], problem.make_weight("never", (67,)), rtol=1e-6)
 
 
 def freeze_with_a_gradient() -> str:
-    parameters = make_parameters({"a": (5, 13), "frozen": (7,)})
-    worker = LocalSGD(k_steps=2, begin_step=0).attach(OPTIMIZERS["sgd"](parameters.values()), parameters.items())
+    parameters = problem.make_parameters({"a": (5, 13), "frozen": (7,)})
+    worker = LocalSGD(k_steps=2, begin_step=0).attach(MOMENTUM(parameters.values()), parameters.items())
     for step in range(4):
         parameters["frozen"].requires_grad_(step < 2)
         worker.optimizer.zero_grad(set_to_none=False)  # torch steps what has a gradient, by each rank's own momentum
@@ -163,25 +150,18 @@ def test_a_frozen_parameter_that_has_a_gradient_is_not_stepped() -> None:
     assert len(set(run_ranks(freeze_with_a_gradient, 2))) == 1
 
 
-def freeze_while_an_average_is_in_progress(mixing: float | None) -> tuple[dict[str, Tensor], bool]:
-    parameters = make_parameters({"a": (5, 13), "frozen": (7,)})
-    method = LocalSGD(k_steps=3, begin_step=0, delay_steps=2, mixing=mixing)
-    worker = method.attach(OPTIMIZERS["sgd"](parameters.values()), parameters.items())
-    for step in range(5):
-        parameters["frozen"].requires_grad_(step < 3)
-        worker.optimizer.zero_grad()
-        backward(parameters, step)
-        worker.optimizer.step()
-    return weights_of(parameters), worker.parameters_agree
+def agrees(worker: Any, parameters: Any) -> bool:
+    return worker.parameters_agree  # type: ignore[no-any-return]
 
 
 def test_what_is_frozen_while_an_average_is_in_progress_becomes_the_mean() -> None:
-    for (first, agree), (second, _) in zip(
-        *run_ranks(each, 2, freeze_while_an_average_is_in_progress, [(None,), (0.5,)]), strict=True
-    ):
-        assert not agree
-        assert torch.equal(first["frozen"], second["frozen"])
-        assert not torch.equal(first["a"], second["a"])
+    hooks = {"before": partial(freeze, {}, {"frozen": 3}), "look": agrees}
+    training = partial(problem.train, shapes={"a": (5, 13), "frozen": (7,)}, steps=5, **hooks)
+    calls = {mixing: partial(training, LocalSGD(3, 0, delay_steps=2, mixing=mixing)) for mixing in (None, 0.5)}
+    for first, second in problem.run_each(2, calls).values():
+        assert not first["seen"][-1]
+        assert torch.equal(first["weights"]["frozen"], second["weights"]["frozen"])
+        assert not torch.equal(first["weights"]["a"], second["weights"]["a"])
 
 
 def half_precision() -> Tensor:
@@ -206,7 +186,7 @@ def test_half_types_are_summed_in_float32() -> None:
 
 
 def adapt_in_trouble(loss: float) -> list[int]:
-    parameters = make_parameters({"a": (3,)})
+    parameters = problem.make_parameters({"a": (3,)})
     method = LocalSGD(k_steps=2, begin_step=0, rule="fleet")
     worker: Any = method.attach(torch.optim.SGD(parameters.values(), lr=0.1), parameters.items())
     ks = []
@@ -225,39 +205,33 @@ def test_losses_that_make_no_sense_leave_k_as_it_is() -> None:
 
 
 def adapt_without_loss() -> str | None:
-    parameters = make_parameters({"a": (3,)})
     method = LocalSGD(k_steps=1, begin_step=0, rule="adacomm")
-    worker = method.attach(torch.optim.SGD(parameters.values(), lr=0.1), parameters.items())
-    return message_of(worker.optimizer.step, ConfigurationError)
+    return problem.message_of(partial(problem.train, method, shapes={"a": (3,)}, steps=1), ConfigurationError)
 
 
 def test_an_adaptive_rule_without_a_loss_says_so_on_all_ranks() -> None:
     assert all("training_step" in str(message) for message in run_ranks(adapt_without_loss, 2))
 
 
-def detect_lr_decay() -> list[bool]:
-    parameters = make_parameters({"a": (3,)})
-    method = LocalSGD(k_steps=4, begin_step="first_lr_decay")
-    worker = method.attach(torch.optim.SGD(parameters.values(), lr=0.1), parameters.items())
-    local = []
-    for step in range(8):
-        # warm-up, a plateau, and a decay that rank 1 is late to hear of
-        lr = [0.05, 0.1, 0.1, 0.1, 0.01, 0.01, 0.01, 0.01][step]
-        worker.optimizer.param_groups[0]["lr"] = 0.1 if step == 4 and dist.get_rank() == 1 else lr
-        backward(parameters, step)
-        local.append(worker.is_local)
-        worker.optimizer.step()
-        worker.load_equal_state(worker.equal_state())  # a resume goes on alike
-    return local
+def decay(worker: Any, parameters: Any, step: int) -> None:
+    """A warm-up, a plateau, and a decay that rank 1 is late to hear of."""
+    lr = [0.05, 0.1, 0.1, 0.1, 0.01, 0.01, 0.01, 0.01][step]
+    worker.optimizer.param_groups[0]["lr"] = 0.1 if step == 4 and dist.get_rank() == 1 else lr
+    worker.load_equal_state(worker.equal_state())  # a resume goes on alike
+
+
+def is_local(worker: Any, parameters: Any) -> bool:
+    return worker.is_local  # type: ignore[no-any-return]
 
 
 def test_the_first_decay_of_the_learning_rate_begins_the_local_phase_on_all_ranks() -> None:
-    first, second = run_ranks(detect_lr_decay, 2)
-    assert first == second == [False] * 6 + [True] * 2  # told in the step after it
+    method = LocalSGD(k_steps=4, begin_step="first_lr_decay")
+    for result in run_ranks(partial(problem.train, method, shapes={"a": (3,)}, before=decay, look=is_local), 2):
+        assert result["seen"] == [False] * 5 + [True] * 3  # told in the step after it
 
 
 def ask_in_synchronous_steps(stops: int, saves: int) -> tuple[list[tuple[bool, bool]], list[str | None]]:
-    parameters = make_parameters({"a": (3,)})
+    parameters = problem.make_parameters({"a": (3,)})
     worker = LocalSGD(8, 4).attach(torch.optim.SGD(parameters.values(), lr=0.1), parameters.items())
     agreed = []
     for step in range(4):
@@ -272,7 +246,7 @@ def ask_in_synchronous_steps(stops: int, saves: int) -> tuple[list[tuple[bool, b
         worker = LocalSGD(8, 4).attach(torch.optim.SGD(parameters.values(), lr=0.1), parameters.items())
         worker.batch = dist.get_rank()  # one has left out a step
         worker.optimizer.step()
-        told.append(message_of(worker.finish if ends else worker.optimizer.step, DisagreementError))
+        told.append(problem.message_of(worker.finish if ends else worker.optimizer.step, DisagreementError))
     return agreed, told
 
 
@@ -322,15 +296,15 @@ def test_fragments_are_balanced_by_the_bytes_that_are_sent() -> None:
 
 
 def add_a_group() -> tuple[list[list[str]], str]:
-    parameters = make_parameters({"a": (40,), "b": (30,)})
+    parameters = problem.make_parameters({"a": (40,), "b": (30,)})
     optimizer = torch.optim.SGD(parameters.values(), lr=0.05)
-    late = make_parameters({"late": (5,)})
+    late = problem.make_parameters({"late": (5,)})
     worker: Any = LocalSGD(k_steps=4, begin_step=0, num_fragments=2).attach(
         optimizer, [*parameters.items(), *late.items()]
     )
-    train_on(worker, parameters, range(3))
+    problem.train_on(worker, parameters, range(3))
     optimizer.add_param_group({"params": list(late.values())})
-    train_on(worker, {**parameters, **late}, range(3, 8))
+    problem.train_on(worker, {**parameters, **late}, range(3, 8))
     return [[worker.name_of(p) for p in f.parameters] for f in worker.fragments], digest(late.values())
 
 
@@ -342,8 +316,8 @@ def test_parameters_that_come_later_join_a_fragment() -> None:
 
 def test_a_preset_takes_no_more_fragments_than_there_are_tensors() -> None:
     for num_tensors, expected in ((1, 1), (3, 3), (6, 4)):
-        parameters = make_parameters({f"p{number}": (6,) for number in range(num_tensors)})
-        worker: Any = preset("streaming_diloco").attach(OPTIMIZERS["sgd"](parameters.values()), parameters.items())
+        parameters = problem.make_parameters({f"p{number}": (6,) for number in range(num_tensors)})
+        worker: Any = preset("streaming_diloco").attach(MOMENTUM(parameters.values()), parameters.items())
         assert len(worker.fragments) == expected
 
 

@@ -19,26 +19,12 @@ from lightning_lowbw.comm.agreement import digest
 from lightning_lowbw.comm.peers import Peers
 from lightning_lowbw.sync.low_rank import LowRankExchange
 from tests.ranks import run_ranks
-from tests.sync.problem import (
-    AWKWARD,
-    FLAT,
-    NODES,
-    Make,
-    Nodes,
-    Signals,
-    coefficients,
-    each,
-    make_parameters,
-    make_weight,
-    node_of,
-    train_by_means,
-    train_plainly,
-    weights_of,
-)
+from tests.sync import problem
+from tests.sync.problem import AWKWARD, FLAT, MOMENTUM, NODES, Make, Nodes, Signals, each
 
 STEPS = 6
 SHAPES = {name: AWKWARD[name] for name in ("scalar", "empty", "vector", "cube", "conv", "matrix", "transposed")}
-MOMENTUM, ADAMW = partial(SGD, lr=0.05, momentum=0.9, weight_decay=0.01), partial(AdamW, lr=0.02, eps=1e-3)
+ADAMW = partial(AdamW, lr=0.02, eps=1e-3)
 
 # The paper ------------------------------------------------------------------------------------------------------------
 
@@ -99,19 +85,21 @@ CASES: list[tuple[int, Make, Nodes, torch.dtype]] = [
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_training_is_that_of_the_paper(num_ranks: int) -> None:
     cases = [case for case in CASES if sum(map(len, case[2])) == num_ranks]
-    calls = [(PowerSGD(size), make, SHAPES, nodes, STEPS, dtype) for size, make, nodes, dtype in cases]
-    by_rank = run_ranks(each, num_ranks, train_plainly, calls)
-    for number, (size, make, nodes, dtype) in enumerate(cases):
+    calls = {}
+    for size, make, nodes, dtype in cases:
+        training = partial(problem.train, PowerSGD(size), make, SHAPES, nodes, STEPS, dtype=dtype)
+        calls[size, make, nodes, dtype] = training
+    for (size, make, nodes, dtype), by_rank in problem.run_each(num_ranks, calls).items():
         paper = Paper(size, len(nodes))
-        weights = train_by_means(paper.mean, make, SHAPES, nodes, STEPS, dtype)
+        weights = problem.train_by_means(paper.mean, make, SHAPES, nodes, STEPS, dtype)
         close = 2e-4 if dtype == torch.float32 else 0.05
-        assert len({digest(results[number]["weights"].values()) for results in by_rank}) == 1
-        for rank, results in enumerate(by_rank):
-            for name, weight in results[number]["weights"].items():
+        assert len({result["digests"][-1] for result in by_rank}) == 1
+        for rank, result in enumerate(by_rank):
+            for name, weight in result["weights"].items():
                 torch.testing.assert_close(weight, weights[name], rtol=close, atol=close)
-            kept = paper.residuals[node_of(rank, nodes)]
-            assert results[number]["residuals"].keys() == kept.keys() >= {"matrix", "transposed"}
-            for name, residual in results[number]["residuals"].items():
+            kept = paper.residuals[problem.node_of(rank, nodes)]
+            assert result["residuals"].keys() == kept.keys() >= {"matrix", "transposed"}
+            for name, residual in result["residuals"].items():
                 torch.testing.assert_close(residual, kept[name].float().reshape(-1), rtol=close, atol=close)
 
 
@@ -190,10 +178,10 @@ def train_through_changes() -> tuple[dict[str, Tensor], dict[str, Tensor], dict[
     Returns:
         The weights; those that they would be if nothing was kept back; and the state.
     """
-    parameters = make_parameters({"vector": (17,), "matrix": (30, 20), "square": (16, 16)})
-    parameters["complex"] = Parameter(make_weight("complex", (8, 9), torch.complex64))
-    late = make_parameters({"late": (9, 9)})["late"]
-    asked = {**weights_of(parameters), "optimizer.4": late.detach().clone()}
+    parameters = problem.make_parameters({"vector": (17,), "matrix": (30, 20), "square": (16, 16)})
+    parameters["complex"] = Parameter(problem.make_weight("complex", (8, 9), torch.complex64))
+    late = problem.make_parameters({"late": (9, 9)})["late"]
+    asked = {**problem.weights_of(parameters), "optimizer.4": late.detach().clone()}
     optimizer = SGD(parameters.values(), lr=LR)
     worker = PowerSGD(1).attach(optimizer, parameters.items())
     for step in range(6):
@@ -206,12 +194,12 @@ def train_through_changes() -> tuple[dict[str, Tensor], dict[str, Tensor], dict[
             parameter.requires_grad_(name != "matrix" or step not in (2, 3))
             parameter.grad = None
             if parameter.requires_grad:
-                of_ranks = [coefficients(name, parameter, rank, step) for rank in range(2)]
+                of_ranks = [problem.coefficients(name, parameter, rank, step) for rank in range(2)]
                 parameter.grad = of_ranks[dist.get_rank()]
                 asked[name] -= LR * sum(of_ranks) / 2
         optimizer.step()
     worker.finish()
-    return weights_of(parameters), asked, worker.state_dict()
+    return problem.weights_of(parameters), asked, worker.state_dict()
 
 
 def test_tensors_may_come_and_go_and_the_rank_may_change() -> None:
@@ -224,14 +212,9 @@ def test_tensors_may_come_and_go_and_the_rank_may_change() -> None:
         torch.testing.assert_close(there, results[0][1][name], rtol=1e-4, atol=1e-5)
 
 
-def train_under_autocast(is_enabled: bool) -> str:
-    parameters = make_parameters({"matrix": (30, 20)})
-    worker = PowerSGD(1).attach(SGD(parameters.values(), lr=LR), parameters.items())
-    for step in range(3):
-        parameters["matrix"].grad = coefficients("matrix", parameters["matrix"], dist.get_rank(), step)
-        with torch.autocast("cpu", enabled=is_enabled):  # as in Lightning's manual optimization
-            worker.optimizer.step()
-    return digest(parameters.values())
+def train_under_autocast(is_enabled: bool) -> list[str]:
+    with torch.autocast("cpu", enabled=is_enabled):  # as in Lightning's manual optimization
+        return problem.train(PowerSGD(1), partial(SGD, lr=LR), {"matrix": (30, 20)}, steps=3)["digests"]  # type: ignore[no-any-return]
 
 
 def test_autocast_does_not_round_the_factors() -> None:

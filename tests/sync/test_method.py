@@ -18,7 +18,6 @@ import torch.distributed as dist
 import lightning_lowbw
 from lightning_lowbw import (
     DGC,
-    AdaptiveLocalSGD,
     ConfigurationError,
     EveryK,
     EveryStep,
@@ -97,52 +96,6 @@ def test_what_makes_sense_is_not_refused(arguments: dict[str, Any]) -> None:
 
 
 FEW, NODE_WISE = Quantized(), Where(topology="auto", algorithm="leader")
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"what": FEW, "when": EveryStep(sparsity=(0.9,))}, r"sparsity=\[0\.9\] with Quantized\(.*what=TopK\(\)"),
-        ({"when": EveryStep(rampup_begin_step=3)}, r"rampup_begin_step=3 with Whole\(\): every step is dense"),
-        ({"what": FEW, "when": EveryK(delay_steps=2)}, r"delay_steps=2 with Quantized\(.*cannot be hidden"),
-        ({"what": FEW, "when": EveryK(k_steps=1)}, r"k_steps=1 with Quantized\(.*nothing would be compressed"),
-        ({"what": TopK(momentum_masking=True), "when": EveryK()}, r"momentum_masking=True every k steps"),
-        ({"where": Where(inter_dtype="bfloat16")}, r"inter_dtype='bfloat16' with topology='flat': .*Leave it out"),
-        ({"where": Where(topology=[[0], [1]], algorithm="leader")}, r"algorithm='leader' with topology=Topology"),
-        ({"when": EveryK(), "where": BFLOAT16}, r"inter_dtype='bfloat16' every k.*Quantized\(value_dtype='bfloat16'\)"),
-        ({"what": FEW, "where": BFLOAT16}, r"inter_dtype='bfloat16' with Quantized\(.*from step 0: .*begin_step > 0"),
-        ({"what": FEW, "when": EveryStep(), "where": NODE_WISE}, "'leader' with .*'sharded'"),
-        ({"what": TopK(exchange="reduce_scatter"), "where": NODES}, r"'reduce_scatter' does not exist on two levels"),
-        ({"when": "step"}, r"when='step': give one of EveryK, EveryStep, or a mapping with 'every'"),
-        ({"what": {"payload": "top"}}, r"what: payload='top': choose one of low_rank, quantized, top_k, whole"),
-        ({"what": {"payload": "quantized", "bits": 8}}, r"what has no bits: choose among value_dtype"),
-        ({"where": {"nodes": 2}}, r"where has no nodes: choose among topology, algorithm, inter_dtype"),
-        ({"where": {"algorithm": "ring"}}, r"algorithm='ring': choose one of sharded, leader"),
-        ({"where": {"topology": 2, "inter_dtype": "float16"}}, r"inter_dtype='float16': .*65504.*Take 'bfloat16'"),
-    ],
-)
-def test_what_makes_no_sense_is_refused(arguments: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigurationError, match=message):
-        Method(**arguments)
-
-
-@pytest.mark.parametrize(
-    ("make", "arguments", "message"),
-    [
-        (DGC, {"k_steps": 8}, r"DGC has no k_steps: choose among rampup_begin_step"),
-        (DGC, {"exclude": "*.bias"}, r"exclude='\*\.bias': give a list of parameter name patterns"),
-        (DGC, {"value_dtype": torch.float16}, r"value_dtype=torch\.float16: choose one of float32, bfloat16"),
-        (DGC, {"momentum_masking": 1}, r"momentum_masking=1: give True, False or None"),
-        (DGC, {"exchange": "dense"}, r"exchange='dense': choose one of auto, all_gather, reduce_scatter"),
-        (DGC, {"density": 0.1, "sparsity": [0.9]}, r"both say how much is sent; give one"),
-        (LocalSGD, {"compression": "int2"}, r"value_dtype='int2': choose one of .*int4"),
-        (AdaptiveLocalSGD, {"k_steps": 2}, r"k_steps=2: the first k is init_k_steps here"),
-        (preset, {"name": "dcg"}, r"method 'dcg': choose one of dgc, float16, int8, int4, "),
-    ],
-)
-def test_presets_refuse(make: Any, arguments: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigurationError, match=message):
-        make(**arguments)
 
 
 def test_a_process_group_and_a_topology_exclude_each_other() -> None:

@@ -23,22 +23,8 @@ from lightning_lowbw import DGC, ConfigurationError, LocalSGD, Method, PowerSGD,
 from lightning_lowbw.comm.agreement import digest
 from lightning_lowbw.namespaces import LOGGER
 from tests.ranks import run_ranks
-from tests.sync.problem import (
-    AWKWARD,
-    DENSE_THEN_SPARSE,
-    FLAT,
-    NODES,
-    Nodes,
-    Parameters,
-    Said,
-    backward,
-    coefficients,
-    each,
-    make_parameters,
-    make_weight,
-    message_of,
-    take_step,
-)
+from tests.sync import problem
+from tests.sync.problem import AWKWARD, DENSE_THEN_SPARSE, FLAT, NODES, Nodes, Parameters, backward, each, take_step
 
 SHAPES = {name: AWKWARD[name] for name in ("matrix", "conv", "vector", "scalar", "empty")}
 METHOD = DENSE_THEN_SPARSE.replace(min_numel=18)  # the vector and the scalar are sent dense
@@ -105,7 +91,7 @@ CASES: dict[str, tuple[Method, str, Nodes]] = {
 
 def train(name: str, form: int) -> dict[str, Any]:
     method, kind, nodes = CASES[name]
-    parameters = make_parameters(SHAPES)
+    parameters = problem.make_parameters(SHAPES)
     optimizer = OPTIMIZERS[kind](parameters.values())
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -140,7 +126,7 @@ def test_all_forms_of_a_step_are_the_same_to_the_bit(num_ranks: int) -> None:
 
 def watch(hook: str) -> list[dict[str, Tensor | None]]:
     """Return what a hook of the optimizer's step sees; with "" what an exchange by hand gives."""
-    parameters, seen = make_parameters(SHAPES), list[dict[str, Tensor | None]]()
+    parameters, seen = problem.make_parameters(SHAPES), list[dict[str, Tensor | None]]()
     optimizer = SGD(parameters.values(), **DECAYED)
     worker = METHOD.attach(optimizer, parameters.items())
 
@@ -176,7 +162,7 @@ def test_hooks_after_the_step_see_dense_gradients_and_those_before_it_a_ranks_ow
 
 
 def replace_the_step() -> str | None:
-    parameters = make_parameters(SHAPES)
+    parameters = problem.make_parameters(SHAPES)
     optimizer = SGD(parameters.values(), **DECAYED)
     optimizer.step = lambda closure=None: None  # type: ignore[method-assign, misc, assignment]
     with warnings.catch_warnings():
@@ -184,7 +170,7 @@ def replace_the_step() -> str | None:
         DGC(sparsity=[0.5], min_numel=18).attach(optimizer, parameters.items())
     optimizer.register_step_pre_hook(lambda *_: None)
     backward(parameters, 0)
-    return message_of(optimizer.step, ConfigurationError)
+    return problem.message_of(optimizer.step, ConfigurationError)
 
 
 def test_a_step_that_calls_no_hooks_is_refused_where_hooks_come_first() -> None:
@@ -211,7 +197,7 @@ class TwoGradients(SGD):
 
 
 def train_with_two_gradients(method: Method) -> Tensor | str:
-    parameters = make_parameters({"matrix": (30, 20)})
+    parameters = problem.make_parameters({"matrix": (30, 20)})
     optimizer = TwoGradients(parameters.values(), lr=0.05)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -222,7 +208,7 @@ def train_with_two_gradients(method: Method) -> Tensor | str:
             optimizer.zero_grad()
             backward(parameters, step)  # noqa: B023
 
-        if message := message_of(partial(optimizer.step, closure), ConfigurationError):
+        if message := problem.message_of(partial(optimizer.step, closure), ConfigurationError):
             return message
     return parameters["matrix"].detach()
 
@@ -234,9 +220,9 @@ def test_an_optimizer_may_call_the_closure_twice_where_nothing_is_kept_back() ->
     assert torch.equal(first, second)
     assert refused == others
     assert all("TwoGradients has called its closure twice in step 0" in message for message in refused)
-    weight = make_weight("matrix", (30, 20))
+    weight = problem.make_weight("matrix", (30, 20))
     for step in range(4):
-        c = sum(coefficients("matrix", weight, rank, step) for rank in range(2)) / 2
+        c = sum(problem.coefficients("matrix", weight, rank, step) for rank in range(2)) / 2
         weight = weight - 0.05 * ((c + weight) + (c + weight + 1.0))
     torch.testing.assert_close(first, weight, rtol=1e-5, atol=1e-6)
 
@@ -253,7 +239,7 @@ class Noting(SGD):
 
 def step_with_a_subclass() -> tuple[int, str, float, str]:
     """Also with schedulers, which wrap `step`, too; and with a GradScaler, in a step that raises."""
-    parameters = make_parameters(SHAPES)
+    parameters = problem.make_parameters(SHAPES)
     optimizer = Noting(parameters.values(), lr=0.05, momentum=0.9)
     schedulers = [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)]
     worker = DGC(rampup_begin_step=3, sparsity=[0.9], min_numel=18).attach(optimizer, parameters.items())
@@ -281,14 +267,14 @@ def test_an_optimizer_may_have_a_step_of_its_own() -> None:
 
 def skip_and_raise(method: Method) -> tuple[int, str]:
     """A closure that raises on all ranks is no step; one that all leave out counts inside of `stepping`."""
-    parameters = make_parameters({"a": (50, 4)})
+    parameters = problem.make_parameters({"a": (50, 4)})
     worker: Any = method.attach(SGD(parameters.values(), lr=0.05, momentum=0.9), parameters.items())
 
     def closure() -> float:
         raise KeyError("the data are gone")
 
     for step in range(4):
-        assert message_of(partial(worker.optimizer.step, closure), KeyError) is not None
+        assert problem.message_of(partial(worker.optimizer.step, closure), KeyError) is not None
         worker.optimizer.zero_grad()
         backward(parameters, step)
         with worker.stepping():
@@ -391,13 +377,13 @@ def attach_to_a_wrapped_model() -> list[str | None]:
     wrapped = DistributedDataParallel(model)
     sgd = SGD(model.parameters(), lr=0.1)
     attaching = partial(DGC().attach, sgd, model.named_parameters())
-    said = [message_of(attaching, ConfigurationError)]
+    said = [problem.message_of(attaching, ConfigurationError)]
     del wrapped
     gc.collect()
     attaching()
     wrapped = DistributedDataParallel(model)
     wrapped(torch.ones(1, 3)).sum().backward()
-    return [*said, message_of(sgd.step, ConfigurationError)]  # type: ignore[arg-type]
+    return [*said, problem.message_of(sgd.step, ConfigurationError)]  # type: ignore[arg-type]
 
 
 def test_a_model_in_ddp_is_refused() -> None:
@@ -410,7 +396,7 @@ def test_a_model_in_ddp_is_refused() -> None:
 
 def end_with(num_steps: int, end: str) -> list[str]:
     """Train, end the loop in a way, and let the worker be forgotten; return what is said then."""
-    said, logger, parameters = Said(), logging.getLogger(LOGGER), make_parameters({"a": (5,)})
+    said, logger, parameters = problem.Said(), logging.getLogger(LOGGER), problem.make_parameters({"a": (5,)})
     worker: Any = LocalSGD(2, 0).attach(SGD(parameters.values(), lr=0.1), parameters.items())
     for step in range(num_steps):
         alone(worker, parameters, step)

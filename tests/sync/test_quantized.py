@@ -19,30 +19,18 @@ from torch.optim import SGD, AdamW
 
 from lightning_lowbw import ConfigurationError, LocalSGD, Method, QuantizedGradients
 from lightning_lowbw.comm.agreement import digest
-from lightning_lowbw.comm.peers import part_of
-from tests.quantized_oracle import OracleQuantized
+from lightning_lowbw.comm.peers import make_peers, part_of
+from lightning_lowbw.compress.quantization import make_format
+from lightning_lowbw.sync import quantized
+from tests.oracle import OracleQuantized
 from tests.ranks import run_ranks
-from tests.sync.problem import (
-    AWKWARD,
-    NODES,
-    Nodes,
-    Signals,
-    each,
-    make_parameters,
-    message_of,
-    node_of,
-    take_step,
-    train_by_means,
-    train_plainly,
-)
+from tests.sync import problem
+from tests.sync.problem import AWKWARD, NODES, THREE, Nodes, Signals, each
 
 STEPS = 5
 SHAPES = {name: AWKWARD[name] for name in ("scalar", "empty", "vector", "conv", "transposed")}
 ADAMW = partial(AdamW, lr=0.02)
-CASES: dict[str, tuple[str, Nodes]] = {
-    "three ranks": ("int8", ((0,), (1,), (2,))),
-    "crossed": ("int4", NODES["crossed"]),
-}
+CASES: dict[str, tuple[str, Nodes]] = {"three ranks": ("int8", THREE), "crossed": ("int4", NODES["crossed"])}
 
 
 class Definition:
@@ -72,12 +60,12 @@ class Definition:
 def test_training_is_that_of_the_definition(case: str) -> None:
     dtype, nodes = CASES[case]
     definition = Definition(int(dtype[-1]), nodes)
-    results = run_ranks(train_plainly, sum(map(len, nodes)), QuantizedGradients(dtype), ADAMW, SHAPES, nodes, STEPS)
-    weights = train_by_means(definition.mean, ADAMW, SHAPES, nodes, STEPS)
+    results = run_ranks(problem.train, sum(map(len, nodes)), QuantizedGradients(dtype), ADAMW, SHAPES, nodes, STEPS)
+    weights = problem.train_by_means(definition.mean, ADAMW, SHAPES, nodes, STEPS)
     for rank, result in enumerate(results):
         for name, expected in weights.items():
             assert result["weights"][name].equal(expected), name
-        node = node_of(rank, nodes)
+        node = problem.node_of(rank, nodes)
         local_rank = nodes[node].index(rank)
         kept = torch.cat([result["residuals"][name] for name in SHAPES if name in result["residuals"]])
         expected_kept = definition.oracles[local_rank].residuals[definition.order(local_rank).index(node)]
@@ -85,21 +73,46 @@ def test_training_is_that_of_the_definition(case: str) -> None:
         assert bool(kept.any())
 
 
+def average_in_ranges(dtype: torch.dtype) -> list[bytes]:
+    """Return the bits of the means, with what is kept of them, worked through in ranges of two lengths."""
+    bits, numels = list[bytes](), (0, 1, 700, 3, 128, 2049)
+    for length in (1 << 18, 128):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(quantized, "RANGE", length)
+            generator = torch.Generator().manual_seed(dist.get_rank())
+            signals = [torch.randn(numel, generator=generator, dtype=dtype) for numel in numels]
+            given = [signal.clone() for signal in signals]
+            residuals, means = ([torch.full_like(signal, 1e-3) for signal in signals] for _ in range(2))
+            quantized.quantized_mean_(signals, residuals, means, make_format("int4"), make_peers())
+        assert all(map(torch.equal, signals, given))
+        of_ranks = torch.stack([torch.cat(given) + 1e-3, torch.cat(residuals)])
+        dist.all_reduce(of_ranks)
+        asked, kept = of_ranks / 2
+        torch.testing.assert_close(torch.cat(means) + kept, asked, rtol=1e-5, atol=1e-5)
+        bits.append(torch.cat([*means, *residuals]).numpy().tobytes())
+    return bits
+
+
+def test_ranges_and_the_borders_of_tensors_change_nothing_and_nothing_is_lost() -> None:
+    for whole, cut in run_ranks(each, 2, average_in_ranges, [(torch.float32,), (torch.float64,)])[0]:
+        assert cut == whole
+
+
 # A payload that is replaced -------------------------------------------------------------------------------------------
 
 
 def change_the_dtype(method: Method, dtype: str) -> tuple[list[int], str | None]:
     """Return the bytes of each step, from the fifth on with another dtype, and what is not replaced."""
-    parameters = make_parameters({"large": (40, 50)})
+    parameters = problem.make_parameters({"large": (40, 50)})
     worker = method.attach(SGD(parameters.values(), lr=0.05), parameters.items())
     nbytes = [0]
     for step in range(6):
         if step == 4:
             worker.method = method.replace(value_dtype=dtype)
-        take_step(worker, parameters, step)
+        problem.take_step(worker, parameters, step)
         nbytes.append(worker.peers.ledger.sent_bytes)
     worker.method = Method(when=method.when)
-    said = message_of(lambda: take_step(worker, parameters, 6), ConfigurationError)
+    said = problem.message_of(lambda: problem.take_step(worker, parameters, 6), ConfigurationError)
     return [after - before for before, after in pairwise(nbytes)], said
 
 

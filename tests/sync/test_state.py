@@ -35,32 +35,20 @@ from lightning_lowbw.sync.gradient import GradientSync
 from lightning_lowbw.sync.local import LocalSync
 from lightning_lowbw.sync.state import merge_states
 from tests.ranks import run_ranks
+from tests.sync import problem
 from tests.sync.problem import (
+    ADAMW,
+    BASE,
     FLAT,
+    MOMENTUM,
     NODES,
+    OF_REPLICAS,
     THREE,
     Nodes,
     Parameters,
     each,
-    from_memory,
-    make_parameters,
-    make_weight,
-    mean_of_nodes,
-    message_of,
-    run_each,
-    take_step,
-    weights_of,
-)
-from tests.sync.replica_problem import (
-    BASE,
-    STEPS,
-    set_weights,
-    train_on,
     with_base,
 )
-from tests.sync.replica_problem import SHAPES as OF_REPLICAS
-from tests.sync.replica_problem import attach as attach_replica
-from tests.sync.replica_problem import take_step as take_local_step
 
 SHAPES = {"large": (40, 30), "conv": (8, 4, 3, 3), "single": (1,), "bias": (7,)}
 LR = 0.05
@@ -81,23 +69,24 @@ HIDDEN = ("streaming",)  # an average that has been begun has a part of what is 
 STOP = 6
 
 
-def make(name: str, nodes: Nodes) -> tuple[Any, Parameters]:
+def attach(
+    method: Method, make: Any = MOMENTUM, shapes: Any = OF_REPLICAS, topology: Any = None
+) -> tuple[Any, Parameters]:
+    parameters = problem.make_parameters(shapes)
+    return method.attach(make(parameters.values()), parameters.items(), topology=topology), parameters
+
+
+def begin(name: str, nodes: Nodes) -> tuple[Any, Parameters]:
+    topology: Any = nodes if len(nodes[0]) > 1 else "flat"
     if name in REPLICAS:
-        return attach_replica(REPLICAS[name], "adamw", OF_REPLICAS, nodes if len(nodes[0]) > 1 else ())
-    parameters, (method, optimizer) = make_parameters(SHAPES), GRADIENTS[name]
-    topology = nodes if len(nodes[0]) > 1 else "flat"
-    return method.attach(optimizer(parameters.values()), parameters.items(), topology=topology), parameters
-
-
-def train(name: str, worker: Any, parameters: Parameters, steps: range) -> None:
-    for step in steps:
-        (take_step if name in GRADIENTS else take_local_step)(worker, parameters, step)
+        return attach(REPLICAS[name], ADAMW, OF_REPLICAS, topology)
+    return attach(*GRADIENTS[name], SHAPES, topology)
 
 
 def stop(name: str, nodes: Nodes) -> tuple[dict[str, Any], dict[str, Any], dict[str, Tensor]]:
     """Return the state of each rank; of the optimizer and of the weights what a checkpoint has."""
-    worker, parameters = make(name, nodes)
-    train(name, worker, parameters, range(STOP))
+    worker, parameters = begin(name, nodes)
+    problem.train_on(worker, parameters, range(STOP))
     state, of_optimizer = copy.deepcopy(worker.state_dict()), copy.deepcopy(worker.optimizer.state_dict())
     worker.finish()
     states: list[tuple[Any, Any]] = [({}, {})] * dist.get_world_size()
@@ -105,19 +94,19 @@ def stop(name: str, nodes: Nodes) -> tuple[dict[str, Any], dict[str, Any], dict[
     before, after = (merge_states(each)["residuals"] for each in zip(*states, strict=True))
     for key, residual in after.items():  # also of an average that was in progress
         torch.testing.assert_close(residual, before[key], rtol=1e-5, atol=1e-6)
-    return state, of_optimizer, weights_of(parameters)
+    return state, of_optimizer, problem.weights_of(parameters)
 
 
 def go_on(
     name: str, nodes: Nodes, state: dict[str, Any], of_optimizer: dict[str, Any], weights: dict[str, Tensor]
 ) -> dict[str, Any]:
-    worker, parameters = make(name, nodes)
-    set_weights(parameters, weights)
+    worker, parameters = begin(name, nodes)
+    problem.set_weights(parameters, weights)
     if name in GRADIENTS:
         worker.optimizer.load_state_dict(copy.deepcopy(of_optimizer))
     worker.load_state_dict(copy.deepcopy(state))  # which the ranks have in shared memory
     again = copy.deepcopy(worker.state_dict())
-    train(name, worker, parameters, range(STOP, STOP + 4))
+    problem.train_on(worker, parameters, range(STOP, STOP + 4))
     worker.finish()
     moved = {key: not each.equal(weights[key]) for key, each in parameters.items() if each.numel()}
     return {"state": again, "moved": all(moved.values()), "after": digest(parameters.values()), "step": worker.step}
@@ -128,16 +117,16 @@ def go_on(
 )
 def test_another_world_keeps_the_mean_of_what_was_unsent(before: Nodes, after: Nodes) -> None:
     names = [*(name for name in GRADIENTS if name != "dgc"), *REPLICAS]
-    stopped = run_each(sum(map(len, before)), {name: partial(stop, name, before) for name in names})
+    stopped = problem.run_each(sum(map(len, before)), {name: partial(stop, name, before) for name in names})
     merged = {name: merge_states(copy.deepcopy([state for state, _, _ in stopped[name]])) for name in names}
     calls = {name: partial(go_on, name, after, merged[name], *stopped[name][0][1:]) for name in names}
-    for name, results in run_each(sum(map(len, after)), calls).items():
+    for name, results in problem.run_each(sum(map(len, after)), calls).items():
         states, whole = [state for state, _, _ in stopped[name]], merged[name]
         assert bool(whole["residuals"]) == (name != "slowmo")
         for key, mean in whole["residuals"].items() if name not in HIDDEN else ():
             # With `LowRank` each rank of a node keeps the whole tensor.
             nodes = tuple((node[0],) for node in before) if name == "powersgd" else before
-            kept = mean_of_nodes([state["residuals"][key] for state in states], nodes)
+            kept = problem.mean_of_nodes([state["residuals"][key] for state in states], nodes)
             torch.testing.assert_close(mean, kept, rtol=1e-5, atol=1e-6, msg=f"{name} {key}")
             assert mean.any() or mean.numel() < 20
         again = merge_states([result["state"] for result in results])
@@ -161,9 +150,8 @@ def test_another_world_keeps_the_mean_of_what_was_unsent(before: Nodes, after: N
 
 def send_alone(name: str, state: dict[str, Any], weights: dict[str, Tensor], nodes: Any) -> dict[str, Any]:
     """One step without gradients of one rank, or one node, after a step that is skipped."""
-    parameters, (method, optimizer) = make_parameters(SHAPES), GRADIENTS[name]
-    worker = method.attach(optimizer(parameters.values()), parameters.items(), topology=nodes)
-    set_weights(parameters, weights)
+    worker, parameters = attach(*GRADIENTS[name], SHAPES, nodes)
+    problem.set_weights(parameters, weights)
     worker.load_state_dict(state)
     again = copy.deepcopy(worker.state_dict())
     for value in (math.nan, 0.0):
@@ -180,18 +168,18 @@ def send_alone(name: str, state: dict[str, Any], weights: dict[str, Tensor], nod
 def test_one_participant_applies_what_was_kept() -> None:
     """Also through a step that is skipped; one node of two ranks; and a world that grows again holds the same."""
     names = ("dgc", "int8", "powersgd")
-    stopped = run_each(2, {name: partial(stop, name, FLAT) for name in names})
+    stopped = problem.run_each(2, {name: partial(stop, name, FLAT) for name in names})
     merged = {name: merge_states([state for state, _, _ in stopped[name]]) for name in names}
     weights = {name: stopped[name][0][2] for name in names}
 
     def calls(nodes: Any) -> dict[str, Any]:
         return {name: partial(send_alone, name, merged[name], weights[name], nodes) for name in names}
 
-    alone, in_node = run_each(1, calls("flat")), run_each(2, calls(((0, 1),)))
+    alone, in_node = problem.run_each(1, calls("flat")), problem.run_each(2, calls(((0, 1),)))
     for name in names:
         again = merge_states([alone[name][0]["state"]])["residuals"]
         for key, residual in merged[name]["residuals"].items():
-            expected = LR * from_memory(residual, key, SHAPES[key]).double()
+            expected = LR * problem.from_memory(residual, key, SHAPES[key]).double()
             for result in (*alone[name], *in_node[name]):
                 torch.testing.assert_close(result["applied"][key].contiguous(), expected, rtol=0, atol=1e-6)
             torch.testing.assert_close(again[key], residual)
@@ -274,14 +262,14 @@ def test_merging_keeps_dtypes_and_copies_and_takes_states_only() -> None:
     ],
 )
 def test_the_state_of_another_model_is_refused(name: str, shape: tuple[int, ...], message: str) -> None:
-    worker, _ = make("dgc", FLAT)
+    worker, _ = begin("dgc", FLAT)
     with pytest.raises(ConfigurationError, match=message):
-        worker.load_state_dict(state_of(residuals={name: make_weight(name, shape)}))
+        worker.load_state_dict(state_of(residuals={name: problem.make_weight(name, shape)}))
 
 
 def test_what_another_payload_or_correction_keeps_is_refused() -> None:
     """It would never be sent, or means something else."""
-    parameters = make_parameters(SHAPES)
+    parameters = problem.make_parameters(SHAPES)
     dgc, narrow = DGC(min_numel=1), QuantizedGradients()
     of_int8 = {"payload": "Quantized", "correction": "error_feedback"}
     cases: list[tuple[Method, Any, dict[str, Any], str]] = [
@@ -316,12 +304,12 @@ OTHERWISE: dict[str, tuple[dict[str, Any], dict[str, Any], int, str]] = {
 def resume_otherwise(first: dict[str, Any], second: dict[str, Any], at: int) -> str | dict[str, Tensor]:
     """Train with the one, resume with the other; return the weights, or why not."""
     base: dict[str, Any] = {"k_steps": 4, "begin_step": 0}
-    worker, parameters = attach_replica(LocalSGD(**base | first), "sgd", OF_REPLICAS)
-    train_on(worker, parameters, range(at))
+    worker, parameters = attach(LocalSGD(**base | first))
+    problem.train_on(worker, parameters, range(at))
     state = copy.deepcopy(worker.state_dict())
     worker.finish()
-    worker, shown = attach_replica(LocalSGD(**base | second), "sgd", OF_REPLICAS)
-    set_weights(shown, weights_of(parameters))
+    worker, shown = attach(LocalSGD(**base | second))
+    problem.set_weights(shown, problem.weights_of(parameters))
     before = digest(shown.values())
     try:
         worker.load_state_dict(state)
@@ -329,27 +317,28 @@ def resume_otherwise(first: dict[str, Any], second: dict[str, Any], at: int) -> 
         assert digest(shown.values()) == before, "a refused state changes nothing"
         return str(error)
     try:
-        train_on(worker, shown, range(at, STEPS))
+        problem.train_on(worker, shown, range(at, problem.STEPS))
     except (ConfigurationError, DisagreementError) as error:
         return str(error)
-    return weights_of(shown)
+    return problem.weights_of(shown)
 
 
 def load_where_it_is_not_from(name: str, nodes: Nodes) -> list[str | None]:
     """Load the state of rank 0, and that of another topology."""
-    worker, parameters = make(name, nodes)
-    train(name, worker, parameters, range(STOP))
+    worker, parameters = begin(name, nodes)
+    problem.train_on(worker, parameters, range(STOP))
     own = copy.deepcopy(worker.state_dict())
     states = [own]
     dist.broadcast_object_list(states, 0)
     worker.finish()
-    crossed, _ = make(name, NODES["crossed"])
-    return [message_of(partial(crossed.load_state_dict, state), ConfigurationError) for state in (states[0], own)]
+    crossed, _ = begin(name, NODES["crossed"])
+    loads = (partial(crossed.load_state_dict, state) for state in (states[0], own))
+    return [problem.message_of(load, ConfigurationError) for load in loads]
 
 
 def test_what_a_state_keeps_is_not_dropped_by_another_method_or_topology() -> None:
     calls: dict[str, Any] = {name: partial(resume_otherwise, *case[:3]) for name, case in OTHERWISE.items()}
-    results = run_each(2, calls)
+    results = problem.run_each(2, calls)
     for name, (_, _, _, word) in OTHERWISE.items():
         for result in results[name]:
             assert word in result if word else isinstance(result, dict), name
@@ -365,7 +354,7 @@ def test_what_a_state_keeps_is_not_dropped_by_another_method_or_topology() -> No
 
 def test_another_memory_format_is_refused() -> None:
     """What is kept is in the order of the elements in memory."""
-    other = {name: Parameter(p.detach().contiguous()) for name, p in make_parameters(SHAPES).items()}
+    other = {name: Parameter(p.detach().contiguous()) for name, p in problem.make_parameters(SHAPES).items()}
     contiguous = DGC(min_numel=1).attach(SGD(other.values(), lr=0.1), other.items())
     state = state_of(residuals={"conv": torch.ones(SHAPES["conv"])})
     order = r"\(0, 2, 3, 1\), and it now lies in memory in the order \(0, 1, 2, 3\)"
@@ -374,10 +363,10 @@ def test_another_memory_format_is_refused() -> None:
 
 
 def change_the_memory_format() -> str | None:
-    worker, parameters = make("dgc", FLAT)
-    take_step(worker, parameters, 0)
+    worker, parameters = begin("dgc", FLAT)
+    problem.take_step(worker, parameters, 0)
     parameters["conv"].data = parameters["conv"].data.contiguous()
-    return message_of(lambda: take_step(worker, parameters, 1), ConfigurationError)
+    return problem.message_of(lambda: problem.take_step(worker, parameters, 1), ConfigurationError)
 
 
 def test_what_is_kept_is_that_of_its_parameter() -> None:
@@ -388,7 +377,7 @@ def test_what_is_kept_is_that_of_its_parameter() -> None:
 
 def test_what_is_small_is_decided_once_and_kept_over_a_resume() -> None:
     """A layer that is unfrozen later is most of the model then; what has been sent sparse must stay so."""
-    small, large = make_parameters({"adapter": (50, 40)}), make_parameters({"layer": (2048, 2048)})
+    small, large = problem.make_parameters({"adapter": (50, 40)}), problem.make_parameters({"layer": (2048, 2048)})
     parameters = {**small, **large}
     large["layer"].requires_grad_(False)
     method = DGC(sparsity=(0.99,))
@@ -410,35 +399,28 @@ def test_what_is_small_is_decided_once_and_kept_over_a_resume() -> None:
 # What is saved --------------------------------------------------------------------------------------------------------
 
 
-def test_numbers_of_numpy_are_saved_as_plain_ones(tmp_path: Path) -> None:
-    worker, _ = attach_replica(REPLICAS["sparse"], "sgd", OF_REPLICAS)
+def test_param_groups_are_saved_as_plain_values_and_functions_stay_those_of_the_program(tmp_path: Path) -> None:
+    """No file may hold a function that is loaded as plain values."""
+    worker, _ = attach(REPLICAS["sparse"])
     for group in worker.optimizer.param_groups:
-        group["lr"], group["betas"] = np.float64(0.05), (np.float32(0.5), 0.9)
+        group.update(lr=np.float64(0.05), betas=(np.float32(0.5), 0.9), schedule=[len], note="of the first run")
     torch.save(worker.state_dict(), tmp_path / "shard.pt")
-    (group, *_) = torch.load(tmp_path / "shard.pt", weights_only=True)["optimizer"]["param_groups"]
-    assert (group["lr"], group["betas"]) == (0.05, (0.5, 0.9))
-
-
-def test_functions_in_param_groups_stay_those_of_the_program(tmp_path: Path) -> None:
-    """No file may hold one that is loaded as plain values."""
-    worker, _ = attach_replica(REPLICAS["sparse"], "sgd", OF_REPLICAS)
-    for group in worker.optimizer.param_groups:
-        group["schedule"], group["note"] = [len], "of the first run"
-    torch.save(worker.state_dict(), tmp_path / "shard.pt")
-    resumed, _ = attach_replica(REPLICAS["sparse"], "sgd", OF_REPLICAS)
+    state = torch.load(tmp_path / "shard.pt", weights_only=True)
+    resumed, _ = attach(REPLICAS["sparse"])
     for group in resumed.optimizer.param_groups:
         group["schedule"] = [max]
-    resumed.load_state_dict(torch.load(tmp_path / "shard.pt", weights_only=True))
+    resumed.load_state_dict(state)
     for group in resumed.optimizer.param_groups:
+        assert (group["lr"], group["betas"]) == (0.05, (0.5, 0.9))
         assert (group["schedule"], group["note"]) == ([max], "of the first run")
 
 
 def look_in_inference_mode(looks: bool) -> list[str]:
-    worker, parameters = attach_replica(REPLICAS["slowmo"], "adamw", OF_REPLICAS)
+    worker, parameters = attach(REPLICAS["slowmo"], ADAMW)
     assert isinstance(worker, LocalSync)
     bits = []
     for step in range(9):
-        bits += train_on(worker, parameters, [step])
+        bits += problem.train_on(worker, parameters, [step])
         with torch.inference_mode():  # as Lightning evaluates, but not on gloo
             if looks:
                 worker.show_consensus()

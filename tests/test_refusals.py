@@ -1,0 +1,140 @@
+"""What cannot be is refused where it is written: by call, what it is given, and words of the error."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import lightning_lowbw as lowbw
+from lightning_lowbw.compress.top_k import as_compression
+from lightning_lowbw.planner import CLUSTER, make_cluster
+from lightning_lowbw.presets import preset
+
+NODES = ((0, 1), (2, 3))
+FEW, BFLOAT16 = lowbw.Quantized(), lowbw.Where(topology="auto", inter_dtype="bfloat16")
+NODE_WISE = lowbw.Where(topology="auto", algorithm="leader")
+DILOCO = lowbw.LocalSGD(k_steps=4, begin_step=0, outer="nesterov")
+NUMBERS = dict(zip(CLUSTER, (2, 1, 10.0, 0.1, 200.0, 1000.0, 0.5), strict=True))
+OUT_OF_RANGE = {"nodes": 0, "ranks_per_node": None, "latency_ms": -1.0, "overlap": 50}  # None: not given; 50: percent
+REFUSED: dict[Callable[..., Any], list[tuple[dict[str, Any], str]]] = {
+    lowbw.EveryStep: [
+        ({"rampup_begin_step": -1}, r"rampup_begin_step=-1: .* integer >= 0"),
+        ({"rampup_step": 0}, r"rampup_step=0: .* integer >= 1"),
+        ({"rampup_step": 3}, r"rampup_step=3 with sparsity=None: .*several values"),
+        ({"rampup_step": 1, "sparsity": (0.5, 0.9)}, "there is no step for each"),
+        ({"sparsity": 0.999}, r"sparsity=0\.999: give a list of numbers in \[0, 1\), for instance \[0\.999\]"),
+        ({"sparsity": ()}, r"sparsity=\[\]: give at least one value"),
+        ({"sparsity": "0.9"}, r"give a list of numbers in \[0, 1\)"),
+        ({"sparsity": ((0.5,),)}, r"give a list of numbers in \[0, 1\)"),
+        ({"sparsity": (0.5, 1.0)}, r"sparsity=\[0\.5, 1\.0\]: 1\.0 is outside \[0, 1\)"),
+        ({"sparsity": (99.9,)}, r"99\.9 is outside \[0, 1\).* 0\.999 sends 0\.1 %"),
+        ({"sparsity": (math.nan,)}, r"nan is outside \[0, 1\)"),
+        ({"sparsity": (0.5, 0.999, 0.9)}, r"0\.9 follows 0\.999, so more would be sent after the warm-up than in it"),
+        *(({"sparsity": "auto", "budget": budget}, f"budget={budget}") for budget in (1.5, float("nan"))),
+        ({"sparsity": [0.999], "budget": 0.1}, "budget=0.1"),
+    ],
+    lowbw.EveryK: [
+        ({"k_steps": 0}, "k_steps=0: give a number of optimizer steps, an integer >= 1"),
+        ({"begin_step": 1.5}, "begin_step=1.5: .*between 0 and 1"),
+        ({"begin_step": "soon"}, "begin_step='soon': .* 'first_lr_decay'"),
+        ({"rule": "best"}, "rule='best': choose one of fixed, fleet, adacomm, qsr"),
+        ({"rule": "fleet", "k_steps": 32}, "max_k_steps=16 is below the first k of 32"),
+        ({"max_k_steps": 4}, r"max_k_steps=4 with rule='fixed', .*or set rule to 'fleet' or 'adacomm' or 'qsr'"),
+        ({"rule": "fleet", "qsr_alpha": 0.3}, "qsr_alpha=0.3 with rule='fleet', .*leave it out, or set rule to 'qsr'"),
+        ({"rule": "qsr", "qsr_alpha": 0.0}, "qsr_alpha=0.0: give a number > 0"),
+        ({"outer": "adam"}, "outer='adam': choose one of none, slowmo, nesterov"),
+        ({"outer_lr": 0.7}, "outer_lr=0.7 without an outer optimizer"),
+        ({"outer": "slowmo", "outer_momentum": 1.0}, r"outer_momentum=1.0: give a number in \[0, 1\)"),
+        ({"outer": "nesterov", "outer_lr": "0.7"}, "outer_lr='0.7': give a number > 0"),
+        ({"outer": "slowmo", "k_steps": 1}, "outer='slowmo' with k_steps=1, which is DDP"),
+        ({"num_fragments": 0}, "num_fragments=0: give an integer >= 1, or 'auto'"),
+        ({"num_fragments": 9}, "num_fragments=9 with k_steps=8: give at most one fragment per step"),
+        ({"num_fragments": "auto", "rule": "fleet"}, "num_fragments='auto' requires a fixed period"),
+        ({"delay_steps": 8}, "delay_steps=8 with k_steps=8: give an integer from 0 to k_steps - 1"),
+        ({"mixing": 0.5}, "mixing=0.5 is for averages that are applied later: give delay_steps"),
+        ({"mixing": 1.5, "delay_steps": 1}, r"mixing=1.5: give a number in \[0, 1\], or None"),
+    ],
+    as_compression: [
+        ({"choice": {"density": 1.0}}, "density=1.0"),
+        ({"choice": {"density": math.nan}}, "density=nan"),
+        ({"choice": {"chunk": 0}}, "chunk=0"),
+        ({"choice": {"min_numel": True}}, "min_numel=True"),
+        ({"choice": {"decay": 1.1}}, "decay=1.1"),
+        ({"choice": {"value_dtype": "int3"}}, "int2"),
+        ({"choice": {"top_k": 64}}, "no top_k: choose among density"),
+        ({"choice": "int2"}, "compression='int2'"),
+        ({"choice": True}, "compression=True"),
+    ],
+    lowbw.Method: [
+        ({"what": FEW, "when": lowbw.EveryStep(sparsity=(0.9,))}, r"sparsity=\[0\.9\] with Quantized\(.*what=TopK\(\)"),
+        ({"when": lowbw.EveryStep(rampup_begin_step=3)}, r"rampup_begin_step=3 with Whole\(\): every step is dense"),
+        ({"what": FEW, "when": lowbw.EveryK(delay_steps=2)}, r"delay_steps=2 with Quantized\(.*cannot be hidden"),
+        ({"what": FEW, "when": lowbw.EveryK(k_steps=1)}, r"k_steps=1 with Quantized\(.*nothing would be compressed"),
+        ({"what": lowbw.TopK(momentum_masking=True), "when": lowbw.EveryK()}, r"momentum_masking=True every k steps"),
+        (
+            {"where": lowbw.Where(inter_dtype="bfloat16")},
+            r"inter_dtype='bfloat16' with topology='flat': .*Leave it out",
+        ),
+        ({"where": lowbw.Where(topology=[[0], [1]], algorithm="leader")}, r"algorithm='leader' with topology=Topology"),
+        (
+            {"when": lowbw.EveryK(), "where": BFLOAT16},
+            r"inter_dtype='bfloat16' every k.*Quantized\(value_dtype='bfloat16'\)",
+        ),
+        ({"what": FEW, "where": BFLOAT16}, r"inter_dtype='bfloat16' with Quantized\(.*from step 0: .*begin_step > 0"),
+        ({"what": FEW, "when": lowbw.EveryStep(), "where": NODE_WISE}, "'leader' with .*'sharded'"),
+        (
+            {"what": lowbw.TopK(exchange="reduce_scatter"), "where": NODES},
+            r"'reduce_scatter' does not exist on two levels",
+        ),
+        ({"when": "step"}, r"when='step': give one of EveryK, EveryStep, or a mapping with 'every'"),
+        ({"what": {"payload": "top"}}, r"what: payload='top': choose one of low_rank, quantized, top_k, whole"),
+        ({"what": {"payload": "quantized", "bits": 8}}, r"what has no bits: choose among value_dtype"),
+        ({"where": {"nodes": 2}}, r"where has no nodes: choose among topology, algorithm, inter_dtype"),
+        ({"where": {"algorithm": "ring"}}, r"algorithm='ring': choose one of sharded, leader"),
+        ({"where": {"topology": 2, "inter_dtype": "float16"}}, r"inter_dtype='float16': .*65504.*Take 'bfloat16'"),
+    ],
+    lowbw.DGC: [
+        ({"k_steps": 8}, r"DGC has no k_steps: choose among rampup_begin_step"),
+        ({"exclude": "*.bias"}, r"exclude='\*\.bias': give a list of parameter name patterns"),
+        ({"value_dtype": torch.float16}, r"value_dtype=torch\.float16: choose one of float32, bfloat16"),
+        ({"momentum_masking": 1}, r"momentum_masking=1: give True, False or None"),
+        ({"exchange": "dense"}, r"exchange='dense': choose one of auto, all_gather, reduce_scatter"),
+        ({"density": 0.1, "sparsity": [0.9]}, r"both say how much is sent; give one"),
+    ],
+    lowbw.LocalSGD: [({"compression": "int2"}, r"value_dtype='int2': choose one of .*int4")],
+    lowbw.AdaptiveLocalSGD: [({"k_steps": 2}, r"k_steps=2: the first k is init_k_steps here")],
+    preset: [({"name": "dcg"}, r"method 'dcg': choose one of dgc, float16, int8, int4, ")],
+    lowbw.SparsityWarmup: [
+        ({"begin_epoch": 1, "steps": 5}, "give epochs or steps, not both"),
+        ({"epochs": -1}, "epochs=-1"),
+        ({"sparsity": [2.0]}, "outside"),
+        ({"steps": 2}, "rampup_step=2 for the 3 values"),
+        ({"epochs": 3, "sparsity": [0.9]}, r"epochs=3, sparsity=\[0\.9\]\): a single value is not spread"),
+    ],
+    lowbw.ElasticStrategy: [
+        ({"method": lowbw.DGC()}, "Take a method that averages weights, with begin_step=0"),
+        ({"method": lowbw.LocalSGD(k_steps=4)}, "Take a method that averages weights, with begin_step=0"),
+        (
+            {"method": lowbw.LocalSGD(k_steps=4, begin_step=0, delay_steps=2)},
+            "Leave out rule, delay_steps and num_fragments",
+        ),
+        ({"method": DILOCO, "k_steps": 20, "round_s": 60}, "k_steps=20 and round_s=60: .* Give one"),
+        ({"method": DILOCO, "timeout_s": 0}, "timeout_s=0: give a number of seconds above 0"),
+        ({"method": DILOCO, "participants": 0}, "participants=0: give a fraction above 0, at most 1"),
+        ({"method": DILOCO, "min_replicas": 1.5}, "min_replicas=1.5: give a number of groups"),
+        ({"method": DILOCO, "topology": 2}, "each group is a node. Leave out others, and topology"),
+    ],
+    make_cluster: [({"numbers": {**NUMBERS, name: value}}, name) for name, value in OUT_OF_RANGE.items()],
+}
+
+
+@pytest.mark.parametrize(
+    ("call", "arguments", "words"), [(call, *row) for call, of_call in REFUSED.items() for row in of_call]
+)
+def test_what_is_refused_and_why(call: Callable[..., Any], arguments: dict[str, Any], words: str) -> None:
+    with pytest.raises(lowbw.ConfigurationError, match=words):
+        call(**arguments)
