@@ -68,6 +68,14 @@ def message_of(function: Callable[[], object], kind: type[Exception]) -> str | N
     return None
 
 
+def same_on_all(value: Result) -> Result:
+    """Return what this rank has, which all others must have, too."""
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    assert all(other == value for other in values), values
+    return value
+
+
 def run_each(num_ranks: int, calls: Mapping[Any, Callable[[], Any]]) -> dict[Any, list[Any]]:
     """Start the ranks once for several functions; return what each returns on each rank."""
     by_rank = run_ranks(_call_each, num_ranks, list(calls.values()))
