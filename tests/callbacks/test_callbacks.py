@@ -12,8 +12,7 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler
 
 from lightning_lowbw import ConfigurationError, DGCStrategy, DisagreementError, SparsityWarmup, TrafficMonitor
 from lightning_lowbw.schedules.every_step import EveryStep
-from tests.ranks import run_ranks
-from tests.sync.problem import each
+from tests.ranks import on_ranks
 from tests.tiny import Tiny, make_data, make_trainer
 
 
@@ -32,64 +31,49 @@ class Densities(pl.Callback):
         self.seen.append(round(trainer.strategy.workers[0].last_density, 6))
 
 
-def warm_up(options: dict[str, Any], trainer_options: dict[str, Any], per_rank: int = 0) -> Any:
+def warm_up(options: dict[str, Any], more_on_rank_1: int = 0, **of_trainer: Any) -> list[float]:
     densities = Densities()
-    callbacks = [SparsityWarmup(**options), densities, *trainer_options.pop("callbacks", [])]
-    trainer = make_trainer("dgc", dist.get_world_size(), callbacks=callbacks, **trainer_options)
-    try:
-        trainer.fit(Tiny(), make_data(2, 4 + per_rank * dist.get_rank()))
-    except ConfigurationError as error:
-        return type(error).__name__, str(error)
+    callbacks = [SparsityWarmup(**options), densities, *of_trainer.pop("callbacks", [])]
+    trainer = make_trainer("dgc", 2, callbacks=callbacks, **of_trainer)
+    trainer.fit(Tiny(), make_data(2, 4 + more_on_rank_1 * dist.get_rank()))
     return densities.seen
 
 
+@on_ranks()
 def test_warmup_by_name() -> None:
     """Every other batch steps: two steps per epoch."""
     stairs = {"begin_epoch": 1, "epochs": 2, "sparsity": [0.5, 0.9]}
-    expected = [1.0] * 5 + [0.5] * 4 + [0.1] * 7
-    assert run_ranks(warm_up, 2, stairs, {"max_epochs": 4, "accumulate_grad_batches": 2}) == [expected, expected]
+    assert warm_up(stairs, max_epochs=4, accumulate_grad_batches=2) == [1.0] * 5 + [0.5] * 4 + [0.1] * 7
 
 
+@on_ranks()
 def test_warmups_that_cannot_be_known() -> None:
-    changing = {"callbacks": [GradientAccumulationScheduler({0: 4})]}  # Lightning sets it when the first epoch starts
-    cases = [({}, changing), ({"begin_epoch": 1}, {}, 1)]  # a batch more on rank 1
-    for of_scheduler, of_lengths in run_ranks(each, 2, warm_up, cases):
-        assert of_scheduler[0] == "ConfigurationError"
-        assert "GradientAccumulationScheduler" in of_scheduler[1]
-        assert of_lengths[0] == DisagreementError.__name__
-        assert "different numbers of batches per epoch: rank 0 has 4, rank 1 has 5" in of_lengths[1]
+    """Lightning sets what an epoch has when the first one starts; and there may be a batch more on one rank."""
+    with pytest.raises(ConfigurationError, match="GradientAccumulationScheduler"):
+        warm_up({}, callbacks=[GradientAccumulationScheduler({0: 4})])
+    words = "different numbers of batches per epoch: rank 0 has 4, rank 1 has 5"
+    with pytest.raises(DisagreementError, match=words):
+        warm_up({"begin_epoch": 1}, more_on_rank_1=1)
 
 
-def warnings_of(schedule: dict[str, Any], warmup: dict[str, Any]) -> list[str]:
-    trainer = make_trainer(DGCStrategy(**schedule), 2, callbacks=[SparsityWarmup(**warmup)])
+@pytest.mark.parametrize("schedule", [{"rampup_begin_step": 1}, {}])
+@on_ranks()
+def test_a_warmup_that_replaces_the_strategys_own_is_warned_about(schedule: dict[str, Any]) -> None:
+    trainer = make_trainer(DGCStrategy(**schedule), 2, callbacks=[SparsityWarmup(begin_epoch=1, epochs=1)])
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         trainer.fit(Tiny(), make_data(2, 4))
-    return [str(warning.message) for warning in caught if "overrides" in str(warning.message)]
+    said = [str(warning.message) for warning in caught if "overrides" in str(warning.message)]
+    assert len(said) == (bool(schedule) and dist.get_rank() == 0)
+    assert all("rampup_begin_step=1" in message and "rampup_begin_step=4" in message for message in said)
 
 
-def test_a_warmup_that_replaces_the_strategys_own_is_warned_about() -> None:
-    warmup = {"begin_epoch": 1, "epochs": 1}
-    cases = [({"rampup_begin_step": 1}, warmup), ({}, warmup)]
-    (replaced,), quiet = run_ranks(each, 2, warnings_of, cases)[0]
-    assert "rampup_begin_step=1" in replaced
-    assert "rampup_begin_step=4" in replaced
-    assert quiet == []
-
-
-def wrong_strategy() -> list[str]:
-    messages = []
-    for callback, name in ((SparsityWarmup(), "ddp"), (TrafficMonitor(), "auto")):
-        options = {"accelerator": "cpu", "logger": False, "enable_checkpointing": False, "max_epochs": 1}
-        options |= {"enable_progress_bar": False, "enable_model_summary": False}
-        trainer = pl.Trainer(strategy=name, devices=1, callbacks=[callback], **options)  # type: ignore[arg-type]
-        with pytest.raises(ConfigurationError) as caught:
-            trainer.fit(Tiny(), make_data(1, 2))
-        messages.append(str(caught.value))
-    return messages
-
-
-def test_callbacks_need_their_strategy() -> None:
-    warmup, monitor = run_ranks(wrong_strategy, 1)[0]
-    assert "strategy='dgc'" in warmup
-    assert "SingleDeviceStrategy" in monitor
+@pytest.mark.parametrize(
+    ("callback", "name", "words"),
+    [(SparsityWarmup, "ddp", "strategy='dgc'"), (TrafficMonitor, "auto", "SingleDeviceStrategy")],
+)
+@on_ranks(1)
+def test_callbacks_need_their_strategy(callback: Any, name: str, words: str) -> None:
+    trainer = make_trainer(name, 1, callbacks=[callback()])  # type: ignore[arg-type]
+    with pytest.raises(ConfigurationError, match=words):
+        trainer.fit(Tiny(), make_data(1, 2))

@@ -15,71 +15,60 @@ from lightning_lowbw.errors import ConfigurationError, DisagreementError
 from lightning_lowbw.kernels import tensors
 from lightning_lowbw.kernels.tensors import checksum
 from lightning_lowbw.sync.status import MODULUS
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks
+
+DIFFERENT: list[dict[str, object]] = [
+    {"same": 1, "momentum": 0.9, "type": 1},
+    {"same": 1, "momentum": 0.95, "type": 1.0, "extra": "only here"},
+]
+TOLD = (
+    "The ranks disagree about the recipe; make it the same everywhere:\n"
+    "  momentum: rank 0 has 0.9, rank 1 has 0.95\n"
+    "  type: rank 0 has 1, rank 1 has 1.0\n"
+    "  extra: rank 0 has nothing, rank 1 has 'only here'"
+)
 
 
-def try_to_agree(cases: list[list[dict[str, object]]]) -> list[str | None]:
-    """Return, of each case, what is said about the facts of two ranks."""
-    said: list[str | None] = []
-    for facts_by_rank in cases:
-        try:
-            agree("recipe", facts_by_rank[dist.get_rank()])
-            said.append(None)
-        except DisagreementError as error:
-            said.append(str(error))
-    return said
-
-
+@on_ranks()
 def test_what_differs_is_named_on_all_ranks_and_equal_facts_pass() -> None:
-    settings: dict[str, object] = {"sparsity": (0.9, 0.999), "name": "dgc", "nothing": None}
-    different: list[dict[str, object]] = [
-        {"same": 1, "momentum": 0.9, "type": 1},
-        {"same": 1, "momentum": 0.95, "type": 1.0, "extra": "only here"},
-    ]
-    long: list[dict[str, object]] = [{f"fact {i}": (rank, i) for i in range(50)} for rank in range(2)]
-    first, second = run_ranks(try_to_agree, 2, [[settings, dict(reversed(settings.items()))], different, long])
-    assert first == second
-    equal, message, shortened = first
-    assert equal is None
-    assert message == (
-        "The ranks disagree about the recipe; make it the same everywhere:\n"
-        "  momentum: rank 0 has 0.9, rank 1 has 0.95\n"
-        "  type: rank 0 has 1, rank 1 has 1.0\n"
-        "  extra: rank 0 has nothing, rank 1 has 'only here'"
-    )
-    assert shortened.count("rank 0 has") == MAX_DIFFERENCES
-    assert shortened.endswith(f"and {50 - MAX_DIFFERENCES} more")
-    agree("recipe", settings)  # one process, with itself
+    rank, settings = dist.get_rank(), {"sparsity": (0.9, 0.999), "name": "dgc", "nothing": None}
+    agree("recipe", dict(reversed(settings.items())) if rank else settings)
+    with pytest.raises(DisagreementError) as caught:
+        agree("recipe", DIFFERENT[rank])
+    assert str(caught.value) == TOLD
+    with pytest.raises(DisagreementError) as caught:
+        agree("recipe", {f"fact {i}": (rank, i) for i in range(50)})
+    assert str(caught.value).count("rank 0 has") == MAX_DIFFERENCES
+    assert str(caught.value).endswith(f"and {50 - MAX_DIFFERENCES} more")
 
 
-def meet_at_another_call() -> str:
+@on_ranks()
+def test_ranks_at_another_call_are_told() -> None:
     assert gather(dist.get_rank(), "rank") == [0, 1]
     call = partial(gather, 1, "dictionary") if dist.get_rank() == 1 else partial(agree, "settings", {"lr": 0.1})
-    with pytest.raises(DisagreementError) as caught:
+    with pytest.raises(DisagreementError, match=r"They have sent: rank 0 its settings, rank 1 its dictionary\."):
         call()
-    return str(caught.value)
 
 
-def test_ranks_at_another_call_are_told() -> None:
-    for message in run_ranks(meet_at_another_call, 2):
-        assert "They have sent: rank 0 its settings, rank 1 its dictionary." in message
-
-
-def fail_on(culprits: dict[int, str]) -> tuple[str, str] | None:
-    try:
-        with failing_together():
-            if dist.get_rank() in culprits:
-                raise KeyError(culprits[dist.get_rank()])
-    except (KeyError, ConfigurationError) as error:
-        return type(error).__name__, str(error)
-    return None
-
-
+@on_ranks(3)
 def test_failures_of_some_are_everybodys() -> None:
-    first, second, last = run_ranks(fail_on, 3, {0: "first", 2: "last"})
-    assert (first, last) == (("KeyError", "'first'"), ("KeyError", "'last'"))  # its own, with its own traceback
+    """With an own one's traceback."""
+    culprits = {0: "first", 2: "last"}
+    mine = culprits.get(dist.get_rank())
     told = "Other ranks cannot go on:\n  rank 0: KeyError: 'first'\n  rank 2: KeyError: 'last'"
-    assert second == ("ConfigurationError", told)
+
+    def fail() -> None:
+        with failing_together():
+            if mine:
+                raise KeyError(mine)
+
+    with pytest.raises(KeyError if mine else ConfigurationError) as caught:
+        fail()
+    assert str(caught.value) == (f"'{mine}'" if mine else told)
+
+
+def test_one_process_agrees_and_fails_with_itself() -> None:
+    agree("recipe", {"name": "dgc"})
     with pytest.raises(KeyError, match="alone"), failing_together():
         raise KeyError("alone")
 

@@ -19,13 +19,14 @@ from lightning_lowbw.comm.collectives import (
     group_of,
 )
 from lightning_lowbw.comm.topology import DIMENSIONS, Topology, make_node_mesh
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks, run_ranks
 
 LATE_S = 0.3
 MEMBERS = [0, 2]  # of three
 
 
-def exchange_in_a_group() -> None:
+@on_ranks(3)
+def test_sums_messages_and_bytes() -> None:
     group = dist.new_group(MEMBERS)
     if dist.get_rank() not in MEMBERS:
         return
@@ -42,10 +43,6 @@ def exchange_in_a_group() -> None:
     assert exchange.all_gather(mine).equal(messages)
     assert mine.equal(messages[exchange.rank])
     assert exchange.ledger.received_bytes == exchange.ledger.sent_bytes == of_sums + all_gather_bytes(5, 2)
-
-
-def test_sums_messages_and_bytes() -> None:
-    run_ranks(exchange_in_a_group, 3)
 
 
 def wait_for_a_late_rank() -> list[float]:
@@ -94,30 +91,23 @@ def test_a_group_has_the_timeout_that_the_world_was_given() -> None:
         dist.destroy_process_group()
 
 
-def timeouts_of_a_mesh() -> tuple[list[float], list[list[int]]]:
-    """Return the timeouts of the groups inside this rank's node, and their ranks."""
-    mesh = make_node_mesh(Topology(((0, 1), (2, 3))), dist.get_rank(), "cpu", timedelta(seconds=7)).mesh
+@on_ranks(4)
+def test_so_have_those_inside_a_node_of_shards() -> None:
+    rank = dist.get_rank()
+    mesh = make_node_mesh(Topology(((0, 1), (2, 3))), rank, "cpu", timedelta(seconds=7)).mesh
     groups = [mesh.get_group(name) for name in DIMENSIONS]
     of_slice = mesh["data_parallel"].get_group()  # what FSDP takes
-    return [timeout_of(each) for each in (*groups, of_slice)], [dist.get_process_group_ranks(each) for each in groups]
+    assert [timeout_of(group) for group in (*groups, of_slice)] == [7, 7, 7]
+    assert [dist.get_process_group_ranks(group) for group in groups] == [[0, 1] if rank < 2 else [2, 3], [rank]]
 
 
-def test_so_have_those_inside_a_node_of_shards() -> None:
-    for rank, (timeouts, ranks) in enumerate(run_ranks(timeouts_of_a_mesh, 4)):
-        assert timeouts == [7, 7, 7]
-        assert ranks == [[0, 1] if rank < 2 else [2, 3], [rank]]
-
-
-def bind_to_a_gpu() -> list[bool]:
-    """Make groups as Lightning's world does, which is bound to a GPU; return whether this rank is in each."""
+@on_ranks()
+def test_groups_are_made_in_a_world_that_is_bound_to_a_gpu() -> None:
+    """As Lightning's is."""
     world = dist.group.WORLD
     assert world is not None
     world.bound_device_id = torch.device("cuda", 0)
     members = [group_of((rank,), "test of a bound world") is not dist.GroupMember.NON_GROUP_MEMBER for rank in (0, 1)]
     assert world.bound_device_id == torch.device("cuda", 0)
     world.bound_device_id = None
-    return members
-
-
-def test_groups_are_made_in_a_world_that_is_bound_to_a_gpu() -> None:
-    assert run_ranks(bind_to_a_gpu, 2) == [[True, False], [False, True]]
+    assert members == [rank == dist.get_rank() for rank in (0, 1)]

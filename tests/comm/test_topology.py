@@ -12,7 +12,7 @@ import torch.distributed as dist
 from lightning_lowbw import ConfigurationError, Topology
 from lightning_lowbw.comm import topology as module
 from lightning_lowbw.comm.topology import check_choice, discover, resolve
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks
 
 BLOCKS = Topology(((0, 1), (2, 3)))
 
@@ -57,16 +57,12 @@ def test_what_is_refused_and_why(make: Any, message: str) -> None:
         make()
 
 
-def discover_nodes() -> list[Topology]:
-    found = [discover()]
-    os.environ["GROUP_RANK"] = str(dist.get_rank())
-    found.append(discover())
-    os.environ["GROUP_RANK"] = "0"
-    module.BOOT_ID = Path(__file__).parent / ("__init__.py" if dist.get_rank() else "test_topology.py")
-    return [*found, discover()]
-
-
+@on_ranks()
 def test_the_launcher_and_the_boot_know_nodes_that_share_a_host_name() -> None:
-    for alone, *apart in run_ranks(discover_nodes, 2):
-        assert alone == Topology(((0, 1),))  # the tests' ranks say GROUP_RANK=0
-        assert apart == [Topology(((0,), (1,)))] * 2
+    rank, apart = dist.get_rank(), Topology(((0,), (1,)))
+    assert discover() == Topology(((0, 1),))  # the tests' ranks say GROUP_RANK=0
+    os.environ["GROUP_RANK"] = str(rank)
+    assert discover() == apart
+    os.environ["GROUP_RANK"] = "0"
+    module.BOOT_ID = Path(__file__).parent / ("__init__.py" if rank else "test_topology.py")
+    assert discover() == apart

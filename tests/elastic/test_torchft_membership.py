@@ -153,7 +153,7 @@ def test_members_of_another_program_are_named_on_all_processes(monkeypatch: pyte
         client = torchft_membership._import_torchft().LighthouseClient(
             f"http://127.0.0.1:{made.port}", connect_timeout=timedelta(seconds=LONG_S)
         )
-        client.quorum(replica_id="stranger", timeout=timedelta(seconds=3 * LONG_S))
+        client.quorum(replica_id="stranger", timeout=timedelta(seconds=6 * LONG_S))
         for connection in made.connections:
             joined, raised = connection.recv(), connection.recv()
             assert (joined.kind, raised.kind) == ("joined", "raised")

@@ -59,7 +59,7 @@ DENSITIES = {step: DENSE_THEN_SPARSE.when.density(step) for step in range(8)}
 CLOSE: dict[str, Any] = {"rtol": 2e-5, "atol": 5e-6}  # after the steps of DENSITIES in float32
 
 
-def message_of(function: Callable[[], object], kind: type[Exception]) -> str | None:
+def message_of(function: Callable[[], object], kind: type[Exception] | tuple[type[Exception], ...]) -> str | None:
     """Return what `function` says when it raises `kind`; None where it does not."""
     try:
         function()
@@ -68,10 +68,16 @@ def message_of(function: Callable[[], object], kind: type[Exception]) -> str | N
     return None
 
 
-def same_on_all(value: Result) -> Result:
-    """Return what this rank has, which all others must have, too."""
+def everywhere(value: Result) -> list[Result]:
+    """Return what each rank has."""
     values: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
+    return values
+
+
+def same_on_all(value: Result) -> Result:
+    """Return what this rank has, which all others must have, too."""
+    values = everywhere(value)
     assert all(other == value for other in values), values
     return value
 

@@ -15,7 +15,7 @@ from torch.nn import Parameter
 from lightning_lowbw import LocalSGD, Method
 from lightning_lowbw.comm.collectives import all_reduce_bytes
 from lightning_lowbw.sync.local import LocalSync
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks, run_ranks
 from tests.sync.problem import each
 
 METHODS: dict[str, Method] = {
@@ -43,7 +43,9 @@ def take_steps(worker: Any, num_steps: int = 2) -> int:
     return worker.peers.ledger.sent_bytes - before
 
 
-def send_what_differs() -> list[int]:
+@on_ranks()
+def test_only_buffers_that_differ_are_sent() -> None:
+    """This is looked at before the averages 1, 2, 4 and 8; nothing is lost of one that differs earlier."""
     buffers = {
         "constant": torch.arange(1000.0),
         "own": torch.zeros(3),
@@ -66,19 +68,13 @@ def send_what_differs() -> list[int]:
     assert buffers["flag"].tolist() == [False, False]
     assert int(buffers["norm.num_batches_tracked"]) == 1
     assert int(buffers["count"]) == 8
-    return sent
-
-
-def test_only_buffers_that_differ_are_sent() -> None:
-    """This is looked at before the averages 1, 2, 4 and 8; nothing is lost of one that differs earlier."""
     words = [CONTROL + 8 + 3] * 3 + [CONTROL + 8 + 3 + 5] * 5
     expected = [all_reduce_bytes(4 * each, 2) for each in words]
     expected[0] += 4 * 3  # rank 0's, from which the changes of the first one are measured
     for number, num_unknown in ((1, 6), (1, 5), (2, 5), (4, 5), (8, 4)):
         expected[number - 1] += all_reduce_bytes(2 * 8 * (1 + num_unknown), 2)
     expected[-1] += all_reduce_bytes(8 * 3, 2)  # flag, and the batches
-    for sent in run_ranks(send_what_differs, 2):
-        assert sent == expected
+    assert sent == expected
 
 
 def resize(name: str, differs: bool) -> tuple[dict[str, list[float]], list[str]]:
@@ -123,14 +119,11 @@ def test_a_buffer_that_changes_its_shape_begins_anew_or_stays_a_ranks_own(name: 
     assert other == []
 
 
-def shrink_to_finite() -> list[float]:
+@on_ranks()
+def test_what_was_infinite_and_is_not_any_more_is_averaged() -> None:
     """A best loss that begins as inf, and is found in local steps."""
     buffers = {"best": torch.tensor([math.inf, math.inf])}
     worker = attach(METHODS["flat"], buffers)
     buffers["best"].copy_(torch.tensor([2.0 + dist.get_rank(), math.inf]))
     take_steps(worker)
-    return buffers["best"].tolist()
-
-
-def test_what_was_infinite_and_is_not_any_more_is_averaged() -> None:
-    assert run_ranks(shrink_to_finite, 2) == [[2.5, math.inf]] * 2
+    assert buffers["best"].tolist() == [2.5, math.inf]

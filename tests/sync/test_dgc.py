@@ -21,7 +21,7 @@ from lightning_lowbw.comm.agreement import digest
 from lightning_lowbw.comm.peers import part_of
 from lightning_lowbw.compress import top_k
 from lightning_lowbw.sync import exchange
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks, run_ranks
 from tests.sync import problem
 from tests.sync.problem import AWKWARD, CLOSE, DENSE_THEN_SPARSE, DENSITIES, EXACT, FLAT, NODES, THREE, Nodes, each
 
@@ -125,7 +125,8 @@ def scheduled(settings: dict[str, Any], step: int) -> dict[str, float]:
     return {"lr": settings["lr"] * (1 + step) / 4, "momentum": settings["momentum"] * change}
 
 
-def train_groups() -> dict[str, Tensor]:
+@on_ranks()
+def test_each_param_group_has_its_own_settings_which_a_scheduler_may_change_in_each_step() -> None:
     parameters = problem.make_parameters({name: AWKWARD[name] for name in GROUPS})
     groups = [{"params": [parameters[name]], **settings} for name, settings in GROUPS.items()]
     worker = BY_THE_PAPER.attach(SGD(groups), parameters.items())
@@ -135,28 +136,19 @@ def train_groups() -> dict[str, Tensor]:
         before = [{**group, "params": None} for group in worker.optimizer.param_groups]
         problem.take_step(worker, parameters, step)
         assert [{**group, "params": None} for group in worker.optimizer.param_groups] == before
-    return problem.weights_of(parameters)
-
-
-def test_each_param_group_has_its_own_settings_which_a_scheduler_may_change_in_each_step() -> None:
-    weights, others = run_ranks(train_groups, 2)
-    assert digest(weights.values()) == digest(others.values())
+    problem.same_on_all(digest(parameters.values()))
     for name, settings in GROUPS.items():
-        expected, _ = problem.by_the_paper(
-            {name: AWKWARD[name]},
-            FLAT,
-            DENSITIES,
-            masking=True,
-            settings=lambda step, settings=settings: scheduled(settings, step),  # type: ignore[misc]
-            **settings,
-        )
-        torch.testing.assert_close(weights[name].contiguous(), expected[name], **CLOSE)
+        options = {"masking": True, "settings": partial(scheduled, settings), **settings}
+        expected, _ = problem.by_the_paper({name: AWKWARD[name]}, FLAT, DENSITIES, **options)
+        torch.testing.assert_close(parameters[name].detach().contiguous(), expected[name], **CLOSE)
 
 
 # Dtypes ---------------------------------------------------------------------------------------------------------------
 
 
-def keep_what_is_small(options: dict[str, Any]) -> float:
+@pytest.mark.parametrize("options", [{}, {"value_dtype": "int8", "chunk": 50}, {"exchange": "reduce_scatter"}])
+@on_ranks()
+def test_float64_keeps_its_precision(options: dict[str, Any]) -> None:
     """Of a hundred elements one is sent; another gets 1, and then a billionth in each step."""
     weight = Parameter(torch.zeros(100, dtype=torch.float64))
     worker = DGC(sparsity=[0.99], min_numel=1, **options).attach(SGD([weight], lr=0.1), [("weight", weight)])
@@ -164,11 +156,12 @@ def keep_what_is_small(options: dict[str, Any]) -> float:
         weight.grad = torch.zeros_like(weight)
         weight.grad[7], weight.grad[5] = 10.0, 1e-9 if step else 1.0
         worker.optimizer.step()
-    return float(worker.state_dict()["residuals"]["weight"][5])
+    kept = float(worker.state_dict()["residuals"]["weight"][5])
+    assert kept == pytest.approx(1 + 20e-9, abs=1e-14, rel=0)
 
 
-def average_in_double() -> list[list[float]]:
-    """Dense, in float64 and bfloat16; and complex numbers, beside sparse steps."""
+@on_ranks()
+def test_dense_steps_in_float64_and_bfloat16_and_complex_numbers_beside_sparse_ones() -> None:
     wide, narrow = Parameter(torch.zeros(3, dtype=torch.float64)), Parameter(torch.zeros(2, dtype=torch.bfloat16))
     both = Parameter(torch.zeros(40, dtype=torch.complex64))
     sgd = SGD([wide, narrow, both], lr=1.0)
@@ -178,15 +171,9 @@ def average_in_double() -> list[list[float]]:
     both.grad = torch.full((40,), complex(2 * dist.get_rank(), -1.0))
     sgd.step()
     assert "complex" not in worker.state_dict()["residuals"]
-    return [wide.tolist(), narrow.tolist(), torch.view_as_real(both.detach())[0].tolist()]
-
-
-def test_float64_keeps_its_precision_and_complex_numbers_are_sent_dense() -> None:
-    options: list[dict[str, Any]] = [{}, {"value_dtype": "int8", "chunk": 50}, {"exchange": "reduce_scatter"}]
-    for kept in run_ranks(each, 2, keep_what_is_small, [(each_options,) for each_options in options]):
-        assert kept == pytest.approx([1 + 20e-9] * len(options), abs=1e-14, rel=0)
-    wide = [-(1 + 2.0**-40), -(2.0**-300), -1e200]
-    assert run_ranks(average_in_double, 2) == [[wide, [-1.5, -1.5], [-1.0, 1.0]]] * 2
+    assert wide.tolist() == [-(1 + 2.0**-40), -(2.0**-300), -1e200]
+    assert narrow.tolist() == [-1.5, -1.5]
+    assert torch.view_as_real(both.detach())[0].tolist() == [-1.0, 1.0]
 
 
 # Parameters that come and go ------------------------------------------------------------------------------------------
@@ -215,14 +202,15 @@ def moves_in(name: str, step: int) -> bool:
     return {**is_used, "stopped": step < STOP, "added": step >= ADD}.get(kind, True)
 
 
-def train_through_changes() -> dict[str, Any]:
+@on_ranks()
+def test_unused_frozen_unfrozen_and_added_parameters() -> None:
+    """Unused on all ranks: left alone, to the bit. On some ranks: all ranks receive what the others send."""
     parameters = problem.make_parameters(CHANGING)
     added = parameters["added"]  # is not the model's: a loss's own parameter, say
     optimizer = SGD([p for p in parameters.values() if p is not added], **SETTINGS)
     named = [(name, p) for name, p in parameters.items() if p is not added]
     worker = BY_THE_PAPER.replace(min_numel=100).attach(optimizer, named)
     elsewhere = [] if dist.get_rank() == 0 else ["on_rank_0", "dense_on_rank_0"]
-    digests = []
     for step in DENSITIES:
         for name in ("frozen", "dense_frozen", "stopped"):
             parameters[name].requires_grad_(moves_in(name, step))
@@ -234,29 +222,16 @@ def train_through_changes() -> dict[str, Any]:
         moved = {name for name, parameter in parameters.items() if not parameter.equal(before[name])}
         assert moved == {name for name in CHANGING if moves_in(name, step)}
         assert step not in PAUSE or worker.state_dict()["residuals"]["pausing"].equal(kept)
-        digests.append(digest(parameters.values()))
+        problem.same_on_all(digest(parameters.values()))
     assert parameters["never"] not in optimizer.state
-    residuals = worker.state_dict()["residuals"]
-    return {"digests": digests, "weights": problem.weights_of(parameters), "residuals": residuals}
-
-
-def test_unused_frozen_unfrozen_and_added_parameters() -> None:
-    """Unused on all ranks: left alone, to the bit. On some ranks: all ranks receive what the others send."""
-    results = run_ranks(train_through_changes, 2)
-    assert results[0]["digests"] == results[1]["digests"]
     sparse = {name for name, shape in CHANGING.items() if len(shape) == 2} - {"never", "added"}
-    assert set(results[0]["residuals"]) == {*sparse, "optimizer.9"}
+    assert set(worker.state_dict()["residuals"]) == {*sparse, "optimizer.9"}
     for name, shape in CHANGING.items():
-        expected, _ = problem.by_the_paper(
-            {name: shape},
-            FLAT,
-            {step: density for step, density in DENSITIES.items() if moves_in(name, step)},
-            min_numel=100,
-            users=[0] if name.endswith("on_rank_0") else None,
-            masking=True,
-            **(OF_ADDED if name == "added" else SETTINGS),
-        )
-        torch.testing.assert_close(results[0]["weights"][name], expected[name], **CLOSE)
+        densities = {step: density for step, density in DENSITIES.items() if moves_in(name, step)}
+        options = {"min_numel": 100, "users": [0] if name.endswith("on_rank_0") else None, "masking": True}
+        options |= OF_ADDED if name == "added" else SETTINGS
+        expected, _ = problem.by_the_paper({name: shape}, FLAT, densities, **options)
+        torch.testing.assert_close(parameters[name].detach(), expected[name], **CLOSE)
 
 
 def train_with_changes(keeps: bool) -> list[Tensor]:
@@ -295,12 +270,8 @@ def train_with_changes(keeps: bool) -> list[Tensor]:
     return weights
 
 
-def both_ways() -> tuple[list[Tensor], list[Tensor]]:
-    return train_with_changes(True), train_with_changes(False)
-
-
+@on_ranks()
 def test_what_is_kept_between_steps_is_never_stale() -> None:
-    for kept, anew in run_ranks(both_ways, 2):
-        assert len(kept) == 48
-        for one, other in zip(kept, anew, strict=True):
-            assert one.equal(other)
+    kept, anew = train_with_changes(True), train_with_changes(False)
+    assert len(kept) == 48
+    assert all(map(torch.equal, kept, anew))

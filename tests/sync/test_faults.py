@@ -486,8 +486,13 @@ def test_a_sparse_layout_on_one_rank_is_refused_on_all(clips: bool) -> None:
     if dist.get_rank() == CULPRIT:  # the other rank's batch does not need this layer
         embedding(torch.tensor([1, 2])).sum().backward()
 
+    def exchange() -> None:
+        if clips:
+            worker.prepare()
+        worker.exchange()
+
     with pytest.raises(ConfigurationError, match=f"'weight' on rank {CULPRIT} is sparse"):
-        worker.prepare() if clips else worker.exchange()
+        exchange()
 
 
 TURN_DENSE: list[tuple[dict[str, Any], str]] = [

@@ -18,9 +18,9 @@ from lightning_lowbw import LowRank, PowerSGD, merge_states
 from lightning_lowbw.comm.agreement import digest
 from lightning_lowbw.comm.peers import Peers
 from lightning_lowbw.sync.low_rank import LowRankExchange
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks, run_ranks
 from tests.sync import problem
-from tests.sync.problem import AWKWARD, FLAT, MOMENTUM, NODES, Make, Nodes, Signals, each
+from tests.sync.problem import AWKWARD, FLAT, MOMENTUM, NODES, Make, Nodes, Signals
 
 STEPS = 6
 SHAPES = {name: AWKWARD[name] for name in ("scalar", "empty", "vector", "cube", "conv", "matrix", "transposed")}
@@ -160,11 +160,11 @@ def fit(rank: int, is_hooked: bool) -> list[Tensor]:
     return [parameter.detach() for parameter in model.parameters()]
 
 
-def test_it_trains_as_torch_s_hook() -> None:
+@pytest.mark.parametrize("rank", [1, 4])
+@on_ranks()
+def test_it_trains_as_torch_s_hook(rank: int) -> None:
     """To rounding."""
-    for rank_1, hook_1, rank_4, hook_4 in run_ranks(each, 2, fit, [(1, False), (1, True), (4, False), (4, True)]):
-        torch.testing.assert_close(rank_1, hook_1, rtol=1e-4, atol=1e-5)
-        torch.testing.assert_close(rank_4, hook_4, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(fit(rank, False), fit(rank, True), rtol=1e-4, atol=1e-5)
 
 
 # Tensors that come and go ---------------------------------------------------------------------------------------------
@@ -212,11 +212,10 @@ def test_tensors_may_come_and_go_and_the_rank_may_change() -> None:
         torch.testing.assert_close(there, results[0][1][name], rtol=1e-4, atol=1e-5)
 
 
-def train_under_autocast(is_enabled: bool) -> list[str]:
-    with torch.autocast("cpu", enabled=is_enabled):  # as in Lightning's manual optimization
-        return problem.train(PowerSGD(1), partial(SGD, lr=LR), {"matrix": (30, 20)}, steps=3)["digests"]  # type: ignore[no-any-return]
-
-
+@on_ranks()
 def test_autocast_does_not_round_the_factors() -> None:
-    for under, without in run_ranks(each, 2, train_under_autocast, [(True,), (False,)]):
-        assert under == without
+    digests = []
+    for is_enabled in (True, False):
+        with torch.autocast("cpu", enabled=is_enabled):  # as in Lightning's manual optimization
+            digests.append(problem.train(PowerSGD(1), partial(SGD, lr=LR), {"matrix": (30, 20)}, steps=3)["digests"])
+    assert digests[0] == digests[1]

@@ -7,7 +7,6 @@ import os
 import pickle
 import warnings
 from dataclasses import fields, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +30,7 @@ from lightning_lowbw import (
 )
 from lightning_lowbw.method import as_method
 from lightning_lowbw.presets import PRESETS, preset
-from tests.ranks import run_ranks
-from tests.sync.problem import message_of
+from tests.ranks import on_ranks
 
 NODES = ((0, 1), (2, 3))
 BFLOAT16 = Where(topology="auto", inter_dtype="bfloat16")
@@ -109,34 +107,25 @@ def test_a_process_group_and_a_topology_exclude_each_other() -> None:
         )
 
 
-def attach_on_nodes_of_one_rank() -> list[str]:
+@on_ranks()
+def test_half_types_between_nodes_that_are_ranks_are_not_ignored_silently() -> None:
     os.environ["GROUP_RANK"] = str(dist.get_rank())  # as torchrun says it
     weight = torch.nn.Parameter(torch.ones(8))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         Hierarchical(inter_dtype="bfloat16").attach(torch.optim.SGD([weight], lr=0.1), [("w", weight)])
-    return [str(each.message) for each in caught]
+    assert len(caught) == (dist.get_rank() == 0)
+    assert all("inter_dtype='bfloat16' has no effect" in str(warning.message) for warning in caught)
 
 
-def test_half_types_between_nodes_that_are_ranks_are_not_ignored_silently() -> None:
-    (warning,), others = run_ranks(attach_on_nodes_of_one_rank, 2)
-    assert "inter_dtype='bfloat16' has no effect" in warning
-    assert others == []
-
-
-def attach_what_differs() -> list[str | None]:
-    weight, rank = torch.nn.Parameter(torch.ones(8)), dist.get_rank()
-    own = [
-        (Method(what=Quantized(value_dtype=("int4", "int8")[rank])), torch.optim.SGD([weight], lr=0.1)),
-        (DGC(), torch.optim.SGD([weight], lr=0.1, momentum=0.9, dampening=0.5 * rank)),
-    ]
-    return [message_of(partial(method.attach, sgd, [("w", weight)]), ConfigurationError) for method, sgd in own]
-
-
+@on_ranks()
 def test_attaching_fails_on_all_ranks_or_on_none() -> None:
-    for differ, one_fails in run_ranks(attach_what_differs, 2):
-        assert "what.value_dtype: rank 0 has 'int4', rank 1 has 'int8'" in str(differ)
-        assert "dampening=0.5" in str(one_fails)
+    weight, rank = torch.nn.Parameter(torch.ones(8)), dist.get_rank()
+    method, words = Method(what=Quantized(value_dtype=("int4", "int8")[rank])), "rank 0 has 'int4', rank 1 has 'int8'"
+    with pytest.raises(ConfigurationError, match=f"what.value_dtype: {words}"):
+        method.attach(torch.optim.SGD([weight], lr=0.1), [("w", weight)])
+    with pytest.raises(ConfigurationError, match=r"dampening=0\.5"):
+        DGC().attach(torch.optim.SGD([weight], lr=0.1, momentum=0.9, dampening=0.5 * rank), [("w", weight)])
 
 
 def test_a_mapping_gets_its_topology_before_it_is_checked() -> None:

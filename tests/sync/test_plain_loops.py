@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 from torch.nn.parallel import DistributedDataParallel
@@ -22,24 +23,24 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from lightning_lowbw import DGC, ConfigurationError, LocalSGD, Method, PowerSGD, QuantizedGradients, TopK
 from lightning_lowbw.comm.agreement import digest
 from lightning_lowbw.namespaces import LOGGER
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks, run_ranks
 from tests.sync import problem
-from tests.sync.problem import AWKWARD, DENSE_THEN_SPARSE, FLAT, NODES, Nodes, Parameters, backward, each, take_step
+from tests.sync.problem import AWKWARD, FLAT, NODES, Nodes, backward, each, take_step
 
 SHAPES = {name: AWKWARD[name] for name in ("matrix", "conv", "vector", "scalar", "empty")}
-METHOD = DENSE_THEN_SPARSE.replace(min_numel=18)  # the vector and the scalar are sent dense
+METHOD = problem.DENSE_THEN_SPARSE.replace(min_numel=18)  # the vector and the scalar are sent dense
 DECAYED: dict[str, Any] = {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.1}
 STEPS = 5
 
 # One step in each of its forms ----------------------------------------------------------------------------------------
 
 
-def alone(worker: Any, parameters: Parameters, step: int) -> None:
+def alone(worker: Any, parameters: problem.Parameters, step: int) -> None:
     backward(parameters, step)
     worker.optimizer.step()
 
 
-def with_a_closure(worker: Any, parameters: Parameters, step: int) -> None:
+def with_a_closure(worker: Any, parameters: problem.Parameters, step: int) -> None:
     def closure() -> float:
         worker.optimizer.zero_grad()
         backward(parameters, step)
@@ -48,7 +49,7 @@ def with_a_closure(worker: Any, parameters: Parameters, step: int) -> None:
     assert worker.optimizer.step(closure) == 1.5
 
 
-def exchanged_inside_a_closure(worker: Any, parameters: Parameters, step: int) -> None:
+def exchanged_inside_a_closure(worker: Any, parameters: problem.Parameters, step: int) -> None:
     def closure() -> None:
         backward(parameters, step)
         worker.exchange()
@@ -56,19 +57,19 @@ def exchanged_inside_a_closure(worker: Any, parameters: Parameters, step: int) -
     worker.optimizer.step(closure)
 
 
-def exchanged_by_hand(worker: Any, parameters: Parameters, step: int) -> None:
+def exchanged_by_hand(worker: Any, parameters: problem.Parameters, step: int) -> None:
     backward(parameters, step)
     assert worker.exchange()
     worker.optimizer.step()
 
 
-def prepared_by_hand(worker: Any, parameters: Parameters, step: int) -> None:
+def prepared_by_hand(worker: Any, parameters: problem.Parameters, step: int) -> None:
     backward(parameters, step)
     worker.prepare()
     worker.optimizer.step()
 
 
-FORMS: list[Callable[[Any, Parameters, int], None]] = [
+FORMS: list[Callable[[Any, problem.Parameters, int], None]] = [
     *(take_step, alone, with_a_closure, exchanged_inside_a_closure, exchanged_by_hand, prepared_by_hand)
 ]
 OPTIMIZERS: dict[str, Callable[..., Any]] = {
@@ -161,21 +162,16 @@ def test_hooks_after_the_step_see_dense_gradients_and_those_before_it_a_ranks_ow
             assert not mine[step]["matrix"].equal(others[step]["matrix"])  # type: ignore[union-attr, arg-type]
 
 
-def replace_the_step() -> str | None:
+@on_ranks()
+def test_a_step_that_calls_no_hooks_is_refused_where_hooks_come_first() -> None:
     parameters = problem.make_parameters(SHAPES)
     optimizer = SGD(parameters.values(), **DECAYED)
     optimizer.step = lambda closure=None: None  # type: ignore[method-assign, misc, assignment]
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        DGC(sparsity=[0.5], min_numel=18).attach(optimizer, parameters.items())
+    DGC(sparsity=[0.5], min_numel=18).attach(optimizer, parameters.items())
     optimizer.register_step_pre_hook(lambda *_: None)
     backward(parameters, 0)
-    return problem.message_of(optimizer.step, ConfigurationError)
-
-
-def test_a_step_that_calls_no_hooks_is_refused_where_hooks_come_first() -> None:
-    for message in run_ranks(replace_the_step, 2):
-        assert "has been replaced by one that calls no hooks" in message
+    with pytest.raises(ConfigurationError, match="has been replaced by one that calls no hooks"):
+        optimizer.step()
 
 
 # Optimizers of others -------------------------------------------------------------------------------------------------
@@ -237,7 +233,8 @@ class Noting(SGD):
         return super().step(closure)
 
 
-def step_with_a_subclass() -> tuple[int, str, float, str]:
+@on_ranks()
+def test_an_optimizer_may_have_a_step_of_its_own() -> None:
     """Also with schedulers, which wrap `step`, too; and with a GradScaler, in a step that raises."""
     parameters = problem.make_parameters(SHAPES)
     optimizer = Noting(parameters.values(), lr=0.05, momentum=0.9)
@@ -257,15 +254,13 @@ def step_with_a_subclass() -> tuple[int, str, float, str]:
     with pytest.raises(RuntimeError, match="out of luck"):
         scaler.step(optimizer)
     assert not any(hasattr(optimizer, name) for name in ("grad_scale", "found_inf"))
-    return worker.step, optimizer.note, optimizer.param_groups[0]["lr"], worker.torn
+    assert (worker.step, optimizer.note, optimizer.param_groups[0]["lr"]) == (3, "", 0.05 * 0.5**6)
+    assert worker.torn == "the optimizer's step after step 3"
 
 
-def test_an_optimizer_may_have_a_step_of_its_own() -> None:
-    torn = "the optimizer's step after step 3"
-    assert run_ranks(step_with_a_subclass, 2) == [(3, "", 0.05 * 0.5**6, torn)] * 2
-
-
-def skip_and_raise(method: Method) -> tuple[int, str]:
+@pytest.mark.parametrize("method", [METHOD, LocalSGD(2, 0)])
+@on_ranks()
+def test_steps_that_are_left_out(method: Method) -> None:
     """A closure that raises on all ranks is no step; one that all leave out counts inside of `stepping`."""
     parameters = problem.make_parameters({"a": (50, 4)})
     worker: Any = method.attach(SGD(parameters.values(), lr=0.05, momentum=0.9), parameters.items())
@@ -274,21 +269,16 @@ def skip_and_raise(method: Method) -> tuple[int, str]:
         raise KeyError("the data are gone")
 
     for step in range(4):
-        assert problem.message_of(partial(worker.optimizer.step, closure), KeyError) is not None
+        with pytest.raises(KeyError, match="the data are gone"):
+            worker.optimizer.step(closure)
         worker.optimizer.zero_grad()
         backward(parameters, step)
         with worker.stepping():
             if worker.exchange() and step != 1:
                 worker.optimizer.step()
     worker.finish()
-    return worker.step, digest(parameters.values())
-
-
-def test_steps_that_are_left_out() -> None:
-    cases = [(METHOD,), (LocalSGD(2, 0),)]
-    for first, second in zip(*run_ranks(each, 2, skip_and_raise, cases), strict=True):
-        assert first == second
-        assert first[0] == 4
+    assert worker.step == 4
+    problem.same_on_all(digest(parameters.values()))
 
 
 # Attaching ------------------------------------------------------------------------------------------------------------
@@ -371,31 +361,33 @@ def test_what_attach_warns_of() -> None:
     assert others == [[], [], []]
 
 
-def attach_to_a_wrapped_model() -> list[str | None]:
-    """What is said at once, and in the first step, after a wrapper that comes later."""
+@on_ranks()
+def test_a_model_in_ddp_is_refused() -> None:
+    """At once; and in the first step, after a wrapper that comes later."""
     model = torch.nn.Linear(3, 2)
     wrapped = DistributedDataParallel(model)
     sgd = SGD(model.parameters(), lr=0.1)
-    attaching = partial(DGC().attach, sgd, model.named_parameters())
-    said = [problem.message_of(attaching, ConfigurationError)]
+    with pytest.raises(ConfigurationError, match="this would train as DDP"):
+        DGC().attach(sgd, model.named_parameters())
     del wrapped
     gc.collect()
-    attaching()
+    DGC().attach(sgd, model.named_parameters())
     wrapped = DistributedDataParallel(model)
     wrapped(torch.ones(1, 3)).sum().backward()
-    return [*said, problem.message_of(sgd.step, ConfigurationError)]  # type: ignore[arg-type]
-
-
-def test_a_model_in_ddp_is_refused() -> None:
-    for said in run_ranks(attach_to_a_wrapped_model, 2):
-        assert all("this would train as DDP" in str(message) for message in said)
+    with pytest.raises(ConfigurationError, match="this would train as DDP"):
+        sgd.step()
 
 
 # The end --------------------------------------------------------------------------------------------------------------
 
 
-def end_with(num_steps: int, end: str) -> list[str]:
-    """Train, end the loop in a way, and let the worker be forgotten; return what is said then."""
+ENDS = [*((3, end) for end in ("", "consensus", "finish", "state_dict", "raise")), (4, "")]
+
+
+@pytest.mark.parametrize(("num_steps", "end"), ENDS)
+@on_ranks()
+def test_a_loop_that_leaves_replicas_apart_says_so(num_steps: int, end: str) -> None:
+    """Once: where the worker is forgotten between two averages."""
     said, logger, parameters = problem.Said(), logging.getLogger(LOGGER), problem.make_parameters({"a": (5,)})
     worker: Any = LocalSGD(2, 0).attach(SGD(parameters.values(), lr=0.1), parameters.items())
     for step in range(num_steps):
@@ -412,13 +404,7 @@ def end_with(num_steps: int, end: str) -> list[str]:
     gc.collect()
     logger.removeHandler(said)
     vars(sys).pop("last_type", None)
-    return said.messages
-
-
-def test_a_loop_that_leaves_replicas_apart_says_so() -> None:
-    apart, silent = [(3, "")], [(3, "consensus"), (3, "finish"), (3, "state_dict"), (3, "raise"), (4, "")]
-    first, second = run_ranks(each, 2, end_with, [*apart, *silent])
-    assert [len(said) for said in first] == [1, 0, 0, 0, 0, 0]
-    assert "ended after step 3, between two averages" in first[0][0]
-    assert "worker.finish()" in first[0][0]
-    assert not any(second)  # said once
+    assert len(said.messages) == ((num_steps, end) == (3, "") and dist.get_rank() == 0)
+    for message in said.messages:
+        assert "ended after step 3, between two averages" in message
+        assert "worker.finish()" in message

@@ -23,7 +23,7 @@ from lightning_lowbw.comm.peers import make_peers, part_of
 from lightning_lowbw.compress.quantization import make_format
 from lightning_lowbw.sync import quantized
 from tests.oracle import OracleQuantized
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks, run_ranks
 from tests.sync import problem
 from tests.sync.problem import AWKWARD, NODES, THREE, Nodes, Signals, each
 
@@ -73,8 +73,9 @@ def test_training_is_that_of_the_definition(case: str) -> None:
         assert bool(kept.any())
 
 
-def average_in_ranges(dtype: torch.dtype) -> list[bytes]:
-    """Return the bits of the means, with what is kept of them, worked through in ranges of two lengths."""
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@on_ranks()
+def test_ranges_and_the_borders_of_tensors_change_nothing_and_nothing_is_lost(dtype: torch.dtype) -> None:
     bits, numels = list[bytes](), (0, 1, 700, 3, 128, 2049)
     for length in (1 << 18, 128):
         with pytest.MonkeyPatch.context() as patch:
@@ -90,12 +91,7 @@ def average_in_ranges(dtype: torch.dtype) -> list[bytes]:
         asked, kept = of_ranks / 2
         torch.testing.assert_close(torch.cat(means) + kept, asked, rtol=1e-5, atol=1e-5)
         bits.append(torch.cat([*means, *residuals]).numpy().tobytes())
-    return bits
-
-
-def test_ranges_and_the_borders_of_tensors_change_nothing_and_nothing_is_lost() -> None:
-    for whole, cut in run_ranks(each, 2, average_in_ranges, [(torch.float32,), (torch.float64,)])[0]:
-        assert cut == whole
+    assert bits[0] == bits[1]
 
 
 # A payload that is replaced -------------------------------------------------------------------------------------------
@@ -129,7 +125,8 @@ def test_a_replaced_dtype_is_sent_and_another_payload_is_refused() -> None:
 # Averages of weights --------------------------------------------------------------------------------------------------
 
 
-def add_a_group() -> dict[str, Any]:
+@on_ranks()
+def test_float64_is_sent_whole_and_parameters_may_come_later_or_rest() -> None:
     parameters = {"first": Parameter(torch.ones(50)), "double": Parameter(torch.ones(8, dtype=torch.float64))}
     parameters |= {"complex": Parameter(torch.ones(9, dtype=torch.complex64)), "resting": Parameter(torch.ones(20))}
     late = Parameter(torch.ones(30))
@@ -145,17 +142,7 @@ def add_a_group() -> dict[str, Any]:
         if not parameters["resting"].requires_grad:
             parameters["resting"].grad = None
         optimizer.step()
-    return {
-        "equal": digest(parameters.values()),
-        "taken": sorted(worker.state_dict()["residuals"]),
-        "is exact": abs(float(parameters["double"][0].detach()) - (1 - 8 * 1.5e-12)) < 1e-15,
-        "averages": worker.num_averages,
-    }
-
-
-def test_float64_is_sent_whole_and_parameters_may_come_later_or_rest() -> None:
-    first, second = run_ranks(add_a_group, 2)
-    assert first == second
-    assert first["taken"] == ["complex", "first", "late", "resting"]
-    assert first["is exact"]
-    assert first["averages"] == 4
+    problem.same_on_all(digest(parameters.values()))
+    assert sorted(worker.state_dict()["residuals"]) == ["complex", "first", "late", "resting"]
+    assert abs(float(parameters["double"][0].detach()) - (1 - 8 * 1.5e-12)) < 1e-15, "it is not exact"
+    assert worker.num_averages == 4

@@ -13,8 +13,8 @@ from torch.optim import SGD, Adam, AdamW
 
 from lightning_lowbw import DGC, DisagreementError, LocalSGD, Method
 from lightning_lowbw.comm.agreement import digest
-from tests.ranks import run_ranks
-from tests.sync.problem import each, message_of, run_each
+from tests.ranks import on_ranks
+from tests.sync.problem import message_of, run_each
 
 METHODS: dict[str, Method] = {
     "dgc": DGC(sparsity=[0.9], rampup_begin_step=4, min_numel=10),
@@ -59,7 +59,9 @@ DIFFERENCES = {
 }
 
 
-def attach_differently(what: str) -> str | None:
+@pytest.mark.parametrize("what", DIFFERENCES)
+@on_ranks()
+def test_models_and_optimizers_that_differ_are_named(what: str) -> None:
     is_other = dist.get_rank() == 1
     model = make(width=14 if is_other and what == "shape" else 12)
     if is_other and what == "names":
@@ -76,15 +78,9 @@ def attach_differently(what: str) -> str | None:
     optimizer.param_groups[0]["policy"] = f"{what}:{int(is_other)}" if what in ("phase", "cuda") else ""
     buffers = dict(model.named_buffers())
     attach = partial(METHODS["local_sgd"].attach, optimizer, model.named_parameters(), named_buffers=buffers)
-    return message_of(attach, DisagreementError)
-
-
-def test_models_and_optimizers_that_differ_are_named() -> None:
-    results = run_each(2, {what: partial(attach_differently, what) for what in DIFFERENCES})
-    for what, words in DIFFERENCES.items():
-        for message in results[what]:
-            assert all(word in str(message) for word in words), what
-            assert bool(message) == bool(words)
+    message = message_of(attach, DisagreementError)
+    assert all(word in str(message) for word in DIFFERENCES[what])
+    assert bool(message) == bool(DIFFERENCES[what])
 
 
 # The first step -------------------------------------------------------------------------------------------------------
@@ -159,8 +155,16 @@ def test_what_differs_at_the_first_step_is_told(name: str) -> None:
 # The end --------------------------------------------------------------------------------------------------------------
 
 
-def end_differently(method: Method, num_steps: tuple[int, int], changes_weight: bool) -> str | None:
-    """End where one rank has taken more steps, or has another weight; synchronous steps are only counted."""
+CASES = [(method, (STEPS, STEPS + more), not more) for method in (METHODS["dgc"], SYNCHRONOUS) for more in (0, 1)]
+CASES += [(METHODS["local_sgd"], steps, False) for steps in ((6, 7), (7, 8))]  # an average is after every third
+
+
+@pytest.mark.parametrize(("method", "num_steps", "changes_weight"), CASES)
+@on_ranks()
+def test_weights_and_steps_that_differ_are_told_at_the_end(
+    method: Method, num_steps: tuple[int, int], changes_weight: bool
+) -> None:
+    """Where one rank has taken more steps, or has another weight; synchronous steps are only counted."""
     model, own, worker = begin(method)
     if method == METHODS["local_sgd"]:
         train(model, own, range(num_steps[dist.get_rank()]))
@@ -170,18 +174,8 @@ def end_differently(method: Method, num_steps: tuple[int, int], changes_weight: 
     if dist.get_rank() == 1 and changes_weight:
         with torch.no_grad():
             model[0].weight[0, 0] += 1.0  # type: ignore[index]
-    return message_of(worker.finish, DisagreementError)
-
-
-def test_weights_and_steps_that_differ_are_told_at_the_end() -> None:
-    """Local steps: an average is after every third; the ranks then stand before the same one."""
-    methods = [METHODS["dgc"], SYNCHRONOUS]
-    cases = [(method, (STEPS, STEPS + more), not more) for method in methods for more in (0, 1)]
-    cases += [(METHODS["local_sgd"], steps, False) for steps in ((6, 7), (7, 8))]
-    for (_, num_steps, changes_weight), *said in zip(cases, *run_ranks(each, 2, end_differently, cases), strict=True):
-        what = (
-            "checksum of 0.weight"
-            if changes_weight
-            else f"worker.step: rank 0 has {num_steps[0]}, rank 1 has {num_steps[1]}"
-        )
-        assert all(what in str(message) and "end of the training" in str(message) for message in said)
+    said = str(message_of(worker.finish, DisagreementError))
+    first, second = num_steps
+    steps = f"worker.step: rank 0 has {first}, rank 1 has {second}"
+    assert ("checksum of 0.weight" if changes_weight else steps) in said
+    assert "end of the training" in said

@@ -32,9 +32,8 @@ from lightning_lowbw import (
 )
 from lightning_lowbw.comm.agreement import digest
 from lightning_lowbw.sync.gradient import GradientSync
-from lightning_lowbw.sync.local import LocalSync
 from lightning_lowbw.sync.state import merge_states
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks
 from tests.sync import problem
 from tests.sync.problem import (
     ADAMW,
@@ -46,7 +45,6 @@ from tests.sync.problem import (
     THREE,
     Nodes,
     Parameters,
-    each,
     with_base,
 )
 
@@ -301,8 +299,11 @@ OTHERWISE: dict[str, tuple[dict[str, Any], dict[str, Any], int, str]] = {
 }
 
 
-def resume_otherwise(first: dict[str, Any], second: dict[str, Any], at: int) -> str | dict[str, Tensor]:
-    """Train with the one, resume with the other; return the weights, or why not."""
+@pytest.mark.parametrize("name", OTHERWISE)
+@on_ranks()
+def test_what_a_state_keeps_is_not_dropped_by_another_method(name: str) -> None:
+    """It is resumed, or it is said why not."""
+    first, second, at, words = OTHERWISE[name]
     base: dict[str, Any] = {"k_steps": 4, "begin_step": 0}
     worker, parameters = attach(LocalSGD(**base | first))
     problem.train_on(worker, parameters, range(at))
@@ -310,43 +311,29 @@ def resume_otherwise(first: dict[str, Any], second: dict[str, Any], at: int) -> 
     worker.finish()
     worker, shown = attach(LocalSGD(**base | second))
     problem.set_weights(shown, problem.weights_of(parameters))
-    before = digest(shown.values())
-    try:
-        worker.load_state_dict(state)
-    except ConfigurationError as error:
-        assert digest(shown.values()) == before, "a refused state changes nothing"
-        return str(error)
-    try:
-        problem.train_on(worker, shown, range(at, problem.STEPS))
-    except (ConfigurationError, DisagreementError) as error:
-        return str(error)
-    return problem.weights_of(shown)
+    before, refusals = digest(shown.values()), (ConfigurationError, DisagreementError)
+    said = problem.message_of(partial(worker.load_state_dict, state), refusals)
+    assert said is None or digest(shown.values()) == before, "a refused state changes nothing"
+    if said is None:
+        said = problem.message_of(partial(problem.train_on, worker, shown, range(at, problem.STEPS)), refusals)
+    assert words in str(said) if words else said is None
 
 
-def load_where_it_is_not_from(name: str, nodes: Nodes) -> list[str | None]:
-    """Load the state of rank 0, and that of another topology."""
-    worker, parameters = begin(name, nodes)
+@pytest.mark.parametrize("name", ["dgc", "int4"])
+@on_ranks(4)
+def test_the_state_of_another_rank_or_topology_is_refused(name: str) -> None:
+    worker, parameters = begin(name, NODES["blocks"])
     problem.train_on(worker, parameters, range(STOP))
-    own = copy.deepcopy(worker.state_dict())
+    own, rank = copy.deepcopy(worker.state_dict()), dist.get_rank()
     states = [own]
     dist.broadcast_object_list(states, 0)
     worker.finish()
     crossed, _ = begin(name, NODES["crossed"])
-    loads = (partial(crossed.load_state_dict, state) for state in (states[0], own))
-    return [problem.message_of(load, ConfigurationError) for load in loads]
-
-
-def test_what_a_state_keeps_is_not_dropped_by_another_method_or_topology() -> None:
-    calls: dict[str, Any] = {name: partial(resume_otherwise, *case[:3]) for name, case in OTHERWISE.items()}
-    results = problem.run_each(2, calls)
-    for name, (_, _, _, word) in OTHERWISE.items():
-        for result in results[name]:
-            assert word in result if word else isinstance(result, dict), name
-    names = [(name, NODES["blocks"]) for name in ("dgc", "int4")]
-    for of_ranks in zip(*run_ranks(each, 4, load_where_it_is_not_from, names), strict=True):
-        for rank, (of_first, own) in enumerate(of_ranks):
-            assert rank == 0 or f"The state is that of rank 0 of 4, and this is rank {rank} of 4" in str(of_first)
-            assert "on nodes [[0, 1], [2, 3]], and the ranks are now on nodes [[0, 3], [1, 2]]" in str(own)
+    of_first, of_own = (
+        str(problem.message_of(partial(crossed.load_state_dict, state), ConfigurationError)) for state in (*states, own)
+    )
+    assert rank == 0 or f"The state is that of rank 0 of 4, and this is rank {rank} of 4" in of_first
+    assert "on nodes [[0, 1], [2, 3]], and the ranks are now on nodes [[0, 3], [1, 2]]" in of_own
 
 
 # Layouts, and what is small -------------------------------------------------------------------------------------------
@@ -362,17 +349,13 @@ def test_another_memory_format_is_refused() -> None:
         contiguous.load_state_dict({**state, "orders": {"conv": (0, 2, 3, 1)}})
 
 
-def change_the_memory_format() -> str | None:
+@on_ranks()
+def test_what_is_kept_is_that_of_its_parameter() -> None:
     worker, parameters = begin("dgc", FLAT)
     problem.take_step(worker, parameters, 0)
     parameters["conv"].data = parameters["conv"].data.contiguous()
-    return problem.message_of(lambda: problem.take_step(worker, parameters, 1), ConfigurationError)
-
-
-def test_what_is_kept_is_that_of_its_parameter() -> None:
-    for said in run_ranks(change_the_memory_format, 2):
-        assert "the memory format of 'conv' has changed" in str(said)
-        assert "model.to(memory_format=...)" in str(said)
+    with pytest.raises(ConfigurationError, match=r"the memory format of 'conv' has changed.*model\.to\(memory_format="):
+        problem.take_step(worker, parameters, 1)
 
 
 def test_what_is_small_is_decided_once_and_kept_over_a_resume() -> None:
@@ -415,19 +398,16 @@ def test_param_groups_are_saved_as_plain_values_and_functions_stay_those_of_the_
         assert (group["schedule"], group["note"]) == ([max], "of the first run")
 
 
-def look_in_inference_mode(looks: bool) -> list[str]:
-    worker, parameters = attach(REPLICAS["slowmo"], ADAMW)
-    assert isinstance(worker, LocalSync)
-    bits = []
-    for step in range(9):
-        bits += problem.train_on(worker, parameters, [step])
-        with torch.inference_mode():  # as Lightning evaluates, but not on gloo
-            if looks:
-                worker.show_consensus()
-                worker.hide_consensus()
-    return bits
-
-
+@on_ranks()
 def test_looking_in_inference_mode_changes_nothing() -> None:
-    for unseen, seen in run_ranks(each, 2, look_in_inference_mode, [(False,), (True,)]):
-        assert unseen == seen
+    bits: list[list[str]] = [[], []]
+    for looks in (False, True):
+        worker, parameters = attach(REPLICAS["slowmo"], ADAMW)
+        for step in range(9):
+            bits[looks] += problem.train_on(worker, parameters, [step])
+            with torch.inference_mode():  # as Lightning evaluates, but not on gloo
+                if looks:
+                    worker.show_consensus()
+                    worker.hide_consensus()
+        worker.finish()
+    assert bits[0] == bits[1]
