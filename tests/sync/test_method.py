@@ -93,9 +93,6 @@ def test_what_makes_sense_is_not_refused(arguments: dict[str, Any]) -> None:
     assert Method(**Method(**arguments).describe()) == Method(**arguments)
 
 
-FEW, NODE_WISE = Quantized(), Where(topology="auto", algorithm="leader")
-
-
 def test_a_process_group_and_a_topology_exclude_each_other() -> None:
     parameter = torch.nn.Parameter(torch.zeros(3))
     with pytest.raises(ConfigurationError, match="a topology is of all ranks"):
