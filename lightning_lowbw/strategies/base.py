@@ -230,8 +230,7 @@ class BaseStrategy(GuestStrategy):
 
         Collective: all ranks.
         """
-        module, optimizers = self.lightning_module, self._trained_optimizers
-        assert module is not None
+        module, optimizers = self.trainer.lightning_module, self._trained_optimizers
         with failing_together():
             buffers = buffers_by_optimizer(module, optimizers)
             for optimizer in optimizers:
@@ -249,11 +248,6 @@ class BaseStrategy(GuestStrategy):
         """Raise, on all ranks, what the last step has found after its message: it may be in the weights."""
         if not (self._is_fit_over or self.is_interrupted):
             self._hooks.check_late_faults(self._check_late_fault)
-
-    def _begin_renewed(self) -> None:
-        """Prepare the coming step, of workers that have been made in mid-fit."""
-        self._prepare_workers()
-        self._hooks.begin_renewed()
 
     def adopt(self, method: Method) -> None:
         """Continue with another method that exchanges gradients, after a step that has left no residuals.
@@ -304,7 +298,8 @@ class BaseStrategy(GuestStrategy):
         self._hooks.tell_of_lost(replaced, list[Any](new.values()))
         self._has_own_states = False
         self._agree_on_states(new.values())
-        self._begin_renewed()
+        self._prepare_workers()
+        self._hooks.begin_renewed()
 
     # Parameters without an optimizer ------------------------------------------------------------------------------
 

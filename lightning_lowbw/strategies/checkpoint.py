@@ -144,7 +144,7 @@ class CheckpointedStrategy(BaseStrategy):
         filepath = self._path_of_rank_zero(filepath)
         self._num_saves += 1  # the same on all ranks: Lightning saves on all of them
         folder = folder_of(filepath)
-        metadata = self._metadata(checkpoint)
+        metadata = self._metadata()
         path = shard_path(folder, self.global_rank, metadata)
         renames = self.is_global_zero and self._is_renamed(filepath)
         with together():
@@ -167,7 +167,7 @@ class CheckpointedStrategy(BaseStrategy):
         """Return whether the checkpoint is written under another name first; see `overwrite`."""
         return type(self.checkpoint_io) is TorchCheckpointIO and "://" not in str(filepath)
 
-    def _metadata(self, checkpoint: Mapping[str, Any]) -> dict[str, Any]:
+    def _metadata(self) -> dict[str, Any]:
         return {
             "num_ranks": self.world_size,
             "save_id": f"{self._run_id}-{self._num_saves}",
@@ -180,9 +180,7 @@ class CheckpointedStrategy(BaseStrategy):
         }
 
     def _shard(self, metadata: Mapping[str, Any]) -> dict[str, Any]:
-        module = self.lightning_module
-        assert module is not None
-        buffers = self._hooks.own_buffers(dict(module.named_buffers()))
+        buffers = self._hooks.own_buffers(dict(self.trainer.lightning_module.named_buffers()))
         return {
             "save_id": metadata["save_id"],
             "rank": self.global_rank,
@@ -344,8 +342,7 @@ class CheckpointedStrategy(BaseStrategy):
     def _restore(self, shard: Mapping[str, Any]) -> None:
         """Load what a rank has beside its workers."""
         self._loaded = {name: shard[name] for name in ("rng", "precision")}
-        module = self.lightning_module
-        assert module is not None
+        module = self.trainer.lightning_module
         apart = shard.get("apart", ())
         self.buffers.unequal = shard.get("unequal_buffers")
         self.buffers.layout.leave_out(apart)

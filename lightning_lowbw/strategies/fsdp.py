@@ -169,10 +169,8 @@ class ShardedStrategy(CheckpointedStrategy, ModelParallelStrategy):
     @override
     def setup_environment(self) -> None:
         self._setup_distributed()
-        trainer, module, name = self.trainer, self.lightning_module, type(self).__name__
-        assert module is not None
-        fitting = self._is_fitting
-        if fitting:
+        trainer, module, name = self.trainer, self.trainer.lightning_module, type(self).__name__
+        if self._is_fitting:
             self._agree_on_fit({"topology": repr(check_choice(self.topology) or self.topology)})
             if averaging := checks.callbacks_of(trainer, *checks.AVERAGING):
                 raise ConfigurationError(
@@ -184,7 +182,7 @@ class ShardedStrategy(CheckpointedStrategy, ModelParallelStrategy):
         self._device_mesh = module._device_mesh = self._mesh.mesh
         install_default(module, self.root_device)
         reshard_(module)  # a forward pass since the last fit has gathered weights
-        if fitting:
+        if self._is_fitting:
             shown = ", ".join(str(list(node)) for node in topology.nodes)
             alone = " There is no slow network between nodes: this trains as FSDP." if topology.num_nodes == 1 else ""
             rank_zero_info(f"{name}: nodes {shown}; each holds the model once, sharded over its ranks.{alone}")

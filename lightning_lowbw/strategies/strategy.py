@@ -196,19 +196,8 @@ class Strategy(CheckpointedStrategy, DDPStrategy):
 
     @override
     def _register_ddp_hooks(self) -> None:
-        assert self.lightning_module is not None
-        is_manual = not self.lightning_module.automatic_optimization
+        is_manual = not self.trainer.lightning_module.automatic_optimization
         self._hook.register(self._ddp, self.peers, is_manual=is_manual)
-
-    @override
-    def on_train_start(self) -> None:
-        super().on_train_start()
-        self._hook.prepare(self.workers)
-
-    @override
-    def _begin_renewed(self) -> None:
-        super()._begin_renewed()
-        self._hook.prepare(self.workers)
 
     @override
     def teardown(self) -> None:
