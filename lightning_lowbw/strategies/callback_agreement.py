@@ -15,6 +15,7 @@ from torch.nn import Parameter
 from lightning_lowbw.comm.agreement import differ
 from lightning_lowbw.comm.peers import Peers, mean_over
 from lightning_lowbw.kernels.tensors import as_real
+from lightning_lowbw.strategies.checks import callbacks_of
 from lightning_lowbw.strategies.shared_buffers import IGNORED, buffers_of
 from lightning_lowbw.sync.buffers import alike
 
@@ -122,7 +123,6 @@ def agree_on_monitored(trainer: pl.Trainer, device: torch.device) -> None:
 
 
 def _monitored(trainer: pl.Trainer) -> list[str]:
-    callbacks = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
-    names = {getattr(each, "monitor", None) for each in callbacks if isinstance(each, (Checkpoint, EarlyStopping))}
+    names = {getattr(callback, "monitor", None) for callback in callbacks_of(trainer, Checkpoint, EarlyStopping)}
     names |= {config.monitor for config in trainer.lr_scheduler_configs if config.reduce_on_plateau}
     return sorted(str(name) for name in names if name)

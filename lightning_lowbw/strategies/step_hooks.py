@@ -318,14 +318,9 @@ class Unowned:
         """Note which parameters get a gradient until `check`, which compares only these: under local SGD a target
         network, which gets none, is each rank's own.
         """
-        self._with_gradient = set()
+        self._with_gradient = names = set[str]()
         for name, parameter in parameters.items():
-            hook = functools.partial(self._note, name)
-            self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
-
-    def _note(self, name: str, _: Tensor) -> None:
-        if self._with_gradient is not None:
-            self._with_gradient.add(name)
+            self._handles.append(parameter.register_post_accumulate_grad_hook(lambda _, name=name: names.add(name)))
 
     def release(self) -> None:
         """Note no more gradients."""
