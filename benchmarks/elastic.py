@@ -200,7 +200,7 @@ class Log(pl.Callback):
         contributed = getattr(worker, "contributed", dict.fromkeys(self.case.groups, worker.num_averages))
         is_in = contributed.get(self.group) == worker.num_averages
         step_s = statistics.median(self.took_s or [took_s])
-        weights = {worker.name_of(p): start for p, start in worker.start.items()}
+        weights = {worker.name_of(p): start for p, start in worker.replica.start.items()}
         self.write(
             "round",
             round=worker.num_averages,

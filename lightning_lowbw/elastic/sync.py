@@ -21,6 +21,8 @@ import math
 import time
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import compress
 from typing import Any, NamedTuple
 
 import torch
@@ -37,13 +39,13 @@ from lightning_lowbw.kernels.reference import are_not_finite
 from lightning_lowbw.kernels.tensors import CPU, as_real, checksum, copy_all_
 from lightning_lowbw.method import Method
 from lightning_lowbw.namespaces import LOGGER
-from lightning_lowbw.sync.fragments import Average
+from lightning_lowbw.sync.consensus import ConsensusView, copies
+from lightning_lowbw.sync.fragments import Average, Sums, average_status
 from lightning_lowbw.sync.local import LocalSync
-from lightning_lowbw.sync.state import on_cpu
-from lightning_lowbw.sync.status import SAVE, STOP, Faults, Status, any_of, status_message
+from lightning_lowbw.sync.state import loaded, on_cpu
+from lightning_lowbw.sync.status import SAVE, STOP, Status, any_of
 
 _logger = logging.getLogger(LOGGER)
-TOKENS, FAULTS, ANCHOR, NAMES, STEP = range(5)  # of a row: sums over a group's processes, except the last
 ANCHORS = 1 << 32  # checksums are compared modulo this
 END_S = 0.2  # between two last quorums
 OFTEN = 5  # that weights after a round differ; a lost round may be the reason once
@@ -75,9 +77,9 @@ class MemberCollectives(Collectives):
         self.num_ranks, self.rank = len(quorum.members), quorum.rank
 
     def begin_all_reduce_(self, tensor: Tensor, *, exact: bool = True) -> TensorWork:
-        here = tensor.cpu()
-        self._run(lambda group: group.allreduce([here]), all_reduce_bytes(tensor.nbytes, self.num_ranks))
-        return TensorWork(tensor if here is tensor else tensor.copy_(here))
+        staged = tensor.cpu()
+        self._run(lambda group: group.allreduce([staged]), all_reduce_bytes(tensor.nbytes, self.num_ranks))
+        return TensorWork(tensor if staged is tensor else tensor.copy_(staged))
 
     def begin_all_gather(self, message: Tensor, out: Tensor | None = None) -> TensorWork:
         sent = message.contiguous().cpu()
@@ -162,6 +164,73 @@ class Members(Peers):
         self.membership.close()
 
 
+# A round --------------------------------------------------------------------------------------------------------------
+
+
+class Told(NamedTuple):
+    """What a member tells the others before a round: sums over its processes, except the last.
+
+    Attributes:
+        tokens: of its work.
+        faults: processes that have left an inf or NaN.
+        anchor: checksum of its anchor.
+        names: checksum of the names of its parameters.
+        step: optimizer steps completed.
+    """
+
+    tokens: float
+    faults: float
+    anchor: float
+    names: float
+    step: float
+
+
+@dataclass(frozen=True)
+class Round:
+    """A round in which all members have told their numbers.
+
+    Attributes:
+        quorum: its members.
+        told: by each.
+        weights: of each in the mean: its tokens, if it is drawn; the sum is 1, or all are 0.
+        residuals: of this member before the exchange, by name.
+    """
+
+    quorum: Quorum
+    told: Sequence[Told]
+    weights: Sequence[float]
+    residuals: Mapping[str, Tensor]
+
+    @property
+    def have_one_anchor(self) -> bool:
+        """Whether all members train the same parameters, and measure their work from the same weights."""
+        return len({(row.anchor, row.names) for row in self.told}) == 1
+
+    @property
+    def weight(self) -> float:
+        """That of this member."""
+        return self.weights[self.quorum.rank]
+
+    def by_name(self, checksums: Sequence[float]) -> dict[str, int]:
+        """Return numbers of the members by their names, for an error."""
+        return dict(zip(self.quorum.members, map(int, checksums), strict=True))
+
+
+def draw_weights(tokens: Sequence[float], participants: float, number: int) -> list[float]:
+    """Return what each member counts in the mean of a round: its tokens, if it is drawn.
+
+    Args:
+        tokens: of each.
+        participants: the fraction of those with tokens that is drawn.
+        number: of the round, so that all members draw the same.
+    """
+    having = [member for member, count in enumerate(tokens) if count]
+    drawn = torch.randperm(len(having), generator=torch.Generator().manual_seed(number))
+    chosen = {having[member] for member in drawn[: math.ceil(participants * len(having))].tolist()}
+    total = sum(tokens[member] for member in chosen)
+    return [count / total if member in chosen else 0.0 for member, count in enumerate(tokens)]
+
+
 class _Averaged(NamedTuple):
     """What a member has sent in a round, until the next one shows that the others have its result.
 
@@ -234,10 +303,6 @@ class ElasticSync(LocalSync):
         self._num_apart = 0  # how often it was so
         self._sent: dict[str, Tensor] | None = None  # residuals after an exchange that was not committed here
         self._averaged: _Averaged | None = None  # in the last round
-
-    is_alone = False
-    is_local = needs_start = True
-    may_have_late_faults = False  # they are part of each round's row
 
     # Rounds -----------------------------------------------------------------------------------------------------------
 
@@ -344,39 +409,38 @@ class ElasticSync(LocalSync):
 
     def _try_round(self, quorum: Quorum) -> bool:
         """Try a round; return whether it counts. If not, nothing has changed, except that this member has healed."""
-        members, membership, rows = self.members.members, self.membership, quorum.rows
+        members, membership = self.members.members, self.membership
         members.begin(quorum)
         if quorum.healed is not None:
             self._heal(quorum.healed, quorum.members[quorum.rank])
-        if rows is None or not all(rows):  # one has healed, and tells other numbers now; or has ended
+        if quorum.rows is None or not all(quorum.rows):  # one has healed, and tells other numbers now; or has ended
             self._meet()
             membership.commit(not self.is_complete)  # for which the others do not wait
             return self.is_complete
-        weights, residuals = self._weights(rows), self._residuals()
-        is_same = len({(row[ANCHOR], row[NAMES]) for row in rows}) == 1
-        if not (is_same and any(weights)):
+        told = [Told(*row) for row in quorum.rows]
+        weights = draw_weights([row.tokens for row in told], self.participants, self.num_averages)
+        this_round, average = Round(quorum, told, weights, copies(self.replica.residuals)), None
+        if is_averaged := this_round.have_one_anchor and any(weights):
+            self.members.weights = weights if len({*weights}) > 1 else None
+        else:
             self._meet()
             if self._any_in_node(members.has_failed)[0]:  # the rows may be those of a request that was given up
                 membership.commit(False)
                 return False
-            self._compare(rows)
+            self._compare(this_round)
         try:
-            if is_same and any(weights):
-                self.members.weights = weights if len({*weights}) > 1 else None
-                self._all.moved = dict.fromkeys(p for p in self._all.parameters if p.requires_grad)  # the same on all
-                self._all.work = self._begin(self._all)
-            has_committed = membership.commit(is_same)
+            if is_averaged:
+                average = self._begin_round()
+            has_committed = membership.commit(this_round.have_one_anchor)
         except BaseException:  # a checkpoint may follow
-            self._set_residuals(residuals)
+            self._set_residuals(this_round.residuals)
             raise
-        if not has_committed:
-            if self._all.work is not None:
-                self._sent = self._residuals()
-            self._lose(self._all)
-            self._set_residuals(residuals)
-            return False
-        self._end_round(rows, weights, residuals)
-        return True
+        if has_committed:
+            self._end_round(this_round, average)
+            return True
+        self._sent = self._sent if average is None else copies(self.replica.residuals)
+        self._set_residuals(this_round.residuals)
+        return False
 
     def _meet(self) -> None:
         """Wait for the members, who may still be receiving the state or connecting to this one."""
@@ -385,108 +449,96 @@ class ElasticSync(LocalSync):
     def _row(self) -> list[float]:
         """Return what this member tells the others."""
         # On the CPU, because on a GPU it is summed in other chunks, and so another number.
-        anchor = int(checksum(start.cpu() for start in self.start.values())) % ANCHORS
-        names = zlib.crc32(" ".join(self.name_of(p) for p in self.start).encode())
+        anchor = int(checksum(start.cpu() for start in self.replica.start.values())) % ANCHORS
+        names = zlib.crc32(" ".join(self.name_of(p) for p in self.replica.start).encode())
         row = torch.tensor([self.tokens, float(self._has_faults), anchor, names], dtype=torch.float64)
         own = row.to(self.device)
         self.members.node.all_reduce_(own)
         return [*own.tolist(), float(self.step)]
 
-    def _weights(self, rows: Sequence[Sequence[float]]) -> list[float]:
-        """Return what each member counts in the mean: its tokens, if it is drawn; the sum is 1, or all are 0."""
-        tokens = [row[TOKENS] for row in rows]
-        having = [number for number, each in enumerate(tokens) if each]
-        drawn = torch.randperm(len(having), generator=torch.Generator().manual_seed(self.num_averages))
-        drawn = drawn[: math.ceil(self.participants * len(having))]
-        chosen = {having[number] for number in drawn.tolist()}
-        total = sum(tokens[number] for number in chosen)
-        return [each / total if number in chosen else 0.0 for number, each in enumerate(tokens)]
-
-    def _compare(self, rows: Sequence[Sequence[float]]) -> None:
+    def _compare(self, this_round: Round) -> None:
         """Note whether this member has another anchor than most, or than the first: then it is behind.
 
         Raises:
             DisagreementError: on those that train other parameters than a majority, or that have other weights before
                 the first average.
         """
-        quorum = self.members.members.quorum
-        names, anchors = ([row[each] for row in rows] for each in (NAMES, ANCHOR))
-        usual, most = (max(each, key=each.count) for each in (names, anchors))
-        if names[quorum.rank] != usual or 2 * names.count(usual) <= len(names):
+        rank = this_round.quorum.rank
+        _, _, anchors, names, _ = zip(*this_round.told, strict=True)
+        usual, most = (max(sums, key=sums.count) for sums in (names, anchors))
+        if names[rank] != usual or 2 * names.count(usual) <= len(names):
             raise DisagreementError(
-                f"The groups train different parameters; checksums of the names are {_by_name(quorum, names)}. Freeze "
-                "the same on all, before the training: groups have epochs of their own."
+                f"The groups train different parameters; checksums of the names are {this_round.by_name(names)}. "
+                "Freeze the same on all, before the training: groups have epochs of their own."
             )
         if len({*names}) > 1:
             return
-        self._is_apart = anchors[quorum.rank] != most
+        self._is_apart = anchors[rank] != most
         self._num_apart += self._is_apart
         if self._is_apart and self._num_apart == OFTEN:
             _logger.warning(
                 "After round %d this group (%r) has other weights than most, for the %dth time, and takes theirs each "
                 "time. If no rounds were lost, its processor rounds otherwise: take the same kind for all groups.",
-                *(self.num_averages, quorum.members[quorum.rank], OFTEN),
+                *(self.num_averages, this_round.quorum.members[rank], OFTEN),
             )
         if not self.num_averages and (self._is_apart or 2 * anchors.count(most) <= len(anchors)):
             raise DisagreementError(
-                f"The groups begin with different weights; checksums of these are {_by_name(quorum, anchors)}. "
+                f"The groups begin with different weights; checksums of these are {this_round.by_name(anchors)}. "
                 "Begin with the same on all: seed_everything with one number, or load one file."
             )
 
-    def _end_round(
-        self, rows: Sequence[Sequence[float]], weights: Sequence[float], residuals: Mapping[str, Tensor]
-    ) -> None:
-        names, rank = self.members.members.quorum.members, self.members.members.rank
-        for name, row in zip(names, rows, strict=True):
-            if row[FAULTS]:
+    def _begin_round(self) -> Average:
+        """Send this member's work. Its status says the learning rate only: the rest has been told."""
+        trained = [p for p in self._all.parameters if p.requires_grad and p.numel()]  # the same on all members
+        status = average_status(Sums(lr=self._lr), None, 0.0, 0, self.peers, self.device)
+        return self.begin_average(trained, status, takes_buffers=True)
+
+    def _end_round(self, this_round: Round, average: Average | None) -> None:
+        """Apply the average of a round that counts; nothing is communicated any more."""
+        members, told = this_round.quorum.members, this_round.told
+        for name, row in zip(members, told, strict=True):
+            if row.faults:
                 _logger.warning("Member %r had an inf or NaN after step %d: its work is left out.", name, self.step)
         self._averaged = None  # all have it: their anchors are equal
-        latest = int(max(row[STEP] for row in rows))
+        latest = int(max(row.step for row in told))
         self.num_skipped, self.step = latest - self.step, latest
-        if not any(weights):
+        if average is None:
             return
-        work = self._work() if rows[rank][TOKENS] else None
-        if not weights[rank]:
-            self._set_residuals(residuals)  # what was sent did not count
-        self._apply(self._all)
+        work = self._work() if told[this_round.quorum.rank].tokens else None
+        if not this_round.weight:
+            self._set_residuals(this_round.residuals)  # what was sent did not count
+        means, numbers = average.wait_for_whole()
+        self.apply_average(average, means, Sums(*Status.read(numbers, self.peers.num_ranks).sums))
         self._all.moved = {}
-        if work is not None and weights[rank]:
-            self._averaged = _Averaged(self.num_averages, work, self.tokens, residuals)
+        if work is not None and this_round.weight:
+            self._averaged = _Averaged(self.num_averages, work, self.tokens, this_round.residuals)
             self.tokens = 0.0
         elif work is not None:
             self._add_(work)
-        self.tokens_seen += sum(row[TOKENS] for row, weight in zip(rows, weights, strict=True) if weight)
-        self.contributed |= {name: self.num_averages for name, weight in zip(names, weights, strict=True) if weight}
-
-    # Overrides of one average, in which nothing may be communicated after the commit ----------------------------------
-
-    def _status(self, parameters: Sequence[Parameter], faults: Faults) -> Tensor:
-        sums = [0.0, 0.0, 0.0, self._lr, 0.0, 0.0, 0.0]
-        return status_message(sums, 0.0, 0, self.peers.rank, self.peers.num_ranks, self.device)
-
-    def _check(self, status: Status, average: Average) -> None:
-        """Nothing: rows have been compared, and who had an inf or NaN has sent nothing."""
+        counted = list(compress(zip(members, told, strict=True), this_round.weights))
+        self.tokens_seen += sum(row.tokens for _, row in counted)
+        self.contributed |= {name: self.num_averages for name, _ in counted}
 
     # A member's own work: what has not been averaged ------------------------------------------------------------------
 
     def _tensors(self) -> tuple[list[Tensor], list[Tensor]]:
         """Return the tensors that are averaged, and their anchors."""
         buffers = self.buffers.now()
-        now = [*(p.detach() for p in self.start), *(buffers[name] for name in self.buffers.start)]
-        return [as_real(each) for each in now], [*self.start.values(), *self.buffers.start.values()]
+        now = [*(p.detach() for p in self.replica.start), *(buffers[name] for name in self.buffers.start)]
+        return list(map(as_real, now)), [*self.replica.start.values(), *self.buffers.start.values()]
 
     def _work(self) -> list[Tensor]:
-        return [each.to(anchor.dtype) - anchor for each, anchor in zip(*self._tensors(), strict=True)]
+        return [now.to(anchor.dtype) - anchor for now, anchor in zip(*self._tensors(), strict=True)]
 
     def _add_(self, work: Sequence[Tensor] | None) -> None:
         """Set the weights to the anchor, plus work."""
         now, anchors = self._tensors()
         copy_all_(now, anchors if work is None else list(torch._foreach_add(anchors, list(work))))
-        self._all.moved = {} if work is None else dict.fromkeys(self.start)
+        self._all.moved = {} if work is None else dict.fromkeys(self.replica.start)
 
     def _restart_if_not_finite(self) -> None:
         """Go on from the anchor where local steps have left an inf or NaN, without their tokens and momentum."""
-        flags = [*are_not_finite(self._tensors()[0]), self.late_faults().any(self.device)]
+        flags = [are_not_finite(self._tensors()[0]), self.late_faults().any(self.device)]
         if self._any_in_node(any_of(flags, self.device))[0]:
             self._has_faults = True
             self._add_(None)
@@ -500,9 +552,9 @@ class ElasticSync(LocalSync):
     def shared_state(self) -> dict[str, Any]:
         """Return what a member that is behind takes: tensors by name, on the CPU, and plain values."""
         return {
-            "start": {self.name_of(p): start.cpu() for p, start in self.start.items()},
-            "velocity": {self.name_of(p): u.cpu() for p, u in self.velocity.items()},
-            "buffers": {name: start.cpu() for name, start in self.buffers.start.items()},
+            "start": on_cpu(self._named(self.replica.start)),
+            "velocity": on_cpu(self._named(self.replica.velocity)),
+            "buffers": on_cpu(self.buffers.start),
             "num_averages": self.num_averages,
             "step": self.step,
             "steps": self._steps,
@@ -524,12 +576,12 @@ class ElasticSync(LocalSync):
             work = lost.work if work is None else list(torch._foreach_add(lost.work, work))
             self.tokens += lost.tokens
             self._set_residuals(lost.residuals)
-        for p, start in self.start.items():
+        for p, start in self.replica.start.items():
             start.copy_(shared["start"].get(self.name_of(p), start))  # who trains others is told so, in `_compare`
-        by_name = self.by_name()
-        self.velocity = {by_name[each]: u.to(self.device, copy=True) for each, u in shared["velocity"].items()}
-        for each, start in self.buffers.start.items():
-            start.copy_(shared["buffers"][each])
+        parameters, velocity = self.by_name(), loaded(shared["velocity"], self.device)
+        self.replica.velocity = {parameters[key]: u for key, u in velocity.items()}
+        for key, start in self.buffers.start.items():
+            start.copy_(shared["buffers"][key])
         self._add_(work)
         if was_averaged:
             self.tokens = 0.0
@@ -540,33 +592,28 @@ class ElasticSync(LocalSync):
         self.contributed, self.healed = dict(shared["contributed"]), shared["others"]
         _logger.info("Member %r has taken the state after round %d.", name, self.num_averages)
 
-    def _residuals(self) -> dict[str, Tensor]:
-        """Return copies."""
-        return {} if self.compressed is None else {n: each.clone() for n, each in self.compressed.residuals.items()}
+    def _named(self, tensors: Mapping[Parameter, Tensor]) -> dict[str, Tensor]:
+        return {self.name_of(parameter): tensor for parameter, tensor in tensors.items()}
 
     def _set_residuals(self, residuals: Mapping[str, Tensor]) -> None:
         """Set them; to zero where nothing is given."""
-        for name, residual in ({} if self.compressed is None else self.compressed.residuals).items():
+        for name, residual in self.replica.residuals.items():
             residual.copy_(residuals[name]) if name in residuals else residual.zero_()
-
-    def _lose(self, fragment: Any) -> None:
-        fragment.work = None  # the caller puts the residuals back
 
     # What others look at: the anchor, which all members have ----------------------------------------------------------
 
     def show_consensus(self) -> None:
-        if not self.is_shown and self.start:
-            now, values = self.averaged_tensors(), {self.name_of(p): start for p, start in self.start.items()}
-            self.show({**now, **values, **self.buffers.start})
+        if not self.replica.view.is_shown and self.replica.start:
+            self.replica.show({**self.replica.tensors(), **self._named(self.replica.start), **self.buffers.start})
 
     def adopt_parameters(self) -> None:
         """Go on from what the user's code has put in the place of the anchor: as if this member's steps led there."""
-        self.hide_consensus(keeps_parameters=True)
+        self.replica.hide(keeps_parameters=True)
 
     def finish(self) -> None:
         """Leave the anchor in the model. Communicates nothing: others may train on."""
         self.show_consensus()
-        self._forget_shown()
+        self.replica.view = ConsensusView()
         self._all.moved.clear()
         self.tokens, self.ending.step = 0.0, None  # the work is not in the model
 
@@ -580,16 +627,12 @@ class ElasticSync(LocalSync):
             setattr(self, name, value)
 
     def state_dict(self) -> dict[str, Any]:
-        here = (self.members.local_rank, self.members.num_local_ranks)  # among the members it may be another next time
-        return {**super().state_dict(), "rank": here, "tokens": self.tokens}
+        rank = self.members.local_rank, self.members.num_local_ranks  # among the members it may be another next time
+        return {**super().state_dict(), "rank": rank, "tokens": self.tokens}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         super().load_state_dict(state)
         self.tokens = state["tokens"] if state["own"] else 0.0  # without the work they count for nothing
-
-
-def _by_name(quorum: Quorum, checksums: Sequence[float]) -> dict[str, int]:
-    return dict(zip(quorum.members, map(int, checksums), strict=True))
 
 
 def check_elastic(method: Method) -> None:

@@ -134,14 +134,24 @@ def differences(now: Sequence[Tensor], before: Sequence[Tensor]) -> list[Tensor]
         now: real, any floating dtypes and shapes.
         before: of the same dtypes and shapes.
     """
-    found = list(now)
-    for dtype in dict.fromkeys(each.dtype for each in now):
-        mine = [index for index, each in enumerate(now) if each.dtype == dtype]
-        flat, flat_before = (torch.cat([tensors[index].reshape(-1) for index in mine]) for tensors in (now, before))
-        flat = torch.where(flat == flat_before, 0.0, flat - flat_before)
-        for index, part in zip(mine, flat.split([now[index].numel() for index in mine]), strict=True):
-            found[index] = part.view(now[index].shape)
-    return found
+    return in_flats(lambda after, earlier: torch.where(after == earlier, 0.0, after - earlier), now, before)
+
+
+def in_flats(function: Callable[..., Tensor], *lists: Sequence[Tensor]) -> list[Tensor]:
+    """Return what an elementwise function makes of tensors, those of one dtype together: few launches.
+
+    Args:
+        function: takes flat tensors, which it may write to, and returns one.
+        lists: of tensors of the same dtypes and shapes, from which it takes its arguments.
+    """
+    results = list(lists[0])
+    for dtype in dict.fromkeys(tensor.dtype for tensor in lists[0]):
+        members = [index for index, tensor in enumerate(lists[0]) if tensor.dtype == dtype]
+        flats = [torch.cat([tensors[index].reshape(-1) for index in members]) for tensors in lists]
+        parts = function(*flats).split([results[index].numel() for index in members])
+        for index, part in zip(members, parts, strict=True):
+            results[index] = part.view(results[index].shape)
+    return results
 
 
 def relative_distance(own: Sequence[Tensor], means: Sequence[Tensor]) -> Tensor:

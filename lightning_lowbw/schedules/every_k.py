@@ -323,6 +323,13 @@ class Phase:
             return when.begin_step
         return self._local_since
 
+    def check(self, when: EveryK) -> None:
+        """Raise ConfigurationError if a part of the run is to be synchronous, and its length is not known."""
+        if isinstance(when.begin_step, float):
+            raise ConfigurationError(
+                f"begin_step={when.begin_step}: how many steps the run has is not known here; give a number of steps."
+            )
+
     def is_local(self, when: EveryK, step: int) -> bool:
         """Return whether the coming step is after the synchronous ones."""
         begin = self._begin(when)

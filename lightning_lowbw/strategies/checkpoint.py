@@ -299,7 +299,7 @@ class CheckpointedStrategy(BaseStrategy):
                     f"{path} has the states of {len(states)} optimizers, and here are {len(self.workers)}: one was "
                     f"replaced in that run. Resume with the optimizers that were saved, or {GO_ON}."
                 )
-        consensus = [copies(worker.averaged_tensors()) for worker in self.replicas]
+        consensus = [copies(worker.replica.tensors()) for worker in self.replicas]
         with failing_together():
             for worker, state in zip(self.workers, states, strict=True):
                 worker.load_state_dict(state)
@@ -313,10 +313,10 @@ class CheckpointedStrategy(BaseStrategy):
             self._restore(shard)
         for worker, values in zip(self.replicas, consensus, strict=True):
             shown = None if shard is None else shard["workers"][self.workers.index(worker)].get("shown")
-            if not worker.is_consensus:  # until the first batch the model keeps the checkpoint's weights
-                worker.show(values, shown)
+            if not worker.replica.is_consensus:  # until the first batch the model keeps the checkpoint's weights
+                worker.replica.show(values, shown)
             elif shown is not None:
-                worker.note_shown(shown)
+                worker.replica.note_shown(shown)
         if metadata["is_interrupted"]:
             own = "" if shard is None else " and ".join(state["torn"] for state in states if state["torn"])
             torn = [f"rank {rank}: {each}" for rank, each in enumerate(gather(own, "interrupted steps")) if each]

@@ -297,16 +297,16 @@ class ShardedStrategy(CheckpointedStrategy, ModelParallelStrategy):
             return
         self._look()
         for worker in self.replicas:
-            if not worker.is_consensus:
+            if not worker.replica.is_consensus:
                 agree_in_world(worker)
             elif worker.peers.num_ranks > 1 and worker.compressed is not None:
                 check_last_faults(worker)  # also ranks whose shards are empty, and which have no flag
         super().show_consensus(weights_only=weights_only)
         for worker in self.replicas:
-            if worker.own is not None:
-                buffers = alike(worker.averaged_buffers(), self.mesh.node()).values()
+            if worker.replica.view.own is not None:
+                buffers = alike(worker.replica.averaged_buffers(), self.mesh.node()).values()
                 broadcast_flat_(buffers, lambda flat: dist.broadcast(flat, group=self.mesh.node(), group_src=0))
-                worker.note_shown()
+                worker.replica.note_shown()
 
     @override
     def _hide_mean(self, *, adopts: bool = False) -> None:

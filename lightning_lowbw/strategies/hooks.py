@@ -312,11 +312,11 @@ class ReplicaHooks:
 
     @property
     def has_shown(self) -> bool:
-        return any(worker.is_shown for worker in self._workers)
+        return any(worker.replica.view.is_shown for worker in self._workers)
 
     @property
     def is_shown(self) -> bool:
-        return any(worker.own is not None for worker in self._workers)
+        return any(worker.replica.view.own is not None for worker in self._workers)
 
     def show(
         self, trainer: pl.Trainer, peers: Peers, device: torch.device, *, is_over: bool, weights_only: bool
@@ -347,7 +347,8 @@ class ReplicaHooks:
         """
         for worker in self._workers:
             tensors = [parameter.detach() for parameter in worker.params]
-            shown = worker.averaged_buffers().values() if with_buffers and worker.own is not None else ()
+            replica = worker.replica
+            shown = replica.averaged_buffers().values() if with_buffers and replica.view.own is not None else ()
             tensors += [buffer for buffer in shown if buffer.is_floating_point() or buffer.is_complex()]
             agree_on_weights_(tensors, peers, device)
 
@@ -361,15 +362,15 @@ class ReplicaHooks:
             device: of messages.
             adopts: whether to go on from those that the user's code has put in their place; else these stay for now.
         """
-        shown = [worker for worker in self._workers if worker.is_shown]
-        flags = torch.tensor([worker.is_changed for worker in shown], dtype=torch.int32, device=device)
+        shown = [worker for worker in self._workers if worker.replica.view.is_shown]
+        flags = torch.tensor([worker.replica.view.is_changed for worker in shown], dtype=torch.int32, device=device)
         dist.all_reduce(flags, op=dist.ReduceOp.MAX)
         are_changed = flags.tolist()
         if adopts and any(are_changed):
             self.agree_on_weights(peers, device)
         for worker, is_changed in zip(shown, are_changed, strict=True):
             if not is_changed:
-                worker.hide_consensus()
+                worker.replica.hide()
             elif adopts:
                 worker.adopt_parameters()
 
@@ -386,7 +387,7 @@ class ReplicaHooks:
         """Return all, also while the mean is shown."""
         kept = dict(buffers)
         for worker in self._workers:
-            kept |= {name: tensor for name, tensor in worker.own_tensors().items() if name in buffers}
+            kept |= {name: tensor for name, tensor in worker.replica.own_tensors().items() if name in buffers}
         return kept
 
     @property

@@ -19,9 +19,10 @@ from torch import Tensor
 from lightning_lowbw.comm.agreement import differ, gather
 from lightning_lowbw.comm.collectives import broadcast_flat_
 from lightning_lowbw.comm.peers import Peers, wide_dtype
-from lightning_lowbw.kernels.tensors import as_real, checksum, copy_all_, differences, upload
+from lightning_lowbw.kernels.tensors import as_real, checksum, copy_all_, differences, in_flats, upload
 
 CHECK_EVERY = 100  # averages, or steps; and often at first, because then it shows which buffers differ
+BUFFER = "buffer "  # before the name of a buffer among the tensors of an average
 COUNT = "num_batches_tracked"  # of the layers of torch that keep running statistics
 MEAN, VARIANCE = "running_mean", "running_var"
 NOTHING = torch.iinfo(torch.int64).min  # what a rank sends of integers that are those of another
@@ -68,8 +69,8 @@ class Layout:
 
     def fitting(self, buffers: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the buffers that are as was agreed on, in the agreed order."""
-        here = dict(buffers.items())
-        return {name: here[name] for name, spec in self.specs.items() if name in here and spec_of(here[name]) == spec}
+        now = dict(buffers.items())
+        return {name: now[name] for name, spec in self.specs.items() if name in now and spec_of(now[name]) == spec}
 
     def changed(self, buffers: Mapping[str, Tensor]) -> list[str]:
         """Return the names of the buffers that have other shapes than was agreed on, are new or are gone."""
@@ -100,9 +101,9 @@ class Layout:
         Returns:
             The names of those whose shape has changed since the last agreement, or that a rank has not sent.
         """
-        own = self._specs_of(buffers), sorted(unsent)
-        digests = gather(hashlib.sha256(repr((list(own[0].items()), own[1])).encode()).hexdigest(), "buffers", group)
-        rows = [own] if len({*digests}) == 1 else gather(own, "shapes of buffers", group)
+        row = self._specs_of(buffers), sorted(unsent)
+        digests = gather(hashlib.sha256(repr((list(row[0].items()), row[1])).encode()).hexdigest(), "buffers", group)
+        rows = [row] if len({*digests}) == 1 else gather(row, "shapes of buffers", group)
         (first, _), before = rows[0], self.specs
         self.specs = {name: spec for name, spec in first.items() if all(row.get(name) == spec for row, _ in rows)}
         apart = {name: None for row, _ in rows for name in row if name not in self.specs}
@@ -188,7 +189,7 @@ class ReplicaBuffers:
         self.is_begun, self.compares = False, True
         self.num_averages = 0
 
-    def for_a_look(self) -> ReplicaBuffers:
+    def for_view(self) -> ReplicaBuffers:
         """Return a copy, with which a consensus view leaves what the training compares and measures as it is."""
         other = copy.copy(self)  # no method below changes in place what both have
         other.layout = copy.copy(self.layout)
@@ -260,24 +261,25 @@ class ReplicaBuffers:
         Returns:
             The names of those whose shape has changed, or that a rank has not sent.
         """
-        changed, found = set[str](), None
-        while found is None:
+        changed, unequal = set[str](), None
+        while unequal is None:
             has_changed = bool(self.layout.changed(self.named) or unsent)
-            found = self._unequal(peers, device, has_changed) if self.compares else [] if not has_changed else None
-            if found is None:  # a rank has other shapes
+            unequal = self._unequal(peers, device, has_changed) if self.compares else [] if not has_changed else None
+            if unequal is None:  # a rank has other shapes
                 changed |= self.layout.agree(self.named, peers.group, unsent)
                 self.differing -= changed
                 unsent = ()
         now, kept = self.now(), self.start.keys() - changed
         unknown = {name: buffer for name, buffer in now.items() if name not in self.differing}
         floating = [name for name, buffer in unknown.items() if buffer.is_floating_point() or buffer.is_complex()]
-        found = found if self.compares else floating
+        unequal = unequal if self.compares else floating
         # Where means differ, a variance gets that between the ranks.
-        found += [each for name in found if (each := _renamed(name, MEAN, VARIANCE)) in unknown and each not in found]
-        self.differing |= {*found}
-        fresh = [name for name in floating if name not in found or name not in kept]
+        variances = [_renamed(name, MEAN, VARIANCE) for name in unequal]
+        self.differing |= {*unequal, *(name for name in variances if name in unknown)}
+        # Of those that are equal what they are now is the start; of others that of rank 0, if there was none before.
+        fresh = [name for name in floating if name not in self.differing or name not in kept]
         starts = dict(zip(fresh, wide_copies([now[name] for name in fresh]), strict=True))
-        broadcast_flat_([starts[name] for name in fresh if name in found], peers.broadcast_)
+        broadcast_flat_([starts[name] for name in fresh if name in self.differing], peers.broadcast_)
         self.start = {name: start for name, start in self.start.items() if name in kept} | starts
         return changed
 
@@ -285,11 +287,11 @@ class ReplicaBuffers:
         """Return the names of those that differ in value, and were not known to; None if a rank has other shapes."""
         names, now = [name for name in self.layout.specs if name not in self.differing], self.now()
         sums = [checksum([now[name]] if name in now else []) for name in names]
-        bits = [torch.as_tensor(each, dtype=torch.int64, device=device) for each in sums]
-        own = torch.stack([*upload([has_changed], torch.int64, device), *bits])
-        extremes = torch.cat([own, -own])
+        bits = [torch.as_tensor(number, dtype=torch.int64, device=device) for number in sums]
+        message = torch.stack([*upload([has_changed], torch.int64, device), *bits])
+        extremes = torch.cat([message, -message])
         peers.all_reduce_(extremes, dist.ReduceOp.MAX)
-        (is_other, *most), (_, *least) = (each.tolist() for each in extremes.split(len(own)))
+        (is_other, *most), (_, *least) = (half.tolist() for half in extremes.split(len(message)))
         if is_other:
             return None
         return [name for name, high, low in zip(names, most, least, strict=True) if high != -low]
@@ -305,6 +307,8 @@ class ReplicaBuffers:
     def changes(self) -> dict[str, Tensor]:
         """Return the change of each floating buffer that differs, since the last average; 0 of those in `unsent`.
 
+        By names that no parameter has.
+
         For a running variance ``var + (mean - start of mean)^2``, so that the mean over ranks includes the variance
         between them.
         """
@@ -316,33 +320,28 @@ class ReplicaBuffers:
         variances, squares = _squares_of_means(changes)
         if variances:
             torch._foreach_add_(variances, squares)
-        return changes
+        return {f"{BUFFER}{name}": change for name, change in changes.items()}
 
     def _finite_starts(self, names: Sequence[str]) -> list[Tensor]:
         """Return what changes are measured from: 0 in place of inf and NaN (a best loss), on all ranks alike."""
-        found: dict[str, Tensor] = {}
-        for dtype in dict.fromkeys(self.start[name].dtype for name in names):
-            mine = {name: self.start[name] for name in names if self.start[name].dtype == dtype}
-            flat = torch.cat([start.reshape(-1) for start in mine.values()]).nan_to_num_(0.0, 0.0, 0.0)
-            parts = flat.split([start.numel() for start in mine.values()])
-            found |= {name: part.view(mine[name].shape) for name, part in zip(mine, parts, strict=True)}
-        return [found[name] for name in names]
+        return in_flats(lambda flat: flat.nan_to_num_(0.0, 0.0, 0.0), [self.start[name] for name in names])
 
     def apply(
-        self, mean_changes: Mapping[str, Tensor], snapshots: Mapping[str, Tensor], changed: Collection[str] = ()
+        self, means: Mapping[str, Tensor], snapshots: Mapping[str, Tensor], changed: Collection[str] = ()
     ) -> None:
         """Take over the mean over ranks of `changes`.
 
         In place:
-            The buffers; `mean_changes`, which are used up.
+            The buffers; their means, which are used up.
 
         Args:
-            mean_changes: by name.
+            means: by the names of `changes`, also of others.
             snapshots: of the buffers when the average was begun, where they have changed since; else empty.
             changed: the names of those that not all ranks have sent, or whose shape has changed since.
         """
         pairs = {_renamed(name, *each) for name in changed for each in ((MEAN, VARIANCE), (VARIANCE, MEAN))}
-        changes = {name: each for name, each in mean_changes.items() if name not in changed and name not in pairs}
+        named = {name.removeprefix(BUFFER): mean for name, mean in means.items() if name.startswith(BUFFER)}
+        changes = {name: mean for name, mean in named.items() if name not in changed and name not in pairs}
         if not changes:
             return
         variances, squares = _squares_of_means(changes)
@@ -352,16 +351,15 @@ class ReplicaBuffers:
         targets = dict(zip(changes, torch._foreach_add(starts, list(changes.values())), strict=True))
         self.start = self.start | targets
         buffers = {name: as_real(buffer) for name, buffer in self.now().items() if name in targets}
-        here = [targets[name] for name in buffers]
-        if snapshots and buffers:
-            moves = differences(here, [snapshots[name] for name in buffers])
-            here = wide_copies(list(buffers.values()))
-            torch._foreach_add_(here, moves)
-            own = dict(zip(buffers, here, strict=True))
-            variances, _ = _squares_of_means(own)
+        values = [targets[name] for name in buffers]
+        if snapshots and buffers:  # what has changed since the average was begun stays
+            moves = differences(values, [snapshots[name] for name in buffers])
+            values = wide_copies(list(buffers.values()))
+            torch._foreach_add_(values, moves)
+            variances, _ = _squares_of_means(dict(zip(buffers, values, strict=True)))
             if variances:
                 torch._foreach_clamp_min_(variances, 0.0)
-        copy_all_(list(buffers.values()), here)
+        copy_all_(list(buffers.values()), values)
 
     def agree_integers(self, peers: Peers, device: torch.device) -> None:
         """Make integer buffers that differ those of rank 0; of a count of batches take the largest.
@@ -378,19 +376,19 @@ class ReplicaBuffers:
             return
         sizes = [torch.Size(self.layout.specs[name][0]).numel() for name in names]
         nothing = torch.full((sum(sizes),), NOTHING, dtype=torch.int64, device=device)
-        own = [
+        values = [
             now[name].reshape(-1).to(torch.int64) if name in now else empty
             for name, empty in zip(names, nothing.split(sizes), strict=True)
         ]
         sent = [
-            each if peers.rank == 0 or name.endswith(COUNT) else empty
-            for name, each, empty in zip(names, own, nothing.split(sizes), strict=True)
+            value if peers.rank == 0 or name.endswith(COUNT) else empty
+            for name, value, empty in zip(names, values, nothing.split(sizes), strict=True)
         ]
         flat = torch.cat(sent)
         peers.all_reduce_(flat, dist.ReduceOp.MAX)
-        flat = torch.where(flat == NOTHING, torch.cat(own), flat)
-        here = {name: part for name, part in zip(names, flat.split(sizes), strict=True) if name in now}
-        copy_all_([now[name] for name in here], [part.view(now[name].shape) for name, part in here.items()])
+        flat = torch.where(flat == NOTHING, torch.cat(values), flat)
+        parts = {name: part for name, part in zip(names, flat.split(sizes), strict=True) if name in now}
+        copy_all_([now[name] for name in parts], [part.view(now[name].shape) for name, part in parts.items()])
 
     # State --------------------------------------------------------------------------------------------------------
 

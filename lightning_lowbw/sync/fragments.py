@@ -1,24 +1,71 @@
-"""Fragments of a model, and the averages of them that have been begun."""
+"""Fragments of a model, the averages of them that have been begun, and what such an average does to the weights."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import compress
+from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 
-from lightning_lowbw.errors import ConfigurationError
+from lightning_lowbw.comm.peers import Peers
+from lightning_lowbw.errors import ConfigurationError, DisagreementError, NonFiniteGradientError
+from lightning_lowbw.kernels.tensors import copy_all_
 from lightning_lowbw.schedules.every_k import balance
-from lightning_lowbw.sync.exchange import Pending
-from lightning_lowbw.sync.status import Faults
-
-# The sums in the status of an average.
-NUM_ENDED, NUM_LOSSES, LOSS, LR, NUM_STOP, NUM_SAVE, NUM_RESIZED = range(7)
-
+from lightning_lowbw.sync.checks import raise_at_other_batches
+from lightning_lowbw.sync.exchange import Deferred, DenseMean, Pending
+from lightning_lowbw.sync.status import Fault, Faults, Status, status_message
 
 # Averages in progress ------------------------------------------------------------------------------------------------
+
+
+class Sums(NamedTuple):
+    """The sums over ranks in the status of an average.
+
+    Attributes:
+        num_ended: ranks whose data have ended.
+        num_losses: ranks that have a loss.
+        loss: of these; inf where one is not positive.
+        lr: learning rates.
+        num_stop: requests to stop.
+        num_save: requests to save.
+        num_resized: ranks on which a buffer has another shape than was agreed on.
+    """
+
+    num_ended: float = 0.0
+    num_losses: float = 0.0
+    loss: float = 0.0
+    lr: float = 0.0
+    num_stop: float = 0.0
+    num_save: float = 0.0
+    num_resized: float = 0.0
+
+
+NUM_LOSSES, LOSS, NUM_STOP, NUM_SAVE = map(Sums._fields.index, ("num_losses", "loss", "num_stop", "num_save"))
+
+
+def average_status(
+    sums: Sums, loss: Tensor | None, fault: Tensor | float, mark: Tensor | int, peers: Peers, device: torch.device
+) -> Tensor:
+    """Return a rank's message, to be summed over the ranks.
+
+    Args:
+        sums: what is known on the host.
+        loss: of this rank, on the device; None if it has none.
+        fault: whether it has found one.
+        mark: of its step and its consensus.
+        peers: the ranks.
+        device: of the message.
+    """
+    message = status_message(sums, fault, mark, peers.rank, peers.num_ranks, device)
+    if loss is not None:
+        is_positive = torch.isfinite(loss) & (loss > 0)
+        message[NUM_LOSSES], message[LOSS] = 1.0, torch.where(is_positive, loss, float("inf"))
+    return message
 
 
 @dataclass(eq=False)
@@ -28,6 +75,7 @@ class Average:
     Attributes:
         step: optimizer steps completed when it was begun.
         parameters: it is of.
+        takes_buffers: whether the buffers are averaged, too.
         whole: of the tensors that are averaged whole, with the status; None where `changes` has the status.
         changes: of the tensors that the payload sends: the mean changes by name, flat.
         faults: of the parameters, and late ones; None of one that was saved.
@@ -38,8 +86,9 @@ class Average:
 
     step: int
     parameters: list[Parameter]
-    whole: Pending | None
-    changes: Pending
+    takes_buffers: bool = False
+    whole: Pending | None = None
+    changes: Pending = field(default_factory=lambda: Deferred(lambda: DenseMean({})))
     faults: Faults | None = None
     snapshots: list[Tensor] | None = None
     buffer_snapshots: dict[str, Tensor] = field(default_factory=dict)
@@ -51,15 +100,104 @@ class Average:
         return mean.dense() if self.whole is not None else {}, status
 
 
-def change_of(now: Tensor, start: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a change since the last consensus, rounded as the weights are: one that has not moved has none; float32.
+def check_marks(status: Status, average: Average, *, batch: int, step: int, group: dist.ProcessGroup | None) -> None:
+    """Check that the ranks have begun an average in the same step, and from the same consensus.
+
+    Collective: all ranks of the group, where they have not.
+
+    Raises:
+        DisagreementError: on all ranks; they have not.
+    """
+    counts, checksums = status.differences()
+    if counts:
+        raise_at_other_batches(batch, step, group, {"average begun after steps": average.step})
+    if checksums:
+        raise DisagreementError(
+            f"The ranks measure their changes from different weights; checksums of these are {checksums}. Begin "
+            "with the same weights on all ranks, also of parameters that are added later."
+        )
+
+
+def nonfinite_weight(peers: Peers, step: int, name: str) -> Fault:
+    """Return the fault of a rank whose local steps have left an inf or NaN in a parameter."""
+    shard = "" if peers.nodes is None else f", in the shard of rank {dist.get_rank()}"
+    return Fault(
+        4,
+        NonFiniteGradientError,
+        f"The local steps of {'node' if shard else 'rank'} {peers.rank} up to step {step} left parameter {name!r} "
+        f"infinite or NaN{shard}. Nothing was averaged. Lower the learning rate, or clip gradients.",
+    )
+
+
+# Arithmetic of an average -------------------------------------------------------------------------------------------
+
+
+def changes_of(weights: Sequence[Tensor], starts: Sequence[Tensor]) -> list[Tensor]:
+    """Return each weight's change since the last consensus, rounded to its own type; in float32.
 
     Args:
-        now: a weight, or a wide copy of it.
-        start: the consensus; float32 (or wider).
+        weights: real, at most 32 bits wide.
+        starts: the consensus of each; float32.
+    """
+    are_whole = [weight.dtype == torch.float32 for weight in weights]
+    pairs = list(compress(weights, are_whole)), list(compress(starts, are_whole))
+    moved = iter(torch._foreach_sub(*pairs) if any(are_whole) else ())
+    # Of a half type one by one: it takes a copy.
+    return [
+        next(moved) if is_whole else _change_of(weight, start, weight.dtype)
+        for is_whole, weight, start in zip(are_whole, weights, starts, strict=True)
+    ]
+
+
+def _change_of(now: Tensor, start: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a change, rounded as the weights are: one that has not moved has none."""
+    return now.float() - start.to(dtype).float()
+
+
+def unsent_of(mean_change: Tensor, snapshot: Tensor, start: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return what is unsent again if an average is not applied: the weights keep this rank's change, not the mean.
+
+    It holds for the mean over participants: elements taken from one residual are put back by others.
+
+    Args:
+        mean_change: that has arrived; flat.
+        snapshot: of the weight when it was begun.
+        start: the consensus.
         dtype: of the weight.
     """
-    return now.float() - start.to(dtype).float()
+    return mean_change - _change_of(snapshot, start, dtype).reshape(-1)
+
+
+def apply_means_(
+    now: list[Tensor], before: list[Tensor], means: list[Tensor], have_moved: Sequence[bool], mixing: float | None
+) -> None:
+    """Set weights to their means; of those that have moved since the average was begun keep these steps.
+
+    ``x = x + (mean - x at the begin)``, or with mixing ``x = mixing x + (1 - mixing) mean``.
+
+    In place:
+        `now`; `means`, which are used up.
+
+    Args:
+        now: the weights; real.
+        before: as they were when it was begun; as `means`.
+        means: float32 (or wider).
+        have_moved: which of them.
+        mixing: see `EveryK`.
+    """
+    are_still = [not has_moved for has_moved in have_moved]
+    copy_all_(list(compress(now, are_still)), list(compress(means, are_still)))
+    now, before, means = (list(compress(tensors, have_moved)) for tensors in (now, before, means))
+    if now and mixing is None:
+        torch._foreach_sub_(means, before)
+        torch._foreach_add_(now, means)
+    elif mixing is not None:  # one by one: half types are copied for it
+        for mean, weight in zip(means, now, strict=True):
+            mean.lerp_(weight.to(mean.dtype), mixing)
+        copy_all_(now, means)
+
+
+# Fragments ----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(eq=False)
@@ -90,14 +228,14 @@ class Fragment:
 
 
 def make_fragments(
-    parameters: Sequence[Parameter], num_fragments: int, sent_bytes: Callable[[Sequence[Parameter]], list[int]]
+    parameters: Sequence[Parameter], num_fragments: int, sent_bytes: Callable[[Parameter], int]
 ) -> list[Fragment]:
     """Divide parameters into fragments that send nearly equal numbers of bytes; the last one contains the buffers.
 
     Args:
         parameters: of the optimizer.
         num_fragments: at most as many as there are parameters.
-        sent_bytes: of parameters.
+        sent_bytes: returns those of a parameter.
 
     Raises:
         ConfigurationError: there are fewer parameters.
@@ -106,9 +244,19 @@ def make_fragments(
         raise ConfigurationError(
             f"num_fragments={num_fragments}, and the optimizer has {len(parameters)} tensors: give at most as many."
         )
-    chosen = balance(sent_bytes(parameters), [0] * num_fragments)
+    # By bytes, because what a payload sends of a tensor need not grow with its size.
+    chosen = balance(list(map(sent_bytes, parameters)), [0] * num_fragments)
     members = [[p for p, of in zip(parameters, chosen, strict=True) if of == i] for i in range(num_fragments)]
-    return [Fragment(each, each is members[-1]) for each in members]
+    return [Fragment(of_one, of_one is members[-1]) for of_one in members]
+
+
+def differing(fragments: Iterable[Fragment]) -> list[Parameter]:
+    """Return the parameters that may differ between ranks: those trained since their last average."""
+    unequal: dict[Parameter, None] = {}
+    for fragment in fragments:  # an average in progress has not made any equal yet
+        unequal.update(dict.fromkeys([] if fragment.work is None else fragment.work.parameters))
+        unequal.update(fragment.moved)
+    return list(unequal)
 
 
 def due(fragments: Sequence[Fragment], k_steps: int, delay_steps: int) -> list[Fragment]:
@@ -119,7 +267,7 @@ def due(fragments: Sequence[Fragment], k_steps: int, delay_steps: int) -> list[F
 def note_steps(
     fragments: Sequence[Fragment],
     parameters: Sequence[Parameter],
-    sent_bytes: Callable[[Sequence[Parameter]], list[int]],
+    sent_bytes: Callable[[Parameter], int],
 ) -> None:
     """Note that a local step has trained parameters; new ones join the fragment that sends the fewest bytes.
 
@@ -128,15 +276,15 @@ def note_steps(
 
     Args:
         parameters: of the optimizer, also frozen ones.
-        sent_bytes: of parameters.
+        sent_bytes: returns those of a parameter.
     """
     for fragment in fragments:
         assert fragment.steps is not None
         fragment.steps += 1
     owner = {p: fragment for fragment in fragments for p in fragment.parameters}
     new = [p for p in parameters if p not in owner]
-    loads = [sum(sent_bytes(fragment.parameters)) for fragment in fragments] if new else []
-    for parameter, number in zip(new, balance(sent_bytes(new), loads), strict=True):
+    loads = [sum(map(sent_bytes, fragment.parameters)) for fragment in fragments] if new else []
+    for parameter, number in zip(new, balance(list(map(sent_bytes, new)), loads), strict=True):
         fragments[number].parameters.append(parameter)
         owner[parameter] = fragments[number]
     for parameter in parameters:

@@ -41,8 +41,9 @@ from lightning_lowbw.kernels.reference import are_not_finite
 from lightning_lowbw.kernels.tensors import as_real, copy_all_, copy_in_order_, order_of
 from lightning_lowbw.schedules.schedule import Schedule
 from lightning_lowbw.sync.checks import agree_on_end, compare_batches, raise_at_other_batches
+from lightning_lowbw.sync.consensus import saved
 from lightning_lowbw.sync.exchange import Faulty, Mean, Prepared, WholeExchange, exchange_for
-from lightning_lowbw.sync.state import check_order, check_origin, origin, own_part, saved
+from lightning_lowbw.sync.state import check_order, check_origin, origin, own_part
 from lightning_lowbw.sync.status import (
     SAVE,
     STOP,

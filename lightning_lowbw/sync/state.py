@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -20,17 +20,14 @@ from lightning_lowbw.comm.peers import Peers, part_of
 from lightning_lowbw.compress.params import check_shapes
 from lightning_lowbw.errors import WITHOUT_RESIDUALS, ConfigurationError
 from lightning_lowbw.kernels.tensors import Order, as_real, order_of
+from lightning_lowbw.sync.consensus import saved
 from lightning_lowbw.sync.exchange import Deferred, DenseMean
-from lightning_lowbw.sync.fragments import NUM_SAVE, NUM_STOP, Average, Fragment, change_of
+from lightning_lowbw.sync.fragments import NUM_SAVE, NUM_STOP, Average, unsent_of
+from lightning_lowbw.sync.replica import Replica
 
 Named = dict[str, Tensor]
 
 OF_GRADIENTS = ("step", "small_numel", "correction", "payload", "shapes", "orders", "num_participants")
-
-
-def saved(tensors: Mapping[str, Tensor]) -> Named:
-    """Return copies on the CPU."""
-    return {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
 
 
 def loaded(tensors: Mapping[str, Tensor], device: torch.device) -> Named:
@@ -118,73 +115,103 @@ def check_order(parameter: Parameter, name: str, old: Order) -> None:
 # A replica ------------------------------------------------------------------------------------------------------------
 
 
-def fragment_state(fragment: Fragment, name_of: Callable[[Parameter], str]) -> dict[str, Any]:
-    """Return a fragment on the CPU, by the names of its parameters; waits for its average."""
+def replica_state(replica: Replica, optimizer: Optimizer) -> dict[str, Any]:
+    """Return what a replica has between averages, on the CPU and by name; waits for averages that have been begun."""
+    buffers, exchange, name_of = replica.buffers, replica.exchange, replica.params.name_of
     return {
-        "names": [name_of(parameter) for parameter in fragment.parameters],
-        "steps": fragment.steps,
-        "moved": [name_of(parameter) for parameter in fragment.moved],
-        "work": None if fragment.work is None else _average_state(fragment.work, name_of),
+        **origin(replica.peers),
+        "own": {} if replica.parameters_agree else saved(replica.own_tensors()),
+        "shown": replica.view.checksum,
+        "buffers": saved(buffers.start),
+        "layout": buffers.state_dict(),
+        "start": saved({name_of(parameter): tensor for parameter, tensor in replica.start.items()}),
+        "velocity": saved({name_of(parameter): tensor for parameter, tensor in replica.velocity.items()}),
+        "residuals": {} if exchange is None else exchange.residuals.state(),
+        "exchange": None if exchange is None else exchange.state_dict(),
+        "fragments": [
+            {
+                "names": list(map(name_of, fragment.parameters)),
+                "steps": fragment.steps,
+                "moved": list(map(name_of, fragment.moved)),
+                "work": None if fragment.work is None else _average_state(fragment.work, name_of),
+            }
+            for fragment in replica.fragments
+        ],
+        "optimizer": _optimizer_state(optimizer),
     }
+
+
+def load_replica_(replica: Replica, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+    """Load what `replica_state` returned, among other values, and `check_replica` has checked.
+
+    In place:
+        The replica; the model's parameters and buffers; the optimizer, but what its state has left out stays.
+    """
+    parameters, peers, exchange = replica.params.by_name(), replica.peers, replica.exchange
+    device = next(iter(parameters.values())).device
+    replica.buffers.load_state_dict(state.get("layout"), loaded(state["buffers"], device))
+    # Frozen parameters that were never trained are absent: the model's file has them.
+    targets: dict[str, Tensor] = {**parameters, **dict(replica.buffers.named.items())}
+    for name, own in state["own"].items():
+        if name in targets and targets[name].shape == own.shape:  # else a buffer, which the next average compares
+            targets[name].copy_(own)
+    replica.start = {parameters[name]: start for name, start in loaded(state["start"], device).items()}
+    replica.velocity = {parameters[name]: u for name, u in loaded(state["velocity"], device).items()}
+    if exchange is not None:
+        of = (peers.local_rank, peers.num_local_ranks) if exchange.payload.keeps_parts else (0, 1)
+        residuals = state["residuals"].items()
+        parts = {name: own_part(kept, as_real(parameters[name]).numel(), of) for name, kept in residuals}
+        exchange.residuals.load(parts, device)
+        if state["exchange"] is not None:
+            exchange.load_state_dict(state["exchange"])
+    for fragment, kept in zip(replica.fragments, state["fragments"], strict=True):
+        fragment.parameters = [parameters[name] for name in kept["names"]]
+        fragment.steps = kept["steps"]
+        fragment.moved = {parameters[name]: None for name in kept["moved"]}
+        work = kept["work"]
+        fragment.work = None if work is None else _loaded_average(work, parameters, device, fragment.takes_buffers)
+    given = zip(optimizer.param_groups, state["optimizer"]["param_groups"], strict=True)
+    groups = [{**{key: value for key, value in own.items() if not is_loadable(value)}, **kept} for own, kept in given]
+    optimizer.load_state_dict({**state["optimizer"], "param_groups": groups})
 
 
 def _average_state(average: Average, name_of: Callable[[Parameter], str]) -> dict[str, Any]:
     """Wait for an average, and return it on the CPU; it may be waited for again."""
     means, status = average.wait_for_whole()
     changes = average.changes.wait()[0].dense()
+    # So that it may be waited for again.
     average.whole = Deferred(lambda: DenseMean(means), status)
     average.changes = Deferred(lambda: DenseMean(changes))
     return {
         "step": average.step,
-        "parameters": [name_of(parameter) for parameter in average.parameters],
+        "parameters": list(map(name_of, average.parameters)),
         "means": saved(means),
         "changes": saved(changes),
-        "status": status.cpu().clone(),
-        "snapshots": [snapshot.cpu().clone() for snapshot in average.snapshots or []],
+        "status": on_cpu(status),
+        "snapshots": on_cpu(average.snapshots or []),
         "buffer_snapshots": saved(average.buffer_snapshots),
         "unsent": list(average.unsent),
     }
 
 
-def load_fragments_(
-    fragments: Sequence[Fragment],
-    states: Sequence[Mapping[str, Any]],
-    parameters: Mapping[str, Parameter],
-    device: torch.device,
-) -> None:
-    """Load what `fragment_state` has returned of each fragment.
-
-    In place:
-        The fragments.
-
-    Args:
-        parameters: of the optimizer, by name.
-        device: of these.
-    """
-    for fragment, state in zip(fragments, states, strict=True):
-        fragment.parameters = [parameters[name] for name in state["names"]]
-        fragment.steps = state["steps"]
-        fragment.moved = {parameters[name]: None for name in state["moved"]}
-        fragment.work = None if state["work"] is None else _loaded_average(state["work"], parameters, device)
-
-
-def _loaded_average(state: Mapping[str, Any], parameters: Mapping[str, Parameter], device: torch.device) -> Average:
+def _loaded_average(
+    state: Mapping[str, Any], parameters: Mapping[str, Parameter], device: torch.device, takes_buffers: bool
+) -> Average:
     """Return a saved average, without requests to processes that have ended."""
     status = state["status"].to(device, copy=True)
     status[[NUM_STOP, NUM_SAVE]] = 0.0
     means, changes = loaded(state["means"], device), loaded(state["changes"], device)
     return Average(
-        state["step"],
-        [parameters[name] for name in state["parameters"]],
-        Deferred(lambda: DenseMean(means), status),
-        Deferred(lambda: DenseMean(changes)),
+        *(state["step"], [parameters[name] for name in state["parameters"]], takes_buffers),
+        whole=Deferred(lambda: DenseMean(means), status),
+        changes=Deferred(lambda: DenseMean(changes)),
         snapshots=[snapshot.to(device) for snapshot in state["snapshots"]],
         buffer_snapshots=loaded(state["buffer_snapshots"], device),
         unsent=state.get("unsent", ()),
     )
 
 
-def optimizer_state(optimizer: Optimizer) -> dict[str, Any]:
+def _optimizer_state(optimizer: Optimizer) -> dict[str, Any]:
     """Return an optimizer's state without what no shard can hold, as a function in a param group."""
     state = optimizer.state_dict()
     groups = [{key: value for key, value in group.items() if is_loadable(value)} for group in state["param_groups"]]
@@ -192,41 +219,29 @@ def optimizer_state(optimizer: Optimizer) -> dict[str, Any]:
     return copied
 
 
-def load_optimizer_(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
-    """Load what `optimizer_state` returned; what it has left out stays as it is.
-
-    In place:
-        The optimizer.
-    """
-    pairs = zip(optimizer.param_groups, state["param_groups"], strict=True)
-    groups = [{**{key: value for key, value in own.items() if not is_loadable(value)}, **kept} for own, kept in pairs]
-    optimizer.load_state_dict({**state, "param_groups": groups})
-
-
-def check_replica(
-    state: Mapping[str, Any],
-    peers: Peers,
-    parameters: Mapping[str, Parameter],
-    method: Any,
-    *,
-    num_fragments: int,
-    needs_start: bool,
-    sends: Callable[[Parameter], bool],
-) -> None:
+def check_replica(replica: Replica, state: Mapping[str, Any], method: Any, *, needs_start: bool) -> None:
     """Check that a replica can go on from a state.
 
     Args:
+        replica: that is to go on.
         state: of a replica, or merged.
-        peers: of the replica.
-        parameters: of its optimizer, by name.
-        method: of the replica.
-        num_fragments: of the replica.
+        method: that is trained with now.
         needs_start: whether it keeps the last consensus.
-        sends: whether the payload sends the change of a parameter.
 
     Raises:
         ConfigurationError: it cannot.
     """
+    params, before = replica.params, replica.params.small_numel
+    params.small_numel = state["small_numel"]  # which tells what is sent
+    try:
+        _check_replica(replica, state, method, needs_start)
+    except ConfigurationError:
+        params.small_numel = before
+        raise
+
+
+def _check_replica(replica: Replica, state: Mapping[str, Any], method: Any, needs_start: bool) -> None:
+    peers, parameters, num_fragments = replica.peers, replica.params.by_name(), len(replica.fragments)
     check_origin(state, peers)
     if len(state["fragments"]) != num_fragments:
         raise ConfigurationError(
@@ -249,14 +264,14 @@ def check_replica(
     check_shapes({name: own.shape for name, own in state["own"].items() if name in parameters}, parameters)
     reals = {name: as_real(parameter) for name, parameter in parameters.items()}
     check_shapes({name: start.shape for name, start in state["start"].items()}, reals)
-    for name in (name for fragment in state["fragments"] for name in fragment["names"]):
-        if name not in parameters:
-            raise ConfigurationError(
-                f"The checkpoint has {name!r}, and this optimizer has no such parameter. Resume with the model it "
-                f"was written with, or {WITHOUT_RESIDUALS}."
-            )
+    names = [name for fragment in state["fragments"] for name in fragment["names"]]
+    if missing := [name for name in names if name not in parameters]:
+        raise ConfigurationError(
+            f"The checkpoint has {missing[0]!r}, and this optimizer has no such parameter. Resume with the model it "
+            f"was written with, or {WITHOUT_RESIDUALS}."
+        )
     for name, residual in state["residuals"].items():
-        if residual.any() and not sends(parameters[name]):
+        if residual.any() and not replica.compresses(parameters[name]):
             raise ConfigurationError(
                 f"The checkpoint keeps changes of {name!r} ({residual.numel()} elements) that have not been sent, "
                 f"and with {method.what} they never would be. Resume with the compression of that run, or "
@@ -348,10 +363,9 @@ def merge_replicas(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
         for work in [fragment["work"] for fragment in state["fragments"] if fragment["work"]]:
             snapshots = dict(zip(work["parameters"], work["snapshots"], strict=True))
             for name, mean in work["changes"].items():
-                # The weights have this rank's change, and the consensus its mean: the difference is unsent again. It
-                # holds for the mean over participants; elements taken from one residual are put back by others.
-                change = change_of(snapshots[name], state["start"][name], as_real(state["own"][name]).dtype)
-                residuals.add(name, (mean - change.reshape(-1)) / num_parts, mean.numel(), (0, 1))
+                dtype = as_real(state["own"][name]).dtype
+                unsent = unsent_of(mean, snapshots[name], state["start"][name], dtype)
+                residuals.add(name, unsent / num_parts, mean.numel(), (0, 1))
         for index, entry in state["optimizer"]["state"].items():
             optimizer_state[index] = {**entry, **optimizer_state.get(index, {})}  # not all ranks need have used it
             for name, value in entry.items():

@@ -141,6 +141,78 @@ def read_flags(message: Tensor) -> tuple[bool, int, bool]:
     return bool(fault), requests_of(num_stop, num_save), last == -first
 
 
+# Synchronous steps of replicas ----------------------------------------------------------------------------------------
+
+
+def step_flags(
+    requests: int, batch: int, rank: int, num_ranks: int, *, has_decayed: bool, has_ended: bool
+) -> list[float]:
+    """Return what a rank says in a synchronous step; the sum over ranks is read by `StepStatus`.
+
+    Args:
+        requests: of this rank.
+        batch: the number of its batch.
+        rank: its number.
+        num_ranks: of all.
+        has_decayed: whether its learning rate has fallen.
+        has_ended: whether its data have ended; then the number of the batch is negative.
+    """
+    batches = [0.0] * num_ranks
+    batches[rank] = float(batch % EXACT) * (-1.0 if has_ended else 1.0)
+    return [*counts_of(requests), float(has_decayed), *batches]
+
+
+def requests_of_node(flags: Tensor, read_before: int) -> Tensor:
+    """Return what is added to `step_flags` where a model is sharded: the requests of the node.
+
+    Args:
+        flags: maximum over the node, of `flags`.
+        read_before: requests that have been read in this step, which the node had not when it made them.
+    """
+    _, stop, save, last, minus_first = flags.unbind()
+    # Not finite where the batches of the node differ.
+    return torch.stack([stop, save * (not read_before & SAVE)]) / (last == -minus_first)
+
+
+@dataclass(frozen=True)
+class StepStatus:
+    """What the ranks have said in a synchronous step. It is read in a later one, so that the host need not wait.
+
+    Attributes:
+        step: in which it was.
+        read: returns the numbers; waits for the device.
+    """
+
+    step: int
+    read: Callable[[], list[float]]
+
+    @functools.cached_property
+    def sums(self) -> list[float]:
+        """The numbers, read once."""
+        return self.read()
+
+    @property
+    def requests(self) -> int:
+        """Those of all ranks."""
+        return requests_of(*self.sums[:2])
+
+    @property
+    def has_decayed(self) -> bool:
+        """Whether the learning rate of any rank has fallen."""
+        return self.sums[2] > 0
+
+    @property
+    def have_ended(self) -> bool:
+        """Whether the data of all ranks have."""
+        return max(self.sums[3:]) < 0
+
+    @property
+    def is_at_one_batch(self) -> bool:
+        """Whether all ranks are."""
+        num_stop, _, _, *batches = self.sums
+        return math.isfinite(num_stop) and len(set(map(abs, batches))) == 1
+
+
 # Faults ---------------------------------------------------------------------------------------------------------------
 
 

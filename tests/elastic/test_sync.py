@@ -19,6 +19,7 @@ from lightning_lowbw import DisagreementError, LocalSGD
 from lightning_lowbw.elastic.membership import Quorum
 from lightning_lowbw.elastic.sync import ElasticSync, Members
 from lightning_lowbw.method import Method
+from lightning_lowbw.sync.consensus import copies
 from tests.elastic.plain import KilledError, PlainMembership
 from tests.ranks import run_ranks
 
@@ -105,11 +106,11 @@ class Member:
         """Return what has not been averaged: of the weights, and of what sparse payloads keep back."""
         weight, exchange = self.parameters["wide"], self.worker.compressed
         residual = ({} if exchange is None else exchange.residuals).get("wide", torch.zeros(weight.numel()))
-        return weight.detach() - self.worker.start[weight] + residual.view_as(weight)
+        return weight.detach() - self.worker.replica.start[weight] + residual.view_as(weight)
 
     def note(self) -> None:
         number = self.worker.num_averages
-        self.anchors[number] = [each.clone() for each in self.worker.start.values()]
+        self.anchors[number] = [each.clone() for each in self.worker.replica.start.values()]
         self.contributors[number] = {name for name, last in self.worker.contributed.items() if last == number}
 
 
@@ -316,7 +317,7 @@ def test_a_member_with_another_anchor_than_most_heals_and_is_told_if_it_happens_
 
     def tamper(member: Member, step: int) -> None:
         if member.worker.num_averages:
-            member.worker.start[member.parameters["wide"]][2, 3] += 1e-6
+            member.worker.replica.start[member.parameters["wide"]][2, 3] += 1e-6
 
     members = [Member(store, n, METHODS["local_sgd"], 8 * K_STEPS, before=tamper if n == 0 else None) for n in range(3)]
     train(members)
@@ -387,7 +388,7 @@ def test_an_exception_in_a_round_leaves_the_residuals(store: dist.Store) -> None
     kept: list[Tensor] = []
 
     def keep(member: Member, _: int) -> None:
-        kept.append(member.worker._residuals().get("wide", torch.zeros(1)))
+        kept.append(copies(member.worker.replica.residuals).get("wide", torch.zeros(1)))
 
     member = Member(store, 0, METHODS["sparse_loco"], before=keep, membership={"min_replicas": 1})
     commit = member.there.commit
@@ -401,7 +402,7 @@ def test_an_exception_in_a_round_leaves_the_residuals(store: dist.Store) -> None
     with pytest.raises(KeyboardInterrupt):
         train([member])
     assert kept[-1].any()
-    assert torch.equal(member.worker._residuals()["wide"], kept[-1])
+    assert torch.equal(member.worker.replica.residuals["wide"], kept[-1])
 
 
 def test_all_restart_from_the_checkpoint_with_the_most_rounds(store: dist.Store) -> None:

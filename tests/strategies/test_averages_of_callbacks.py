@@ -145,7 +145,7 @@ def test_what_stays_is_the_next_consensus() -> None:
             assert not had_averages[-1]
             assert worker.parameters_agree
             same(weights_of(module))
-            assert all(start.equal(parameter) for parameter, start in worker.start.items())
+            assert all(start.equal(parameter) for parameter, start in worker.replica.start.items())
 
     module, look = BeforeStep(check), Noted(lambda module: has_averages(module.trainer), "on_validation_start")
     options = {"val_check_interval": 5, "max_steps": 8, "num_sanity_val_steps": 0, "callbacks": [Average(""), look]}

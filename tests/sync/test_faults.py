@@ -270,7 +270,7 @@ def test_on_a_gpu_all_are_told_in_the_next_exchange_as_of_any_error_of_a_rank(na
     """Or at the end; here rank 1 notes what a GPU would."""
     worker, parameters = attach(WITH_MESSAGES[name])
     take_steps(worker, parameters)
-    worker.compressed.fault.fill_(dist.get_rank() == 1)
+    worker.compressed.fault = torch.tensor(dist.get_rank() == 1)
     said = message_of(worker.check_late_faults if ends else partial(take_steps, worker, parameters), ValueError)
     assert "rank 1 has received a damaged message: its positions were too many" in str(said)
 

@@ -408,6 +408,6 @@ def test_looking_in_inference_mode_changes_nothing() -> None:
             with torch.inference_mode():  # as Lightning evaluates, but not on gloo
                 if looks:
                     worker.show_consensus()
-                    worker.hide_consensus()
+                    worker.replica.hide()
         worker.finish()
     assert bits[0] == bits[1]
