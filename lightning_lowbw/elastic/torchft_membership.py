@@ -4,6 +4,18 @@ Of torchft this uses the lighthouse and its client. Everything else is here, in 
 group, the state for those that are behind, the vote of a group's processes. It does not use `torchft.Manager`: one
 failed quorum leaves it unusable, its healing is pickle over unauthenticated HTTP, its server ends the process for
 whoever asks it to, and it waits in vain for an answer if the lighthouse is restarted.
+
+A round of two groups, of which B is behind; the processes of a group agree after each step (`_vote`):
+
+    group A                     lighthouse                    group B
+       |-- step, row, store -------->|<------ step, row, store --|     `_ask`
+       |<-- number, members ---------|--------- number, members->|
+       |<=============== gloo, by the store of A ===============>|     `_connect`, if the members are others
+       |-- state ----------------------------------------------->|     `_meet`
+       |<-------------- all-reduce, all-gather, ... ------------>|     `collective`
+       |   all processes of A?             all processes of B?   |     `commit`
+
+Where anything fails a group leaves (`_fail`): what others wait for fails, too, and the next round has new connections.
 """
 
 from __future__ import annotations
