@@ -376,9 +376,10 @@ class TopKExchange:
             message = pad(message, (0, missing))
         if status is not None:
             message = torch.cat([message, status.view(torch.uint8)])
-        if self.fault is None:
-            self.fault = torch.zeros((), dtype=torch.bool, device=self._device)
-        return PendingTopK(messages, self.peers, self.peers.begin_gather(message), status is not None, self.fault)
+        damaged = torch.zeros((), dtype=torch.bool, device=self._device) if self.fault is None else self.fault
+        if damaged.device.type != "cpu":  # there decoding raises
+            self.fault = damaged
+        return PendingTopK(messages, self.peers, self.peers.begin_gather(message), status is not None, damaged)
 
     def describe_fault(self, step: int, kept: str, here: str) -> Fault:
         return Fault(

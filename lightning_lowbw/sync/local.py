@@ -49,7 +49,7 @@ from lightning_lowbw.sync.checks import (
     refusing_collectives,
 )
 from lightning_lowbw.sync.consensus import ConsensusView
-from lightning_lowbw.sync.exchange import TopKExchange, WholeExchange, exchange_for
+from lightning_lowbw.sync.exchange import WholeExchange, exchange_for
 from lightning_lowbw.sync.fragments import (
     Average,
     Fragment,
@@ -491,9 +491,8 @@ class LocalSync(Synchronizer):
 
     @property
     def may_have_late_faults(self) -> bool:
-        if self.compressed is None or self.compressed.fault is None or self.peers.may_grow:
-            return False  # of an elastic group they are part of what it tells before each round
-        return not isinstance(self.compressed, TopKExchange) or self.device.type != "cpu"  # there decoding raises
+        # Those of an elastic group are part of what it tells before each round.
+        return self.compressed is not None and self.compressed.fault is not None and not self.peers.may_grow
 
     def to(self, device: torch.device) -> None:
         self.replica.to(device)
