@@ -238,6 +238,7 @@ class ReplicaBuffers:
 
         Collective: all ranks.
         """
+        # Often at first: what differs shows with the first batches.
         self.num_averages += 1
         is_known = self.differing.issuperset(self.layout.specs)  # then the status tells of other shapes
         if self.compares and not is_known and is_check_due(self.num_averages):
@@ -285,6 +286,7 @@ class ReplicaBuffers:
 
     def _unequal(self, peers: Peers, device: torch.device, has_changed: bool) -> list[str] | None:
         """Return the names of those that differ in value, and were not known to; None if a rank has other shapes."""
+        # The maximum of a checksum and of its negative tells whether all have one: with one collective.
         names, now = [name for name in self.layout.specs if name not in self.differing], self.now()
         sums = [checksum([now[name]] if name in now else []) for name in names]
         bits = [torch.as_tensor(number, dtype=torch.int64, device=device) for number in sums]
@@ -339,6 +341,7 @@ class ReplicaBuffers:
             snapshots: of the buffers when the average was begun, where they have changed since; else empty.
             changed: the names of those that not all ranks have sent, or whose shape has changed since.
         """
+        # A mean and a variance belong together: one without the other would be of two distributions.
         pairs = {_renamed(name, *each) for name in changed for each in ((MEAN, VARIANCE), (VARIANCE, MEAN))}
         named = {name.removeprefix(BUFFER): mean for name, mean in means.items() if name.startswith(BUFFER)}
         changes = {name: mean for name, mean in named.items() if name not in changed and name not in pairs}
@@ -386,7 +389,7 @@ class ReplicaBuffers:
         ]
         flat = torch.cat(sent)
         peers.all_reduce_(flat, dist.ReduceOp.MAX)
-        flat = torch.where(flat == NOTHING, torch.cat(values), flat)
+        flat = torch.where(flat == NOTHING, torch.cat(values), flat)  # rank 0 has none of this shape
         parts = {name: part for name, part in zip(names, flat.split(sizes), strict=True) if name in now}
         copy_all_([now[name] for name in parts], [part.view(now[name].shape) for name, part in parts.items()])
 

@@ -63,6 +63,7 @@ def average_status(
     """
     message = status_message(sums, fault, mark, peers.rank, peers.num_ranks, device)
     if loss is not None:
+        # A sum with inf is inf on all ranks, and the rules leave k as it is. NaN would be taken for damage.
         is_positive = torch.isfinite(loss) & (loss > 0)
         message[NUM_LOSSES], message[LOSS] = 1.0, torch.where(is_positive, loss, float("inf"))
     return message
@@ -108,6 +109,7 @@ def check_marks(status: Status, average: Average, *, batch: int, step: int, grou
     Raises:
         DisagreementError: on all ranks; they have not.
     """
+    # A rank that is at another step has other weights, too: the step is the reason.
     counts, checksums = status.differences()
     if counts:
         raise_at_other_batches(batch, step, group, {"average begun after steps": average.step})
@@ -139,6 +141,7 @@ def changes_of(weights: Sequence[Tensor], starts: Sequence[Tensor]) -> list[Tens
         weights: real, at most 32 bits wide.
         starts: the consensus of each; float32.
     """
+    # Nearly always all of them: then it is one launch.
     are_whole = [weight.dtype == torch.float32 for weight in weights]
     pairs = list(compress(weights, are_whole)), list(compress(starts, are_whole))
     moved = iter(torch._foreach_sub(*pairs) if any(are_whole) else ())
@@ -222,7 +225,7 @@ class Fragment:
     def abandon(self) -> None:
         """Forget the average that has been begun: its parameters still differ between ranks."""
         if self.work is not None:
-            moved = {*self.work.parameters, *self.moved}
+            moved = {*self.work.parameters, *self.moved}  # in order of the parameters, as all ranks send them
             self.moved = {parameter: None for parameter in self.parameters if parameter in moved}
             self.work = None
 
@@ -281,6 +284,7 @@ def note_steps(
     for fragment in fragments:
         assert fragment.steps is not None
         fragment.steps += 1
+    # A layer that is unfrozen, or added, gets a fragment on all ranks alike: by sizes that are equal on all.
     owner = {p: fragment for fragment in fragments for p in fragment.parameters}
     new = [p for p in parameters if p not in owner]
     loads = [sum(map(sent_bytes, fragment.parameters)) for fragment in fragments] if new else []

@@ -98,6 +98,7 @@ class LocalView:
         self.optimizer, self._tensors = optimizer, tensors
         self._groups: dict[int, _LocalGroup] = {}
         self.local: Optimizer = object.__new__(type(optimizer))
+        # Not by its constructor, whose arguments are not known.
         vars(self.local).update(vars(optimizer))
         vars(self.local).pop("step", None)  # a wrapper, which belongs to the user's own
         self.local.load_state_dict = self._load_state_dict  # type: ignore[method-assign]

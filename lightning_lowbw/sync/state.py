@@ -77,6 +77,7 @@ def check_origin(state: Mapping[str, Any], peers: Peers) -> None:
     Raises:
         ConfigurationError: it is not, and something is kept in it.
     """
+    # A dense step leaves nothing of a rank's own: such a state is that of any.
     keeps = any(state.get(key) for key in ("residuals", "velocities", "local", "own"))
     keeps = keeps or bool(state.get("optimizer", {}).get("state"))
     if state["local_rank"] is None or not keeps:
@@ -162,7 +163,7 @@ def load_replica_(replica: Replica, optimizer: Optimizer, state: Mapping[str, An
         residuals = state["residuals"].items()
         parts = {name: own_part(kept, as_real(parameters[name]).numel(), of) for name, kept in residuals}
         exchange.residuals.load(parts, device)
-        if state["exchange"] is not None:
+        if state["exchange"] is not None:  # as it is of another world
             exchange.load_state_dict(state["exchange"])
     for fragment, kept in zip(replica.fragments, state["fragments"], strict=True):
         fragment.parameters = [parameters[name] for name in kept["names"]]
@@ -170,6 +171,7 @@ def load_replica_(replica: Replica, optimizer: Optimizer, state: Mapping[str, An
         fragment.moved = {parameters[name]: None for name in kept["moved"]}
         work = kept["work"]
         fragment.work = None if work is None else _loaded_average(work, parameters, device, fragment.takes_buffers)
+    # What a user's code has put into a group, and no file can hold, stays as this run has made it.
     given = zip(optimizer.param_groups, state["optimizer"]["param_groups"], strict=True)
     groups = [{**{key: value for key, value in own.items() if not is_loadable(value)}, **kept} for own, kept in given]
     optimizer.load_state_dict({**state["optimizer"], "param_groups": groups})
@@ -199,7 +201,7 @@ def _loaded_average(
 ) -> Average:
     """Return a saved average, without requests to processes that have ended."""
     status = state["status"].to(device, copy=True)
-    status[[NUM_STOP, NUM_SAVE]] = 0.0
+    status[[NUM_STOP, NUM_SAVE]] = 0.0  # or the resumed run would end, or save, with this average
     means, changes = loaded(state["means"], device), loaded(state["changes"], device)
     return Average(
         *(state["step"], [parameters[name] for name in state["parameters"]], takes_buffers),
@@ -254,6 +256,7 @@ def _check_replica(replica: Replica, state: Mapping[str, Any], method: Any, need
             "which need the last consensus. Resume without these, from a checkpoint written after an average, or "
             f"{WITHOUT_RESIDUALS}."
         )
+    # Where gradients are averaged in every step weights are never compared, and would stay different.
     is_one_node = peers.num_participants == 1 and not peers.may_grow
     if state["own"] and peers.num_ranks > 1 and (is_one_node or method.when.is_always_synchronous):
         raise ConfigurationError(
@@ -262,7 +265,7 @@ def _check_replica(replica: Replica, state: Mapping[str, Any], method: Any, need
             "run, or load what lightning_lowbw.merge_states makes of the states of all its ranks."
         )
     check_shapes({name: own.shape for name, own in state["own"].items() if name in parameters}, parameters)
-    reals = {name: as_real(parameter) for name, parameter in parameters.items()}
+    reals = {name: as_real(parameter) for name, parameter in parameters.items()}  # as changes are measured
     check_shapes({name: start.shape for name, start in state["start"].items()}, reals)
     names = [name for fragment in state["fragments"] for name in fragment["names"]]
     if missing := [name for name in names if name not in parameters]:
@@ -298,6 +301,7 @@ def merge_states(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     if first is not None:
         everything = itertools.chain([first], checked)
         merged = merge_replicas(everything) if "fragments" in first else merge_gradients(everything)
+    # Not before: the states are read one by one, and each may be as large as the model.
     ranks, worlds = sorted(rank for rank, _, _ in seen), {(num_ranks, when) for _, num_ranks, when in seen}
     if len(worlds) != 1 or ranks != list(range(seen[0][1])):
         given = ", ".join(f"rank {rank} of {num_ranks} after {when}" for rank, num_ranks, when in seen) or "nothing"
@@ -341,7 +345,7 @@ def merge_gradients(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
                 of_tensor = local.setdefault(name, {})
                 of_tensor[key] = of_tensor.get(key, torch.zeros(())) + value
     of_ranks = {name: {key: total / num_states for key, total in tensors.items()} for name, tensors in local.items()}
-    wholes = {key: mean.divide(num_states / num_parts) for key, mean in means.items()}
+    wholes = {key: mean.divide(num_states / num_parts) for key, mean in means.items()}  # by participants
     return {**merged, "local_rank": None, "nodes": None, "local": of_ranks, "exchange": None, **wholes}
 
 
@@ -357,6 +361,7 @@ def merge_replicas(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     num_states, num_parts = 0, 1
     for state in states:
         num_states, (_, num_parts) = num_states + 1, state["local_rank"]
+        # Without weights of its own a rank goes on from the consensus, which the model's file has.
         merged = merged or {**state, "own": {}, "buffers": {}, "layout": None, "steps_since_average": 0}
         for name, kept in state["residuals"].items():
             residuals.add(name, kept, state["start"][name].numel(), state["local_rank"])
@@ -371,7 +376,7 @@ def merge_replicas(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
             for name, value in entry.items():
                 if isinstance(value, Tensor) and value.is_floating_point():
                     total, number = totals.get((index, name), (torch.zeros(()), 0))
-                    wide = value.to(torch.promote_types(value.dtype, torch.float32))
+                    wide = value.to(torch.promote_types(value.dtype, torch.float32))  # a sum of many half numbers
                     totals[index, name] = total + wide, number + 1
     merged |= {
         "local_rank": None,
