@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy
 from torch import nn
-from torch.utils.data import DataLoader
 
 import lightning_lowbw as lowbw
 from lightning_lowbw.comm.agreement import digest
@@ -62,18 +61,13 @@ def make(name: str, changes: dict[str, Any] | None = None, **keywords: Any) -> A
 
 
 def train(
-    strategy: Any,
-    model: pl.LightningModule | None = None,
-    data: int | DataLoader = STEPS,
-    val: int | DataLoader = 0,
-    *,
-    resume: str | None = None,
-    **options: Any,
+    strategy: Any, model: Any = None, data: Any = STEPS, val: Any = 0, *, resume: str | None = None, **options: Any
 ) -> pl.Trainer:
     """Fit a model on this rank.
 
     Args:
         strategy: or its name for `make`.
+        model: a `Tiny` unless it is given.
         data: of the training, or in how many batches of it.
         val: the same of the validation.
         options: of the Trainer.
@@ -88,20 +82,12 @@ def train(
 
 
 def train_by_step(
-    strategy: Any,
-    path: str = "",
-    save_at: Iterable[int] = (),
-    resume: str | None = None,
-    *,
-    model: pl.LightningModule | None = None,
-    callbacks: Iterable[pl.Callback] = (),
-    steps: int = 10,
-    **options: Any,
+    strategy: Any, path: str = "", save_at: Any = (), resume: Any = None, *, model: Any = None, **options: Any
 ) -> pl.Trainer:
     """Train so that a resume can be exact: data and dropout follow the step and the rank, not the epoch."""
     torch.manual_seed(7 + dist.get_rank() if resume is None else 99)
-    model = Tiny(dropout=0.3, data_by_step=True) if model is None else model
-    watching = [saving(path, tuple(save_at)), *callbacks]
+    model, steps = Tiny(dropout=0.3, data_by_step=True) if model is None else model, options.pop("steps", 10)
+    watching = [saving(path, tuple(save_at)), *options.pop("callbacks", ())]
     options = {"callbacks": watching, "max_steps": steps, "max_epochs": -1, **options}
     return train(strategy, model, steps, resume=resume, **options)
 
@@ -150,11 +136,7 @@ class At(pl.Callback):
     """
 
     def __init__(
-        self,
-        steps: int | tuple[int, ...],
-        call: Callable[[Any, Any], Any],
-        hook: str = "on_train_batch_end",
-        ranks: tuple[int, ...] | None = None,
+        self, steps: int | tuple[int, ...], call: Any, hook: str = "on_train_batch_end", ranks: Any = None
     ) -> None:
         def called(trainer: pl.Trainer, module: pl.LightningModule, *_: Any) -> None:
             is_due = trainer.global_step in (steps if isinstance(steps, tuple) else (steps,))

@@ -120,13 +120,7 @@ class ByStep(Configured):
 
 
 def train_shards(
-    method: Any,
-    module: pl.LightningModule,
-    steps: int,
-    *,
-    val: bool = False,
-    shares: tuple[int, int] | None = None,
-    **options: Any,
+    method: Any, module: Any, steps: int, *, val: bool = False, shares: Any = None, **options: Any
 ) -> pl.Trainer:
     """Fit a module on this rank's share of the data.
 

@@ -126,9 +126,7 @@ def resume_after_death(name: str, path: str, folder: str) -> None:
     "the last whole checkpoint resumes to the same bits; the unfinished one is deleted",
 )
 @pytest.mark.parametrize(("name", "cut"), [("dgc", "before sweeping"), ("local_sgd", "checkpoint")])
-def test_a_rank_that_is_killed_while_it_saves_leaves_the_last_whole_checkpoint(
-    name: str, cut: str, tmp_path: Path
-) -> None:
+def test_a_rank_killed_while_it_saves_leaves_the_checkpoint_before(name: str, cut: str, tmp_path: Path) -> None:
     path = str(tmp_path / "last.ckpt")
     with pytest.raises(AssertionError, match="died without a word"):
         run_ranks(die_while_saving, 2, name, path, cut, fresh=True)
@@ -152,9 +150,7 @@ def lose_the_link(*_: Any) -> None:
 )
 @pytest.mark.parametrize(("name", "step"), [("dgc", 5), ("delayed", 6)])  # of the average that is begun after step 4
 @on_ranks(2)
-def test_a_checkpoint_on_an_exception_in_an_exchange_keeps_what_each_rank_has(
-    name: str, step: int, tmp_path: Path
-) -> None:
+def test_a_checkpoint_on_an_exception_in_an_exchange_is_of_each_rank(name: str, step: int, tmp_path: Path) -> None:
     patch = pytest.MonkeyPatch()
     lose = At(5, lambda *_: patch.setattr(TensorWork, "wait", lose_the_link), "on_train_batch_start")
     with pytest.raises(LinkLost):
@@ -214,9 +210,7 @@ def resume_with_warning(name: str, path: str) -> tuple[str, str]:
         ("local_sgd", KeyboardInterrupt, "steps and averages [(5, 1)] instead of [(6, 1)]"),
     ],
 )
-def test_ranks_that_are_interrupted_apart_save_and_end(
-    name: str, raised: type[BaseException], expected: str, tmp_path: Path
-) -> None:
+def test_ranks_that_are_interrupted_apart_save_and_end(name: str, raised: Any, expected: str, tmp_path: Path) -> None:
     run_ranks(raise_apart, 2, name, str(tmp_path), raised, fresh=True, timeout_s=60.0)
     first, second = run_ranks(resume_with_warning, 2, name, str(tmp_path / f"{name}.ckpt"))
     assert first[0] == second[0]

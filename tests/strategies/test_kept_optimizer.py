@@ -69,7 +69,7 @@ def interrupt(*_: Any) -> None:
     ],
 )
 @on_ranks()
-def test_a_second_fit_begins_with_the_mean_of_the_ranks_states(
+def test_a_second_fit_begins_with_the_mean(
     first: str, second: str, num_ranks: int, optimizer: Any, stops: bool
 ) -> None:
     """Also after an exception, and with other states than Adam's."""

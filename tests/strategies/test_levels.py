@@ -229,9 +229,7 @@ class Large(pl.LightningModule):
     ],
 )
 @on_ranks(4)
-def test_large_gradients_in_half_types_between_nodes(
-    precision: str, gradients: list[tuple[float, float]], mean: float, scale: float
-) -> None:
+def test_large_gradients_in_half_types_between_nodes(precision: str, gradients: Any, mean: float, scale: float) -> None:
     """The weights in units of the learning rate, and the scale at the end."""
     options: dict[str, Any] = {"precision": precision}
     if precision == "16-mixed":

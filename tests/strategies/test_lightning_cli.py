@@ -67,9 +67,7 @@ def write(folder: Path, trainer: Any) -> str:
 
 
 @pytest.mark.parametrize("name", CLASSES)
-def test_by_class_from_yaml_and_back(
-    name: str, command_line: CommandLine, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_by_class_from_yaml_and_back(name: str, command_line: CommandLine, tmp_path: Path, capsys: Any) -> None:
     options, words = CLASSES[name]
     strategy = {"class_path": f"lightning_lowbw.{name}", "init_args": {**OF_ALL, **options}}
     built = command_line(write(tmp_path, {"strategy": strategy})).trainer.strategy
@@ -90,9 +88,7 @@ def test_by_class_from_yaml_and_back(
     assert again._timeout == built._timeout
 
 
-def test_by_class_on_the_command_line_and_in_its_help(
-    command_line: CommandLine, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_by_class_on_the_command_line_and_in_its_help(command_line: CommandLine, capsys: Any) -> None:
     flags = ["--trainer.strategy.topology=2", "--trainer.strategy.find_unused_parameters=true"]
     built = command_line("--trainer.strategy.class_path=lightning_lowbw.DGCStrategy", *flags).trainer.strategy
     assert isinstance(built, Strategy)

@@ -92,7 +92,7 @@ def test_a_stopped_rank_is_named_after_the_timeout_on_two_levels_too(tmp_path: P
 
 @pytest.mark.fault("a rank that raises an error of its own", "the others name it, with its error, and end")
 @pytest.mark.parametrize(("name", "num_ranks"), [("local_sgd", 2), ("dgc, sharded", 4)])
-def test_a_rank_that_fails_is_named_with_its_reason(
+def test_a_rank_that_fails_is_named_with_its_error(
     name: str, num_ranks: int, tmp_path: Path, record_property: Any
 ) -> None:
     """Of a sharded model nothing is saved then."""
@@ -140,7 +140,7 @@ def test_the_words_for_ranks_that_have_all_lost_a_peer() -> None:
 
 
 @pytest.fixture
-def ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[LostPeers]]:
+def ranks(monkeypatch: Any) -> Iterator[list[LostPeers]]:
     """Three ranks in one process."""
     store = dist.TCPStore("127.0.0.1", 0, 1, True, wait_for_workers=False)
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
@@ -156,9 +156,7 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[LostPeers]]:
         each.close()
 
 
-def test_all_hear_of_a_rank_that_fails_also_without_the_store(
-    ranks: list[LostPeers], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_all_hear_of_a_rank_that_fails_also_without_the_store(ranks: Any, monkeypatch: Any) -> None:
     ranks[0].explain_(ValueError("no such file"))
     words = "has failed: ValueError in the training after step 7: no such file"
     assert words in ranks[1].heard.in_words()
@@ -191,7 +189,7 @@ class Nccl:
 
 
 @pytest.fixture
-def nccl(monkeypatch: pytest.MonkeyPatch) -> list[Nccl]:
+def nccl(monkeypatch: Any) -> list[Nccl]:
     groups = [Nccl(), Nccl(is_there=False), Nccl()]
     monkeypatch.setattr(dist, "ProcessGroupNCCL", Nccl, raising=False)
     monkeypatch.setattr(dist.distributed_c10d._world, "_pg_map", dict.fromkeys(groups), raising=False)
@@ -199,8 +197,8 @@ def nccl(monkeypatch: pytest.MonkeyPatch) -> list[Nccl]:
     return groups
 
 
-def test_a_rank_that_waits_in_nccl_for_one_that_has_failed_is_freed_and_names_it(
-    nccl: list[Nccl], ranks: list[LostPeers], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def test_a_rank_that_waits_in_nccl_is_freed_and_names_the_other(
+    nccl: Any, ranks: Any, monkeypatch: Any, caplog: Any
 ) -> None:
     ranks[2].close()  # its fit has ended
     ranks[0].explain_(ValueError("no such file"))
@@ -215,9 +213,7 @@ def test_a_rank_that_waits_in_nccl_for_one_that_has_failed_is_freed_and_names_it
     assert words in str(garbage)
 
 
-def test_ranks_that_fail_together_abort_nothing(
-    nccl: list[Nccl], ranks: list[LostPeers], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ranks_that_fail_together_abort_nothing(nccl: Any, ranks: Any, monkeypatch: Any) -> None:
     monkeypatch.setattr(lost_peers, "ANSWER_S", BEAT_S)
     for rank in ranks:
         rank._has_failed = True
@@ -245,9 +241,7 @@ def time_out(_: LostPeers) -> None:
     raise dist.DistNetworkError("timed out")
 
 
-def test_a_store_that_does_not_answer_in_time_does_not_end_the_fit(
-    ranks: list[LostPeers], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_store_that_does_not_answer_in_time_does_not_end_the_fit(ranks: Any, monkeypatch: Any) -> None:
     monkeypatch.setattr(LostPeers, "_connect", time_out)
     peers = LostPeers()
     peers.begin_fit(lambda: 0)

@@ -29,9 +29,7 @@ from tests.tiny import Gan, Tiny, make_data, make_trainer, trained
     ],
 )
 @on_ranks(2)
-def test_averages_come_when_they_should_and_nothing_is_sent_between(
-    accumulate: int, options: dict[str, Any], due: list[int]
-) -> None:
+def test_averages_come_when_due_and_nothing_is_sent_between(accumulate: int, options: Any, due: list[int]) -> None:
     """Signals, which wait for an average: test_signals.py."""
     model = Tiny(unused="find_unused_parameters" in options)
     noted = Noted(lambda module: module.trainer.strategy.workers[0].num_averages)

@@ -64,9 +64,7 @@ def end_by_sigterm(name: str, *callbacks: pl.Callback, model: Tiny | None = None
     ("name", "ranks", "last"), [("dense", (0, 1), 5), ("hand-over", (1,), 5), ("dgc", (1,), 4), ("local_sgd", (1,), 4)]
 )
 @on_ranks(2, timeout_s=60)
-def test_a_sigterm_ends_all_ranks_after_the_same_step(
-    name: str, ranks: tuple[int, ...], last: int, tmp_path: Path
-) -> None:
+def test_a_sigterm_ends_all_ranks_after_the_same_step(name: str, ranks: Any, last: int, tmp_path: Path) -> None:
     saver = OnExceptionCheckpoint(tmp_path, name)
     assert end_by_sigterm(name, kill(ranks), saver, enable_checkpointing=True) == last
     assert torch.load(tmp_path / f"{name}.ckpt", weights_only=True)["global_step"] == last

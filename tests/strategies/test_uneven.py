@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -62,9 +62,7 @@ METHODS: dict[str, dict[str, Any]] = {
 }
 
 
-def fit(
-    method: str, load: Callable[[int], DataLoader], lengths: list[int], model: type[Tiny] = Scheduled, **options: Any
-) -> dict[str, Any]:
+def fit(method: str, load: Any, lengths: list[int], model: type[Tiny] = Scheduled, **options: Any) -> dict[str, Any]:
     """Return what is the same on all ranks."""
     after, shown, made, callbacks = Noted(), Noted(weights, *LOOKS), model(), options.pop("callbacks", [])
     strategy = LocalSGDStrategy(**{"k_steps": 3, "begin_step": 0, **METHODS.get(method, {})})
