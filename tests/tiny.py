@@ -50,7 +50,7 @@ class Tiny(pl.LightningModule):
         unused: bool = False,
         dropout: float = 0.0,
         data_by_step: bool = False,
-        poison: tuple[int, int] | None = None,
+        poison: tuple[int, ...] | None = None,
     ) -> None:
         super().__init__()
         torch.default_generator.manual_seed(0)
@@ -80,7 +80,7 @@ class Tiny(pl.LightningModule):
             generator = torch.Generator().manual_seed(100 * self.trainer.global_step + self.global_rank)
             x, y = torch.randn(x.shape, generator=generator), torch.randint(0, 5, y.shape, generator=generator)
         loss = nn.functional.cross_entropy(self(x), y)
-        if self.poison == (self.global_rank, batch_idx):
+        if self.poison is not None and self.global_rank == self.poison[0] and batch_idx in self.poison[1:]:
             loss = loss * float("inf")
         return loss
 
@@ -94,6 +94,15 @@ class Tiny(pl.LightningModule):
 
     def configure_optimizers(self) -> Optimizer:
         return self.make_optimizer(trained(self))
+
+
+class WithRate(Tiny):
+    """With an attribute that a search for a learning rate changes."""
+
+    lr = 0.05
+
+    def configure_optimizers(self) -> Optimizer:
+        return sgd(trained(self), lr=self.lr)
 
 
 class ManualTiny(Tiny):

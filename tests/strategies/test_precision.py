@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from lightning_lowbw import NonFiniteGradientError
 from lightning_lowbw.comm.agreement import digest
@@ -55,12 +54,6 @@ def test_a_strategy_trains_in_each_precision(name: str) -> None:
 BAD_BATCHES = {1: "dense", 6: "sparse"}  # in which rank 1 has an infinite loss
 
 
-class Poisoned(Tiny):
-    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        self.poison = (1, batch_idx) if batch_idx in BAD_BATCHES else None
-        return super().training_step(batch, batch_idx)
-
-
 def state_of(module: Any) -> dict[str, Any]:
     trainer = module.trainer
     (worker,) = trainer.strategy.workers
@@ -77,7 +70,7 @@ def state_of(module: Any) -> dict[str, Any]:
 @on_ranks(2)
 def test_an_inf_on_one_rank_skips_the_step_on_all() -> None:
     noted = Noted(state_of)
-    train("dgc, warm-up", Poisoned(), plugins=[amp_with_scaler()], callbacks=[noted])
+    train("dgc, warm-up", Tiny(poison=(1, *BAD_BATCHES)), plugins=[amp_with_scaler()], callbacks=[noted])
     trace = noted.values
     for bad, phase in BAD_BATCHES.items():
         before, after = trace[bad - 1], trace[bad]

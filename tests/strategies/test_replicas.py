@@ -17,7 +17,7 @@ from lightning_lowbw.comm.agreement import digest
 from lightning_lowbw.comm.collectives import all_reduce_bytes
 from tests.ranks import on_ranks
 from tests.strategies.fits import SPARSE, At, Noted, Silence, gathered, refusal, same, traffic, train, warned
-from tests.tiny import Gan, Tiny, make_data, make_trainer, trained
+from tests.tiny import Gan, Tiny, WithRate, make_data, make_trainer, trained
 
 
 @pytest.mark.parametrize(
@@ -80,13 +80,6 @@ def test_each_optimizer_has_its_own_counter() -> None:
     both = list(enumerate(zip(*gathered(trace.values), strict=True), start=1))
     assert [step for step, ((one, _), (other, _)) in both if one == other] == [1, 4, 7, 10, 13]
     assert [step for step, ((_, one), (_, other)) in both if one == other] == [1, 2, 7, 8, 13, 14]
-
-
-class WithRate(Tiny):
-    lr = 0.01
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=self.lr)
 
 
 @on_ranks(2)

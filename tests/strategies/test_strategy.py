@@ -18,7 +18,7 @@ from lightning_lowbw import DGCStrategy
 from lightning_lowbw.comm.agreement import digest
 from tests.ranks import on_ranks
 from tests.strategies.fits import METHODS, STEPS, make, same, train, warned
-from tests.tiny import BATCH, Gan, Tiny, make_data, make_trainer, sgd, trained, weights_of
+from tests.tiny import BATCH, Gan, Tiny, WithRate, make_data, make_trainer, sgd, weights_of
 
 
 @on_ranks(2)
@@ -127,19 +127,12 @@ def test_unusual_trainings_are_no_errors(what: str) -> None:
     assert model.trainer.global_step == options.get("max_steps", STEPS)
 
 
-class HasLearningRate(Tiny):
-    lr = 0.05
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return sgd(trained(self), lr=self.lr)
-
-
 @on_ranks(2)
 def test_the_tuner_leaves_no_trace() -> None:
     """It trains on the live strategy, then puts everything back."""
     ends = []
     for tunes in (False, True):
-        model = HasLearningRate()
+        model = WithRate()
         trainer: Any = make_trainer(make("dgc, warm-up"), 2, max_steps=STEPS, max_epochs=-1)
         if tunes:
             Tuner(trainer).lr_find(model, make_data(2, 30), num_training=12, update_attr=False)
