@@ -32,7 +32,7 @@ from lightning_lowbw.cost_model import (
     measure,
     why_dense,
 )
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks
 
 ROOT = Path(__file__).resolve().parents[1]
 GIVEN = Method(when=EveryStep(sparsity="auto"), what=TopK(exclude=("embedding.*",)))
@@ -186,14 +186,6 @@ def test_the_numbers_of_the_documents() -> None:
         assert [phrase in text for phrase in expected] == [True] * len(expected), document
 
 
-def measure_here(what: TopK) -> tuple[Measured, tuple[Any, ...]]:
-    peers, state = Peers(), torch.get_rng_state()
-    timed = Measured(0.1, 0.2, {}, Link(0.0, math.inf))
-    found = measure(what, tuple(CANDIDATES), ([10**6, 10**6], [100]), peers, torch.device("cpu"), timed)
-    assert torch.equal(state, torch.get_rng_state())
-    return found, (peers.ledger.sent_bytes, peers.ledger.exposed_s)
-
-
 @pytest.mark.parametrize(("exchange", "timed"), [("auto", "all_gather"), ("reduce_scatter", "reduce_scatter")])
 def test_all_densities_are_timed_by_one_collective(exchange: Any, timed: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else their difference would say nothing about elements: among 16 "auto" would take one for each stair."""
@@ -211,10 +203,14 @@ def test_all_densities_are_timed_by_one_collective(exchange: Any, timed: str, mo
 
 
 @pytest.mark.parametrize("what", [TopK(), TopK(chunk=4096, value_dtype="int2")])
+@on_ranks()
 def test_every_candidate_is_measured_and_enters_no_ledger(what: TopK) -> None:
-    for measured, traffic in run_ranks(measure_here, 2, what):
-        assert traffic == (0, 0.0)
-        assert measured.exchange_s.keys() == {*DENSITIES, "float16", "int8"}
-        assert all(0 < seconds < 10 for seconds in measured.exchange_s.values())
-        by_density = [measured.exchange_s[density] for density in DENSITIES]
-        assert by_density == sorted(by_density)
+    peers, state = Peers(), torch.get_rng_state()
+    timed = Measured(0.1, 0.2, {}, Link(0.0, math.inf))
+    measured = measure(what, tuple(CANDIDATES), ([10**6, 10**6], [100]), peers, torch.device("cpu"), timed)
+    assert torch.equal(state, torch.get_rng_state())
+    assert (peers.ledger.sent_bytes, peers.ledger.exposed_s) == (0, 0.0)
+    assert measured.exchange_s.keys() == {*DENSITIES, "float16", "int8"}
+    assert all(0 < seconds < 10 for seconds in measured.exchange_s.values())
+    by_density = [measured.exchange_s[density] for density in DENSITIES]
+    assert by_density == sorted(by_density)

@@ -20,7 +20,8 @@ from lightning_lowbw.cost_model import Cluster, Run, cost_of
 from lightning_lowbw.errors import ConfigurationError
 from lightning_lowbw.planner import CLUSTER, FP16_DDP, Plan, make_cluster, shapes_of
 from tests.programs import ROOT, forget_launcher, free_port, run_script
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks, run_ranks
+from tests.sync.problem import same_on_all
 
 PAGE = ROOT / "docs/plan.md"
 # Faster R-CNN on 2 nodes, TCP, as PaddlePaddle Fleet documents it: Gb/s, seconds per step of the dense training and of
@@ -155,33 +156,27 @@ def test_what_would_be_slow_is_named() -> None:
     assert not [*slow(Topology(((0,), (1,))), [first, first], {(0, 1): pairs[0, 1]}, Link(1e-4, 1e8))]
 
 
-def check_on_two_nodes() -> dict[str, Any]:
-    os.environ["GROUP_RANK"] = os.environ["RANK"]
-    return check_ranks(torch.device("cpu"))
-
-
+@on_ranks()
 def test_a_pair_of_nodes_is_measured() -> None:
-    found, other = run_ranks(check_on_two_nodes, 2)
-    assert found == other
-    assert (found["cluster"]["nodes"], found["cluster"]["ranks_per_node"]) == (2, 1)
-    assert [each["nodes"] for each in found["pairs"]] == [[0, 1]]
-    assert all(0 < each < 1e4 for each in (found["pairs"][0]["gbit_per_s"], found["cluster"]["gbit_per_s"]))
-    assert found["ranks"][0]["torch"] == torch.__version__
+    os.environ["GROUP_RANK"] = os.environ["RANK"]
+    report = same_on_all(check_ranks(torch.device("cpu")))
+    assert (report["cluster"]["nodes"], report["cluster"]["ranks_per_node"]) == (2, 1)
+    assert [pair["nodes"] for pair in report["pairs"]] == [[0, 1]]
+    assert all(0 < rate < 1e4 for rate in (report["pairs"][0]["gbit_per_s"], report["cluster"]["gbit_per_s"]))
+    assert report["ranks"][0]["torch"] == torch.__version__
 
 
-def join_by_slurm(port: int) -> tuple[int, int, str]:
+@on_ranks()
+def test_srun_starts_ranks() -> None:
     rank = os.environ["RANK"]
+    ports = [str(free_port())]
+    dist.broadcast_object_list(ports)
     forget_launcher()
     job = {"SLURM_NTASKS": "2", "SLURM_NTASKS_PER_NODE": "2", "SLURM_JOB_NAME": "job", "SLURM_JOB_ID": "1"}
-    of_rank = {"SLURM_PROCID": rank, "SLURM_LOCALID": rank, "SLURM_NODELIST": "127.0.0.1", "MASTER_PORT": str(port)}
+    of_rank = {"SLURM_PROCID": rank, "SLURM_LOCALID": rank, "SLURM_NODELIST": "127.0.0.1", "MASTER_PORT": ports[0]}
     os.environ.update({**job, **of_rank})
-    device = cli.join_ranks()
-    return dist.get_rank(), dist.get_world_size(), device.type
-
-
-def test_srun_starts_ranks() -> None:
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    assert run_ranks(join_by_slurm, 2, free_port()) == [(rank, 2, device) for rank in range(2)]
+    assert cli.join_ranks().type == ("cuda" if torch.cuda.is_available() else "cpu")
+    assert (dist.get_rank(), dist.get_world_size()) == (int(rank), 2)
 
 
 PROGRAM = """

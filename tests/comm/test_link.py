@@ -13,7 +13,8 @@ from lightning_lowbw.comm.link import Link, measure_link
 from lightning_lowbw.lab import Network, launch
 from tests.lab.namespaces import needs_lab
 from tests.programs import WITHOUT_LIGHTNING
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks
+from tests.sync.problem import everywhere, same_on_all
 
 MAX_S = 1.0
 
@@ -44,19 +45,15 @@ def test_one_rank_has_no_link() -> None:
     assert measure_link() == Link(0.0, float("inf"))
 
 
-def measure() -> tuple[Link, Link | None]:
-    group = dist.new_group([1, 2])
-    return measure_link(), measure_link(group) if dist.get_rank() in (1, 2) else None
-
-
+@on_ranks(3)
 def test_all_ranks_of_a_group_have_the_same_link() -> None:
     """What it is depends on the load here; in the lab it is known."""
-    (first, outsider), *others = run_ranks(measure, 3)
-    assert outsider is None
-    assert {link for link, _ in others} == {first}
-    assert others[0] == others[1]
-    assert 0.0 < first.latency_s < 10.0
-    assert 0.0 < first.bandwidth_bytes_per_s < 1e12
+    pair = dist.new_group([1, 2])
+    link = same_on_all(measure_link())
+    of_pair = everywhere(measure_link(pair) if dist.get_rank() else None)
+    assert of_pair[1] == of_pair[2] != of_pair[0] is None
+    assert 0.0 < link.latency_s < 10.0
+    assert 0.0 < link.bandwidth_bytes_per_s < 1e12
 
 
 class TestInTheLab:

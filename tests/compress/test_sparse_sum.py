@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from torch import Tensor
+import torch.distributed as dist
 
 from lightning_lowbw.comm.peers import Peers
 from lightning_lowbw.compress import sparse_sum
@@ -27,7 +27,8 @@ from lightning_lowbw.compress.sparse_sum import (
 from lightning_lowbw.compress.top_k import TopK
 from lightning_lowbw.errors import ConfigurationError
 from lightning_lowbw.sync.exchange import ReduceScatterExchange
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks
+from tests.sync.problem import same_on_all
 
 NUMELS = (1000, 0, 1, 257, 4096)
 
@@ -179,8 +180,9 @@ def test_too_many_elements() -> None:
 # On real ranks ------------------------------------------------------------------------------------------------------
 
 
-def exchange_skewed() -> dict[str, list[Tensor]]:
-    """Return the sum of what is applied in some steps, all of whose gradients, and what is kept here."""
+@on_ranks(3)
+def test_an_exchange_of_three_ranks_loses_nothing() -> None:
+    """All of the last tensor's elements lie at its beginning."""
     peers = Peers()
     exchange = ReduceScatterExchange(TopK(density=0.02, exchange="reduce_scatter"), peers)
     applied, made = ([torch.zeros(numel, dtype=torch.float64) for numel in NUMELS] for _ in range(2))
@@ -191,18 +193,13 @@ def exchange_skewed() -> dict[str, list[Tensor]]:
                 str(number): torch.randn(numel, generator=torch.Generator().manual_seed(1000 * step + peers.rank))
                 for number, numel in enumerate(NUMELS)
             }
-            gradients["4"][200:] = 0.0  # all of the last tensor's elements lie at its beginning
+            gradients["4"][200:] = 0.0
             means = exchange.prepare(gradients).send().wait()[0].dense()
             for total, mean, mine, gradient in zip(applied, means.values(), made, gradients.values(), strict=True):
                 total += mean.double() * peers.num_ranks
                 mine += gradient
-    return {"applied": applied, "made": made, "kept": list(exchange.residuals.values())}
-
-
-def test_an_exchange_of_three_ranks_loses_nothing() -> None:
-    by_rank = run_ranks(exchange_skewed, 3)
-    for number in range(len(NUMELS)):
-        applied = by_rank[0]["applied"][number]
-        assert all(each["applied"][number].equal(applied) for each in by_rank), "replicas differ"
-        kept, made = (sum(each[name][number].double() for each in by_rank) for name in ("kept", "made"))
-        torch.testing.assert_close(applied + kept, made, rtol=1e-5, atol=2e-5)
+    same_on_all([total.tolist() for total in applied])
+    for total, kept, mine in zip(applied, exchange.residuals.values(), made, strict=True):
+        apart = mine - kept
+        dist.all_reduce(apart)
+        torch.testing.assert_close(total, apart, rtol=1e-5, atol=2e-5)

@@ -39,6 +39,7 @@ def test_the_three_commands_of_the_documentation(tmp_path: Path) -> None:
     lighthouse, variables, training = commands_of_the_docs()
     # Neither a launcher's environment, nor what the tests have set.
     environment = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
+    environment["OMP_NUM_THREADS"] = "1"  # threads of a group would wait for a core that another group has
     with Network([1e9] * 3) as network:
 
         def start(node: int, command: str) -> subprocess.Popen[str]:

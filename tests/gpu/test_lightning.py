@@ -18,6 +18,7 @@ from lightning_lowbw import DGC, DGCStrategy, LocalSGDStrategy, QuantizedGradien
 from lightning_lowbw.comm.agreement import digest
 from tests.gpu.problem import check_near, init_process_group
 from tests.ranks import run_ranks
+from tests.tiny import make_trainer
 
 STEPS = 8
 SPARSE: dict[str, Any] = {"rampup_begin_step": 2, "sparsity": [0.9], "min_numel": 100}
@@ -60,18 +61,15 @@ def fit(store: str, backend: str, name: str, optimizer: str, precision: Any, cli
     torch.manual_seed(0)
     model = Module(optimizer)
     strategy = STRATEGIES[name](process_group_backend=backend if is_cuda else "gloo")
-    trainer = pl.Trainer(
-        strategy=strategy,
-        accelerator="gpu" if is_cuda else "cpu",
-        devices=[rank % torch.cuda.device_count()] if is_cuda else 1,
+    devices = {"accelerator": "gpu", "devices": [rank % torch.cuda.device_count()]} if is_cuda else {"devices": 1}
+    trainer = make_trainer(
+        strategy,
+        1,
         num_nodes=num_ranks,
         precision=precision,
         gradient_clip_val=clip,
-        max_epochs=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
+        use_distributed_sampler=True,
+        **devices,
     )
     x = torch.randn(16 * STEPS * num_ranks, 32, generator=torch.Generator().manual_seed(1))
     trainer.fit(model, DataLoader(TensorDataset(x), batch_size=16))

@@ -25,7 +25,7 @@ from lightning_lowbw.sync.status import (
     requests_of,
     status_message,
 )
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks
 
 CPU = torch.device("cpu")
 
@@ -91,13 +91,12 @@ def test_finite_tensors_are_told_from_others(dtype: torch.dtype) -> None:
         assert not is_finite(tensor).item()
 
 
-def fault_of(kinds: list[int | None]) -> str:
+@pytest.mark.parametrize(
+    ("kinds", "words"), [([4, 2, 2], "kind 2 on rank 1"), ([None, None, None], "no rank has found one")]
+)
+@on_ranks(3)
+def test_the_fault_that_may_have_caused_the_others_is_reported(kinds: list[int | None], words: str) -> None:
     rank = dist.get_rank()
     kind = kinds[rank]
     own = None if kind is None else Fault(kind, NonFiniteGradientError, f"kind {kind} on rank {rank}")
-    return first_fault(own, None).text
-
-
-def test_the_fault_that_may_have_caused_the_others_is_reported() -> None:
-    assert run_ranks(fault_of, 3, [4, 2, 2]) == ["kind 2 on rank 1"] * 3
-    assert all("no rank has found one" in text for text in run_ranks(fault_of, 3, [None, None, None]))
+    assert words in first_fault(own, None).text
