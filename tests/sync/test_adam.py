@@ -9,11 +9,15 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 from torch.optim import Adam, AdamW
 
 from lightning_lowbw import DGC, Method
 from lightning_lowbw.comm.agreement import digest
 from lightning_lowbw.compress.corrections import AdamCorrection
+from lightning_lowbw.compress.params import Row
+from lightning_lowbw.compress.top_k import TopK
+from lightning_lowbw.kernels.reference import SecondMoment
 from lightning_lowbw.namespaces import LOGGER
 from tests.oracle import OracleAdam
 from tests.ranks import run_ranks
@@ -91,17 +95,25 @@ def test_a_lowered_beta1_is_told_once() -> None:
     assert [lower, *others] == [[]] * 3
 
 
+def begin_step(correction: AdamCorrection) -> dict[str, SecondMoment]:
+    """Return the second moments of a step, by the number of the parameter."""
+    groups = [(group, p) for group in correction.optimizer.param_groups for p in group["params"]]
+    rows = [Row.of(str(i), p, group, is_compressed=True) for i, (group, p) in enumerate(groups)]
+    correction.begin_step(rows, lambda numel: slice(0, numel), TopK())
+    return {row.name: correction.segment(row.name)["second_moment"] for row in rows}
+
+
 def test_the_count_of_steps_is_read_anew_where_it_was_changed() -> None:
     """In place, as torch.distributed.checkpoint loads it."""
-    parameter = torch.nn.Parameter(torch.ones(8))
+    parameter = Parameter(torch.ones(8))
     parameter.grad = torch.ones(8)
     optimizer = AdamW([parameter], lr=LR)
-    correction, group = AdamCorrection(optimizer, 2), optimizer.param_groups[0]
+    correction, beta2 = AdamCorrection(optimizer, 2), optimizer.param_groups[0]["betas"][1]
     for expected in (1, 2, 101, 102):
         if expected == 101:
             optimizer.state[parameter]["step"].fill_(100)
-        moment = correction.second_moment(parameter, group, slice(0, 8))
-        assert moment.corrections[1] == 1.0 - group["betas"][1] ** expected
+        (moment,) = begin_step(correction).values()
+        assert moment.corrections[1] == 1.0 - beta2**expected
         correction.end_step()
         assert optimizer.state[parameter]["step"].item() == expected
 
@@ -109,15 +121,14 @@ def test_the_count_of_steps_is_read_anew_where_it_was_changed() -> None:
 @pytest.mark.parametrize("has_stepped", [False, True])
 def test_amsgrad_is_that_of_the_param_group(has_stepped: bool) -> None:
     """Also where a dense step of Adam's own has made the state."""
-    parameters = [torch.nn.Parameter(torch.ones(4)) for _ in range(2)]
+    parameters = [Parameter(torch.ones(4)) for _ in range(2)]
     optimizer = Adam([{"params": parameters[:1], "amsgrad": True}, {"params": parameters[1:]}], lr=LR)
     for parameter in parameters:
         parameter.grad = torch.ones(4)
     if has_stepped:
         optimizer.step()
-    correction = AdamCorrection(optimizer, 2)
-    for parameter, group in zip(parameters, optimizer.param_groups, strict=True):
-        moment = correction.second_moment(parameter, group, slice(0, 4))
+    moments = begin_step(correction := AdamCorrection(optimizer, 2)).values()
+    correction.write_back_()
+    for parameter, moment, group in zip(parameters, moments, optimizer.param_groups, strict=True):
         assert (moment.largest is not None) == group["amsgrad"]
-        correction.write_second_moment(parameter, slice(0, 4), moment)
         assert ("max_exp_avg_sq" in optimizer.state[parameter]) == group["amsgrad"]

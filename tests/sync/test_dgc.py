@@ -258,7 +258,7 @@ def train_with_changes(keeps: bool) -> list[Tensor]:
         changes.get(step, lambda: None)()
         if not keeps:
             worker.params._key = ()
-            for cached in (exchange._layout, top_k._layouts, peers.fill_buckets):
+            for cached in (exchange._messages, top_k._layouts, top_k._at, peers.fill_buckets):
                 cached.cache_clear()
         for name, parameter in parameters.items():
             gradient = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(97 * step + len(name)))
