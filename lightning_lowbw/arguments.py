@@ -32,12 +32,12 @@ def names_arguments(called: Called) -> Called:
 
 def _naming(function: Called, name: str) -> Called:
     signature = inspect.signature(function)
-    allowed = ", ".join(each for each in signature.parameters if each not in ("self", "cls"))
+    allowed = ", ".join(argument for argument in signature.parameters if argument not in ("self", "cls"))
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         try:
-            signature.bind(*args, **kwargs)
+            signature.bind(*args, **kwargs)  # before the call, so that a TypeError of the function's own body stays one
         except TypeError as error:
             raise ConfigurationError(f"{name}: {error}. Its arguments are: {allowed or 'none'}.") from error
         return function(*args, **kwargs)
@@ -59,8 +59,8 @@ def shows(passed_on: Mapping[str, inspect.Parameter]) -> Callable[[Called], Call
 
     def decorate(function: Called) -> Called:
         signature = inspect.signature(function, eval_str=True)
-        *named, _ = signature.parameters.values()
-        others = [each for name, each in passed_on.items() if name not in signature.parameters]
+        *named, _ = signature.parameters.values()  # the last is **kwargs
+        others = [parameter for name, parameter in passed_on.items() if name not in signature.parameters]
         keywords = [parameter.replace(kind=parameter.KEYWORD_ONLY) for parameter in others]
         function.__signature__ = signature.replace(parameters=[*named, *keywords])  # type: ignore[attr-defined]
         return function
@@ -88,7 +88,7 @@ def sorted_into(subject: str, arguments: Mapping[str, Any], *kinds: type) -> lis
     Raises:
         ConfigurationError: one is a field of none.
     """
-    names = [[each.name for each in fields(kind) if each.init] for kind in kinds]
+    names = [[field.name for field in fields(kind) if field.init] for kind in kinds]
     unknown = [str(name) for name in arguments if not any(name in of_kind for of_kind in names)]
     if unknown:
         allowed = ", ".join(name for of_kind in names for name in of_kind)
@@ -105,9 +105,9 @@ def code_of(value: object, prefix: str = "") -> str:
     """
     if not is_dataclass(value):
         return repr(value)
-    given = {each.name: getattr(value, each.name) for each in fields(value) if each.init}
-    defaults = {each.name: each.default for each in fields(value) if each.default is not MISSING}
-    shown = [f"{name}={code_of(each, prefix)}" for name, each in given.items() if each != defaults.get(name, MISSING)]
+    given = {field.name: getattr(value, field.name) for field in fields(value) if field.init}
+    defaults = {field.name: field.default for field in fields(value) if field.default is not MISSING}
+    shown = [f"{name}={code_of(knob, prefix)}" for name, knob in given.items() if knob != defaults.get(name, MISSING)]
     return f"{prefix}{type(value).__name__}({', '.join(shown)})"
 
 
@@ -136,7 +136,7 @@ def is_number(value: object) -> bool:
     """Return whether a value is a finite real number; True and False are none."""
     if isinstance(value, float):
         return math.isfinite(value)
-    return isinstance(value, int) and not isinstance(value, bool) and abs(value) < LARGEST
+    return isinstance(value, int) and not isinstance(value, bool) and abs(value) < LARGEST  # a float still holds it
 
 
 def is_count(value: object, least: int = 1) -> bool:

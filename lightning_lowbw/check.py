@@ -65,7 +65,7 @@ def check_ranks(device: torch.device) -> dict[str, Any]:
 
 def describe_rank(device: torch.device) -> dict[str, Any]:
     """Return where this rank is, and the versions of what it has."""
-    is_cuda = device.type == "cuda"
+    is_cuda = device.type == "cuda"  # whose collectives are NCCL's, on an interface of its own setting
     return {
         "host": socket.gethostname(),
         "interface": os.environ.get("NCCL_SOCKET_IFNAME" if is_cuda else "GLOO_SOCKET_IFNAME") or address(),

@@ -41,7 +41,7 @@ def DGC(*, topology: TopologyChoice = "flat", **knobs: Any) -> Method:
         >>> DGC(sparsity=[0.75, 0.999], rampup_step=100).when.density(50)
         0.0010000000000000009
     """
-    if "density" not in knobs:
+    if "density" not in knobs:  # stairs of one value; a density is the payload's own, without stairs
         knobs = {"sparsity": DGC_SPARSITY, **knobs}
     elif "sparsity" in knobs:
         raise ConfigurationError(
@@ -75,7 +75,7 @@ def LocalSGD(
     Raises:
         ConfigurationError: a knob is unknown or out of range, or two cannot be combined.
     """
-    (when,) = sorted_into("LocalSGD", knobs, EveryK)
+    (when,) = sorted_into("LocalSGD", knobs, EveryK)  # names an unknown knob; `EveryK` checks their values
     what = (
         Quantized(value_dtype=compression) if isinstance(compression, str) else as_compression(compression) or Whole()
     )
@@ -104,7 +104,7 @@ def AdaptiveLocalSGD(
     Raises:
         ConfigurationError: as `LocalSGD`.
     """
-    if "k_steps" in knobs:
+    if "k_steps" in knobs:  # which LocalSGD would take, and which is the first k of the rule here
         raise ConfigurationError(f"k_steps={knobs['k_steps']!r}: the first k is init_k_steps here.")
     return LocalSGD(init_k_steps, begin_step, max_k_steps=max_k_steps, rule=rule, **knobs)
 

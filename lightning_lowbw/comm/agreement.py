@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_lowbw.comm.collectives import all_reduce_
 from lightning_lowbw.errors import ConfigurationError, DisagreementError
 from lightning_lowbw.kernels.tensors import checksum
 
@@ -35,7 +36,7 @@ def agree(topic: str, settings: Mapping[str, object], group: dist.ProcessGroup |
     if not dist.is_initialized() or dist.get_world_size(group) == 1:
         return
     stated = {name: repr(value) for name, value in settings.items()}
-    digest = hashlib.sha256(repr(sorted(stated.items())).encode()).hexdigest()
+    digest = hashlib.sha256(repr(sorted(stated.items())).encode()).hexdigest()  # 64 bytes, however many settings
     digests = gather(digest, "settings", group)
     if len(set(digests)) == 1:
         return
@@ -85,9 +86,9 @@ def differ(lists: Sequence[Sequence[Tensor]], group: dist.ProcessGroup | None, d
         group: the process group; None is the world.
         device: of the message.
     """
-    bits = torch.stack([torch.as_tensor(checksum(each), dtype=torch.int64, device=device) for each in lists])
-    extremes = torch.stack([bits, -bits])
-    dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=group)
+    bits = torch.stack([torch.as_tensor(checksum(tensors), dtype=torch.int64, device=device) for tensors in lists])
+    extremes = torch.stack([bits, -bits])  # the maximum of -x is the minimum of x: both in one all-reduce
+    all_reduce_(extremes, group, dist.ReduceOp.MAX)
     return (extremes[0] != -extremes[1]).tolist()
 
 
@@ -116,10 +117,10 @@ def gather(value: T, topic: str, group: dist.ProcessGroup | None = None) -> list
         return [value]
     gathered = [(topic, value)] * dist.get_world_size(group)
     dist.all_gather_object(gathered, (topic, value), group=group)
-    if any(other != topic for other, _ in gathered):
+    if any(other != topic for other, _ in gathered):  # ranks at two calls would take one another's values
         topics = ", ".join(f"rank {rank} its {other}" for rank, (other, _) in enumerate(gathered))
         raise DisagreementError(
             f"The ranks do different things at the same time. They have sent: {topics}. Give all ranks the same "
             "callbacks, the same settings, and the same code."
         )
-    return [each for _, each in gathered]
+    return [value for _, value in gathered]

@@ -15,18 +15,20 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from datetime import timedelta
+from functools import partial
 from typing import Any, Literal
-from weakref import ref
+from weakref import WeakSet, ref
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
-from lightning_lowbw.comm.side_queue import new_future
+from lightning_lowbw.kernels.tensors import Fork, device_of
 
 Level = Literal["intra", "inter"]
 
@@ -60,7 +62,7 @@ class TrafficLedger:
     dense_bytes: int = 0
     dense_inter_bytes: int = 0
     exposed_s: float = 0.0
-    _pending: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = field(
+    _pending: deque[tuple[Any, Any]] = field(
         default_factory=lambda: deque(maxlen=MAX_PENDING), repr=False, compare=False
     )
 
@@ -79,14 +81,14 @@ class TrafficLedger:
 
     def since(self, earlier: TrafficLedger) -> TrafficLedger:
         """Return the traffic after an earlier copy of this ledger."""
-        names = [each.name for each in fields(self) if each.compare]
+        names = [total.name for total in fields(self) if total.compare]
         return TrafficLedger(**{name: getattr(self, name) - getattr(earlier, name) for name in names})
 
     @contextmanager
     def waiting(self, device: torch.device) -> Iterator[None]:
         """Add the time of a blocking collective on tensors of `device`. Does not synchronise the host with a GPU."""
-        if device.type == "cuda":
-            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        if events := device_of(device).timing_events():
+            start, end = events
             start.record()
             yield
             end.record()
@@ -99,7 +101,7 @@ class TrafficLedger:
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Leave out what is exchanged meanwhile: it belongs to no step."""
-        totals = {each.name: getattr(self, each.name) for each in fields(self) if each.compare}
+        totals = {total.name: getattr(self, total.name) for total in fields(self) if total.compare}
         pending, self._pending = self._pending, deque(maxlen=MAX_PENDING)
         try:
             yield
@@ -227,12 +229,9 @@ def _few_ctas(timeout: timedelta | None) -> Any:
 
 def _timeout_of_world() -> timedelta | None:
     """Return the timeout given to `init_process_group`; None, the backend's default, if it is not known."""
-    for device in ("cpu", "cuda"):
-        try:
-            backend = dist.group.WORLD._get_backend(torch.device(device))  # type: ignore[union-attr]
-        except RuntimeError:  # the world has none for this device
-            continue
-        timeout = getattr(getattr(backend, "options", None), "_timeout", None)
+    world: Any = dist.group.WORLD
+    for device in world._device_types:
+        timeout = getattr(getattr(world._get_backend(device), "options", None), "_timeout", None)
         if isinstance(timeout, timedelta):
             return timeout
     return None
@@ -241,6 +240,16 @@ def _timeout_of_world() -> timedelta | None:
 def is_gloo(group: dist.ProcessGroup | None, device: torch.device) -> bool:
     """Return whether a group's collectives on tensors of a device are gloo's, where it has several backends, too."""
     return device.type == "cpu" or dist.get_backend(group) == "gloo"
+
+
+def on_wire(tensor: Tensor, group: dist.ProcessGroup | None, *, is_sum: bool) -> Tensor:
+    """Return what a collective of a group is given for a tensor: a copy on the host where its backend does not take it.
+
+    Args:
+        is_sum: whether it is reduced or broadcast; else it is gathered, and gloo gathers the CPU's only.
+    """
+    is_taken = not is_gloo(group, tensor.device) or (is_sum and device_of(tensor.device).gloo_sums)
+    return tensor if is_taken else tensor.cpu()
 
 
 @dataclass(frozen=True)
@@ -255,23 +264,63 @@ class TensorWork:
         """Wait for it (on CUDA the current stream does), and return the tensor."""
         if self.work is not None:
             self.work.wait()
-        if self.staged is not None:
-            self.tensor.view(-1).copy_(self.staged)
-        return self.tensor
+        return self._filled()
 
     def get_future(self) -> Future[Tensor]:
         """Return the future of the tensor, as a communication hook of DDP must.
 
         It carries its device: gloo's own futures do not, and DDP would not wait for them on CUDA.
         """
-        future = new_future(self.tensor.device)
+        future = device_of(self.tensor.device).new_future()
         if self.work is None:
             future.set_result(self.tensor)
         elif isinstance(self.work, Future):
             return self.work
         else:
-            self.work.get_future().add_done_callback(lambda reduced: _hand_over(reduced, self.tensor, future))
+            self.work.get_future().add_done_callback(lambda reduced: _hand_over(reduced, self._filled, future))
         return future
+
+    def _filled(self) -> Tensor:
+        if self.staged is not None:
+            self.tensor.view(-1).copy_(self.staged)
+        return self.tensor
+
+
+def begin_all_reduce_(
+    tensor: Tensor, group: dist.ProcessGroup | None = None, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
+) -> TensorWork:
+    """Begin to reduce a tensor over the ranks of a group, in place; in no ledger.
+
+    Collective: all ranks of the group, in the same order of calls.
+    """
+    sent = on_wire(tensor, group, is_sum=True)
+    return TensorWork(tensor, dist.all_reduce(sent, op, group, async_op=True), None if sent is tensor else sent)
+
+
+def all_reduce_(
+    tensor: Tensor, group: dist.ProcessGroup | None = None, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
+) -> None:
+    """Reduce a tensor over the ranks of a group, in place; in no ledger.
+
+    Collective: all ranks of the group, blocking (on CUDA, for the stream).
+    """
+    sent = on_wire(tensor, group, is_sum=True)
+    dist.all_reduce(sent, op, group)
+    if sent is not tensor:
+        tensor.copy_(sent)
+
+
+def broadcast_(tensor: Tensor, group: dist.ProcessGroup | None = None) -> None:
+    """Overwrite a tensor with that of the group's first rank; in no ledger.
+
+    Collective: all ranks of the group, blocking (on CUDA, for the stream).
+    """
+    world = dist.group.WORLD if group is None else group
+    assert world is not None
+    sent = on_wire(tensor, group, is_sum=True)
+    dist.broadcast(sent, dist.get_global_rank(world, 0), group)
+    if sent is not tensor:
+        tensor.copy_(sent)
 
 
 class Collectives:
@@ -323,7 +372,7 @@ class Collectives:
         if self.num_ranks == 1:
             return TensorWork(tensor)
         self._record(all_reduce_bytes(tensor.nbytes, self.num_ranks))
-        return TensorWork(tensor, dist.all_reduce(tensor, group=self.group, async_op=True))
+        return begin_all_reduce_(tensor, self.group)
 
     def all_reduce_(self, tensor: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> None:
         """Reduce a flat tensor over the ranks, in place; by default the sum.
@@ -333,7 +382,7 @@ class Collectives:
         if self.num_ranks == 1:
             return
         with self.ledger.waiting(tensor.device):
-            dist.all_reduce(tensor, op=op, group=self.group)
+            all_reduce_(tensor, self.group, op)
         self._record(all_reduce_bytes(tensor.nbytes, self.num_ranks))
 
     def broadcast_(self, tensor: Tensor) -> None:
@@ -343,10 +392,8 @@ class Collectives:
         """
         if self.num_ranks == 1:
             return
-        group = dist.group.WORLD if self.group is None else self.group
-        assert group is not None
         with self.ledger.waiting(tensor.device):
-            dist.broadcast(tensor, src=dist.get_global_rank(group, 0), group=self.group)
+            broadcast_(tensor, self.group)
         self._record(tensor.nbytes)
 
     def all_gather(self, message: Tensor, out: Tensor | None = None) -> Tensor:
@@ -358,6 +405,7 @@ class Collectives:
             message: see `begin_all_gather`.
             out: see `begin_all_gather`.
         """
+        # Of NCCL's all-gather both ways are busy at once; of gloo's often not, see `_swap`.
         if self.num_ranks == 1 or not is_gloo(self.group, message.device):
             with self.ledger.waiting(message.device):
                 return self.begin_all_gather(message, out).wait()
@@ -465,11 +513,13 @@ class Collectives:
         connection, on which the announcement that a rank is ready to receive waits behind the message it is sending.
         So everything is received first, and sent then.
         """
-        own, num_ranks = self.rank, self.num_ranks
+        this_rank, num_ranks = self.rank, self.num_ranks
         group = dist.group.WORLD if self.group is None else self.group
         assert group is not None
-        received[own].copy_(outgoing[own])
-        others = [(own + distance) % num_ranks for distance in range(1, num_ranks)]  # not all to the same rank first
+        received[this_rank].copy_(outgoing[this_rank])
+        # Not all to the same rank first.
+        others = [(this_rank + distance) % num_ranks for distance in range(1, num_ranks)]
+        # All receives are posted before any send: two ranks that send first would wait for one another.
         works = [
             begin(tensors[rank].view(torch.uint8), dist.get_global_rank(group, rank), group=self.group)
             for begin, tensors in ((dist.irecv, received), (dist.isend, outgoing))
@@ -482,8 +532,7 @@ class Collectives:
     def _staged(self, tensor: Tensor) -> Tensor:
         if tensor.stride(0) != 1:  # `contiguous` leaves a single element as it is, and then it has no view as bytes
             tensor = tensor.clone(memory_format=torch.contiguous_format)
-        # gloo reduces CUDA tensors, but gathers only those of the CPU
-        return tensor.cpu() if is_gloo(self.group, tensor.device) else tensor
+        return on_wire(tensor, self.group, is_sum=False)
 
     def _record(self, nbytes: int) -> None:
         self.ledger.record(nbytes, self.level)
@@ -508,10 +557,90 @@ def broadcast_flat_(tensors: Iterable[Tensor], broadcast_: Callable[[Tensor], ob
             tensor.copy_(received.view(tensor.shape))
 
 
-def _hand_over(reduced: Future[list[Tensor]], tensor: Tensor, future: Future[Tensor]) -> None:
+def _hand_over(reduced: Future[list[Tensor]], filled: Callable[[], Tensor], future: Future[Tensor]) -> None:
     try:
         reduced.value()  # raises what the collective has raised
+        tensor = filled()
     except Exception as error:  # noqa: BLE001 - handed to whoever waits for it
         future.set_exception(error)  # type: ignore[arg-type]  # torch's annotation is wrong
     else:
         future.set_result(tensor)
+
+
+# In the background ----------------------------------------------------------------------------------------------------
+
+_threads: dict[str, tuple[ThreadPoolExecutor, WeakSet[SideQueue]]] = {}  # by purpose, with the queues that use it
+
+
+class SideQueue:
+    """Runs collectives one after another in the background: on a thread with gloo, on a stream with NCCL.
+
+    They run in the order of the calls, which is the same on all ranks. They start when earlier work on the caller's
+    stream has ended; a wait on another stream waits for their end there (tests/gpu/test_streams.py).
+
+    Args:
+        purpose: queues of one purpose share a thread, and a stream of a device, because they share process groups,
+            whose collectives must come in one order; those of two do not wait for one another.
+    """
+
+    def __init__(self, purpose: str) -> None:
+        self.purpose = purpose
+
+    def begin(
+        self,
+        collectives: Callable[[Tensor], Tensor],
+        tensors: tuple[Tensor, ...],
+        after: Future[Tensor] | None = None,
+        *,
+        in_thread: bool,
+    ) -> Future[Tensor]:
+        """Begin to run collectives; return the future of what they return.
+
+        Collective: all ranks, in the same order of calls.
+
+        Args:
+            collectives: blocking ones; called with the first of `tensors`, or with what comes `after`.
+            tensors: all that the collectives use of the caller's stream; with `in_thread` the thread waits until they
+                have been filled there.
+            after: of another queue: what is to be done before.
+            in_thread: for gloo, whose collectives block the host; else they are queued on a stream from here.
+        """
+        device = device_of(tensors[0].device)
+        future = device.new_future()
+        run = partial(_run, collectives, device.fork(self.purpose), tensors, after, future, in_thread)
+        if in_thread:
+            if self.purpose not in _threads:
+                _threads[self.purpose] = ThreadPoolExecutor(1, f"lightning_lowbw {self.purpose}"), WeakSet()
+            thread, users = _threads[self.purpose]
+            users.add(self)
+            thread.submit(run)
+        else:
+            run()
+        return future
+
+    def close(self) -> None:
+        """End the thread, unless another queue uses it, after the work that has been begun."""
+        thread, users = _threads.get(self.purpose, (None, WeakSet()))
+        users.discard(self)
+        if thread is not None and not users:
+            thread.shutdown(wait=False)
+            del _threads[self.purpose]
+
+
+def _run(
+    collectives: Callable[[Tensor], Tensor],
+    enter: Fork,
+    tensors: tuple[Tensor, ...],
+    after: Future[Tensor] | None,
+    future: Future[Tensor],
+    in_thread: bool,
+) -> None:
+    try:
+        with torch.no_grad(), enter(tensors, in_thread):
+            given = tensors[0]
+            if after is not None:
+                given = after.wait()
+                device_of(given.device).keep(given)  # it was made on another side stream
+            future.set_result(collectives(given))  # here: it records an event on the side stream
+    except Exception as error:  # noqa: BLE001 - handed to whoever waits for it
+        future.set_exception(error)  # type: ignore[arg-type]  # torch's annotation is wrong

@@ -25,13 +25,13 @@ from lightning_lowbw.comm.agreement import agree
 from lightning_lowbw.comm.collectives import (
     Collectives,
     Level,
+    SideQueue,
     TensorWork,
     TrafficLedger,
     all_reduce_bytes,
     group_of,
     is_gloo,
 )
-from lightning_lowbw.comm.side_queue import SideQueue
 from lightning_lowbw.comm.topology import Topology, TopologyChoice, check_choice, resolve
 from lightning_lowbw.errors import ConfigurationError
 from lightning_lowbw.kernels.tensors import allocate, as_real, copy_all_, split_front, upload
@@ -475,7 +475,7 @@ class MeanWork:
 def _fill(room: Tensor, sizes: list[int], tensors: Sequence[Tensor], weight: float) -> None:
     """Concatenate tensors, times the weight; in the wide type, because they may be narrow."""
     parts = [tensor if tensor.dim() == 1 else tensor.reshape(-1) for tensor in tensors]
-    if room.is_cuda and parts:  # few launches, whatever their number
+    if room.device.type != "cpu" and parts:  # few launches, whatever their number
         if all(part.dtype == room.dtype for part in parts):
             torch.cat(parts, out=room)
         else:  # of which `torch.cat` takes one by one

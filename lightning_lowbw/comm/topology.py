@@ -77,7 +77,7 @@ class Topology:
         """Return one node per distinct name; `hosts` has the name of each rank's."""
         by_host: dict[str, list[int]] = {}
         for rank, host in enumerate(hosts):
-            by_host.setdefault(host, []).append(rank)
+            by_host.setdefault(host, []).append(rank)  # in order of their first rank, as the launcher counts nodes
         return cls(tuple(tuple(ranks) for ranks in by_host.values()))
 
     @property
@@ -149,7 +149,7 @@ def check_choice(choice: object) -> Topology | None:
     """
     if isinstance(choice, Topology):
         return choice
-    if isinstance(choice, int) and not isinstance(choice, bool):
+    if isinstance(choice, int) and not isinstance(choice, bool):  # True is an int, and no number of ranks
         if choice < 1:
             raise ConfigurationError(f"topology={choice!r}, a number of ranks per node: give an integer >= 1.")
         return None
@@ -184,7 +184,7 @@ def resolve(choice: TopologyChoice, world_size: int) -> Topology | None:
     Raises:
         ConfigurationError: on all ranks; the choice does not fit the world.
     """
-    with failing_together():
+    with failing_together():  # else one rank would raise alone, and the others wait for it
         topology = check_choice(choice)
         if isinstance(choice, int):
             topology = Topology.blocks(world_size, choice)
@@ -205,6 +205,7 @@ def discover() -> Topology:
     """
     number = next((os.environ[name] for name in NODE_VARIABLES if name in os.environ), "")
     boot = BOOT_ID.read_text().strip() if BOOT_ID.exists() else ""
+    # Each may be equal on two machines: names of cloned images, the number where every node has its own launcher.
     host = f"{socket.gethostname()}/{number}/{boot}"
     return Topology.of_hosts(gather(host, "host"))
 
@@ -249,13 +250,15 @@ def make_node_mesh(topology: Topology, rank: int, device_type: str, timeout: tim
             "same size in every other node. Start as many ranks on each."
         )
     node, coordinate = topology.node_of(rank), topology.local_rank_of(rank)
+    # All ranks make all groups in one order, also those that they are not in: `new_group` is collective.
     nodes = [group_of(ranks, DIMENSIONS[0], timeout) for ranks in topology.nodes]
-    alone = [group_of((each,), DIMENSIONS[1], timeout) for each in range(topology.world_size)]
-    between = [group_of(topology.peers(each), "equal shards", timeout) for each in range(topology.ranks_per_node)]
+    alone = [group_of((rank,), DIMENSIONS[1], timeout) for rank in range(topology.world_size)]
+    between = [group_of(topology.peers(number), "equal shards", timeout) for number in range(topology.ranks_per_node)]
     mesh = DeviceMesh.from_group(
         [group for group in (nodes[node], alone[rank]) if group is not None],
         device_type,
         torch.tensor(topology.nodes[node], dtype=torch.int).view(-1, 1),
         mesh_dim_names=DIMENSIONS,
     )
+    # Weakly: a group that a strategy keeps alive could abort the interpreter at its end, see `comm.collectives`.
     return NodeMesh(topology, mesh, coordinate, WeakGroup(nodes[node]), WeakGroup(between[coordinate]))

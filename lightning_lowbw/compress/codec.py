@@ -16,13 +16,13 @@ data, so ranks would have to exchange sizes first.
 
 [unary part | low bits of every element], in words of 32, the first bit lowest.
 
-Values are floats, or a sign and a level between the extremes of a block. A level format ("int8", "int4") cuts the
-values of a tensor into blocks of BLOCK and sends of each block the smallest and the largest magnitude, rounded outwards
-to bfloat16, and of each value a sign and the number of the nearest of 128 or 8 levels between the two, which are
-equidistant in the bits of a float32. Those bits, read as an integer, are a logarithm in straight pieces (its exponent,
-then its fraction): what top-k leaves lies between a threshold and an open end, mostly near the threshold. A level is
-found with integers alone, so every machine decodes the same bits; a power function is not that exact. Of the forms
-compared this has the smallest relative error: `benchmarks/results/wire.md`.
+Values are floats, or a sign and a level between the extremes of a block. A level format ("int8", "int4", which are not
+those of `compress.quantization`) cuts the values of a tensor into blocks of LEVELS_BLOCK and sends of each block the
+smallest and the largest magnitude, rounded outwards to bfloat16, and of each value a sign and the number of the nearest
+of 128 or 8 levels between the two, which are equidistant in the bits of a float32. Those bits, read as an integer, are
+a logarithm in straight pieces (its exponent, then its fraction): what top-k leaves lies between a threshold and an open
+end, mostly near the threshold. A level is found with integers alone, so every machine decodes the same bits; a power
+function is not that exact. Of the forms compared this has the smallest relative error: `benchmarks/results/wire.md`.
 
 "int2" has one bit for the level. Extremes would put most values far from both; its two levels are the means of the
 smaller and of the larger values of the block, parted where the squared error is least (Lloyd, "Least squares
@@ -55,7 +55,7 @@ ALIGNMENT_BYTES = 4  # messages of all ranks are concatenated and are read as in
 ValueName = Literal["float32", "bfloat16", "float16", "int8", "int4", "int2"]
 VALUE_NAMES: tuple[str, ...] = get_args(ValueName)
 
-BLOCK = 1 << LEVELS_SHIFT  # values; the extremes of a block are 32 bits, a quarter of a bit per value
+LEVELS_BLOCK = 1 << LEVELS_SHIFT  # values; the extremes of a block are 32 bits, a quarter of a bit per value
 EXTREME_BYTES = 4  # of a block: two bfloat16
 LARGEST = 0x7F7F  # the bits of the largest finite bfloat16
 PIECE = 1 << 16  # values coded at a time; what is computed for them stays in the cache
@@ -67,7 +67,7 @@ LLOYD_ITERATIONS = 8  # more change the error in the third digit only, also of h
 # Positions ------------------------------------------------------------------------------------------------------------
 
 
-class Layout(NamedTuple):
+class PositionLayout(NamedTuple):
     """How the positions of a step are coded.
 
     Attributes:
@@ -82,7 +82,7 @@ class Layout(NamedTuple):
 
 
 @lru_cache(maxsize=64)  # of the groups of tensors that are sent together, in the stages of a warm-up
-def layout_of(counts: tuple[int, ...], numels: tuple[int, ...]) -> Layout:
+def layout_of(counts: tuple[int, ...], numels: tuple[int, ...]) -> PositionLayout:
     """Return the layout of `counts[i]` positions in a tensor of `numels[i]` elements.
 
     Raises:
@@ -93,10 +93,10 @@ def layout_of(counts: tuple[int, ...], numels: tuple[int, ...]) -> Layout:
             raise ValueError(f"{count} positions in a tensor of {numel} elements; it may have up to {MAX_NUMEL}.")
     k, n = sum(counts), sum(numels)
     if k == 0:
-        return Layout(0, 0, 0)
+        return PositionLayout(0, 0, 0)
     width = min(MAX_WIDTH, (n // k).bit_length() - 1)
     unary_bits = k + (n >> width)
-    return Layout(width, unary_bits, -(-(unary_bits + k * width) // WORD_BITS))
+    return PositionLayout(width, unary_bits, -(-(unary_bits + k * width) // WORD_BITS))
 
 
 @lru_cache(maxsize=64)
@@ -123,7 +123,7 @@ def pack(positions: Tensor, counts: Sequence[int], numels: Sequence[int]) -> Ten
         numels: the elements of each tensor; positions are below.
 
     Returns:
-        int32, shape (`Layout.num_words`,).
+        int32, shape (`PositionLayout.num_words`,).
     """
     width, unary_bits, num_words = layout_of(tuple(counts), tuple(numels))
     fields = fields_of(tuple(counts), tuple(numels), positions.device)
@@ -148,7 +148,7 @@ def unpack(words: Tensor, counts: Sequence[int], numels: Sequence[int], tensors:
     """Return what `pack` was given for some tensors, of several messages.
 
     Args:
-        words: int32, shape (messages, `Layout.num_words`).
+        words: int32, shape (messages, `PositionLayout.num_words`).
         counts: as `pack` had them.
         numels: as `pack` had them.
         tensors: consecutive ones.
@@ -258,7 +258,7 @@ class LevelFormat:
 
     def encode(self, values: Tensor, counts: Sequence[int]) -> Tensor:
         # What a GPU takes from its memory at once it need not take in pieces.
-        pieces = [list(counts)] if values.is_cuda else list(_pieces(counts))
+        pieces = [list(counts)] if values.device.type != "cpu" else list(_pieces(counts))
         of_piece = values.split([sum(piece) for piece in pieces])
         coded = [self._encode_blocks(*each) for each in zip(of_piece, pieces, strict=True)]
         extremes, codes = (torch.cat(column) for column in zip(*coded, strict=True))
@@ -330,7 +330,7 @@ def _extremes(blocks: Tensor) -> tuple[Tensor, Tensor]:
     """Return the bits of the smallest and largest magnitude of each block, zeros apart, rounded outwards to bfloat16.
 
     Args:
-        blocks: magnitudes as the bits of float32, int32, shape (blocks, BLOCK).
+        blocks: magnitudes as the bits of float32, int32, shape (blocks, LEVELS_BLOCK).
     """
     highest = ((blocks.amax(1) + 0xFFFF) >> HALF).clamp_(max=LARGEST)
     lowest = (blocks.masked_fill(blocks == 0, LARGEST << HALF).amin(1) >> HALF).clamp_(min=1)
@@ -372,7 +372,7 @@ def _elements(counts: Sequence[int], tensors: slice) -> slice:
 
 
 def _num_blocks(counts: Sequence[int]) -> list[int]:
-    return [-(-count // BLOCK) for count in counts]
+    return [-(-count // LEVELS_BLOCK) for count in counts]
 
 
 def _pieces(counts: Sequence[int]) -> Iterator[list[int]]:
@@ -389,11 +389,15 @@ def _pieces(counts: Sequence[int]) -> Iterator[list[int]]:
 
 
 def _blocks(values: Tensor, counts: Sequence[int]) -> Tensor:
-    """Return the values of each block: shape (blocks, BLOCK); a short one repeats its last."""
+    """Return the values of each block: shape (blocks, LEVELS_BLOCK); a short one repeats its last."""
     if len(counts) != 1:
         return values.take(_members(counts, values.device))
-    missing = -counts[0] % BLOCK
-    return torch.cat([values, values[-1:].expand(missing)]).view(-1, BLOCK) if missing else values.view(-1, BLOCK)
+    missing = -counts[0] % LEVELS_BLOCK
+    return (
+        torch.cat([values, values[-1:].expand(missing)]).view(-1, LEVELS_BLOCK)
+        if missing
+        else values.view(-1, LEVELS_BLOCK)
+    )
 
 
 def _rows(counts: Sequence[int], device: torch.device) -> Tensor:
@@ -405,7 +409,7 @@ def _slots(counts: Sequence[int], device: torch.device) -> Tensor:
     """Return the place of each value among those of all blocks: int64, shape (sum(counts),)."""
     shifts, first, row = [], 0, 0
     for count, blocks in zip(counts, _num_blocks(counts), strict=True):
-        shifts.append(row * BLOCK - first)
+        shifts.append(row * LEVELS_BLOCK - first)
         first, row = first + count, row + blocks
     owner = torch.repeat_interleave(upload(counts, torch.int64, device), output_size=first)
     shift = upload(shifts, torch.int64, device).index_select(0, owner)
@@ -413,15 +417,15 @@ def _slots(counts: Sequence[int], device: torch.device) -> Tensor:
 
 
 def _members(counts: Sequence[int], device: torch.device) -> Tensor:
-    """Return the values of each block: int64, shape (blocks, BLOCK); a short one repeats its last."""
+    """Return the values of each block: int64, shape (blocks, LEVELS_BLOCK); a short one repeats its last."""
     shifts, ends, first, row = [], [], 0, 0
     for count, blocks in zip(counts, _num_blocks(counts), strict=True):
-        shifts.append(first - row * BLOCK)
+        shifts.append(first - row * LEVELS_BLOCK)
         ends.append(first + count - 1)
         first, row = first + count, row + blocks
     owner = torch.repeat_interleave(upload(_num_blocks(counts), torch.int64, device), output_size=row)
     table = upload([shifts, ends], torch.int64, device)
-    slots = torch.arange(row * BLOCK, device=device).view(row, BLOCK)
+    slots = torch.arange(row * LEVELS_BLOCK, device=device).view(row, LEVELS_BLOCK)
     return (slots + table[0].index_select(0, owner).unsqueeze(1)).minimum(table[1].index_select(0, owner).unsqueeze(1))
 
 

@@ -1,8 +1,8 @@
 """Vectors in few bits per value, for a mean with error feedback: half types, or integers with a scale per block.
 
-A linear format ("int8", "int4") cuts a vector into blocks of BLOCK values and sends of each block one scale and of each
-value the nearest integer in units of it. For dense values, mostly near zero, that is closer than the logarithmic levels
-of `compress.codec`, which are made for the elements that top-k selects.
+A linear format ("int8", "int4") cuts a vector into blocks of SCALED values and sends of each block one scale and of
+each value the nearest integer in units of it. For dense values, mostly near zero, that is closer than the logarithmic
+levels of `compress.codec`, which are made for the elements that top-k selects.
 
 Source: a scale per small block as in Markov et al., "CGX: Adaptive System Support for Communication-Efficient Deep
 Learning", arXiv 2111.08617. Deviation: rounds to nearest, not at random, because the error is fed back.
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from lightning_lowbw.kernels.dispatch import blocks_for
-from lightning_lowbw.kernels.reference import SCALED as BLOCK
+from lightning_lowbw.kernels.reference import SCALED
 from lightning_lowbw.kernels.tensors import allocate
 
 QuantizedName = Literal["bfloat16", "float16", "int8", "int4"]
@@ -31,7 +31,7 @@ class QuantizedFormat(Protocol):
     """How the values of vectors are written in few bits; several vectors of one length at once, each by itself.
 
     A vector has at least one value. A message is written and read in ranges, so that on a CPU what belongs to a range
-    stays in the cache. A range begins at a multiple of BLOCK, and ends at one or with the vector; the message is the
+    stays in the cache. A range begins at a multiple of SCALED, and ends at one or with the vector; the message is the
     same however it is divided.
 
     Zero stays zero. Values that are too large for the format are written as its largest value.
@@ -80,7 +80,7 @@ class HalfFormat:
     def write_(self, messages: Tensor, numel: int, start: int, values: Tensor) -> None:
         sent, limit = messages.view(self.dtype)[:, start : start + values.shape[1]], torch.finfo(self.dtype).max
         sent.copy_(values.clamp(-limit, limit))  # a late burst would become inf
-        values.sub_(sent)
+        values.sub_(sent)  # what is left is the rounding error, which error feedback sends later
 
     def read(self, messages: Tensor, numel: int, start: int, stop: int) -> Tensor:
         _check_size(messages, self.nbytes(numel))
@@ -107,7 +107,7 @@ class LinearFormat:
         sent, integers = (messages[:, each] for each in self._sections(numel, start, start + values.shape[1]))
         scales = sent.new_empty((len(values), sent.shape[1] // SCALE_BYTES), dtype=torch.bfloat16)
         blocks_for(values, integers).encode_blocks_(values, scales, integers, self.bits)
-        sent.copy_(scales.view(torch.uint8))
+        sent.copy_(scales.view(torch.uint8))  # a copy: a range may begin at an odd byte
 
     def read(self, messages: Tensor, numel: int, start: int, stop: int) -> Tensor:
         _check_size(messages, self.nbytes(numel))
@@ -123,10 +123,10 @@ class LinearFormat:
         return slice(self._scales_end(start), self._scales_end(stop)), integers
 
     def _scales_end(self, numel: int) -> int:
-        return -(-numel // BLOCK) * SCALE_BYTES
+        return -(-numel // SCALED) * SCALE_BYTES
 
     def _integers_end(self, numel: int) -> int:
-        return -(-numel * self.bits // 8)
+        return -(-numel * self.bits // 8)  # rounded up: the last byte of int4 may hold one value
 
 
 def _check_size(messages: Tensor, nbytes: int) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor
 from lightning_lowbw.kernels import dispatch, gpu
 from lightning_lowbw.kernels.dispatch import chunks_for, kernels_for
 from lightning_lowbw.kernels.reference import Segment, flat
-from lightning_lowbw.kernels.table import FOLLOWED, Workspace, takes
+from lightning_lowbw.kernels.table import FOLLOWED, Workspace, is_supported
 
 ALIGNMENT = 64  # elements between the starts of tensors in a buffer: 256 bytes, enough for every vector load
 MIN_PER_CANDIDATE = 4  # elements: where more than one in this many is a candidate, to look through all takes no longer
@@ -83,7 +83,7 @@ class Selection:
             Of each segment: positions, int64, ascending, and their exact values, float32; both of shape (num_sent,).
         """
         together = {
-            n: each for n, each in segments.items() if dispatch.uses_triton(each.residual.device) and takes(each)
+            n: each for n, each in segments.items() if dispatch.uses_triton(each.residual.device) and is_supported(each)
         }
         parts = self._compress_together_(together, masking) if together else {}
         for name, given in segments.items():

@@ -75,7 +75,8 @@ class TopK(Payload, key="top_k"):
             the rest of a tensor, and of a small one, as many are sent as of a chunk, or of 4096 elements of a larger
             one: all where there are fewer.
         value_dtype: "float32", "bfloat16", "float16", "int8", "int4" or "int2", for the values on the wire; rounding
-            errors are sent later.
+            errors are sent later. The integers number levels between the extremes of a block, see `compress.codec`;
+            under the same names `Quantized` sends multiples of a scale.
         min_numel: tensors with fewer elements are sent dense, all of them fused into one all-reduce. None: as
             `small_numel` says.
         exclude: names of parameters that are always sent dense; shell patterns such as ``"*.bias"``.

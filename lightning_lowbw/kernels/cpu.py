@@ -45,7 +45,7 @@ except RuntimeError:  # there is no folder to keep it in
     kernel = numba.njit(**OPTIONS)
 inner = numba.njit(**OPTIONS)
 
-BLOCK = 1024  # elements, 24 KiB of tensors: they stay in the first cache from one loop to the next
+CACHED = 1024  # elements, 24 KiB of tensors: they stay in the first cache from one loop to the next
 CHUNK = 64  # elements, four vectors of 512 bits; at two candidates in a thousand one chunk in eight has any
 MAGNITUDE = np.int32(0x7FFFFFFF)  # masks the sign: as integers, the bits of floats are in the order of magnitudes
 INFINITE = np.int32(0x7F800000)  # the bits of infinity; of NaN larger ones
@@ -184,11 +184,11 @@ def accumulate_kernel(
 ):
     """Correct and accumulate a gradient, and collect where the sum reaches a bound; see `cpu.accumulate_`."""
     count, bits, bits_of_gradient = 0, v.view(np.int32), gradient.view(np.int32)
-    room = np.empty((3, BLOCK), dtype=np.float32)
+    room = np.empty((3, CACHED), dtype=np.float32)
     g, s = room[0], room[1]
     one, flags = np.float32(1), np.empty(CHUNK, dtype=np.uint8)
-    for start in range(0, v.size, BLOCK):
-        stop = min(start + BLOCK, v.size)
+    for start in range(0, v.size, CACHED):
+        stop = min(start + CACHED, v.size)
         own, own_v, own_g = gradient[start:stop], v[start:stop], g[: stop - start]
         if fault.size and largest_bits(bits_of_gradient[start:stop], stop - start) >= INFINITE:
             clean(own, room[2], fault)

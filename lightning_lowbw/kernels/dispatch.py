@@ -30,7 +30,7 @@ from torch import Tensor
 
 from lightning_lowbw.kernels import gpu, reference
 from lightning_lowbw.kernels.reference import Arrival, SecondMoment, Segment
-from lightning_lowbw.kernels.table import BLOCK, Field, Kind, Workspace
+from lightning_lowbw.kernels.table import GPU_BLOCK, Field, Kind, Workspace
 from lightning_lowbw.kernels.tensors import upload
 
 LONGEST_CAUSE = 200  # characters of an exception that are passed on: of a compiler's output the first line will do
@@ -78,7 +78,7 @@ def _import_cpu() -> ModuleType | None:
 
 def compiled_for(*tensors: Tensor) -> ModuleType | None:
     """Return `cpu`, the module that numba compiles, where it takes these tensors; their dtypes are not looked at."""
-    if "cpu" in _faults or not all(each.device.type == "cpu" and each.is_contiguous() for each in tensors):
+    if "cpu" in _faults or not all(tensor.device.type == "cpu" and tensor.is_contiguous() for tensor in tensors):
         return None
     return _import_cpu()
 
@@ -207,7 +207,7 @@ def disable(device: torch.device, reason: str) -> None:
 
 def _tiny_segment(device: torch.device, kind: Kind) -> Segment:
     """Return a segment of a kind. Large enough for a threshold, without ties."""
-    numel = BLOCK if kind.is_aligned else BLOCK + 1
+    numel = GPU_BLOCK if kind.is_aligned else GPU_BLOCK + 1
     # Small multiples of a power of two: no operation on them rounds.
     shuffled = (torch.arange(numel, device=device) * 7 % numel - numel // 2).to(torch.float32).div_(64)
     velocity = torch.zeros(numel, dtype=kind.momentum_buffer, device=device)
@@ -242,10 +242,11 @@ def _try_numba(device: torch.device, uses: Uses) -> None:
     for module in (cpu, reference):
         segment = _tiny_segment(device, PLAIN)
         v, numel = segment.residual, segment.residual.numel()
-        found = module.accumulate_(segment, 1.0)
+        positions = module.accumulate_(segment, 1.0)
         searches = [module.reach(v, 1.0), module.largest(v, 3), module.largest(v, 3, numel // 3, 1)]
-        accumulated, taken = v.clone(), module.take_(v, segment.momentum_buffer, found, masking=True)
-        results.append([found, accumulated, *searches, taken, v, *_averaged(module, v, found, 2, (False, True))])
+        accumulated, taken = v.clone(), module.take_(v, segment.momentum_buffer, positions, masking=True)
+        averaged = _averaged(module, v, positions, 2, (False, True))
+        results.append([positions, accumulated, *searches, taken, v, *averaged])
     _compare(*results)
     for bits in uses.scaled_bits:
         _compare(*(_scaled(each, device, bits) for each in (cpu, reference)))
@@ -281,7 +282,8 @@ def _try_triton(device: torch.device, uses: Uses) -> None:
             _try_compression(device, kinds, is_adam)
     for value_dtype in uses.value_dtypes:
         _try_wire(device, value_dtype)
-    like, positions = torch.ones(BLOCK + 1, device=device), torch.tensor([0, 5, BLOCK - 3, BLOCK], device=device)
+    like = torch.ones(GPU_BLOCK + 1, device=device)
+    positions = torch.tensor([0, 5, GPU_BLOCK - 3, GPU_BLOCK], device=device)
     dtypes = dict.fromkeys([torch.float32, *uses.mean_dtypes])
     for num_messages, dtype in product(uses.num_messages, dtypes):
         steps = uses.steps if dtype == torch.float32 else (False,)
@@ -296,7 +298,7 @@ def _try_triton(device: torch.device, uses: Uses) -> None:
 
 def _scaled(module: ModuleType, device: torch.device, bits: int) -> list[Tensor]:
     """Return what a module makes of two vectors as integers with scales."""
-    values = torch.arange(2 * BLOCK + 2, device=device).sub_(BLOCK).to(torch.float32).div_(7).view(2, -1)
+    values = torch.arange(2 * GPU_BLOCK + 2, device=device).sub_(GPU_BLOCK).to(torch.float32).div_(7).view(2, -1)
     scales = torch.empty((2, -(-values.shape[1] // reference.SCALED)), dtype=torch.bfloat16, device=device)
     packed = torch.empty((2, -(-values.shape[1] * bits // 8)), dtype=torch.uint8, device=device)
     module.encode_blocks_(values, scales, packed, bits)
@@ -322,8 +324,8 @@ def _try_compression(device: torch.device, kinds: Sequence[Kind], is_adam: bool)
 
 def _try_wire(device: torch.device, value_dtype: torch.dtype | int) -> None:
     """Raise if what has been selected does not come out of a message, or is rounded otherwise."""
-    numels, width, k = [BLOCK, BLOCK + 1], 10, 2
-    positions = torch.tensor([5, BLOCK - 3, 0, BLOCK], device=device)
+    numels, width, k = [GPU_BLOCK, GPU_BLOCK + 1], 10, 2
+    positions = torch.tensor([5, GPU_BLOCK - 3, 0, GPU_BLOCK], device=device)
     values = torch.tensor([1.0, -1.0 - 2.0**-9, 3.0, 2.0**-3], device=device)
     window = 0, 2 * k + (sum(numels) >> width)  # `compress.codec`
     code = width, window[1]

@@ -21,10 +21,10 @@ import torch
 from torch import Tensor
 
 from lightning_lowbw.kernels.reference import SCALED, Arrival, Segment, largest_integer, largest_scale_bits
-from lightning_lowbw.kernels.table import BINS, BLOCK, DIGITS, Arrived, Kind, Workspace
+from lightning_lowbw.kernels.table import BINS, DIGITS, GPU_BLOCK, Arrived, Kind, Workspace
 from lightning_lowbw.kernels.tensors import constant, upload
 
-SELECT_BLOCK = BLOCK  # elements that a program of the selection processes at a time; `table` has room for no more
+SELECT_BLOCK = GPU_BLOCK  # elements that a program of the selection processes at a time; `table` has room for no more
 PROGRAMS_PER_PROCESSOR = 16  # of the selection, whose number of blocks the host does not know
 LONGEST_CHUNK = 1 << 14  # elements that a program searches at once
 TENSORS = 256  # that a program looks at a time, to find its own
@@ -111,7 +111,7 @@ def _correct(workspace: Workspace) -> None:
     for kind, first, num_blocks in w.launches:
         correct_kernel[(num_blocks,)](
             w.table, w.factors, w.thresholds, w.owners, w.counting, w.block_counts, w.block_bases, w.positions,
-            w.values, first, **_types(kind), ADAM=kind.is_adam, ALIGNED=kind.is_aligned, BLOCK=BLOCK, num_warps=8,
+            w.values, first, **_types(kind), ADAM=kind.is_adam, ALIGNED=kind.is_aligned, BLOCK=GPU_BLOCK, num_warps=8,
             **OPTIONS,
         )  # fmt: skip
     block_ends = w.block_counts.cumsum(0)

@@ -69,11 +69,12 @@ class SecondMoment:
             float32.
         """
         square = self.square.to(gradient.dtype)  # itself, where it is as wide
+        # q = beta2 q + (1 - beta2) share g^2
         square.mul_(self.beta2).addcmul_(gradient, gradient, value=(1.0 - self.beta2) * self.share)
         if square is not self.square:
             self.square.copy_(square)
         if self.largest is not None:
-            self.largest.copy_(torch.maximum(self.largest, self.square))
+            self.largest.copy_(torch.maximum(self.largest, self.square))  # AMSGrad's
             square = self.largest.to(gradient.dtype)
         slope, least = self.line
         return square.sqrt().mul_(slope).add_(least).to(torch.float32)
@@ -231,17 +232,17 @@ def correct_(
     Source: arXiv 1712.01887, section 3.2 and appendix B.
     """
     if ahead != 0:
-        gradient = gradient.sub(residual, alpha=ahead)
+        gradient = gradient.sub(residual, alpha=ahead)  # g - a v: the decay of the weight after the residual
     if momentum_buffer is None:
         residual.add_(gradient)
         return
-    momentum_buffer.mul_(momentum).add_(gradient, alpha=1.0 - dampening)
+    momentum_buffer.mul_(momentum).add_(gradient, alpha=1.0 - dampening)  # u = m u + (1 - d) g
     if divisor is not None:
-        residual.addcdiv_(momentum_buffer, divisor)
+        residual.addcdiv_(momentum_buffer, divisor)  # v = v + u / s
     elif nesterov:
-        residual.add_(gradient).add_(momentum_buffer, alpha=momentum)
+        residual.add_(gradient).add_(momentum_buffer, alpha=momentum)  # v = v + g + m u, torch's Nesterov form
     else:
-        residual.add_(momentum_buffer)
+        residual.add_(momentum_buffer)  # v = v + u (eq. 7)
 
 
 def is_finite(tensor: Tensor) -> Tensor:
@@ -303,7 +304,7 @@ def accumulate_(segment: Segment, threshold: float, most: int = sys.maxsize) -> 
     if segment.fault is not None:
         are_finite = gradient.isfinite()
         segment.fault.logical_or_(are_finite.all().logical_not_())
-        gradient = torch.where(are_finite, gradient, 0.0)
+        gradient = torch.where(are_finite, gradient, 0.0)  # the step is refused; until then v stays finite
     gradient = decayed(gradient, segment.weight, weight_decay=segment.weight_decay, sign=segment.sign)
     correct_(
         residual,
@@ -316,7 +317,7 @@ def accumulate_(segment: Segment, threshold: float, most: int = sys.maxsize) -> 
         ahead=segment.ahead,
     )
     if segment.fault is not None:
-        segment.fault.logical_or_(is_finite(residual).logical_not_())
+        segment.fault.logical_or_(is_finite(residual).logical_not_())  # a sum of finite numbers may overflow
     if not threshold > 0:
         return torch.empty(0, dtype=torch.int64, device=residual.device)
     return reach(residual, threshold, most)
@@ -416,6 +417,7 @@ def take_(residual: Tensor, momentum_buffer: Tensor | None, positions: Tensor, *
     limit = torch.finfo(torch.float32).max
     # By `index_select` and the like, which take a third of the time that an index in brackets does.
     values = residual.index_select(0, positions).clamp_(-limit, limit).to(torch.float32)
+    # v = v * not Mask (eq. 9); what was clamped off stays in v.
     residual.index_add_(0, positions, values.to(residual.dtype), alpha=-1)
     if masking and momentum_buffer is not None:
         # A zero is padding (a dead tensor has fewer than k candidates): nothing was sent, so nothing is masked. No

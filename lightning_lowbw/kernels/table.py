@@ -15,7 +15,7 @@ from torch import Tensor
 from lightning_lowbw.kernels.reference import OtherPart, Segment
 from lightning_lowbw.kernels.tensors import upload
 
-BLOCK = 2048  # elements per program
+GPU_BLOCK = 2048  # elements per program
 SURPLUS, MARGIN = 2, 32  # candidates aimed at: 2 k, and some more, or a small k might be missed by chance
 ROOM = 4  # for candidates, in units of those aimed at: in its first steps a residual grows fast
 # In units of the tensor's elements. A candidate takes 16 bytes of room: so the room is a byte per parameter at most.
@@ -33,7 +33,7 @@ ALIGNMENT_BYTES, ALIGNMENT_NUMEL = 16, 8  # of the widest load; elements in it, 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-class Row(NamedTuple):
+class TableRow(NamedTuple):
     """The description of a tensor for the kernels: addresses in bytes, 0 for a missing tensor; the rest in elements."""
 
     residual: int
@@ -117,7 +117,7 @@ class Workspace:
 
     def __init__(self) -> None:
         self.thresholds = torch.empty(0, dtype=torch.float32)
-        self.rows: list[Row] = []  # of the segments, then of other parts
+        self.rows: list[TableRow] = []  # of the segments, then of other parts
         self.kinds: list[Kind] = []
         self._made_of: list[tuple[Any, ...]] = []  # the rows
         self._written: list[Factors] = []
@@ -127,8 +127,10 @@ class Workspace:
         device = segments[0].residual.device
         others = [other for segment in segments for other in segment.other_parts]
         everything: list[Segment | OtherPart] = [*segments, *others]
-        made_of = [(*_addresses(each), each.gradient.numel(), each.k, each.nesterov) for each in everything]
-        kinds = [_kind(each, own[:6]) for each, own in zip(everything, made_of, strict=True)]
+        made_of = [
+            (*_addresses(segment), segment.gradient.numel(), segment.k, segment.nesterov) for segment in everything
+        ]
+        kinds = [_kind(segment, values[:6]) for segment, values in zip(everything, made_of, strict=True)]
         self.num_tensors = len(segments)
         if made_of != self._made_of or kinds != self.kinds:
             rows = _rows(everything, kinds)
@@ -141,7 +143,7 @@ class Workspace:
             self.factors = upload(factors, torch.float32, device)
         self._written = factors
 
-    def _allocate(self, rows: Sequence[Row], kinds: Sequence[Kind], device: torch.device) -> None:
+    def _allocate(self, rows: Sequence[TableRow], kinds: Sequence[Kind], device: torch.device) -> None:
         numbers = {_key_of(row): number for number, row in enumerate(self.rows)}
         kept = {new: numbers[_key_of(row)] for new, row in enumerate(rows) if _key_of(row) in numbers}
         thresholds = torch.zeros(len(rows), dtype=torch.float32, device=device)
@@ -154,9 +156,9 @@ class Workspace:
         self.launches: list[tuple[Kind, int, int]] = []
         owners: list[Tensor] = []
         for kind in dict.fromkeys(kinds):
-            mine = [number for number, other in enumerate(kinds) if other == kind]
-            self.launches.append((kind, rows[mine[0]].first_block, sum(num_blocks[number] for number in mine)))
-            owners += [torch.full((num_blocks[number],), number, dtype=torch.int32, device="cpu") for number in mine]
+            alike = [number for number, other in enumerate(kinds) if other == kind]
+            self.launches.append((kind, rows[alike[0]].first_block, sum(num_blocks[number] for number in alike)))
+            owners += [torch.full((num_blocks[number],), number, dtype=torch.int32, device="cpu") for number in alike]
         self.owners = torch.cat(owners).to(device)
         self.counts, self.counting = torch.zeros(2, len(rows), dtype=torch.int32, device=device)
         self.block_counts = torch.empty_like(self.owners)
@@ -171,16 +173,16 @@ class Workspace:
         self.values, self.ordered_values = torch.empty(2, room, dtype=torch.float32, device=device)
 
 
-def _key_of(row: Row) -> tuple[int, int, int]:
+def _key_of(row: TableRow) -> tuple[int, int, int]:
     """Return what a threshold belongs to."""
     return row.residual or row.square, row.numel, row.k
 
 
 def _num_blocks(numel: int) -> int:
-    return -(-numel // BLOCK)
+    return -(-numel // GPU_BLOCK)
 
 
-def takes(segment: Segment) -> bool:
+def is_supported(segment: Segment) -> bool:
     """Return whether the kernels take a segment: in their dtypes, with elements, and not cut into chunks.
 
     Its tensors are contiguous and of one size, and the second moment has the dtype of the momentum buffer, as Adam's.
@@ -197,30 +199,30 @@ def takes(segment: Segment) -> bool:
     )
 
 
-def _addresses(each: Segment | OtherPart) -> tuple[int, ...]:
-    """Return the addresses in a `Row`, in its order."""
-    moment = each.second_moment
+def _addresses(segment: Segment | OtherPart) -> tuple[int, ...]:
+    """Return the addresses in a `TableRow`, in its order."""
+    moment = segment.second_moment
     return (
-        _address(each.residual),
-        _address(each.momentum_buffer),
-        each.gradient.data_ptr(),
-        _address(None if each.weight_decay == 0 else each.weight),
+        _address(segment.residual),
+        _address(segment.momentum_buffer),
+        segment.gradient.data_ptr(),
+        _address(None if segment.weight_decay == 0 else segment.weight),
         _address(None if moment is None else moment.square),
         _address(None if moment is None else moment.largest),
-        _address(each.fault),
+        _address(segment.fault),
     )
 
 
-def _kind(each: Segment | OtherPart, addresses: Iterable[int]) -> Kind:
+def _kind(segment: Segment | OtherPart, addresses: Iterable[int]) -> Kind:
     """Return what the kernel is compiled for that corrects a tensor, or keeps a second moment up to date."""
-    moment, buffer, weight = each.second_moment, each.momentum_buffer, each.weight
+    moment, buffer, weight = segment.second_moment, segment.momentum_buffer, segment.weight
     squares = torch.float32 if moment is None else moment.square.dtype
     return Kind(
-        each.gradient.dtype,
+        segment.gradient.dtype,
         squares if buffer is None else buffer.dtype,
-        each.gradient.dtype if weight is None else weight.dtype,  # so decay makes no other kind
+        segment.gradient.dtype if weight is None else weight.dtype,  # so decay makes no other kind
         moment is not None,
-        each.gradient.numel() % ALIGNMENT_NUMEL == 0 and not any(address % ALIGNMENT_BYTES for address in addresses),
+        segment.gradient.numel() % ALIGNMENT_NUMEL == 0 and not any(address % ALIGNMENT_BYTES for address in addresses),
     )
 
 
@@ -240,7 +242,7 @@ def _factors(segment: Segment | OtherPart) -> Factors:
     )
 
 
-def _rows(segments: Sequence[Segment | OtherPart], kinds: Sequence[Kind]) -> list[Row]:
+def _rows(segments: Sequence[Segment | OtherPart], kinds: Sequence[Kind]) -> list[TableRow]:
     """Return the table; the blocks of one kind are consecutive, candidates and output are in order."""
     first_blocks, num_blocks = [0] * len(segments), 0
     for kind in dict.fromkeys(kinds):
@@ -248,7 +250,7 @@ def _rows(segments: Sequence[Segment | OtherPart], kinds: Sequence[Kind]) -> lis
             if kinds[number] == kind:
                 first_blocks[number] = num_blocks
                 num_blocks += _num_blocks(segment.gradient.numel())
-    rows: list[Row] = []
+    rows: list[TableRow] = []
     first_candidate = first_output = 0
     for segment, first_block in zip(segments, first_blocks, strict=True):
         numel, buffer = segment.gradient.numel(), segment.momentum_buffer
@@ -257,7 +259,7 @@ def _rows(segments: Sequence[Segment | OtherPart], kinds: Sequence[Kind]) -> lis
         capacity = capacity if segment.k and capacity >= LEAST_ROOM * aim else 0
         sizes = numel, segment.k, aim, capacity, first_block, first_candidate, first_output
         flags = 0 if buffer is None else buffer.itemsize, int(segment.nesterov and buffer is not None)
-        rows.append(Row._make((*_addresses(segment), *flags, *sizes)))
+        rows.append(TableRow._make((*_addresses(segment), *flags, *sizes)))
         first_candidate += capacity
         first_output += segment.k
     return rows

@@ -1,20 +1,30 @@
-"""Tensors of any layout and number: their elements' order, lists of them in one call each, and memory for a step.
+"""Tensors of any layout, number and device: their order, lists of them in one call each, memory, copies, streams.
 
 The order of a parameter's elements is their order in memory. So a pass over a channels_last or transposed parameter,
 its gradient and its optimizer state needs no copy of them. All ranks must have it laid out alike; DDP compares the
 strides when it starts.
+
+What depends on the kind of device is in two classes, of which `device_of` returns one. `Cuda` (AMD's, too) computes on
+streams, beside the host. `Serial` has one queue of work, for which every copy to the host waits: the CPU, whose queue
+is always empty, and any other accelerator, such as Apple's and Intel's. Where these have no collectives of their own,
+messages go through the host, see `comm.collectives`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import lru_cache
+from contextlib import AbstractContextManager, nullcontext
+from functools import cache, lru_cache
 from math import prod
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.futures import Future
+
+_cuda: Any = torch.cuda  # replaced in tests
+_streams: dict[tuple[torch.device, str], Any] = {}
 
 Order = tuple[int, ...]
 LARGE_BYTES = 1 << 22  # from here on numpy asks for huge pages
@@ -45,7 +55,7 @@ def constant(numbers: tuple[Any, ...], dtype: torch.dtype, device: torch.device)
 def upload(numbers: Iterable[Any], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Copy numbers to a device without waiting for it."""
     tensor = torch.tensor(list(numbers), dtype=dtype, device="cpu")  # whatever the default device is
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+    return device_of(device).upload(tensor)
 
 
 def download(numbers: Tensor) -> Callable[[], list[float]]:
@@ -53,16 +63,7 @@ def download(numbers: Tensor) -> Callable[[], list[float]]:
 
     It keeps the numbers alone, not the memory that they are a view of: until they are read, that may take a step.
     """
-    if numbers.device.type != "cuda":
-        return numbers.clone().tolist
-    copied, arrived = numbers.to("cpu", non_blocking=True), torch.cuda.Event()  # into pinned memory
-    arrived.record(torch.cuda.current_stream(numbers.device))
-
-    def read() -> list[float]:
-        arrived.synchronize()
-        return copied.tolist()
-
-    return read
+    return device_of(numbers.device).download(numbers)
 
 
 def as_real(tensor: Tensor) -> Tensor:
@@ -82,7 +83,7 @@ def order_of(tensor: Tensor) -> Order:
 @lru_cache(maxsize=4096)
 def _by_stride(shape: tuple[int, ...], strides: tuple[int, ...]) -> Order:
     # A dimension of one element may have any stride.
-    return tuple(sorted(range(len(shape)), key=lambda each: (shape[each] != 1, -strides[each])))
+    return tuple(sorted(range(len(shape)), key=lambda dim: (shape[dim] != 1, -strides[dim])))
 
 
 def in_order(tensor: Tensor, parameter: Tensor) -> Tensor:
@@ -154,11 +155,11 @@ def in_flats(function: Callable[..., Tensor], *lists: Sequence[Tensor]) -> list[
     return results
 
 
-def relative_distance(own: Sequence[Tensor], means: Sequence[Tensor]) -> Tensor:
-    """Return ``||own - mean|| / ||mean||`` of all tensors together, of large ones from a sample.
+def relative_distance(weights: Sequence[Tensor], means: Sequence[Tensor]) -> Tensor:
+    """Return ``||weights - mean|| / ||mean||`` of all tensors together, of large ones from a sample.
 
     Args:
-        own: real, at least one, any floating dtypes, shapes and layouts.
+        weights: real, at least one, any floating dtypes, shapes and layouts.
         means: of the same shapes; contiguous.
 
     Returns:
@@ -167,7 +168,7 @@ def relative_distance(own: Sequence[Tensor], means: Sequence[Tensor]) -> Tensor:
     strides = [max(1, mean.numel() // NUM_SAMPLED) for mean in means]
     samples = [_sample(mean, stride) for mean, stride in zip(means, strides, strict=True)]
     sampled, sizes = torch.cat(samples), [sample.numel() for sample in samples]
-    apart = torch.cat([_sample(each, stride) for each, stride in zip(own, strides, strict=True)])
+    apart = torch.cat([_sample(weight, stride) for weight, stride in zip(weights, strides, strict=True)])
     apart = apart.to(sampled.dtype).sub_(sampled)
     norms = torch.stack(torch._foreach_norm([*apart.split(sizes), *sampled.split(sizes)])).double().view(2, -1)
     squares = (norms**2 * upload(strides, torch.float64, norms.device)).sum(1)
@@ -208,8 +209,8 @@ def checksum(tensors: Iterable[Tensor]) -> Tensor | int:
             torch.bitwise_right_shift(chunk, 15, out=mixed[:num]).bitwise_xor_(chunk).mul_(weights[:num])
             hashes.setdefault(device, []).append(mixed[:num].sum(dtype=torch.int32))
     total: Tensor | int = 0
-    for device, each in hashes.items():
-        total = total + (torch.stack(each).long() * _few_weights(len(each), torch.int64, device)).sum()
+    for device, chunks in hashes.items():
+        total = total + (torch.stack(chunks).long() * _few_weights(len(chunks), torch.int64, device)).sum()
     return total ^ (total >> 32)
 
 
@@ -254,3 +255,146 @@ class Rates:
         if known is None or known[0] is not rate or known[1] != rate._version:
             known = self._known[id(group)] = (rate, rate._version, float(rate))
         return known[2]
+
+
+# Devices -------------------------------------------------------------------------------------------------------------
+
+# Enters a stream beside the current one, on which work begins after what was on that at the fork. Its arguments: the
+# tensors that are used there, and whether the host waits for them, too.
+Fork = Callable[[tuple[Tensor, ...], bool], AbstractContextManager[Any]]
+
+
+class Serial:
+    """The CPU, or an accelerator with one queue of work.
+
+    Args:
+        device: of torch.
+
+    Attributes:
+        is_synchronous: whether what has been called has been done, so that the host's clock times it.
+        gloo_sums: whether gloo takes its tensors where it sums or broadcasts; it never gathers those of a GPU.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.is_synchronous = self.gloo_sums = device.type == "cpu"
+        self._module: Any = getattr(torch, device.type, torch.cpu)  # such as torch.mps and torch.xpu
+
+    def upload(self, tensor: Tensor) -> Tensor:
+        """Copy a tensor of the host to the device, without waiting for the device."""
+        return tensor.to(self.device)
+
+    def download(self, numbers: Tensor) -> Callable[[], list[float]]:
+        """Begin to copy numbers to the host; what is returned waits for the copy, and returns them."""
+        return numbers.clone().tolist  # a copy: they may be overwritten before they are read
+
+    def new_future(self) -> Future[Tensor]:
+        """Return a future of a tensor, whose `wait` is a wait of the current stream where there are streams."""
+        return Future()
+
+    def fork(self, purpose: str) -> Fork:
+        """Mark what is on the current stream; return how to enter the side stream of a purpose after that."""
+        return lambda tensors, on_host: nullcontext()  # a copy to the host waits for what was computed before
+
+    def aside(self, purpose: str) -> AbstractContextManager[Any]:
+        """Return the context in which work is queued on the side stream of a purpose, whatever is on others."""
+        return nullcontext()
+
+    def keep(self, tensor: Tensor) -> None:
+        """Do not use the memory of a tensor of another stream again before the current one has done with it."""
+
+    def timing_events(self) -> tuple[Any, Any] | None:
+        """Return two events between which the device measures the time; None: the host's clock does."""
+        return None
+
+    def synchronize(self, *, all_streams: bool = False) -> None:
+        """Wait on the host for what is on the current stream, or on all of them."""
+        self._module.synchronize()
+
+    def rng_state(self) -> dict[str, Tensor]:
+        """Return the state of its random number generator, by its type of device; none for the CPU."""
+        return {} if self.is_synchronous else {self.device.type: self._module.get_rng_state()}
+
+    def set_rng_state(self, states: Mapping[str, Any]) -> None:
+        """Load what `rng_state` returned; of another type of device it is left out."""
+        if self.device.type in states:
+            self._module.set_rng_state(states[self.device.type])
+
+
+class Cuda:
+    """A GPU of torch.cuda: work is asynchronous, and ordered by streams and events. Its methods are those of `Serial`.
+
+    Args:
+        device: of torch.
+    """
+
+    is_synchronous, gloo_sums = False, True
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def upload(self, tensor: Tensor) -> Tensor:
+        return tensor.pin_memory().to(self.device, non_blocking=True)
+
+    def download(self, numbers: Tensor) -> Callable[[], list[float]]:
+        copied, arrived = numbers.to("cpu", non_blocking=True), _cuda.Event()  # into pinned memory
+        arrived.record(_cuda.current_stream(self.device))
+
+        def read() -> list[float]:
+            arrived.synchronize()
+            return copied.tolist()
+
+        return read
+
+    def new_future(self) -> Future[Tensor]:
+        # Without its device `wait` would return at once: DDP would go on with a bucket before it has been reduced.
+        return Future(devices=[self.device])
+
+    def fork(self, purpose: str) -> Fork:
+        stream, ready = side_stream(self.device, purpose), _cuda.Event()
+        ready.record(_cuda.current_stream(self.device))
+
+        def enter(tensors: tuple[Tensor, ...], on_host: bool) -> AbstractContextManager[Any]:
+            if on_host:  # gloo reads from the host
+                ready.synchronize()
+            stream.wait_event(ready)
+            for tensor in tensors:  # whose memory is not to be used again before this stream has done with it
+                tensor.record_stream(stream)
+            return _cuda.stream(stream)
+
+        return enter
+
+    def aside(self, purpose: str) -> AbstractContextManager[Any]:
+        return _cuda.stream(side_stream(self.device, purpose))
+
+    def keep(self, tensor: Tensor) -> None:
+        tensor.record_stream(_cuda.current_stream(self.device))
+
+    def timing_events(self) -> tuple[Any, Any] | None:
+        return _cuda.Event(enable_timing=True), _cuda.Event(enable_timing=True)
+
+    def synchronize(self, *, all_streams: bool = False) -> None:
+        if all_streams:
+            _cuda.synchronize(self.device)
+        else:
+            _cuda.current_stream(self.device).synchronize()
+
+    def rng_state(self) -> dict[str, Tensor]:
+        return {"cuda": _cuda.get_rng_state(self.device)}
+
+    def set_rng_state(self, states: Mapping[str, Any]) -> None:
+        if "cuda" in states:
+            _cuda.set_rng_state(states["cuda"], self.device)
+
+
+@cache
+def device_of(device: torch.device) -> Serial | Cuda:
+    """Return what code asks a device of torch."""
+    return Cuda(device) if device.type == "cuda" else Serial(device)
+
+
+def side_stream(device: torch.device, purpose: str) -> Any:
+    """Return the CUDA stream of a device for a purpose, always the same one."""
+    if (device, purpose) not in _streams:
+        _streams[device, purpose] = _cuda.Stream(device)
+    return _streams[device, purpose]

@@ -1,6 +1,6 @@
 """Device code of `gpu`, which launches it. Imported there inside of functions: Triton is not on every machine.
 
-Every kernel runs over all tensors at once. A table in device memory, one row per tensor (`table.Row`), holds their
+Every kernel runs over all tensors at once. A table in device memory, one row per tensor (`table.TableRow`), holds their
 addresses and sizes, so the number of launches does not depend on the number of tensors. Triton's interpreter runs the
 same code on a CPU.
 """
@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from lightning_lowbw.kernels import reference, table
-from lightning_lowbw.kernels.table import Arrived, Factors, Field, Row
+from lightning_lowbw.kernels.table import Arrived, Factors, Field, TableRow
 
 
 def columns(of):
@@ -24,7 +24,7 @@ def columns(of):
 
 # fmt: off
 (RESIDUAL, MOMENTUM_BUFFER, GRADIENT, WEIGHT, SQUARE, LARGEST, FAULT, MOMENTUM_ITEMSIZE, IS_NESTEROV, NUMEL, K, AIM,
- CAPACITY, FIRST_BLOCK, FIRST_CANDIDATE, FIRST_OUTPUT, NUM_COLUMNS) = columns(Row)
+ CAPACITY, FIRST_BLOCK, FIRST_CANDIDATE, FIRST_OUTPUT, NUM_COLUMNS) = columns(TableRow)
 (MOMENTUM, WEIGHT_DECAY, AHEAD, SIGN, UNDAMPED, BETA2, OF_SQUARE, SLOPE, LEAST, NUM_FACTORS) = columns(Factors)
 FIELD_NUM_SENT, FIELD_FIRST, FIELD_START, FIELD_NUMEL, FIELD_FIRST_BLOCK, FIELD_COLUMNS = columns(Field)
 (ARRIVED_OUT, ARRIVED_WEIGHT, ARRIVED_GROUP, ARRIVED_FIRST, ARRIVED_NUM_SENT, ARRIVED_SHIFT, ARRIVED_FIRST_TILE,

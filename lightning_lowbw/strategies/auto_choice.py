@@ -9,7 +9,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import lightning.pytorch as pl
-import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch.optim import Adam, AdamW, Optimizer
 
@@ -19,6 +18,7 @@ from lightning_lowbw.comm.collectives import TrafficLedger
 from lightning_lowbw.comm.link import Link
 from lightning_lowbw.cost_model import Candidate, Measured, Run, choose, ddp, measure, ms, slowest, why_dense, written
 from lightning_lowbw.errors import ConfigurationError
+from lightning_lowbw.kernels.tensors import device_of
 from lightning_lowbw.method import Method
 from lightning_lowbw.strategies.checks import num_steps_of_fit, numels_of
 from lightning_lowbw.sync.gradient import GradientSync
@@ -120,8 +120,8 @@ class AutoChoice:
         if worker.optimizer is not (self._optimizer or worker.optimizer):
             return None
         self._optimizer = worker.optimizer
-        if self.is_timing and worker.device.type == "cuda":
-            torch.cuda.synchronize(worker.device)
+        if self.is_timing:
+            device_of(worker.device).synchronize(all_streams=True)
         before = self._last
         self.restart_clock(worker.peers.ledger)
         if before is None or self._last is None:

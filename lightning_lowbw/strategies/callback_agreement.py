@@ -7,12 +7,12 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback, Checkpoint, EarlyStopping
 from torch import Tensor
 from torch.nn import Parameter
 
 from lightning_lowbw.comm.agreement import differ
+from lightning_lowbw.comm.collectives import all_reduce_
 from lightning_lowbw.comm.peers import Peers, mean_over
 from lightning_lowbw.kernels.tensors import as_real
 from lightning_lowbw.strategies.checks import callbacks_of
@@ -109,7 +109,7 @@ def agree_on_monitored(trainer: pl.Trainer, device: torch.device) -> None:
         if name in metrics:
             sums[index] = torch.tensor([float(metrics[name]), 1.0], dtype=torch.float32)
     sums = sums.to(device)
-    dist.all_reduce(sums)
+    all_reduce_(sums)
     results = trainer._results
     for name, (total, count) in zip(names, sums.tolist(), strict=True):
         if not count:

@@ -30,6 +30,7 @@ from typing_extensions import override
 from lightning_lowbw.arguments import check_one_of
 from lightning_lowbw.comm.agreement import agree, failing_together, gather
 from lightning_lowbw.errors import ConfigurationError
+from lightning_lowbw.kernels.tensors import device_of
 from lightning_lowbw.strategies.base import BaseStrategy
 from lightning_lowbw.strategies.keywords import Needs
 from lightning_lowbw.sync.consensus import copies
@@ -478,10 +479,7 @@ def _remove(path: str) -> None:
 
 def rng_state(device: torch.device) -> dict[str, Any]:
     """Return the state of this process's random number generators: tensors and primitives."""
-    state: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
-    if device.type == "cuda":
-        state["cuda"] = torch.cuda.get_rng_state(device)
-    return state
+    return {"torch": torch.get_rng_state(), "python": random.getstate(), **device_of(device).rng_state()}
 
 
 def set_rng_state(state: Mapping[str, Any], device: torch.device) -> None:
@@ -489,5 +487,4 @@ def set_rng_state(state: Mapping[str, Any], device: torch.device) -> None:
     torch.set_rng_state(state["torch"])
     version, internal, gauss_next = state["python"]
     random.setstate((version, tuple(internal), gauss_next))
-    if device.type == "cuda" and "cuda" in state:
-        torch.cuda.set_rng_state(state["cuda"], device)
+    device_of(device).set_rng_state(state)

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from lightning_lowbw.comm.peers import Peers
-from lightning_lowbw.comm.side_queue import new_future
+from lightning_lowbw.kernels.tensors import device_of
 from lightning_lowbw.sync.synchronizer import Synchronizer
 
 Ranks = Literal["all", "node"]
@@ -126,7 +126,7 @@ class CommunicationHook:
         """
         buffer, peers = bucket.buffer(), self._peers
         if self.reduction is None:
-            future = new_future(buffer.device)  # done after the work that is queued on the current stream
+            future = device_of(buffer.device).new_future()  # done after the work that is queued on the current stream
             future.set_result(buffer)
             return future
         assert peers is not None
@@ -153,7 +153,6 @@ class CommunicationHook:
 
     def _waits_for(self, device: torch.device) -> bool:
         """Wait for queued work, while steps are timed; return whether the host's clock is valid for the device now."""
-        if device.type == "cuda" and self.is_timing:
-            torch.cuda.current_stream(device).synchronize()
-            return True
-        return device.type == "cpu"
+        if self.is_timing:
+            device_of(device).synchronize()
+        return self.is_timing or device_of(device).is_synchronous

@@ -99,7 +99,7 @@ class ElasticStrategy(Strategy):
                 raise ConfigurationError(
                     f"k_steps={k_steps} and round_s={round_s}: a round ends after steps or after seconds. Give one."
                 )
-            self.method = self._given = self.method.replace(k_steps=k_steps)
+            self.method = self._given = self.method.replace(k_steps=k_steps)  # so that a resume compares it, too
         check_elastic(self.method)
         if not (is_number(participants) and 0 < participants <= 1):
             raise ConfigurationError(f"participants={participants!r}: give a fraction above 0, at most 1.")
@@ -161,7 +161,7 @@ class ElasticStrategy(Strategy):
                 "Trainer(max_time=...), or a Timer: each group has a clock of its own, and the others would train on "
                 "without it. Give max_steps."
             )
-        if any(isinstance(each, DTensor) for each in trainer.lightning_module.parameters()):
+        if any(isinstance(parameter, DTensor) for parameter in trainer.lightning_module.parameters()):
             raise ConfigurationError(
                 "The model is sharded, and each process of an elastic group has a whole one. Leave fully_shard out, or "
                 "take ShardedStrategy, or a name that ends with _fsdp; its nodes stay the same."
@@ -171,7 +171,7 @@ class ElasticStrategy(Strategy):
     def _make_peers(self, group: dist.ProcessGroup | None) -> None:
         model = self.lightning_module
         assert model is not None
-        numel = sum(each.numel() for each in (*model.parameters(), *model.buffers()))
+        numel = sum(tensor.numel() for tensor in (*model.parameters(), *model.buffers()))
         copies = self.method.when.num_copies(keeps_start=True)
         state_bytes = 4 * numel * copies * self.world_size  # each process sends it all
         self.peers = self._worker_peers = Members(self.make_membership(state_bytes), self.ledger)
@@ -224,9 +224,9 @@ class ElasticStrategy(Strategy):
         worker.last_step, worker.share = self.trainer.max_steps, self._schedules
         worker.should_stop = lambda: self.trainer.received_sigterm
         if self._timeout is not None:
-            worker.max_wait_s = self._timeout.total_seconds()
+            worker.max_wait_s = self._timeout.total_seconds()  # no collective waits between groups, which would end
         self._num_followed = 0  # steps, of which a scheduler takes one in `frequency`
-        worker.join()
+        worker.join()  # blocks until a round of the others ends, and takes their weights
         self._follow(worker, is_in_step=False)
         if self.world_size > 1:
             self.signals.read_requests(worker, self.trainer)
@@ -236,7 +236,7 @@ class ElasticStrategy(Strategy):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_start(batch, batch_idx)
         self._hook.prepare(self.workers)
-        self._replica.tokens += float(self._num_tokens(batch))
+        self._replica.tokens += float(self._num_tokens(batch))  # the weight of this group in the next mean
 
     @override
     def _end_step(self, worker: Any) -> None:
@@ -269,13 +269,13 @@ class ElasticStrategy(Strategy):
         num_steps = worker.num_skipped
         if healed is not None:
             for config, state in zip(configs, healed["schedulers"], strict=True):
-                config.scheduler.load_state_dict(state)
+                config.scheduler.load_state_dict(state)  # of the group that this one was healed from
             for group, lr in zip(worker.optimizer.param_groups, healed["lrs"], strict=True):
                 group["lr"] = lr
             num_steps = step - healed["step"]
         before, self._num_followed = self._num_followed, self._num_followed + num_steps
         for config in configs:
-            if config.interval == "step" and not config.reduce_on_plateau:
+            if config.interval == "step" and not config.reduce_on_plateau:  # epochs are each group's own
                 for _ in range((before + num_steps) // config.frequency - before // config.frequency):
                     config.scheduler.step()  # type: ignore[call-arg]  # no metric
         progress.completed, progress.ready = step, worker.step

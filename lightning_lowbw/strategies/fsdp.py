@@ -27,7 +27,7 @@ from typing_extensions import override
 
 from lightning_lowbw.arguments import names_arguments
 from lightning_lowbw.comm.agreement import agree, differ, failing_together
-from lightning_lowbw.comm.collectives import TrafficLedger, broadcast_flat_
+from lightning_lowbw.comm.collectives import TrafficLedger, broadcast_, broadcast_flat_
 from lightning_lowbw.comm.peers import Peers
 from lightning_lowbw.comm.topology import (
     DIMENSIONS,
@@ -305,7 +305,7 @@ class ShardedStrategy(CheckpointedStrategy, ModelParallelStrategy):
         for worker in self.replicas:
             if worker.replica.view.own is not None:
                 buffers = alike(worker.replica.averaged_buffers(), self.mesh.node()).values()
-                broadcast_flat_(buffers, lambda flat: dist.broadcast(flat, group=self.mesh.node(), group_src=0))
+                broadcast_flat_(buffers, lambda flat: broadcast_(flat, self.mesh.node()))
                 worker.replica.note_shown()
 
     @override
@@ -426,7 +426,7 @@ def _shard(module: Any, device: torch.device) -> None:
         return
     for tensor in [*module.parameters(), *module.buffers()]:  # as DDP: rank 0's, before each keeps its shard of it
         whole = tensor.detach().to(device)
-        broadcast_flat_([whole], lambda flat: dist.broadcast(flat, 0))
+        broadcast_flat_([whole], broadcast_)
         with torch.no_grad():
             tensor.copy_(whole)
     lists = [layer for layer in module.modules() if isinstance(layer, (nn.ModuleList, nn.Sequential))]
@@ -521,4 +521,4 @@ def equalise_(module: nn.Module, tensors: LocalTensors, group: dist.ProcessGroup
     shards += alike(dict(module.named_buffers()), group).values()
     if shards and dist.get_world_size(group) > 1 and any(differ([shards], group, shards[0].device)):
         for tensor in shards:  # one by one: all of them together would be a second copy of the shard
-            broadcast_flat_([tensor], lambda flat: dist.broadcast(flat, group=group, group_src=0))
+            broadcast_flat_([tensor], lambda flat: broadcast_(flat, group))

@@ -20,6 +20,7 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from torch import Tensor
 
 from lightning_lowbw.comm.agreement import gather
+from lightning_lowbw.comm.collectives import all_reduce_
 from lightning_lowbw.comm.peers import Peers
 from lightning_lowbw.errors import ConfigurationError
 from lightning_lowbw.method import Method
@@ -364,7 +365,7 @@ class ReplicaHooks:
         """
         shown = [worker for worker in self._workers if worker.replica.view.is_shown]
         flags = torch.tensor([worker.replica.view.is_changed for worker in shown], dtype=torch.int32, device=device)
-        dist.all_reduce(flags, op=dist.ReduceOp.MAX)
+        all_reduce_(flags, op=dist.ReduceOp.MAX)
         are_changed = flags.tolist()
         if adopts and any(are_changed):
             self.agree_on_weights(peers, device)

@@ -42,7 +42,7 @@ ALL_KEYWORDS = {
     for name, parameter in inspect.signature(cls).parameters.items()
     if name not in SET_BY_LIGHTNING
 }
-DDP_KEYWORDS = {name: each for name, each in ALL_KEYWORDS.items() if name not in OWNED | UNSUPPORTED}
+DDP_KEYWORDS = {name: parameter for name, parameter in ALL_KEYWORDS.items() if name not in OWNED | UNSUPPORTED}
 STRATEGY_KEYWORDS = {
     "resume": inspect.Parameter("resume", inspect.Parameter.KEYWORD_ONLY, default="exact", annotation=Needs),
     **DDP_KEYWORDS,

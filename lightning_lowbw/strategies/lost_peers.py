@@ -80,8 +80,8 @@ class Answers:
 
     def in_words(self) -> str:
         """Return which ranks are lost; or where all are, if none is."""
-        own = {rank: reason for rank, reason in self.failed.items() if not reason.startswith(LOST)}
-        gone = [f"rank {rank} ({self.places[rank]}) has failed: {reason}" for rank, reason in own.items()]
+        reasons = {rank: reason for rank, reason in self.failed.items() if not reason.startswith(LOST)}
+        gone = [f"rank {rank} ({self.places[rank]}) has failed: {reason}" for rank, reason in reasons.items()]
         silence = f"is gone or stopped: no answer within {ANSWER_S:g} s"
         gone += [f"rank {rank} ({self.places[rank]}) {silence}" for rank in self.silent]
         if gone:
@@ -287,7 +287,7 @@ def _nccl_backends() -> list[Any]:
     for group in list(dist.distributed_c10d._world.pg_map):
         with contextlib.suppress(RuntimeError):  # it has none for this type of device
             backends.append(group._get_backend(torch.device("cuda")))
-    return [each for each in backends if isinstance(each, nccl)]
+    return [backend for backend in backends if isinstance(backend, nccl)]
 
 
 def _within(seconds: float, function: Callable[[], T]) -> T | None:

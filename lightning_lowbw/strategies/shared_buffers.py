@@ -21,7 +21,6 @@ from contextlib import contextmanager
 
 import lightning.pytorch as pl
 import torch
-import torch.distributed as dist
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
@@ -29,7 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_lowbw.comm.collectives import Level, TrafficLedger, broadcast_flat_
+from lightning_lowbw.comm.collectives import Level, TrafficLedger, broadcast_, broadcast_flat_
 from lightning_lowbw.kernels.tensors import as_real, constant, copy_all_, download
 from lightning_lowbw.sync.buffers import Layout, Spec, is_check_due, spec_of, unequal
 from lightning_lowbw.sync.synchronizer import Synchronizer
@@ -218,11 +217,11 @@ def share_(buffers: Mapping[str, Tensor], ledger: TrafficLedger, device: torch.d
         device: of the messages.
     """
 
-    def broadcast_(flat: Tensor) -> None:
-        dist.broadcast(flat, src=0)
+    def send_(flat: Tensor) -> None:
+        broadcast_(flat)
         ledger.record(flat.nbytes)
 
-    broadcast_flat_([buffers[name] for name in unequal(buffers, None, device)], broadcast_)
+    broadcast_flat_([buffers[name] for name in unequal(buffers, None, device)], send_)
 
 
 def _send_(

@@ -11,7 +11,6 @@ millisecond of a core, 5 to 10 % of such a step.
 
 from __future__ import annotations
 
-import contextlib
 import signal
 import sys
 import threading
@@ -25,10 +24,9 @@ import torch.distributed as dist
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
-from torch import Tensor
 
-from lightning_lowbw.comm.side_queue import side_stream
-from lightning_lowbw.kernels.tensors import upload
+from lightning_lowbw.comm.collectives import TensorWork, begin_all_reduce_
+from lightning_lowbw.kernels.tensors import device_of, upload
 from lightning_lowbw.sync.checks import raise_at_other_batches
 from lightning_lowbw.sync.status import SAVE, STOP, flags, read_flags
 from lightning_lowbw.sync.synchronizer import Synchronizer
@@ -49,9 +47,7 @@ class Signals:
     def __init__(self, workers: Mapping[int, Synchronizer]) -> None:
         self._workers = workers
         self._loop: Any = None  # Lightning's, in which a broadcast is replaced
-        self._asked: tuple[dist.Work, Tensor, Synchronizer] | None = (
-            None  # a message that has been begun, and for which
-        )
+        self._asked: tuple[TensorWork, Synchronizer] | None = None  # a message that has been begun, and for which
         self._have_agreed = False  # to stop
         self.save_is_due = False
 
@@ -131,9 +127,7 @@ class Signals:
             self._asked_at, self._asked_s = self._num_steps, now_s
             own = flags(worker.requests, worker.device, batch=worker.batch)
             message = torch.cat([own, upload([step_s], torch.float32, worker.device)])
-            work = dist.all_reduce(message, op=dist.ReduceOp.MAX, async_op=True)
-            assert work is not None
-            self._asked = work, message, worker
+            self._asked = begin_all_reduce_(message, op=dist.ReduceOp.MAX), worker
 
     def settle(self) -> int:
         """Wait for the message that has been begun, if any; return its requests.
@@ -142,13 +136,11 @@ class Signals:
         """
         if self._asked is None:
             return 0
-        work, message, worker = self._asked
+        work, worker = self._asked
         self._asked = None
         # On its own stream; otherwise the host would wait for the whole step that has been launched meanwhile.
-        is_cuda = message.device.type == "cuda"
-        with torch.cuda.stream(side_stream(message.device, "signals")) if is_cuda else contextlib.nullcontext():
-            work.wait()
-            message = message.cpu()
+        with device_of(work.tensor.device).aside("signals"):
+            message = work.wait().cpu()
         _, requests, is_same_batch = read_flags(message[:-1])
         self._gap = max(1, min(MOST_STEPS, int(PERIOD_S / float(message[-1]))))
         if not is_same_batch:

@@ -132,7 +132,7 @@ class TrafficMonitor(Callback):
         sent_before, dense_before = self._at_last_send.of_slow_network(has_levels)
         if sent > sent_before and has_exchanged:
             shown["traffic/compression_ratio"] = (dense - dense_before) / (sent - sent_before)
-            self._at_last_send = now
+            self._at_last_send = now  # local steps in between count for the average that follows them
         silent: dict[str, float | Tensor] = {"traffic/bytes_received": float(now.received_bytes - last.received_bytes)}
         if isinstance(strategy, BaseStrategy):
             silent["traffic/exposed_s"] = now.exposed_s - last.exposed_s
@@ -149,7 +149,7 @@ class TrafficMonitor(Callback):
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         clock, traffic, strategy = self._clock, _read(trainer).since(self._first), trainer.strategy
-        if not trainer.is_global_zero or not traffic.steps:
+        if not trainer.is_global_zero or not traffic.steps:  # one rank prints; a fit without a step has no ratio
             return
         report = Report(traffic, _has_levels(strategy), clock.step_s, clock.waited)
         auto = getattr(strategy, "auto", None)
@@ -178,8 +178,8 @@ def bring_monitor(trainer: pl.Trainer) -> None:
 def _read(trainer: pl.Trainer) -> TrafficLedger:
     strategy = trainer.strategy
     if isinstance(strategy, BaseStrategy):
-        strategy.ledger.settle()
-        return copy(strategy.ledger)
+        strategy.ledger.settle()  # CUDA's events of earlier steps are read, none is waited for
+        return copy(strategy.ledger)  # the ledger goes on; a difference needs two values
     nbytes = sum(parameter.nbytes for parameter in trainer.lightning_module.parameters() if parameter.requires_grad)
     model, module = strategy.model, trainer.lightning_module
     broadcasts = getattr(model, "broadcast_buffers", False) and module.automatic_optimization and trainer.world_size > 1
@@ -222,7 +222,7 @@ class _Clock:
                 self.waiting_s += seconds
         self._last_s, self._method = now_s, method
         self._knows_waits = isinstance(strategy, BaseStrategy) and (
-            strategy.root_device.type == "cpu" or not any(each.reduces_in_backward for each in strategy.workers)
+            strategy.root_device.type == "cpu" or not any(worker.reduces_in_backward for worker in strategy.workers)
         )
         return seconds
 
@@ -306,7 +306,7 @@ def size(nbytes: float) -> str:
     """
     units = iter(("bytes", "kB", "MB", "GB", "TB", "PB"))
     unit = next(units)
-    while nbytes >= 999.5:
+    while nbytes >= 999.5:  # from here on `.3g` would show 1e+03
         nbytes, unit = nbytes / 1000, next(units)
     return f"{nbytes:.3g} {unit}"
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from lightning_lowbw.comm.collectives import WeakGroup
+from lightning_lowbw.comm.collectives import WeakGroup, all_reduce_
 from lightning_lowbw.sync.checks import raise_at_other_batches
 from lightning_lowbw.sync.local import LocalSync
 from lightning_lowbw.sync.status import first_fault, flags, read_flags
@@ -275,7 +275,7 @@ def agree_in_node(worker: Synchronizer, node: dist.ProcessGroup | None) -> None:
     Collective: the ranks of the node; five numbers, which the worker's status tells the peers without a wait.
     """
     worker.node_flags = flags(worker.requests, worker.device, worker.fault, worker.batch)
-    dist.all_reduce(worker.node_flags, op=dist.ReduceOp.MAX, group=node)
+    all_reduce_(worker.node_flags, node, dist.ReduceOp.MAX)
 
 
 def agree_in_world(worker: LocalSync) -> None:
@@ -313,7 +313,7 @@ def _any_in_world(worker: Synchronizer, fault: Tensor, requests: int = 0) -> tup
         DisagreementError: on all ranks; they are at different batches.
     """
     message = flags(requests, worker.device, fault, worker.batch)
-    dist.all_reduce(message, op=dist.ReduceOp.MAX)
+    all_reduce_(message, op=dist.ReduceOp.MAX)
     is_faulty, requests, is_same_batch = read_flags(message)
     if not is_same_batch:
         raise_at_other_batches(worker.batch, worker.step, None)

@@ -28,7 +28,7 @@ from lightning_lowbw.arguments import check_one_of, names_arguments
 from lightning_lowbw.comm.collectives import Collectives
 from lightning_lowbw.comm.peers import Peers
 from lightning_lowbw.compress.payload import FLOAT_BYTES, Message, Payload, Shapes
-from lightning_lowbw.compress.quantization import BLOCK, QUANTIZED_NAMES, QuantizedFormat, make_format
+from lightning_lowbw.compress.quantization import QUANTIZED_NAMES, SCALED, QuantizedFormat, make_format
 from lightning_lowbw.compress.selection import Residuals
 from lightning_lowbw.kernels.dispatch import NO_KERNELS, Uses
 from lightning_lowbw.kernels.tensors import copy_all_, split_front
@@ -46,7 +46,8 @@ class Quantized(Payload, key="quantized"):
     """Every element in few bits, with error feedback: rounding errors are added to the next message.
 
     Args:
-        value_dtype: "bfloat16", "float16", "int8" or "int4"; the integers with a scale per block of 128 values.
+        value_dtype: "bfloat16", "float16", "int8" or "int4"; the integers with a scale per block of 128 values. Under
+            these names `TopK` sends another format, of levels: see `compress.quantization`, and `compress.codec`.
 
     Raises:
         ConfigurationError: the dtype is none of these.
@@ -222,13 +223,13 @@ def _average_part_(
         left += mean.sum()
     gathered = between.all_gather(answer.view(-1), message)
     for rows, start, stop in _ranges(num_ranks, size, device):
-        means.write_(rows.start * size + start, value_format.read(gathered[rows], size, start, stop).view(-1))
+        means.write_(rows.start * size + start, value_format.read(gathered[rows], size, start, stop).reshape(-1))
     return left
 
 
 def _ranges(num_rows: int, size: int, device: torch.device, num_read: int = 1) -> Iterator[tuple[slice, int, int]]:
     """Cut contiguous rows of one size: yield the rows, and a range of their columns, of which `num_read` are read."""
-    step = RANGE if device.type == "cpu" else max(BLOCK, RANGE_OF_GPU // num_read // BLOCK * BLOCK)
+    step = RANGE if device.type == "cpu" else max(SCALED, RANGE_OF_GPU // num_read // SCALED * SCALED)
     together = max(1, step // size) if device.type != "cpu" else 1  # short rows in one launch
     for row in range(0, num_rows, together):
         for start in range(0, size, step):

@@ -25,7 +25,6 @@ LATER = {  # names that only newer releases have, or that are there later; what 
     "torch.distributed.fsdp.FSDPModule": "ShardedStrategy is refused",
     "torch.distributed.fsdp.fully_shard": "ShardedStrategy is refused",
     "torch.distributed.fsdp.register_fsdp_forward_method": "ShardedStrategy is refused",
-    "torch.distributed.group.WORLD._get_backend": "asked after the process group has been made",
     "torch.distributed.tensor.DTensor": "taken from torch.distributed._tensor",
 }
 IS_OLDEST = torch.__version__.startswith("2.4.")

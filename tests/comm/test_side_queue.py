@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_lowbw.comm import side_queue
-from lightning_lowbw.comm.collectives import TensorWork
-from lightning_lowbw.comm.side_queue import SideQueue
+from lightning_lowbw.comm import collectives
+from lightning_lowbw.comm.collectives import SideQueue, TensorWork
+from lightning_lowbw.kernels import tensors
 
 GPU, OTHER_GPU = torch.device("cuda", 0), torch.device("cuda", 1)
 
@@ -72,9 +72,9 @@ class Recorder:
 @pytest.fixture
 def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
     recorder = Recorder()
-    monkeypatch.setattr(side_queue, "_cuda", recorder)
-    monkeypatch.setattr(side_queue, "_streams", {})
-    monkeypatch.setattr(side_queue, "Future", recorder.Future)
+    monkeypatch.setattr(tensors, "_cuda", recorder)
+    monkeypatch.setattr(tensors, "_streams", {})
+    monkeypatch.setattr(tensors, "Future", recorder.Future)
     return recorder
 
 
@@ -88,7 +88,7 @@ def test_work_on_a_gpu_waits_for_what_fills_its_tensors(recorder: Recorder, in_t
     tensors = recorder.tensor("the result"), recorder.tensor("the message")
     queue.begin(lambda _: recorder.note("collective"), tensors, in_thread=in_thread)
     if in_thread:
-        side_queue._threads.pop("gradients")[0].shutdown(wait=True)
+        collectives._threads.pop("gradients")[0].shutdown(wait=True)
     assert [call for call in recorder.calls if call != "wait on the host"] == [
         "future of [device(type='cuda', index=0)]",
         "record on the caller's stream of cuda:0",
@@ -109,8 +109,8 @@ def test_work_on_a_gpu_waits_for_what_fills_its_tensors(recorder: Recorder, in_t
 
 
 def test_one_stream_for_each_purpose_and_device(recorder: Recorder) -> None:
-    for purpose, device in (("gradients", GPU), ("averages", GPU), ("gradients", OTHER_GPU), ("gradients", GPU)):
-        SideQueue(purpose).begin(lambda _: None, (recorder.tensor("the result", device),), in_thread=False)
+    for purpose, gpu in (("gradients", GPU), ("averages", GPU), ("gradients", OTHER_GPU), ("gradients", GPU)):
+        SideQueue(purpose).begin(lambda _: None, (recorder.tensor("the result", gpu),), in_thread=False)
     used = [call.split(" on ")[1] for call in recorder.calls if call.startswith("the result is used")]
     assert used == ["side stream 1", "side stream 2", "side stream 3", "side stream 1"]
 
@@ -206,4 +206,4 @@ def test_queues_of_one_purpose_share_a_thread_until_the_last_is_closed() -> None
     second.begin(named("third"), (torch.zeros(1),), in_thread=True).wait()
     second.close(), other.close()
     assert names == ["other", "first", "second", "third"]
-    assert not {"shared", "another"} & set(side_queue._threads)
+    assert not {"shared", "another"} & set(collectives._threads)

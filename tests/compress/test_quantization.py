@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_lowbw.compress.quantization import BLOCK, QUANTIZED_NAMES, LinearFormat, make_format
+from lightning_lowbw.compress.quantization import QUANTIZED_NAMES, SCALED, LinearFormat, make_format
 from lightning_lowbw.kernels.reference import largest_integer
 from tests.quantized import decode, encode
 
@@ -30,7 +30,7 @@ def test_size_shape_and_error(name: str) -> None:
         assert (decoded.dtype, decoded.shape) == (torch.float32, vectors.shape)
         for row in range(3):  # each by itself
             assert encode(value_format, vectors[row : row + 1])[0].equal(data[row])
-            for block, exact in zip(decoded[row].split(BLOCK), vectors[row].float().split(BLOCK), strict=True):
+            for block, exact in zip(decoded[row].split(SCALED), vectors[row].float().split(SCALED), strict=True):
                 if isinstance(value_format, LinearFormat):  # whose scale is rounded upwards
                     step = float(exact.abs().max()) / largest_integer(value_format.bits) * (1 + 2**-7)
                     assert float((block - exact).abs().max()) <= step / 2 * (1 + 1e-5)
@@ -45,13 +45,13 @@ def test_what_is_written_plus_what_stays_is_what_was_there(name: str, dtype: tor
     value_format, vectors = make_format(name), torch.randn(2, 1001, dtype=dtype)
     whole, unsent = encode(value_format, vectors), vectors.clone()
     messages = torch.empty_like(whole)
-    for start in range(0, 1001, 3 * BLOCK):
-        value_format.write_(messages, 1001, start, unsent[:, start : start + 3 * BLOCK])
+    for start in range(0, 1001, 3 * SCALED):
+        value_format.write_(messages, 1001, start, unsent[:, start : start + 3 * SCALED])
     assert messages.equal(whole)
     decoded = decode(value_format, whole, 1001)
     torch.testing.assert_close(decoded.to(dtype) + unsent, vectors, rtol=1e-6, atol=1e-7)
     assert bool(unsent.any())
-    for start, stop in ((0, BLOCK), (BLOCK, 1001), (7 * BLOCK, 1001)):
+    for start, stop in ((0, SCALED), (SCALED, 1001), (7 * SCALED, 1001)):
         assert value_format.read(messages, 1001, start, stop).equal(decoded[:, start:stop])
 
 

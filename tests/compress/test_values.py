@@ -6,7 +6,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_lowbw.compress.codec import BLOCK, HALF, LARGEST, PIECE, VALUE_NAMES, LevelFormat, make_value_format
+from lightning_lowbw.compress.codec import (
+    HALF,
+    LARGEST,
+    LEVELS_BLOCK,
+    PIECE,
+    VALUE_NAMES,
+    LevelFormat,
+    make_value_format,
+)
 from lightning_lowbw.kernels.reference import largest
 
 LEVELS = ["int8", "int4", "int2"]
@@ -33,7 +41,7 @@ def tail() -> Tensor:
 def encode_by_blocks(bits: int, values: Tensor, counts: list[int]) -> Tensor:
     """The slow twin: block by block, in the order of the definition."""
     extremes, codes = [], []
-    for block in (block for tensor in values.split(counts) for block in tensor.split(BLOCK) if block.numel()):
+    for block in (block for tensor in values.split(counts) for block in tensor.split(LEVELS_BLOCK) if block.numel()):
         magnitudes = block.abs().view(torch.int32).clamp(max=(LARGEST << HALF) | 0xFFFF)
         is_zero = magnitudes == 0
         highest = ((magnitudes.amax() + 0xFFFF) >> HALF).clamp(max=LARGEST)
@@ -55,10 +63,10 @@ def encode_by_blocks(bits: int, values: Tensor, counts: list[int]) -> Tensor:
 @pytest.mark.parametrize(
     ("bits", "counts"),
     [
-        (8, [BLOCK + 1, 1, 0, BLOCK - 1]),
-        (4, [BLOCK + 1, 1, 0, BLOCK - 1]),
+        (8, [LEVELS_BLOCK + 1, 1, 0, LEVELS_BLOCK - 1]),
+        (4, [LEVELS_BLOCK + 1, 1, 0, LEVELS_BLOCK - 1]),
         (4, [PIECE]),
-        (4, [PIECE - 1, 3, 2 * PIECE + BLOCK, 9]),
+        (4, [PIECE - 1, 3, 2 * PIECE + LEVELS_BLOCK, 9]),
     ],
     ids=str,
 )
@@ -82,7 +90,7 @@ def test_hard_values(name: str) -> None:
         assert (decoded[values != 0] != 0).all()
 
 
-@pytest.mark.parametrize("numel", [2, 60, BLOCK])
+@pytest.mark.parametrize("numel", [2, 60, LEVELS_BLOCK])
 def test_two_levels_are_the_best_two(numel: int) -> None:
     """Against all ways to part the sorted values in two; the iteration may end in another of nearly the same error."""
     values = tail()[torch.randperm(2000)[:numel]]
@@ -118,7 +126,7 @@ def test_the_error_of_what_top_k_leaves(name: str) -> None:
 
 
 def test_nbytes() -> None:
-    counts = [1, BLOCK, BLOCK + 1]  # 1 + 1 + 2 blocks of 4 bytes, 258 values
+    counts = [1, LEVELS_BLOCK, LEVELS_BLOCK + 1]  # 1 + 1 + 2 blocks of 4 bytes, 258 values
     sizes = {name: make_value_format(name).nbytes(counts) for name in VALUE_NAMES}
     levels = {"int8": 16 + 258, "int4": 16 + 129, "int2": 16 + 65}
     assert sizes == {"float32": 4 * 258, "bfloat16": 2 * 258, "float16": 2 * 258, **levels}

@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 from torch.futures import Future
 
-from lightning_lowbw.comm import collectives, side_queue
-from lightning_lowbw.comm.collectives import TensorWork
-from lightning_lowbw.comm.side_queue import SideQueue
+from lightning_lowbw.comm.collectives import SideQueue, TensorWork
+from lightning_lowbw.kernels import tensors
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 CYCLES = 200_000_000  # a tenth of a second
@@ -45,7 +44,7 @@ def hook_of_ddp() -> Tensor:
     """A collective that is done late, as `TensorWork` hands it over to DDP."""
     result = zeros()
     done: Future[Any] = Future(devices=[result.device])  # torch.distributed's own
-    with torch.cuda.stream(side_queue.side_stream(result.device, "proof")):
+    with torch.cuda.stream(tensors.side_stream(result.device, "proof")):
         torch.cuda._sleep(CYCLES)
         done.set_result([result.fill_(1.0)])
     return TensorWork(result, SimpleNamespace(get_future=lambda: done)).get_future().wait()
@@ -70,17 +69,16 @@ def summing_stream() -> Tensor:
 def test_what_is_written_late_is_read(read: Callable[[], Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
     zeros(), torch.cuda.synchronize()
     assert float(read().sum()) == NUMEL
-    for module in (side_queue, collectives):
-        monkeypatch.setattr(module, "new_future", lambda device: Future())
+    monkeypatch.setattr(tensors.Cuda, "new_future", lambda _: Future())
     torch.cuda.synchronize()
     assert float(read().sum()) == 0.0, "the proof has no power: a future without devices waits, too"
 
 
 def test_the_side_stream_waits_for_the_main_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """That it does is why `summing_stream` reads ones; here without its event."""
-    monkeypatch.setattr(side_queue._Start, "wait", lambda start, *_: torch.cuda.stream(start._stream))
+    monkeypatch.setattr(tensors.Cuda, "fork", lambda gpu, purpose: lambda *_: gpu.aside(purpose))
     result, source = zeros(), zeros().fill_(0.0)  # so that the kernel is loaded
-    side = side_queue.side_stream(result.device, "proof")
+    side = tensors.side_stream(result.device, "proof")
     torch.cuda.synchronize()
     torch.cuda._sleep(CYCLES)
     source.fill_(1.0)

@@ -19,7 +19,7 @@ from lightning_lowbw.compress.codec import SparseCodec
 from lightning_lowbw.compress.selection import SampledSelector, Selection
 from lightning_lowbw.kernels import dispatch, gpu, reference
 from lightning_lowbw.kernels.reference import Arrival
-from lightning_lowbw.kernels.table import BLOCK
+from lightning_lowbw.kernels.table import GPU_BLOCK
 from tests.kernels.bits import equal_bits
 from tests.kernels.segments import (
     BFLOAT16,
@@ -73,8 +73,8 @@ def test_what_is_not_finite_counts_as_zero_and_is_told() -> None:
     """In the flag of its tensor; of an infinity the largest finite number is sent. Without a flag nobody looks."""
     forms = [{"momentum": 0.5}, {"momentum": 0.5, "gradient": BFLOAT16}, {"momentum": 0.5, **DECAY}, {}]
     fault = torch.zeros(4, dtype=torch.bool, device=DEVICE)
-    segments = [replace(make(BLOCK + 5, 9, **form), fault=fault[i]) for i, form in enumerate(forms)]  # type: ignore[arg-type]
-    segments[0].gradient[[3, BLOCK + 4]] = torch.tensor([float("nan"), float("inf")], device=DEVICE)
+    segments = [replace(make(GPU_BLOCK + 5, 9, **form), fault=fault[i]) for i, form in enumerate(forms)]  # type: ignore[arg-type]
+    segments[0].gradient[[3, GPU_BLOCK + 4]] = torch.tensor([float("nan"), float("inf")], device=DEVICE)
     segments[1].gradient[7] = -float("inf")
     segments[3].residual[9], segments[3].gradient[9] = 3e38, 3e38  # their sum overflows
     read_only = [each.gradient.clone() for each in segments]
@@ -130,7 +130,7 @@ def test_adam_to_rounding(amsgrad: bool, dtype: torch.dtype) -> None:
 
 
 def test_of_equal_magnitudes_the_first_are_taken() -> None:
-    segments = [replace(make(2 * BLOCK + 5, 30), momentum_buffer=None) for _ in range(2)]
+    segments = [replace(make(2 * GPU_BLOCK + 5, 30), momentum_buffer=None) for _ in range(2)]
     for segment in segments:
         segment.residual.round_()
         segment.gradient.zero_()
@@ -198,7 +198,7 @@ def test_a_selection_is_the_one_of_plain_torch(monkeypatch: pytest.MonkeyPatch) 
 
 
 # (numel, k): all, none beside others, low bits that straddle words
-WIRE_SIZES = [(70, 70), (5, 0), (1000, 3), (33, 31), (BLOCK + 1, 4), (300, 1), (64, 64), (9, 2)]
+WIRE_SIZES = [(70, 70), (5, 0), (1000, 3), (33, 31), (GPU_BLOCK + 1, 4), (300, 1), (64, 64), (9, 2)]
 LONG = [(1 << 30, 37), (100_000, 1500)]  # more than a program looks at at a time
 
 

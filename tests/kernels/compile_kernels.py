@@ -58,7 +58,7 @@ def main() -> None:
 
     for capability, dtype_name in TARGETS.items():
         dtype = getattr(tl, dtype_name)
-        kinds = {"G": dtype, "U": dtype, "W": dtype, "BLOCK": table.BLOCK}
+        kinds = {"G": dtype, "U": dtype, "W": dtype, "BLOCK": table.GPU_BLOCK}
         blocks = {"BLOCK": gpu.SELECT_BLOCK, "TENSORS": gpu.TENSORS}
         digits = [
             {"SHIFT": shift, "BITS": bits, "IS_FIRST": turn == 0, "WIDTH": gpu.BINS}

@@ -18,7 +18,7 @@ from lightning_lowbw.compress.selection import SampledSelector, Selection
 from lightning_lowbw.kernels import dispatch, gpu
 from lightning_lowbw.kernels.dispatch import Uses
 from lightning_lowbw.kernels.gpu import SELECT_BLOCK
-from lightning_lowbw.kernels.table import BLOCK, Kind, Workspace
+from lightning_lowbw.kernels.table import GPU_BLOCK, Kind, Workspace
 from tests.kernels.bits import equal_bits
 from tests.kernels.segments import BFLOAT16, FLOAT16, FLOAT32, FORMS, LARGE, check, draw_parts, make, redraw
 
@@ -55,7 +55,7 @@ def test_kinds_lie_together_and_thresholds_fit() -> None:
 
 def test_ties_of_many_candidates() -> None:
     """More than a program looks at at a time: 100 larger ones, all at the end, and the first 2124 of 2500 others."""
-    segment = replace(make(64 * BLOCK, SELECT_BLOCK + 176), momentum_buffer=None)
+    segment = replace(make(64 * GPU_BLOCK, SELECT_BLOCK + 176), momentum_buffer=None)
     segment.gradient.zero_()
     segment.residual.clamp_(-0.9, 0.9)[::10][:2500] = -1.0
     segment.residual[-100:] = 2.0
@@ -99,12 +99,12 @@ def test_as_many_candidates_as_there_is_room_for() -> None:
 
 def test_more_tensors_than_a_program_looks_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu, "TENSORS", 4)
-    check([make(numel, 3) for numel in (9, 5, 300, 7, BLOCK + 1, 3, 8, 50, 20, 4)], Workspace())
+    check([make(numel, 3) for numel in (9, 5, 300, 7, GPU_BLOCK + 1, 3, 8, 50, 20, 4)], Workspace())
 
 
 def test_thresholds_are_found_and_steered() -> None:
     """Two digits of all magnitudes tell how many reach what: the count that follows is near the one that is wanted."""
-    numel, k = 16 * BLOCK, 40
+    numel, k = 16 * GPU_BLOCK, 40
     segment = replace(make(numel, k), momentum_buffer=None)
     workspace = Workspace()
     check([segment], workspace)
@@ -130,7 +130,7 @@ def test_thresholds_are_found_and_steered() -> None:
 
 def test_thresholds_follow_residuals_that_grow() -> None:
     """As they do from the first step on, where gradients agree: they fit before the growth is over."""
-    segment, workspace, misses = make(8 * BLOCK, 40, momentum=0.9), Workspace(), []
+    segment, workspace, misses = make(8 * GPU_BLOCK, 40, momentum=0.9), Workspace(), []
     segment.residual.zero_()
     assert segment.momentum_buffer is not None
     segment.momentum_buffer.zero_()
@@ -167,7 +167,7 @@ def test_the_order_in_which_blocks_run_does_not_matter(monkeypatch: pytest.Monke
 
     run_at = builder.set_grid_idx
     monkeypatch.setattr(builder, "set_grid_idx", lambda x, y, z: run_at(builder.grid_dim[0] - 1 - x, y, z))
-    segments, workspace = [make(*size, momentum=0.9) for size in [(4 * BLOCK + 100, 40), LARGE]], Workspace()
+    segments, workspace = [make(*size, momentum=0.9) for size in [(4 * GPU_BLOCK + 100, 40), LARGE]], Workspace()
     for _ in range(2):
         redraw(segments)
         check(segments, workspace)

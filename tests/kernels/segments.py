@@ -13,15 +13,15 @@ from torch import Tensor
 from lightning_lowbw.compress.selection import Selection
 from lightning_lowbw.kernels import gpu, reference
 from lightning_lowbw.kernels.reference import SecondMoment, Segment
-from lightning_lowbw.kernels.table import BLOCK, Workspace
+from lightning_lowbw.kernels.table import GPU_BLOCK, Workspace
 from tests.kernels.bits import equal_bits
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 IS_TRITON = DEVICE.type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1"
 FLOAT32, BFLOAT16, FLOAT16 = torch.float32, torch.bfloat16, torch.float16
 # (numel, k): one block and less, its borders, several; from all elements down to one in a thousand
-SIZES = [(1, 1), (200, 1), (BLOCK, 3), (BLOCK + 1, 4), (BLOCK + 8, 600), (3 * BLOCK + 13, 6)]
-LARGE = (2 * BLOCK, 4)
+SIZES = [(1, 1), (200, 1), (GPU_BLOCK, 3), (GPU_BLOCK + 1, 4), (GPU_BLOCK + 8, 600), (3 * GPU_BLOCK + 13, 6)]
+LARGE = (2 * GPU_BLOCK, 4)
 
 
 def draw_parts(sizes: list[tuple[int, int]]) -> list[tuple[Tensor, Tensor]]:

@@ -10,7 +10,7 @@ import torch
 
 from lightning_lowbw.compress.selection import num_selected
 from lightning_lowbw.kernels.reference import Segment
-from lightning_lowbw.kernels.table import BLOCK, FREE_ROOM, MOST_ROOM, Workspace
+from lightning_lowbw.kernels.table import FREE_ROOM, GPU_BLOCK, MOST_ROOM, Workspace
 from tests.shapes import resnet50_shapes
 
 BYTES_PER_CANDIDATE = 16
@@ -42,7 +42,7 @@ def test_the_room_is_a_byte_per_parameter_at_most(sparsity: float) -> None:
     assert len(numels) == 161
     assert sum(numels) == 25_557_032
     workspace = workspace_for(numels, sparsity)
-    num_blocks = sum(-(-numel // BLOCK) for numel in numels)
+    num_blocks = sum(-(-numel // GPU_BLOCK) for numel in numels)
     room = sum(row.capacity for row in workspace.rows)
     assert room <= sum(max(FREE_ROOM, numel * MOST_ROOM) for numel in numels)
     nbytes = sum(each.nbytes for each in vars(workspace).values() if isinstance(each, torch.Tensor))

@@ -27,9 +27,8 @@ from torch.optim import SGD, AdamW, Optimizer
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_lowbw.comm.collectives import TrafficLedger
+from lightning_lowbw.comm.collectives import SideQueue, TrafficLedger
 from lightning_lowbw.comm.peers import Peers
-from lightning_lowbw.comm.side_queue import SideQueue
 from lightning_lowbw.comm.topology import Topology
 from lightning_lowbw.compress import codec as positions
 from lightning_lowbw.compress import sparse_sum
