@@ -417,7 +417,8 @@ def cost_of(method: Method, shapes: Shapes, cluster: Cluster, step_s: float, flo
     compressed = [shape for shape in shapes if what.compresses("", math.prod(shape), small)]
     num_whole = numel - sum(map(math.prod, compressed))
     messages = what.messages(compressed, between.num_ranks, num_local, when=when)
-    sent = sum(map(between.of, messages), between.all_reduce(max(1, float_bytes * num_whole)))
+    whole_bytes = (float_bytes if what.sends_all else FLOAT_BYTES) * num_whole
+    sent = sum(map(between.of, messages), between.all_reduce(max(1, whole_bytes)))
     exchange_s = cluster.link.seconds(sent.node_bytes, sent.rounds) + inside.seconds(sent.inside_bytes)
     if between.num_ranks > 1 and not what.replaces_step:
         exchange_s += WORK_BYTES * numel / cluster.memory_bytes_per_s

@@ -145,9 +145,8 @@ class Params:
         return self.whole_numels.get(parameter, as_real(parameter).numel())
 
     def is_compressed(self, what: Payload, parameter: Parameter) -> bool:
-        """Return whether a parameter is sent compressed, not whole; never the largest elements of complex numbers."""
-        is_taken = what.compresses(self.name_of(parameter), self.numel_of(parameter), self.small_numel)
-        return is_taken and (parameter.is_floating_point() or not what.takes_density)
+        """Return whether a parameter is sent compressed, not whole."""
+        return what.compresses(self.name_of(parameter), self.numel_of(parameter), self.small_numel)
 
     def numels_by_kind(self, what: Payload) -> tuple[list[int], list[int]]:
         """Return the elements of each trained parameter that is compressed, and of each other one."""
@@ -180,6 +179,8 @@ class Params:
             for parameter, group in members:
                 if parameter.requires_grad and parameter not in skipped:
                     is_compressed = what is not None and self.is_compressed(what, parameter)
+                    if what is not None and what.takes_density:  # of complex gradients there is no order
+                        is_compressed &= parameter.is_floating_point()
                     rows.append(Row.of(self.name_of(parameter), parameter, group, is_compressed=is_compressed))
             self._key, self._members, self._rows = key, members, rows
         return self._rows

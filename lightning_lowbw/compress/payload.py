@@ -60,9 +60,10 @@ class Payload(ABC):
     replaces_step: ClassVar[bool] = False
     fixed: ClassVar[tuple[str, ...]] = ()
 
-    def __init_subclass__(cls, key: str) -> None:
-        cls.key = key
-        PAYLOADS[key] = cls
+    def __init_subclass__(cls, key: str | None = None) -> None:
+        if key is not None:  # else it is a user's own, of one of these
+            cls.key = key
+            PAYLOADS[key] = cls
 
     @abstractmethod
     def messages(self, shapes: Shapes, num_participants: int, num_parts: int = 1, *, when: Schedule) -> list[Message]:

@@ -22,9 +22,10 @@ class Schedule:
     key: ClassVar[str]
     averages_weights: ClassVar[bool] = False
 
-    def __init_subclass__(cls, key: str) -> None:
-        cls.key = key
-        SCHEDULES[key] = cls
+    def __init_subclass__(cls, key: str | None = None) -> None:
+        if key is not None:  # else it is a user's own, of one of these
+            cls.key = key
+            SCHEDULES[key] = cls
 
     @property
     def exchanges_gradients(self) -> bool:

@@ -51,7 +51,6 @@ class AutoChoice:
         self.chosen: Candidate | None = None
         self.is_timing = False
         self.dense_s: float | None = None
-        self._given = Method()  # with which a training has begun
         self._optimizer: Optimizer | None = None  # whose steps are timed
         self._last: tuple[float, float] | None = None  # the clock, and the seconds waited so far
         self._times: list[tuple[float, float]] = []  # seconds of a step, and those without what was waited
@@ -91,7 +90,7 @@ class AutoChoice:
             trainer: of the fit.
             is_search: whether a tuner tries steps, and the fit comes after it.
         """
-        self._given, self._optimizer, self._last, self._times = method, None, None, []
+        self._optimizer, self._last, self._times = None, None, []
         self.is_timing = self.is_open(method) and not is_search
         self.is_timing = self.is_timing and any(worker.peers.num_participants > 1 for worker in workers)
         self._end = num_steps_of_fit(trainer, workers)
@@ -142,7 +141,7 @@ class AutoChoice:
 
         Collective: all ranks, blocking; they may have other times and lengths.
         """
-        given = self._given
+        given: Any = worker.method  # of now: it may have been replaced while steps were timed
         timed, ends = zip(*gather((medians(self._times), self._end), "times of steps"), strict=True)
         measured = slowest(timed)
         self.dense_s = measured.dense_s

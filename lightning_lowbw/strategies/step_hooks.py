@@ -121,6 +121,8 @@ class StepHooks:
 
     def watch(self, module: torch.nn.Module) -> None:
         """Check each step of any optimizer that has parameters of a module, until `release`."""
+        if self._handle is not None:  # of a fit that a tuner has ended
+            self._handle.remove()
         self._module, self._handle = module, register_optimizer_step_pre_hook(self._refuse_others)
 
     def release(self) -> None:
@@ -193,8 +195,8 @@ class StepHooks:
         Raises:
             ConfigurationError: the gradients were to be exchanged where Lightning clips, and that was not called.
         """
-        outer = self._stepping, self._has_exchanged
-        self._stepping, self._has_exchanged = optimizer, False
+        outer = self._stepping, self._has_exchanged, self._is_waiting
+        self._stepping, self._has_exchanged, self._is_waiting = optimizer, False, False
         try:
             yield
             if self._is_waiting:
@@ -204,8 +206,7 @@ class StepHooks:
                     "Lightning's Precision; or use strategy='ddp'."
                 )
         finally:
-            self._stepping, self._has_exchanged = outer
-            self._is_waiting = False
+            self._stepping, self._has_exchanged, self._is_waiting = outer
 
     def _refuse_others(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """The hook before a step: refuse that of an optimizer that Lightning does not step.

@@ -138,7 +138,9 @@ class Exchange(Protocol):
     fault: Tensor | None
     payload: Any
 
-    def prepare(self, signal: Mapping[str, Tensor | None], correction: Correction | None = None) -> Prepared:
+    def prepare(
+        self, signal: Mapping[str, Tensor | None], correction: Correction | None = None, *, is_late: bool = False
+    ) -> Prepared:
         """Begin an exchange; communicates nothing.
 
         In place:
@@ -148,6 +150,7 @@ class Exchange(Protocol):
             signal: in one order on all ranks; each with elements: real, of any floating dtype and shape, read in C
                 order; on two levels equal on the ranks of a node. None: not known yet, see `Prepared.add`.
             correction: for `TopK` of gradients, which are then checked for inf and NaN.
+            is_late: whether the status of this step has gone, so that the faults are read in the next one.
         """
         ...
 
@@ -190,7 +193,8 @@ def exchanges(payload: type[Payload]) -> Callable[[type[Made]], type[Made]]:
 
 def exchange_for(what: Payload, peers: Peers, when: Schedule) -> Exchange | None:
     """Return what exchanges the tensors that a payload compresses; None if it sends all of them whole."""
-    return None if what.sends_all else EXCHANGES[type(what)](what, peers, when)
+    kind = next((kind for kind in type(what).__mro__ if kind in EXCHANGES), type(what))  # a user's own is a subclass
+    return None if what.sends_all else EXCHANGES[kind](what, peers, when)
 
 
 # Whole ----------------------------------------------------------------------------------------------------------------
@@ -283,7 +287,9 @@ class WholeExchange:
     def __init__(self, peers: Peers, *, exact: bool = True) -> None:
         self._peers, self._exact, self.residuals = peers, exact, Residuals()
 
-    def prepare(self, signal: Mapping[str, Tensor | None], correction: Correction | None = None) -> PreparedWhole:
+    def prepare(
+        self, signal: Mapping[str, Tensor | None], correction: Correction | None = None, *, is_late: bool = False
+    ) -> PreparedWhole:
         return PreparedWhole(signal, self._send)
 
     def _send(self, signal: Signal, status: Tensor | None) -> PendingWhole:
@@ -328,7 +334,9 @@ class TopKExchange:
         self.fault: Tensor | None = None
         self._flags = torch.empty(0, dtype=torch.bool)  # those of the last signal
 
-    def prepare(self, signal: Mapping[str, Tensor | None], correction: Correction | None = None) -> PreparedTopK:
+    def prepare(
+        self, signal: Mapping[str, Tensor | None], correction: Correction | None = None, *, is_late: bool = False
+    ) -> PreparedTopK:
         """Accumulate a signal into the residuals, and take the largest elements out of them.
 
         In place:
@@ -337,7 +345,7 @@ class TopKExchange:
         Raises:
             ConfigurationError: a part has more elements than there are positions.
         """
-        return PreparedTopK(self, signal, correction)
+        return PreparedTopK(self, signal, correction, is_late=is_late)
 
     def flags_for(self, num: int, device: torch.device, *, is_late: bool) -> Tensor:
         """Return as many flags, none set.
@@ -417,9 +425,14 @@ class PreparedTopK:
     """
 
     def __init__(
-        self, exchange: TopKExchange, signal: Mapping[str, Tensor | None], correction: Correction | None
+        self,
+        exchange: TopKExchange,
+        signal: Mapping[str, Tensor | None],
+        correction: Correction | None,
+        *,
+        is_late: bool = False,
     ) -> None:
-        self._exchange, self._order, self._correction = exchange, list(signal), correction
+        self._exchange, self._order, self._correction, self._is_late = exchange, list(signal), correction, is_late
         self._numels: dict[str, int] = {}  # of the whole tensors
         # Selected elements by tensor, already subtracted from the residual; empty parts are absent.
         self._selected: dict[str, Sparse] = {}
@@ -445,7 +458,7 @@ class PreparedTopK:
         fields: dict[str, Mapping[str, Any]] = {name: {} for name in names}
         faults: Faulty | None = None
         if correction is not None:
-            faults = names, exchange.flags_for(len(names), device, is_late=bool(self._numels))
+            faults = names, exchange.flags_for(len(names), device, is_late=self._is_late or bool(self._numels))
             fields = {
                 n: {"fault": flag, **correction.segment(n)} for n, flag in zip(names, faults[1].unbind(), strict=True)
             }

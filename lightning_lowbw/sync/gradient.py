@@ -293,7 +293,7 @@ class GradientSync(Synchronizer):
         if rows := [row for row in rows if row.is_compressed and row.parameter.numel()]:
             prepared, is_late = self._prepared, self._prepared is None
             if prepared is None:
-                prepared = self._prepare()
+                prepared = self._prepare(is_late=True)
             # The velocity goes on where the gradient is that zero.
             known = prepared.names
             added = prepared.add({row.name: row.in_order(row.gradient) for row in rows if row.name not in known})
@@ -321,7 +321,7 @@ class GradientSync(Synchronizer):
                 f"{checksums}. Begin with the same weights on all ranks, change them alike, and take the same steps."
             )
         if status.is_faulty:
-            fault = first_fault(self._faults.first(), self.fault_group)
+            fault = first_fault(self._faults.first([row.name for row in self._rows]), self.fault_group)
             if skip_nonfinite and fault.is_skipped:
                 return False
             raise fault.error(fault.text)
@@ -358,21 +358,25 @@ class GradientSync(Synchronizer):
         self.agree_on(status.requests)
         return mean.dense(), status
 
-    def _prepare(self) -> Prepared:
+    def _prepare(self, *, is_late: bool = False) -> Prepared:
         """Prepare the gradients that are compressed, of those that this rank has.
 
         In place:
             Residuals and velocities; inf and NaN do not enter them, the faults say where there are any.
+
+        Args:
+            is_late: see `Exchange.prepare`.
         """
         what, exchange, correction = self.method.what, self.compressed, None
-        rows = [row for row in self._rows if row.is_compressed and row.parameter.numel()]
+        rows = [row for row in self._rows if row.is_compressed]
         assert exchange is not None
         exchange.payload = what.at(self.density)
         if what.corrects:
             correction = self.correction
-            correction.begin_step(rows, self.peers.part, exchange.payload)
-        signal = {row.name: None if row.is_missing else row.in_order(row.gradient) for row in rows}
-        self._is_torn, self._prepared = True, exchange.prepare(signal, correction)
+            correction.begin_step(rows, self.peers.part, exchange.payload)  # also empty shards: it masks alike on all
+        signal = {r.name: None if r.is_missing else r.in_order(r.gradient) for r in rows if r.parameter.numel()}
+        self._is_torn = bool(signal)
+        self._prepared = exchange.prepare(signal, correction, is_late=is_late)
         return self._prepared
 
     def _step_(self, mean: Mean, rows: Sequence[Row], applies: bool) -> None:
@@ -615,13 +619,13 @@ class GradientSync(Synchronizer):
         self._end_step()
 
     def _end_step(self) -> None:
-        """Forget the step; where it has failed in the exchange, what it took out of the residuals is lost."""
+        """Forget the step; where it has failed before a message, what it took out of the residuals goes back."""
         if self._prepared is not None:
             self._prepared.drop()
             self._prepared = None
         if self._is_torn:
             self.torn, self._is_torn = f"the exchange of gradients after step {self.step}", False
-        self._rows, self._unstepped, self.fault = [], [], None
+        self._rows, self._unstepped, self.fault, self._faults = [], [], None, Faults()
 
     # State ----------------------------------------------------------------------------------------------------------
 

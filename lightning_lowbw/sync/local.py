@@ -415,7 +415,7 @@ class LocalSync(Synchronizer):
             sums = Sums(*status.sums)
             check_marks(status, average, batch=self.batch, step=self.step, group=self.peers.group)
             if status.is_faulty:
-                faults = average.faults or self.faults_of(average.parameters)  # not in a state
+                faults = average.faults or self.faults_of(average.parameters, average.step)  # not in a state
                 raise_fault(first_fault(faults.first(), self.fault_group))
             self.apply_average(average, means, sums, fragment.moved)
         except BaseException:
@@ -480,12 +480,12 @@ class LocalSync(Synchronizer):
 
     # Faults ---------------------------------------------------------------------------------------------------------
 
-    def faults_of(self, parameters: Sequence[Parameter]) -> Faults:
-        """Return the late faults, and of each parameter whether it has an inf or NaN."""
-        faults = self.late_faults()
+    def faults_of(self, parameters: Sequence[Parameter], step: int | None = None) -> Faults:
+        """Return the late faults, and of each parameter whether it has an inf or NaN after a step, by default this."""
+        faults, step = self.late_faults(), self.step if step is None else step
         if parameters:
             flags = are_not_finite([parameter.detach() for parameter in parameters])
-            faults.add(flags, list(map(self.name_of, parameters)), partial(nonfinite_weight, self.peers, self.step))
+            faults.add(flags, list(map(self.name_of, parameters)), partial(nonfinite_weight, self.peers, step))
         return faults
 
     @property

@@ -96,7 +96,9 @@ class LowRankExchange:
     fault: Tensor | None = None
     _starts: dict[str, Tensor] = field(default_factory=dict)  # Q by name: float32, shape (m, r)
 
-    def prepare(self, signal: Mapping[str, Tensor | None], correction: Correction | None = None) -> PreparedWhole:
+    def prepare(
+        self, signal: Mapping[str, Tensor | None], correction: Correction | None = None, *, is_late: bool = False
+    ) -> PreparedWhole:
         """Prepare tensors of any floating dtype and shape; the two all-reduces follow one another, in `wait`."""
 
         def begin(tensors: dict[str, Tensor], _: Tensor | None) -> Deferred:

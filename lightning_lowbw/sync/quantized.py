@@ -90,7 +90,9 @@ class QuantizedExchange:
         self.residuals = Residuals()
         self.fault: Tensor | None = None
 
-    def prepare(self, signal: Mapping[str, Tensor | None], correction: Correction | None = None) -> PreparedWhole:
+    def prepare(
+        self, signal: Mapping[str, Tensor | None], correction: Correction | None = None, *, is_late: bool = False
+    ) -> PreparedWhole:
         """Prepare tensors: any floating dtype and shape.
 
         The two messages depend on each other: all is done in `wait`, which is called once.

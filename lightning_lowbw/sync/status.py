@@ -18,7 +18,7 @@ import math
 import operator
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import compress, islice
+from itertools import compress
 
 import torch
 import torch.distributed as dist
@@ -254,14 +254,19 @@ class Faults:
         """Return whether one is set: bool, a scalar on the device."""
         return any_of((flags for flags, _, _ in self._found), device)
 
-    def first(self) -> Fault | None:
-        """Return the one with the lowest `rank_of_kind`, None if none is set; waits for the device."""
+    def first(self, order: Sequence[str] = ()) -> Fault | None:
+        """Return the one with the lowest `rank_of_kind`, None if none is set; waits for the device.
+
+        Args:
+            order: of names, for those of one kind.
+        """
+        places = {name: place for place, name in enumerate(order)}
         found = [
-            describe(name)
+            (describe(name), places.get(name, 0))
             for flags, names, describe in self._found
-            for name in islice(compress(names, flags.view(-1).tolist()), 1)
+            for name in compress(names, flags.view(-1).tolist())
         ]
-        return min(found, key=lambda fault: fault.rank_of_kind, default=None)
+        return min(found, key=lambda each: (each[0].rank_of_kind, each[1]), default=(None, 0))[0]
 
 
 def overflow(rank_of_kind: int, step: int, what: str) -> Fault:
