@@ -6,7 +6,7 @@ Importing this package makes the strategies known to Lightning by name, `Trainer
 
 from lightning_lowbw import namespaces  # first: it may change what the next ones are built on
 from lightning_lowbw.callbacks.schedules import AveragingSchedule, SparsityWarmup
-from lightning_lowbw.comm.topology import Topology
+from lightning_lowbw.comm.topology import Topology, Where
 from lightning_lowbw.compress.payload import Whole
 from lightning_lowbw.compress.top_k import Compression, TopK
 from lightning_lowbw.errors import (
@@ -14,7 +14,7 @@ from lightning_lowbw.errors import (
     DisagreementError,
     NonFiniteGradientError,
 )
-from lightning_lowbw.method import Method, Where
+from lightning_lowbw.method import Method
 from lightning_lowbw.presets import DGC, AdaptiveLocalSGD, Hierarchical, LocalSGD, PowerSGD, QuantizedGradients
 from lightning_lowbw.schedules.every_k import EveryK
 from lightning_lowbw.schedules.every_step import EveryStep

@@ -32,28 +32,24 @@ and each rank of a node sends its own. Beside the backward pass run whole gradie
 rest comes after it, every k steps, or is hidden by `delay_steps`. Work is memory read and written: `WORK_BYTES` per
 element of a dense payload, and none for TopK, whose pass replaces the optimizer's.
 
-`measure` times an exchange of a sample instead, latency and work included; the bytes of the rest take at least what
-they take by `Link.seconds`, as here. Not in the model: lost packets, stragglers, other traffic, the host's
-time (of a sparse reduce-scatter 0.2 ms for each owner; on an H100 about 43 ms of a step with powersgd, docs/plan.md).
+A Lightning strategy times exchanges of a sample instead (`strategies.auto_choice`), latency and work included; the
+bytes of the rest take at least what they take by `Link.seconds`, as here. Not in the model: lost packets, stragglers,
+other traffic, the host's time (of a sparse reduce-scatter 0.2 ms for each owner; on an H100 about 43 ms of a step with
+powersgd, docs/plan.md).
 """
 
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-import torch
-from torch.nn import Parameter
-from torch.optim import SGD
-
 from lightning_lowbw.arguments import code_of
 from lightning_lowbw.comm.collectives import all_gather_bytes, all_gather_rounds, all_reduce_bytes, all_reduce_rounds
-from lightning_lowbw.comm.link import Link, measure_link
-from lightning_lowbw.comm.peers import BUCKET_BYTES, Peers
-from lightning_lowbw.compress.payload import FLOAT_BYTES, Message, Payload, Shapes, Whole
+from lightning_lowbw.comm.link import Link
+from lightning_lowbw.comm.peers import BUCKET_BYTES
+from lightning_lowbw.compress.payload import FLOAT_BYTES, Message, Shapes, Whole
 from lightning_lowbw.compress.top_k import small_numel
 from lightning_lowbw.method import Method
 from lightning_lowbw.presets import QuantizedGradients
@@ -67,10 +63,6 @@ DENSE_SHARE, STAIRS_SHARE = 0.05, 0.20  # of the steps that are left
 STAIR = 2  # from one stair to the next, in the densities above
 MOST_STAIR = 0.3  # the paper's first is 0.25
 MOST_STAIR_ADAM = 0.2  # with 0.256, text from scratch lost 0.6 % in 5,000 steps, with dense steps in its place nothing
-
-SAMPLE, SAMPLE_OF_GPU = 1 << 18, 1 << 22  # elements that are exchanged to measure; of fewer a GPU shows launches only
-SMALL_NUMEL = 64  # of tensors of which only the number counts
-NUM_EXCHANGES = 4  # of each kind; the first one allocates, and finds its threshold
 
 
 @dataclass(frozen=True)
@@ -161,7 +153,7 @@ def choose(
     """Return the candidate to continue with, and one sentence that says why.
 
     Args:
-        measured: by `measure`, on the slowest rank.
+        measured: on the slowest rank.
         run: what is known of the run.
         given: the method with "auto" in it: its budget, its payload for sparse steps, its topology.
         names: of `CANDIDATES`, in their order.
@@ -202,7 +194,7 @@ def ddp(measured: Measured, run: Run, given: Method) -> Candidate:
 
 def _every_step(name: str, measured: Measured, run: Run, given: Method) -> Candidate:
     """Return a payload whose errors are sent in the next step."""
-    method, step_s = PAYLOADS[name](rampup_begin_step=run.num_done), measured.step_s + measured.exchange_s[name]
+    method, step_s = EVERY_STEP[name](rampup_begin_step=run.num_done), measured.step_s + measured.exchange_s[name]
     return Candidate(name, replace(method, where=given.where), step_s, step_s)
 
 
@@ -239,11 +231,11 @@ def _warm_up(run: Run, density: float) -> tuple[list[float], int, int]:
 
 
 # Payloads of gradients that cost what they cost in every step, from the first one after the choice on.
-PAYLOADS: dict[str, Callable[..., Method]] = {name: partial(QuantizedGradients, name) for name in ("float16", "int8")}
+EVERY_STEP: dict[str, Callable[..., Method]] = {name: partial(QuantizedGradients, name) for name in ("float16", "int8")}
 # In the order of how much they change the training. A reason in place of a candidate is shown to the user.
 CANDIDATES: dict[str, Callable[[Measured, Run, Method], Candidate | str]] = {
     "ddp": ddp,
-    **{name: partial(_every_step, name) for name in PAYLOADS},
+    **{name: partial(_every_step, name) for name in EVERY_STEP},
     "dgc": _dgc,
 }
 
@@ -256,85 +248,6 @@ def ms(seconds: float) -> str:
 def number(value: float) -> str:
     """Return a number with three digits, or all that are before the point: "0.0123", "1.5", "1,770"."""
     return f"{value:,.0f}" if value >= 999.5 else f"{value:.3g}"
-
-
-def measure(
-    what: Payload,
-    names: Sequence[str],
-    numels: tuple[Sequence[int], Sequence[int]],
-    peers: Peers,
-    device: torch.device,
-    timed: Measured,
-) -> Measured:
-    """Return `timed` with the link and the exchanges in it, on this rank.
-
-    A few exchanges of a sample are timed; a whole one takes as much longer as it has more elements, and at least what
-    its bytes take on the link, because a link may let a sample pass that it would not let a model pass.
-
-    Collective: all ranks. Enters no ledger.
-
-    Args:
-        what: the payload of sparse steps.
-        names: of the candidates.
-        numels: the elements of each tensor that is sent sparse in sparse steps, and of each other one.
-        peers: who takes part.
-        device: where the gradients are.
-        timed: the times of steps.
-    """
-    link, (sparse, others) = measure_link(peers.between.group, device), numels
-    sample = SAMPLE if device.type == "cpu" else SAMPLE_OF_GPU
-    tensors = [*[SMALL_NUMEL] * len(sparse), *[1] * len(others)]
-    exchange_s: dict[float | str, float] = {}
-
-    def dense_s(numel: int) -> float:
-        return link.seconds(all_reduce_bytes(4 * numel // peers.num_local_ranks, peers.num_participants))
-
-    def per_element_s(few: tuple[float, int], many: tuple[float, int], numel: float) -> float:
-        return max(many[0] - few[0], link.seconds(many[1] - few[1]), 0.0) / numel
-
-    for name in names:
-        if name in PAYLOADS:
-            (few,) = time_exchanges(PAYLOADS[name](), tensors, peers, device)
-            (many,) = time_exchanges(PAYLOADS[name](), [*tensors, sample], peers, device)
-            exchange_s[name] = few[0] + (sum(sparse) + sum(others)) * per_element_s(few, many, sample)
-        elif name == "dgc" and sparse:
-            # The pass over all gradients takes no longer than the optimizer's step that it replaces: what counts is the
-            # number of elements that are sent.
-            least, most = DENSITIES[0], DENSITIES[-1]
-            stairs = EveryStep(0, 2 * NUM_EXCHANGES, (1.0 - most, 1.0 - least))
-            method = Method(when=stairs, what=what.sample(SMALL_NUMEL))
-            many, few = time_exchanges(method, [*tensors, sample], peers, device, num_stairs=2)
-            sent_s = sum(sparse) * per_element_s(few, many, sample * (most - least))
-            exchange_s |= {density: few[0] + dense_s(sum(others)) + density * sent_s for density in DENSITIES}
-    return Measured(timed.step_s, timed.dense_s, exchange_s, link)
-
-
-def time_exchanges(
-    method: Method, numels: Sequence[int], peers: Peers, device: torch.device, num_stairs: int = 1
-) -> list[tuple[float, int]]:
-    """Return the seconds and bytes of an exchange of gradients, for each stair of the schedule.
-
-    Collective: all ranks.
-    """
-    named = [(str(number), Parameter(torch.zeros(numel, device=device))) for number, numel in enumerate(numels)]
-    generator = torch.Generator(device).manual_seed(0)  # the training's own goes on as if nothing had been measured
-    noise = torch.randn(max(numels), generator=generator, device=device)
-    found: list[tuple[float, int]] = []
-    with peers.ledger.paused():
-        worker = method.make_synchronizer(SGD([each for _, each in named], lr=0.0, momentum=0.9), named, peers)
-        for _ in range(num_stairs * NUM_EXCHANGES):
-            for _, parameter in named:
-                parameter.grad = noise[: parameter.numel()].clone()
-            before, started = _slow_bytes(peers), time.perf_counter()
-            worker.exchange(applies=True)
-            float(named[-1][1].detach()[0])  # on CUDA, waits for it
-            found.append((time.perf_counter() - started, _slow_bytes(peers) - before))
-            worker.after_step()
-    return [min(found[first + 1 : first + NUM_EXCHANGES]) for first in range(0, len(found), NUM_EXCHANGES)]
-
-
-def _slow_bytes(peers: Peers) -> int:
-    return peers.ledger.of_slow_network(peers.is_two_level)[0]
 
 
 def slowest(measured: Sequence[Measured]) -> Measured:
@@ -493,7 +406,7 @@ class Between:
 
 
 def predict(shapes: Shapes, cluster: Cluster, step_s: float, given: Method) -> Measured:
-    """Return what `measure` would find on a cluster, by the cost model alone.
+    """Return what would be measured on a cluster, by the cost model alone.
 
     Args:
         shapes: of the tensors that are trained.
@@ -504,7 +417,7 @@ def predict(shapes: Shapes, cluster: Cluster, step_s: float, given: Method) -> M
     methods: dict[float | str, Method] = {
         density: replace(given, when=EveryStep(sparsity=(1.0 - density,))) for density in DENSITIES
     }
-    methods |= {name: make(topology=given.where.topology) for name, make in PAYLOADS.items()}
+    methods |= {name: make(topology=given.where.topology) for name, make in EVERY_STEP.items()}
     add_s = {key: cost_of(method, shapes, cluster, step_s).seconds for key, method in methods.items()}
     dense_s = step_s + cost_of(Method(where=given.where), shapes, cluster, step_s).seconds
     return Measured(step_s, dense_s, add_s, cluster.link)

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import logging
-import os
 import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
-from typing import Any, get_args
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,67 +13,17 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from lightning_lowbw.arguments import from_mapping, names_arguments, names_of, sorted_into
-from lightning_lowbw.comm.agreement import agree, failing_together
-from lightning_lowbw.comm.peers import Algorithm, Peers, make_peers
-from lightning_lowbw.comm.topology import TopologyChoice, asks_for_two_levels, check_choice
+from lightning_lowbw.arguments import from_mapping, names_arguments, sorted_into
+from lightning_lowbw.comm.peers import Peers, make_peers
+from lightning_lowbw.comm.topology import TopologyChoice, Where, asks_for_two_levels
 from lightning_lowbw.compress.payload import PAYLOADS, Payload, Whole
 from lightning_lowbw.errors import ConfigurationError
-from lightning_lowbw.namespaces import LOGGER
 from lightning_lowbw.schedules.every_step import EveryStep
 from lightning_lowbw.schedules.schedule import SCHEDULES, Schedule
-from lightning_lowbw.sync.checks import (
-    agree_on_model,
-    agree_on_optimizers,
-    check_not_in_ddp,
-    warn_if_alone,
-    warn_if_incomplete,
-    warn_if_mostly_sent,
-)
 from lightning_lowbw.sync.gradient import GradientSync
-from lightning_lowbw.sync.kernels import prepare_kernels, uses_of
 from lightning_lowbw.sync.local import LocalSync
-from lightning_lowbw.sync.synchronizer import Synchronizer, wrap_step
-
-_logger = logging.getLogger(LOGGER)
-
-
-@names_arguments
-@dataclass(frozen=True, kw_only=True)
-class Where:
-    """Who communicates with whom.
-
-    Args:
-        topology: "flat" or, for two levels, "auto" (by the launcher and the host names), a number of ranks per node,
-            the ranks of each node, or a `Topology`. Inside a node everything is summed densely; the payload is sent
-            between nodes.
-        algorithm: of dense all-reduces on two levels: "sharded" (reduce-scatter, all-reduce of the parts, all-gather)
-            or "leader" (reduce, all-reduce among the first ranks, broadcast). None takes "sharded" where nodes are of
-            one size, else "leader".
-        inter_dtype: "float32", or "bfloat16" for what dense steps send between nodes of gradients in a wider type.
-
-    Raises:
-        ConfigurationError: a value is out of range.
-    """
-
-    topology: TopologyChoice = "flat"
-    algorithm: Algorithm | None = None
-    inter_dtype: str = "float32"
-
-    def __post_init__(self) -> None:
-        topology = check_choice(self.topology)
-        if topology is not None:  # one value for lists, tuples and a `Topology`
-            object.__setattr__(self, "topology", topology)
-        if self.inter_dtype == "float16":
-            raise ConfigurationError(
-                "inter_dtype='float16': nodes would sum gradients in a type that ends at 65504, and finite ones would "
-                "become infinite. Take 'bfloat16', which has the range of float32, or what=Quantized(value_dtype="
-                "'float16'), which sends later what does not fit."
-            )
-        for name, allowed in (("algorithm", (None, *get_args(Algorithm))), ("inter_dtype", ("float32", "bfloat16"))):
-            if getattr(self, name) not in allowed:
-                choices = ", ".join(str(each) for each in allowed if each is not None)
-                raise ConfigurationError(f"{name}={getattr(self, name)!r}: choose one of {choices}.")
+from lightning_lowbw.sync.plain_loop import attach
+from lightning_lowbw.sync.synchronizer import Synchronizer
 
 
 @names_arguments
@@ -100,7 +48,7 @@ class Method:
 
     when: Schedule = EveryStep()  # noqa: RUF009 - frozen
     what: Payload = Whole()  # noqa: RUF009 - frozen
-    where: Where = Where()
+    where: Where = Where()  # noqa: RUF009 - frozen
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "when", _value(self.when, "every", Schedule, SCHEDULES, "when"))
@@ -261,52 +209,7 @@ class Method:
             DisagreementError: on all ranks; their methods, optimizers, these optimizers' parameters or the buffers
                 differ. Weights that differ, or the states of the optimizers, are reported at the first step.
         """
-        if not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
-            raise ConfigurationError(
-                f"WORLD_SIZE is {os.environ['WORLD_SIZE']}, but no process group: each rank would train alone. "
-                "Call torch.distributed.init_process_group first."
-            )
-        method = self.at(topology)
-        if method.when.is_auto:
-            raise ConfigurationError(
-                "sparsity='auto' in a plain loop: the length of the run and the time of a step are known to a Trainer "
-                "only. Give the numbers, as in sparsity=[0.999], or train with strategy='dgc'."
-            )
-        trained = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        agree("method", method.settings(), process_group)  # messages of two methods would be of different sizes
-        peers = method.make_peers(process_group, is_hidden=method.hides_averages)
-        with failing_together(process_group):
-            names = names_of(named_parameters)
-            if names and not any(parameter in names for parameter in trained):
-                raise ConfigurationError(
-                    "attach(optimizer, model.named_parameters()): none of the optimizer's parameters is among these. "
-                    "Give the named parameters of the model that the optimizer trains."
-                )
-            named = [(name, parameter) for parameter, name in names.items()]
-            buffers = {} if named_buffers is None else named_buffers
-            worker = method.make_synchronizer(optimizer, named, peers, buffers)
-            check_not_in_ddp(worker.parameters(), process_group)
-        agree_on_model(worker.by_name().items(), buffers.items(), process_group)
-        agree_on_optimizers([optimizer], named, process_group)
-        if isinstance(worker, LocalSync):
-            worker.buffers.layout.take(buffers)
-        if peers.topology is not None and peers.topology.num_nodes == 1 and peers.num_ranks > 1 and peers.rank == 0:
-            warnings.warn(
-                f"topology={method.where.topology!r}: all ranks are on one node, between which nothing is compressed: "
-                "this trains as DDP. To compress between all ranks, leave the topology out.",
-                stacklevel=2,
-            )
-        warn_if_alone(peers)
-        warn_if_mostly_sent(method.what, method.when, peers)
-        if method.what.uses_kernels:
-            prepare_kernels(worker.device, uses_of([worker]), process_group)
-        if isinstance(worker, GradientSync) and peers.rank == 0 and peers.num_participants > 1:
-            if method.what.corrects and not worker.correction.is_complete:
-                warn_if_incomplete(optimizer, worker.when)
-            if note := worker.correction.note():
-                _logger.info(note)
-        wrap_step(worker)
-        return worker
+        return attach(self.at(topology), optimizer, named_parameters, process_group, named_buffers or {})
 
 
 def as_method(method: Method | Mapping[str, Any], topology: TopologyChoice | None = None) -> Method:

@@ -11,6 +11,7 @@ from typing import Any
 
 from lightning_lowbw.arguments import is_count, is_number
 from lightning_lowbw.comm.link import Link
+from lightning_lowbw.comm.topology import Where
 from lightning_lowbw.compress.top_k import TopK
 from lightning_lowbw.cost_model import (
     CANDIDATES,
@@ -28,7 +29,7 @@ from lightning_lowbw.cost_model import (
     why_dense,
 )
 from lightning_lowbw.errors import ConfigurationError
-from lightning_lowbw.method import Method, Where
+from lightning_lowbw.method import Method
 from lightning_lowbw.presets import preset
 from lightning_lowbw.schedules.every_step import EveryStep
 

@@ -7,12 +7,11 @@ from functools import partial
 from typing import Any
 
 from lightning_lowbw.arguments import arguments_of, names_arguments, shows, sorted_into
-from lightning_lowbw.comm.peers import Algorithm
-from lightning_lowbw.comm.topology import TopologyChoice
+from lightning_lowbw.comm.topology import Algorithm, TopologyChoice, Where
 from lightning_lowbw.compress.payload import Whole
 from lightning_lowbw.compress.top_k import Compression, TopK, as_compression
 from lightning_lowbw.errors import ConfigurationError
-from lightning_lowbw.method import Method, Where
+from lightning_lowbw.method import Method
 from lightning_lowbw.schedules.every_k import AUTO, FIRST_LR_DECAY, EveryK, Rule
 from lightning_lowbw.schedules.every_step import EveryStep
 from lightning_lowbw.sync.low_rank import LowRank

@@ -15,7 +15,7 @@ from lightning.pytorch.strategies import DDPStrategy
 
 import lightning_lowbw
 from benchmarks.ops_gpu import echo
-from lightning_lowbw import EveryStep, Method, QuantizedGradients, TopK, Topology, Where, cost_model
+from lightning_lowbw import EveryStep, Method, QuantizedGradients, TopK, Topology, Where
 from lightning_lowbw.comm.link import Link
 from lightning_lowbw.comm.peers import Peers
 from lightning_lowbw.cost_model import (
@@ -29,9 +29,10 @@ from lightning_lowbw.cost_model import (
     Measured,
     Run,
     choose,
-    measure,
     why_dense,
 )
+from lightning_lowbw.strategies import auto_choice
+from lightning_lowbw.strategies.auto_choice import measure
 from tests.ranks import on_ranks
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -195,9 +196,9 @@ def test_all_densities_are_timed_by_one_collective(exchange: Any, timed: str, mo
         methods.append(method)
         return [(2.0, 2000), (1.0, 1000)]
 
-    monkeypatch.setattr(cost_model, "time_exchanges", time_exchanges)
+    monkeypatch.setattr(auto_choice, "time_exchanges", time_exchanges)
     link, numels = Link(1e-3, 1e8), ([25_000_000], [1])
-    monkeypatch.setattr(cost_model, "measure_link", lambda *_: link)
+    monkeypatch.setattr(auto_choice, "measure_link", lambda *_: link)
     measure(TopK(exchange=exchange), ["dgc"], numels, echo(16), torch.device("cpu"), Measured(0.1, 1.0, {}, link))
     assert [method.what.exchange for method in methods] == [timed]
 

@@ -45,8 +45,9 @@ from lightning_lowbw.comm.collectives import all_reduce_bytes, all_reduce_rounds
 from lightning_lowbw.comm.link import Link
 from lightning_lowbw.comm.peers import Peers
 from lightning_lowbw.compress.top_k import MOST_NUMEL, TopK, small_numel
-from lightning_lowbw.cost_model import DENSITIES, SAMPLE, SMALL_NUMEL, Measured, time_exchanges
+from lightning_lowbw.cost_model import DENSITIES, Measured
 from lightning_lowbw.strategies import auto_choice
+from lightning_lowbw.strategies.auto_choice import NUM_EXCHANGES, SAMPLE, SMALL_NUMEL, time_exchanges
 
 FIXED = {"rampup_begin_step": 0, "rampup_step": 1, "sparsity": [0.999]}
 METHODS = ("ddp", "dgc 99.9 %", "auto")
@@ -242,7 +243,7 @@ def train_all(job: Row, path: Path) -> None:
 def seconds_of_exchanges(task: str) -> list[float]:
     """Return what a sparse exchange takes on loopback for the tensors of a task, and for each element that is sent."""
     num_tensors, least, most = len(list(TASKS[task].make_model().parameters())), DENSITIES[0], DENSITIES[-1]
-    when = EveryStep(0, 2 * rule.NUM_EXCHANGES, (1.0 - most, 1.0 - least))
+    when = EveryStep(0, 2 * NUM_EXCHANGES, (1.0 - most, 1.0 - least))
     method = Method(when=when, what=TopK(min_numel=SMALL_NUMEL))
     numels = [*[SMALL_NUMEL] * num_tensors, SAMPLE]
     (many_s, _), (few_s, _) = time_exchanges(method, numels, Peers(), torch.device("cpu"), num_stairs=2)

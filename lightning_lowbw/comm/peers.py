@@ -14,7 +14,7 @@ import itertools
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import lru_cache, partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -32,11 +32,10 @@ from lightning_lowbw.comm.collectives import (
     group_of,
     is_gloo,
 )
-from lightning_lowbw.comm.topology import Topology, TopologyChoice, check_choice, resolve
+from lightning_lowbw.comm.topology import Algorithm, Topology, TopologyChoice, check_choice, resolve
 from lightning_lowbw.errors import ConfigurationError
 from lightning_lowbw.kernels.tensors import allocate, as_real, copy_all_, split_front, upload
 
-Algorithm = Literal["sharded", "leader"]
 STAGES = "first in the node", "between nodes", "last in the node"  # of an operation on two levels
 BUCKET_BYTES = 25 * 2**20  # as DDP's
 

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from typing import Literal, get_args
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -17,6 +18,7 @@ from lightning_lowbw.comm.agreement import failing_together, gather
 from lightning_lowbw.comm.collectives import WeakGroup, group_of
 from lightning_lowbw.errors import ConfigurationError
 
+Algorithm = Literal["sharded", "leader"]
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")  # of Linux: another one for each machine, and each of its boots
 
 
@@ -262,3 +264,41 @@ def make_node_mesh(topology: Topology, rank: int, device_type: str, timeout: tim
     )
     # Weakly: a group that a strategy keeps alive could abort the interpreter at its end, see `comm.collectives`.
     return NodeMesh(topology, mesh, coordinate, WeakGroup(nodes[node]), WeakGroup(between[coordinate]))
+
+
+@names_arguments
+@dataclass(frozen=True, kw_only=True)
+class Where:
+    """Who communicates with whom.
+
+    Args:
+        topology: "flat" or, for two levels, "auto" (by the launcher and the host names), a number of ranks per node,
+            the ranks of each node, or a `Topology`. Inside a node everything is summed densely; the payload is sent
+            between nodes.
+        algorithm: of dense all-reduces on two levels: "sharded" (reduce-scatter, all-reduce of the parts, all-gather)
+            or "leader" (reduce, all-reduce among the first ranks, broadcast). None takes "sharded" where nodes are of
+            one size, else "leader".
+        inter_dtype: "float32", or "bfloat16" for what dense steps send between nodes of gradients in a wider type.
+
+    Raises:
+        ConfigurationError: a value is out of range.
+    """
+
+    topology: TopologyChoice = "flat"
+    algorithm: Algorithm | None = None
+    inter_dtype: str = "float32"
+
+    def __post_init__(self) -> None:
+        topology = check_choice(self.topology)
+        if topology is not None:  # one value for lists, tuples and a `Topology`
+            object.__setattr__(self, "topology", topology)
+        if self.inter_dtype == "float16":
+            raise ConfigurationError(
+                "inter_dtype='float16': nodes would sum gradients in a type that ends at 65504, and finite ones would "
+                "become infinite. Take 'bfloat16', which has the range of float32, or what=Quantized(value_dtype="
+                "'float16'), which sends later what does not fit."
+            )
+        for name, allowed in (("algorithm", (None, *get_args(Algorithm))), ("inter_dtype", ("float32", "bfloat16"))):
+            if getattr(self, name) not in allowed:
+                choices = ", ".join(str(each) for each in allowed if each is not None)
+                raise ConfigurationError(f"{name}={getattr(self, name)!r}: choose one of {choices}.")

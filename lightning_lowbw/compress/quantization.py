@@ -11,8 +11,7 @@ Learning", arXiv 2111.08617. Deviation: rounds to nearest, not at random, becaus
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
-from typing import Literal, Protocol, get_args
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -20,9 +19,6 @@ from torch import Tensor
 from lightning_lowbw.kernels.dispatch import blocks_for
 from lightning_lowbw.kernels.reference import SCALED
 from lightning_lowbw.kernels.tensors import allocate
-
-QuantizedName = Literal["bfloat16", "float16", "int8", "int4"]
-QUANTIZED_NAMES: tuple[str, ...] = get_args(QuantizedName)
 
 SCALE_BYTES = 2  # a bfloat16, an eighth of a bit per value
 
@@ -134,13 +130,12 @@ def _check_size(messages: Tensor, nbytes: int) -> None:
         raise ValueError(f"A message of {messages.shape[1]} bytes; {nbytes} were expected.")
 
 
-@cache
-def make_format(name: str) -> QuantizedFormat:
-    """Return a format by its public name, one of `QUANTIZED_NAMES`."""
-    formats: dict[str, QuantizedFormat] = {f"int{bits}": LinearFormat(bits) for bits in (8, 4)}
-    for dtype in (torch.bfloat16, torch.float16):
-        formats[str(dtype).removeprefix("torch.")] = HalfFormat(dtype)
-    return formats[name]
+FORMATS: dict[str, QuantizedFormat] = {  # by their public names; a file with another one adds it here
+    "bfloat16": HalfFormat(torch.bfloat16),
+    "float16": HalfFormat(torch.float16),
+    "int8": LinearFormat(8),
+    "int4": LinearFormat(4),
+}
 
 
 def quantized_mean_bytes(numel: int, num_ranks: int, value_format: QuantizedFormat) -> int:

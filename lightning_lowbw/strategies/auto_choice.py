@@ -10,16 +10,32 @@ from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
-from torch.optim import Adam, AdamW, Optimizer
+from torch.nn import Parameter
+from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from lightning_lowbw.arguments import code_of
 from lightning_lowbw.comm.agreement import gather
-from lightning_lowbw.comm.collectives import TrafficLedger
-from lightning_lowbw.comm.link import Link
-from lightning_lowbw.cost_model import Candidate, Measured, Run, choose, ddp, measure, ms, slowest, why_dense, written
+from lightning_lowbw.comm.collectives import TrafficLedger, all_reduce_bytes
+from lightning_lowbw.comm.link import Link, measure_link
+from lightning_lowbw.comm.peers import Peers
+from lightning_lowbw.compress.payload import Payload
+from lightning_lowbw.cost_model import (
+    DENSITIES,
+    EVERY_STEP,
+    Candidate,
+    Measured,
+    Run,
+    choose,
+    ddp,
+    ms,
+    slowest,
+    why_dense,
+    written,
+)
 from lightning_lowbw.errors import ConfigurationError
 from lightning_lowbw.kernels.tensors import device_of
 from lightning_lowbw.method import Method
+from lightning_lowbw.schedules.every_step import EveryStep
 from lightning_lowbw.strategies.checks import num_steps_of_fit, numels_of
 from lightning_lowbw.sync.gradient import GradientSync
 from lightning_lowbw.sync.synchronizer import Synchronizer
@@ -27,6 +43,9 @@ from lightning_lowbw.sync.synchronizer import Synchronizer
 NUM_UNTIMED, NUM_TIMED = 2, 4  # optimizer steps; the first ones allocate
 NUM_STEPS = 1 + NUM_UNTIMED + NUM_TIMED  # of the first only the end is known
 WRONG, LEAST_STEPS = 2.0, 20  # a prediction is named where it is wrong by this factor, over so many steps
+SAMPLE, SAMPLE_OF_GPU = 1 << 18, 1 << 22  # elements that are exchanged to measure; of fewer a GPU shows launches only
+SMALL_NUMEL = 64  # of tensors of which only the number counts
+NUM_EXCHANGES = 4  # of each kind; the first one allocates, and finds its threshold
 OF_AUTO = ("ddp", "dgc")  # the candidates of `sparsity="auto"`
 
 
@@ -201,3 +220,85 @@ def refusals(workers: Sequence[GradientSync], *, is_dgc_asked_for: bool) -> dict
     except ConfigurationError as error:
         return {"dgc": str(error).split(". ")[0]}
     return {}
+
+
+# Measurements ---------------------------------------------------------------------------------------------------------
+
+
+def measure(
+    what: Payload,
+    names: Sequence[str],
+    numels: tuple[Sequence[int], Sequence[int]],
+    peers: Peers,
+    device: torch.device,
+    timed: Measured,
+) -> Measured:
+    """Return `timed` with the link and the exchanges in it, on this rank.
+
+    A few exchanges of a sample are timed; a whole one takes as much longer as it has more elements, and at least what
+    its bytes take on the link, because a link may let a sample pass that it would not let a model pass.
+
+    Collective: all ranks. Enters no ledger.
+
+    Args:
+        what: the payload of sparse steps.
+        names: of the candidates.
+        numels: the elements of each tensor that is sent sparse in sparse steps, and of each other one.
+        peers: who takes part.
+        device: where the gradients are.
+        timed: the times of steps.
+    """
+    link, (sparse, others) = measure_link(peers.between.group, device), numels
+    sample = SAMPLE if device.type == "cpu" else SAMPLE_OF_GPU
+    tensors = [*[SMALL_NUMEL] * len(sparse), *[1] * len(others)]
+    exchange_s: dict[float | str, float] = {}
+
+    def dense_s(numel: int) -> float:
+        return link.seconds(all_reduce_bytes(4 * numel // peers.num_local_ranks, peers.num_participants))
+
+    def per_element_s(few: tuple[float, int], many: tuple[float, int], numel: float) -> float:
+        return max(many[0] - few[0], link.seconds(many[1] - few[1]), 0.0) / numel
+
+    for name in names:
+        if name in EVERY_STEP:
+            (few,) = time_exchanges(EVERY_STEP[name](), tensors, peers, device)
+            (many,) = time_exchanges(EVERY_STEP[name](), [*tensors, sample], peers, device)
+            exchange_s[name] = few[0] + (sum(sparse) + sum(others)) * per_element_s(few, many, sample)
+        elif name == "dgc" and sparse:
+            # The pass over all gradients takes no longer than the optimizer's step that it replaces: what counts is the
+            # number of elements that are sent.
+            least, most = DENSITIES[0], DENSITIES[-1]
+            stairs = EveryStep(0, 2 * NUM_EXCHANGES, (1.0 - most, 1.0 - least))
+            method = Method(when=stairs, what=what.sample(SMALL_NUMEL))
+            many, few = time_exchanges(method, [*tensors, sample], peers, device, num_stairs=2)
+            sent_s = sum(sparse) * per_element_s(few, many, sample * (most - least))
+            exchange_s |= {density: few[0] + dense_s(sum(others)) + density * sent_s for density in DENSITIES}
+    return Measured(timed.step_s, timed.dense_s, exchange_s, link)
+
+
+def time_exchanges(
+    method: Method, numels: Sequence[int], peers: Peers, device: torch.device, num_stairs: int = 1
+) -> list[tuple[float, int]]:
+    """Return the seconds and bytes of an exchange of gradients, for each stair of the schedule.
+
+    Collective: all ranks.
+    """
+    named = [(str(number), Parameter(torch.zeros(numel, device=device))) for number, numel in enumerate(numels)]
+    generator = torch.Generator(device).manual_seed(0)  # the training's own goes on as if nothing had been measured
+    noise = torch.randn(max(numels), generator=generator, device=device)
+    found: list[tuple[float, int]] = []
+    with peers.ledger.paused():
+        worker = method.make_synchronizer(SGD([each for _, each in named], lr=0.0, momentum=0.9), named, peers)
+        for _ in range(num_stairs * NUM_EXCHANGES):
+            for _, parameter in named:
+                parameter.grad = noise[: parameter.numel()].clone()
+            before, started = _slow_bytes(peers), time.perf_counter()
+            worker.exchange(applies=True)
+            float(named[-1][1].detach()[0])  # on CUDA, waits for it
+            found.append((time.perf_counter() - started, _slow_bytes(peers) - before))
+            worker.after_step()
+    return [min(found[first + 1 : first + NUM_EXCHANGES]) for first in range(0, len(found), NUM_EXCHANGES)]
+
+
+def _slow_bytes(peers: Peers) -> int:
+    return peers.ledger.of_slow_network(peers.is_two_level)[0]

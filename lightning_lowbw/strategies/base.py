@@ -35,7 +35,8 @@ from lightning_lowbw.strategies.step_hooks import Reduction, StepHooks, Unowned,
 from lightning_lowbw.sync.checks import warn_if_mostly_sent
 from lightning_lowbw.sync.kernels import prepare_kernels, uses_of
 from lightning_lowbw.sync.local import LocalSync
-from lightning_lowbw.sync.synchronizer import Synchronizer, eagerly, last_pre_hook
+from lightning_lowbw.sync.plain_loop import eagerly, last_pre_hook
+from lightning_lowbw.sync.synchronizer import Synchronizer
 
 SETTLE_S = 0.02
 

@@ -34,12 +34,13 @@ from lightning_lowbw.comm.topology import (
     NodeMesh,
     Topology,
     TopologyChoice,
+    Where,
     check_choice,
     make_node_mesh,
     resolve,
 )
 from lightning_lowbw.errors import ConfigurationError
-from lightning_lowbw.method import Method, Where, as_method
+from lightning_lowbw.method import Method, as_method
 from lightning_lowbw.strategies import checks
 from lightning_lowbw.strategies.checkpoint import GO_ON, CheckpointedStrategy, LoadShard
 from lightning_lowbw.strategies.keywords import Needs, as_timeout, written

@@ -28,7 +28,8 @@ from lightning_lowbw.comm.peers import Peers
 from lightning_lowbw.errors import ConfigurationError, DisagreementError
 from lightning_lowbw.strategies.checks import callbacks_in
 from lightning_lowbw.strategies.shared_buffers import IGNORED
-from lightning_lowbw.sync.synchronizer import Synchronizer, eagerly, has_step_hooks
+from lightning_lowbw.sync.plain_loop import eagerly, has_step_hooks
+from lightning_lowbw.sync.synchronizer import Synchronizer
 
 READING_HOOK = "on_before_zero_grad"  # in which the gradients of the last step may be read
 

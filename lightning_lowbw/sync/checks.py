@@ -86,7 +86,7 @@ def warn_if_alone(peers: Peers) -> None:
     warnings.warn(
         f"attach {missing}: there is no other rank to communicate with, so this trains as without it.{started} Start "
         "several ranks, as with torchrun, and call torch.distributed.init_process_group in each before attach.",
-        stacklevel=3,  # the caller of `Method.attach`
+        stacklevel=5,  # the caller of `Method.attach`
     )
 
 
@@ -101,7 +101,7 @@ def warn_if_mostly_sent(what: Payload, when: Schedule, peers: Peers) -> None:
         warnings.warn(
             f"{given}: {', '.join(f'{100.0 * each:.4g} %' for each in sent)} of the elements are sent. Sparsity is the "
             "fraction that is kept back, density the fraction that is sent.",
-            stacklevel=3,  # the caller of `Method.attach`
+            stacklevel=5,  # the caller of `Method.attach`
         )
 
 
@@ -112,7 +112,7 @@ def warn_if_incomplete(optimizer: Optimizer, when: Schedule) -> None:
         f"{type(optimizer).__name__}: gradients are compressed with error feedback only. What is kept back "
         f"reaches this optimizer late and in bursts, which costs some accuracy for Adam-type optimizers{advice}. "
         "torch.optim.SGD, Adam and AdamW have corrections.",
-        stacklevel=3,  # the caller of `Method.attach`
+        stacklevel=5,  # the caller of `Method.attach`
     )
 
 

@@ -34,7 +34,7 @@ from torch.optim import optimizer as torch_optimizer
 from torch.utils.hooks import RemovableHandle
 
 from lightning_lowbw.comm.peers import Peers, average_gradients_, mean_over, wide_dtype
-from lightning_lowbw.compress.corrections import correction_for
+from lightning_lowbw.compress.corrections import ErrorFeedback, correction_for
 from lightning_lowbw.compress.params import Row, by_group, check_shapes
 from lightning_lowbw.errors import WITHOUT_RESIDUALS, ConfigurationError, DisagreementError, NonFiniteGradientError
 from lightning_lowbw.kernels.reference import are_not_finite
@@ -70,6 +70,7 @@ class GradientSync(Synchronizer):
     """
 
     is_local = False
+    correction: ErrorFeedback
 
     def __init__(
         self,

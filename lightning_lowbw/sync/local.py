@@ -134,6 +134,9 @@ class LocalSync(Synchronizer):
         self.buffers, self.fragments = self.replica.buffers, self.replica.fragments
         self.consensus_distance: Tensor | None = None
 
+    def take_layout(self) -> None:
+        self.buffers.layout.take(self.buffers.named)
+
     # Read by the strategies -----------------------------------------------------------------------------------------
 
     @property

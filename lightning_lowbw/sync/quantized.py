@@ -28,7 +28,7 @@ from lightning_lowbw.arguments import check_one_of, names_arguments
 from lightning_lowbw.comm.collectives import Collectives
 from lightning_lowbw.comm.peers import Peers
 from lightning_lowbw.compress.payload import FLOAT_BYTES, Message, Payload, Shapes
-from lightning_lowbw.compress.quantization import QUANTIZED_NAMES, SCALED, QuantizedFormat, make_format
+from lightning_lowbw.compress.quantization import FORMATS, SCALED, LinearFormat, QuantizedFormat
 from lightning_lowbw.compress.selection import Residuals
 from lightning_lowbw.kernels.dispatch import NO_KERNELS, Uses
 from lightning_lowbw.kernels.tensors import copy_all_, split_front
@@ -56,19 +56,19 @@ class Quantized(Payload, key="quantized"):
     value_dtype: str = "int8"
 
     def __post_init__(self) -> None:
-        check_one_of("value_dtype", self.value_dtype, QUANTIZED_NAMES)
+        check_one_of("value_dtype", self.value_dtype, tuple(FORMATS))
 
     @property
     def uses_kernels(self) -> bool:
-        return self.value_dtype.startswith("int")
+        return isinstance(FORMATS[self.value_dtype], LinearFormat)
 
     def uses(self, num_participants: int, *, is_two_level: bool, when: Schedule) -> Uses:
-        bits = getattr(make_format(self.value_dtype), "bits", None)
-        return NO_KERNELS if bits is None else replace(NO_KERNELS, scaled_bits=(bits,))
+        value_format = FORMATS[self.value_dtype]
+        return replace(NO_KERNELS, scaled_bits=(value_format.bits,) if isinstance(value_format, LinearFormat) else ())
 
     def messages(self, shapes: Shapes, num_participants: int, num_parts: int = 1, *, when: Schedule) -> list[Message]:
         part = -(-sum(map(math.prod, shapes)) // num_parts)
-        nbytes = make_format(self.value_dtype).nbytes(-(-part // num_participants))  # to its owner, and back as a mean
+        nbytes = FORMATS[self.value_dtype].nbytes(-(-part // num_participants))  # to its owner, and back as a mean
         return [
             Message("all_to_all", nbytes),
             Message("all_gather", nbytes),
@@ -115,7 +115,7 @@ class QuantizedExchange:
         numels = {name: part.stop - part.start for name, part in parts.items()}
         wide = [name for name, each in signal.items() if each.dtype == torch.float64]
         self.residuals.ensure(numels, tensors[0].device, wide)
-        value_format = make_format(self.payload.value_dtype)
+        value_format = FORMATS[self.payload.value_dtype]
         residuals = [self.residuals[name] for name in signal]
         left = quantized_mean_(tensors, residuals, tensors, value_format, self._peers)
         self.fault = left * 0 != 0  # NaN of a NaN, and of an infinity

@@ -2,39 +2,30 @@
 
 from __future__ import annotations
 
-import functools
-import inspect
-import logging
-import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from types import MethodType
-from typing import Any, Protocol, cast
-from weakref import WeakSet, finalize
+from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import LBFGS, Optimizer
-from torch.optim import optimizer as torch_optimizer
 
 from lightning_lowbw.comm.peers import Peers
+from lightning_lowbw.comm.topology import Where
+from lightning_lowbw.compress.corrections import ErrorFeedback
 from lightning_lowbw.compress.params import Params
 from lightning_lowbw.compress.payload import Payload
 from lightning_lowbw.errors import ConfigurationError
-from lightning_lowbw.kernels.reference import are_not_finite
-from lightning_lowbw.namespaces import LOGGER
 from lightning_lowbw.schedules.schedule import Schedule
-from lightning_lowbw.sync.checks import agree_on_beginning, check_not_in_ddp
 from lightning_lowbw.sync.exchange import Exchange, WholeExchange
-from lightning_lowbw.sync.status import SAVE, STOP, Fault, Faults, Status, any_of, first_fault, status_message
-
-_logger = logging.getLogger(LOGGER)
+from lightning_lowbw.sync.status import SAVE, STOP, Fault, Faults, Status, first_fault, status_message
 
 
 class Configuration(Protocol):
-    """What a driver asks of a `Method`, which lies above: it makes the drivers."""
+    """What is asked here of a `Method`, which lies above: it makes the drivers."""
 
     @property
     def when(self) -> Schedule:
@@ -47,8 +38,26 @@ class Configuration(Protocol):
         ...
 
     @property
-    def where(self) -> Any:
-        """Who communicates with whom, of which `inter_dtype` is asked."""
+    def where(self) -> Where:
+        """Who communicates with whom."""
+        ...
+
+    def settings(self) -> Mapping[str, object]:
+        """Return plain values, to be compared between ranks."""
+        ...
+
+    def make_peers(self, process_group: dist.ProcessGroup | None = None, *, is_hidden: bool = False) -> Peers:
+        """Return the peers of this rank."""
+        ...
+
+    def make_synchronizer(
+        self,
+        optimizer: Optimizer,
+        named_parameters: Iterable[tuple[str, Parameter]],
+        peers: Peers,
+        named_buffers: Mapping[str, Tensor] | None = None,
+    ) -> Synchronizer:
+        """Return the driver of this schedule."""
         ...
 
 
@@ -68,6 +77,7 @@ class Synchronizer:
         optimizer: the user's own.
         params: its tensors.
         peers: the participants and the ranks of the node.
+        correction: how a gradient enters the residual, where gradients are compressed.
         compressed: the exchange of what the payload compresses; None if it sends whole tensors.
         step: optimizer steps completed (a step that a GradScaler skips counts, as in `trainer.global_step`).
         torn: what an exception has interrupted, in words; empty when the next step is complete.
@@ -88,6 +98,7 @@ class Synchronizer:
         fault: after `check_gradients`, whether this rank has found a fault; a scalar. None if nothing was checked.
     """
 
+    correction: ErrorFeedback | None = None
     parameters_agree: bool = True  # whether they are the same on all ranks; known without communication
     fault: Tensor | None = None
     compressed: Exchange | None
@@ -131,6 +142,9 @@ class Synchronizer:
     def device(self) -> torch.device:
         """Where the parameters are."""
         return next(iter(self.params)).device
+
+    def take_layout(self) -> None:
+        """Take the shapes of the buffers that are averaged: they have been compared between the ranks."""
 
     # What the coming step communicates, read by the strategies ------------------------------------------------------
 
@@ -401,12 +415,9 @@ def raise_fault(fault: Fault) -> None:
     raise fault.error(fault.text)
 
 
-# The end of a plain loop ----------------------------------------------------------------------------------------------
-
-
 @dataclass
 class Ending:
-    """Whether a warning is due when a worker is deleted, or when Python exits.
+    """Whether a warning is due when a plain loop ends: its worker is deleted, or Python exits.
 
     No rank can average then, because others may have ended already.
 
@@ -415,201 +426,3 @@ class Ending:
     """
 
     step: int | None = None
-
-
-def _warn_if_apart(ending: Ending) -> None:
-    if ending.step is None or getattr(sys, "last_type", None) is not None:  # an exception has ended the program
-        return
-    # No warning: as an error it would be lost in a finalizer.
-    _logger.warning(
-        f"The loop has ended after step {ending.step}, between two averages: each rank has weights of its own, and "
-        "what was saved of the model outside of worker.consensus() is those of one rank. Call worker.finish() after "
-        "the last step, on all ranks, before the model is saved."
-    )
-
-
-@functools.cache
-def eagerly() -> Callable[..., Any]:
-    """Return a function that calls its first argument with the others, and that torch.compile does not look into.
-
-    A compiled `optimizer.step` is traced, with the closure and hooks that it calls; an exchange cannot be.
-    """
-
-    def call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        return function(*args, **kwargs)
-
-    compiler: Any = torch.compiler
-    return cast("Callable[..., Any]", compiler.disable(call))  # not at import: it loads the compiler
-
-
-# A step of a plain loop -----------------------------------------------------------------------------------------------
-
-_wrapped: WeakSet[Optimizer] = WeakSet()
-
-
-def wrap_step(worker: Synchronizer) -> None:
-    """Wrap the `step` of a worker's optimizer, on the optimizer itself, as torch's schedulers do.
-
-    It then exchanges the gradients before the step, and counts it afterwards.
-
-    Raises:
-        ConfigurationError: it has been wrapped for another worker.
-    """
-    optimizer, step = worker.optimizer, worker.optimizer.step
-    if optimizer in _wrapped:
-        raise ConfigurationError(
-            f"A method is attached to this {type(optimizer).__name__} already, and each step would exchange "
-            "twice. Attach once, or make a new optimizer."
-        )
-    _wrapped.add(optimizer)
-    if worker.peers.rank == 0:  # the optimizer of a script often lives until Python exits
-        finalize(worker, _warn_if_apart, worker.ending)
-
-    @functools.wraps(getattr(step, "__func__", step))
-    def exchanging_step(_: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        return eagerly()(_take_step, worker, step, args, kwargs)
-
-    optimizer.step = MethodType(exchanging_step, optimizer)  # type: ignore[method-assign]
-    if "grad_scaler" not in inspect.signature(step).parameters:
-        # Otherwise a GradScaler that finds an inf on one rank skips that rank's `step`, and the others wait for it.
-        # With this it always calls `step`, which does scaling and skipping, as with torch's fused optimizers.
-        optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]
-
-
-def _take_step(worker: Synchronizer, step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Do what an optimizer's `step` does; return what it returns, or None if the step is not taken."""
-    if not worker.is_compared:
-        check_not_in_ddp(worker.parameters(), worker.peers.group)  # which may be new
-        agree_on_beginning(
-            worker.optimizer,
-            worker.by_name(),
-            worker.step,
-            worker.peers.group,
-            compares_weights=worker.parameters_agree,
-            compares_state=worker.step == 0 and not worker.is_exchanged,  # by hand, with own gradients in the state
-        )
-        worker.is_compared = True
-
-    def exchanging(closure: Callable[[], Any]) -> Callable[[], Any]:
-        def exchanging_closure() -> Any:  # called any number of times
-            worker.check_closure()
-            worker.is_prepared = worker.is_exchanged = False  # those were other gradients
-            result = closure()
-            _exchange_once(worker)
-            worker.step_exchanged()
-            return result
-
-        return functools.partial(eagerly(), exchanging_closure)
-
-    with nullcontext() if worker.is_stepping else worker.stepping():
-        scaling = _unscale(worker)
-        is_taken, late = True, cast("AbstractContextManager[Any]", nullcontext())
-        if args and callable(args[0]):
-            args = (exchanging(args[0]), *args[1:])
-        elif kwargs.get("closure") is not None:
-            kwargs = {**kwargs, "closure": exchanging(kwargs["closure"])}
-        elif _pre_hooks(worker):  # what these write into the param groups counts in this step
-            if worker.clips_before_exchange and scaling is None and not worker.is_exchanged:
-                last: Callable[[], Any] = functools.partial(_exchange_to_step, worker)  # as clipping: the own gradient
-            else:
-                is_taken, last = _exchange_checked(worker, scaling), worker.step_exchanged
-            late = last_pre_hook(worker.optimizer, last, must_call=is_taken)
-        else:
-            is_taken = _exchange_to_step(worker, scaling)
-        with late:
-            result = step(*args, **kwargs) if is_taken else None
-        if scaling is not None:
-            vars(worker.optimizer).update(scaling)  # the scaler deletes them
-    return result
-
-
-def _pre_hooks(worker: Synchronizer) -> list[Callable[..., Any]]:
-    own: dict[int, Callable[..., Any]] = worker.optimizer._optimizer_step_pre_hooks
-    return [*torch_optimizer._global_optimizer_pre_hooks.values(), *own.values()]
-
-
-@contextmanager
-def last_pre_hook(optimizer: Optimizer, function: Callable[[], Any], *, must_call: bool = False) -> Iterator[None]:
-    """Call a function after all other hooks before a step, for the steps in a `with` block.
-
-    Raises:
-        ConfigurationError: it was not called, and must be.
-    """
-    calls = list[None]()
-
-    def hook(*_: Any) -> None:
-        calls.append(function() and None)
-
-    handle = optimizer.register_step_pre_hook(hook)
-    try:
-        yield
-    finally:
-        handle.remove()
-    if must_call and not calls:
-        raise ConfigurationError(
-            f"The step of this {type(optimizer).__name__} has been replaced by one that calls no hooks before a step, "
-            "so the gradients were not exchanged. Replace it after attach, or leave out the hooks."
-        )
-
-
-def _exchange_to_step(worker: Synchronizer, scaling: Mapping[str, Any] | None = None) -> bool:
-    """Exchange, and do what has to be done directly before the optimizer's step; return whether that is to be taken."""
-    is_taken = _exchange_checked(worker, scaling)
-    if is_taken:
-        worker.step_exchanged()
-    return is_taken
-
-
-def _exchange_checked(worker: Synchronizer, scaling: Mapping[str, Any] | None) -> bool:
-    """Exchange; return whether the step is to be taken: under a GradScaler only if the means are finite."""
-    is_taken = _exchange_once(worker, skip_nonfinite=scaling is not None)
-    return is_taken and (scaling is None or not bool(any_of(are_not_finite(_gradients(worker)), worker.device)))
-
-
-def _exchange_once(worker: Synchronizer, *, skip_nonfinite: bool = False) -> bool:
-    if worker.is_exchanged:  # by hand
-        return worker.is_taken
-    applies = not (skip_nonfinite or has_step_hooks(worker.optimizer))  # which may read the gradients
-    return worker.exchange(skip_nonfinite=skip_nonfinite, applies=applies)
-
-
-def has_step_hooks(optimizer: Optimizer, but: Collection[Callable[..., Any]] = ()) -> bool:
-    """Return whether anything is called before or after each step of an optimizer, or of all optimizers.
-
-    Args:
-        optimizer: a user's.
-        but: this package's own hooks, which do not read gradients.
-    """
-    hooks = [
-        *optimizer._optimizer_step_pre_hooks.values(),
-        *optimizer._optimizer_step_post_hooks.values(),
-        *torch_optimizer._global_optimizer_pre_hooks.values(),
-        *torch_optimizer._global_optimizer_post_hooks.values(),
-    ]
-    return any(hook not in but for hook in hooks)
-
-
-@torch.no_grad()
-def _unscale(worker: Synchronizer) -> dict[str, Any] | None:
-    """Unscale and find the inf for a GradScaler that calls `step`; None if none is calling.
-
-    In place:
-        `.grad`. If the scaler has found an inf, the first gradient is filled with inf, so that the exchange reports
-        it: clipping by value may have removed it.
-    """
-    optimizer = worker.optimizer
-    if not (hasattr(optimizer, "grad_scale") and hasattr(optimizer, "found_inf")):
-        return None
-    scaling = {name: vars(optimizer).pop(name) for name in ("grad_scale", "found_inf")}
-    gradients = _gradients(worker)
-    if gradients and scaling["grad_scale"] is not None:
-        torch._foreach_div_(gradients, scaling["grad_scale"])
-    if gradients and (worker.is_local or not worker.is_exchanged):
-        gradients[0].masked_fill_(scaling["found_inf"].bool(), torch.inf)  # without a wait for a GPU
-    return scaling
-
-
-def _gradients(worker: Synchronizer) -> list[Tensor]:
-    """Return the gradients of the optimizer's parameters, of sparse ones the values."""
-    gradients = [parameter.grad for parameter in worker.params if parameter.grad is not None]
-    return [gradient._values() if gradient.is_sparse else gradient for gradient in gradients]

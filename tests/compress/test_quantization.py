@@ -8,21 +8,21 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_lowbw.compress.quantization import QUANTIZED_NAMES, SCALED, LinearFormat, make_format
+from lightning_lowbw.compress.quantization import FORMATS, SCALED, LinearFormat
 from lightning_lowbw.kernels.reference import largest_integer
 from tests.quantized import decode, encode
 
 
 def round_trip(name: str, vectors: Tensor) -> Tensor:
-    value_format = make_format(name)
+    value_format = FORMATS[name]
     return decode(value_format, encode(value_format, vectors), vectors.shape[1])
 
 
-@pytest.mark.parametrize("name", QUANTIZED_NAMES)
+@pytest.mark.parametrize("name", FORMATS)
 def test_size_shape_and_error(name: str) -> None:
     for numel, dtype in product((1, 128, 1001), (torch.float32, torch.float64)):
         vectors = torch.randn(3, numel, dtype=dtype) * torch.tensor([[1e-3], [1.0], [1e3]], dtype=dtype)
-        value_format = make_format(name)
+        value_format = FORMATS[name]
         data = encode(value_format, vectors)
         assert data.dtype == torch.uint8
         assert data.shape == (3, value_format.nbytes(numel))
@@ -38,11 +38,11 @@ def test_size_shape_and_error(name: str) -> None:
                     torch.testing.assert_close(block, exact, rtol=2.0**-8, atol=1e-7)
 
 
-@pytest.mark.parametrize("name", QUANTIZED_NAMES)
+@pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_what_is_written_plus_what_stays_is_what_was_there(name: str, dtype: torch.dtype) -> None:
     """And a message is the same in whichever ranges it is written and read."""
-    value_format, vectors = make_format(name), torch.randn(2, 1001, dtype=dtype)
+    value_format, vectors = FORMATS[name], torch.randn(2, 1001, dtype=dtype)
     whole, unsent = encode(value_format, vectors), vectors.clone()
     messages = torch.empty_like(whole)
     for start in range(0, 1001, 3 * SCALED):
@@ -56,7 +56,7 @@ def test_what_is_written_plus_what_stays_is_what_was_there(name: str, dtype: tor
 
 
 def test_an_odd_number_of_half_bytes() -> None:
-    assert make_format("int4").nbytes(129) == 4 + 65
+    assert FORMATS["int4"].nbytes(129) == 4 + 65
     integers = torch.arange(-7.0, 8.0)  # every one there is: the scale is 1
     assert round_trip("int4", integers.unsqueeze(0)).squeeze(0).equal(integers)
     assert round_trip("int8", torch.arange(-127.0, 128.0).unsqueeze(0)[:, :128])[0, 0] == -127
@@ -64,10 +64,10 @@ def test_an_odd_number_of_half_bytes() -> None:
 
 def test_a_message_of_another_size_is_refused() -> None:
     with pytest.raises(ValueError, match="A message of 5 bytes; 4 were"):
-        make_format("int8").read(torch.zeros((1, 5), dtype=torch.uint8), 2, 0, 2)
+        FORMATS["int8"].read(torch.zeros((1, 5), dtype=torch.uint8), 2, 0, 2)
 
 
-@pytest.mark.parametrize("name", QUANTIZED_NAMES)
+@pytest.mark.parametrize("name", FORMATS)
 def test_zero_stays_zero_and_signs_stay(name: str) -> None:
     vectors = torch.randn(2, 1000)
     vectors[:, ::3] = 0
@@ -79,7 +79,7 @@ def test_zero_stays_zero_and_signs_stay(name: str) -> None:
     torch.testing.assert_close(again, decoded, rtol=2.0**-7, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", QUANTIZED_NAMES)
+@pytest.mark.parametrize("name", FORMATS)
 def test_the_ends_of_float32(name: str) -> None:
     large, tiny = torch.full((1, 5), torch.finfo(torch.float32).max), torch.full((1, 5), 1e-45)
     assert round_trip(name, large).isfinite().all()

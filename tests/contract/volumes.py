@@ -11,7 +11,7 @@ from itertools import accumulate
 
 from lightning_lowbw import EveryK, EveryStep, LowRank, Quantized, TopK, Whole
 from lightning_lowbw.comm.collectives import all_gather_bytes, all_reduce_bytes
-from lightning_lowbw.compress.quantization import make_format, quantized_mean_bytes
+from lightning_lowbw.compress.quantization import FORMATS, quantized_mean_bytes
 from tests.contract.rows import Row
 from tests.sync.problem import AWKWARD
 
@@ -43,7 +43,7 @@ class Volumes:
 
     def quantized(self, value_dtype: str, numels: Sequence[int]) -> int:
         """Return the bytes of a mean in few bits."""
-        return quantized_mean_bytes(sum(self.parts(numels)), self.num_participants, make_format(value_dtype))
+        return quantized_mean_bytes(sum(self.parts(numels)), self.num_participants, FORMATS[value_dtype])
 
     def sparse(self, what: TopK, numels: Sequence[int], density: float | None) -> int:
         """Return the bytes of the largest elements; not those of a reduce-scatter, whose parts follow the data."""

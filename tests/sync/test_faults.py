@@ -32,7 +32,7 @@ from lightning_lowbw import (
 from lightning_lowbw.comm.agreement import digest
 from lightning_lowbw.comm.collectives import Collectives, TensorWork
 from lightning_lowbw.compress import codec
-from lightning_lowbw.compress.quantization import QUANTIZED_NAMES
+from lightning_lowbw.compress.quantization import FORMATS
 from lightning_lowbw.compress.top_k import Compression
 from lightning_lowbw.sync import exchange as exchanges
 from lightning_lowbw.sync.exchange import DenseMean, PendingWhole
@@ -215,7 +215,7 @@ def test_what_is_kept_of_changes_too_large_is_told(num_ranks: int, value_dtype: 
     assert f"Step {4 if ends == 'next' else 2}: " in said
 
 
-@pytest.mark.parametrize("dtype", QUANTIZED_NAMES)
+@pytest.mark.parametrize("dtype", FORMATS)
 @on_ranks()
 def test_what_is_kept_of_gradients_too_large_is_told(dtype: str) -> None:
     """The sum of two is not finite, or what is kept of them grows until it is not: never silently."""

@@ -19,9 +19,10 @@ from benchmarks.ops_gpu import echo
 from lightning_lowbw import EveryStep, Method
 from lightning_lowbw.comm.link import Link
 from lightning_lowbw.compress.top_k import TopK
-from lightning_lowbw.cost_model import Measured, measure
+from lightning_lowbw.cost_model import Measured
 from lightning_lowbw.kernels import dispatch
 from lightning_lowbw.presets import DGC, LocalSGD
+from lightning_lowbw.strategies.auto_choice import measure
 from lightning_lowbw.sync.kernels import prepare_kernels, uses_of
 from tests.ranks import run_ranks
 

@@ -32,7 +32,7 @@ from lightning_lowbw.comm.peers import Peers
 from lightning_lowbw.comm.topology import Topology
 from lightning_lowbw.compress import codec as positions
 from lightning_lowbw.compress import sparse_sum
-from lightning_lowbw.compress.quantization import QUANTIZED_NAMES
+from lightning_lowbw.compress.quantization import FORMATS
 from lightning_lowbw.compress.sparse_sum import SparseSum, even_boundaries
 from lightning_lowbw.compress.top_k import Compression, TopK, small_numel
 from lightning_lowbw.kernels import dispatch, gpu, tensors
@@ -305,7 +305,7 @@ def count_step(
         ours = optimizer(parameters)
         worker = GradientSync(
             QuantizedGradients(also)
-            if also in QUANTIZED_NAMES
+            if also in FORMATS
             else DGC(exchange="all_gather", sparsity=[0.75 if also == AT_A_QUARTER else 0.999]),
             ours,
             [(str(i), each) for i, each in enumerate(parameters)],
@@ -522,7 +522,7 @@ def count_cell(monkeypatch: pytest.MonkeyPatch, cell: tuple[str, str, str, str])
 
 def most_of(cell: tuple[str, str, str, str]) -> int:
     optimizer, model, _, also = cell
-    if also in QUANTIZED_NAMES:
+    if also in FORMATS:
         return MOST_QUANTIZED[model]
     return OPTIMIZERS[optimizer][1] + MOST_MORE.get(also, 0)
 

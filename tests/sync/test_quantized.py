@@ -20,7 +20,7 @@ from torch.optim import SGD, AdamW
 from lightning_lowbw import ConfigurationError, LocalSGD, Method, QuantizedGradients
 from lightning_lowbw.comm.agreement import digest
 from lightning_lowbw.comm.peers import make_peers, part_of
-from lightning_lowbw.compress.quantization import make_format
+from lightning_lowbw.compress.quantization import FORMATS
 from lightning_lowbw.sync import quantized
 from tests.oracle import OracleQuantized
 from tests.ranks import on_ranks, run_ranks
@@ -84,7 +84,7 @@ def test_ranges_and_the_borders_of_tensors_change_nothing_and_nothing_is_lost(dt
             signals = [torch.randn(numel, generator=generator, dtype=dtype) for numel in numels]
             given = [signal.clone() for signal in signals]
             residuals, means = ([torch.full_like(signal, 1e-3) for signal in signals] for _ in range(2))
-            quantized.quantized_mean_(signals, residuals, means, make_format("int4"), make_peers())
+            quantized.quantized_mean_(signals, residuals, means, FORMATS["int4"], make_peers())
         assert all(map(torch.equal, signals, given))
         of_ranks = torch.stack([torch.cat(given) + 1e-3, torch.cat(residuals)])
         dist.all_reduce(of_ranks)

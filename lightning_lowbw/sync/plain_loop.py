@@ -1,0 +1,299 @@
+"""A plain loop: `attach` gives an optimizer a worker, and wraps its `step`, which does the rest from then on."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+import os
+import sys
+import warnings
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from types import MethodType
+from typing import Any, cast
+from weakref import WeakSet, finalize
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import Parameter
+from torch.optim import Optimizer
+from torch.optim import optimizer as torch_optimizer
+
+from lightning_lowbw.arguments import names_of
+from lightning_lowbw.comm.agreement import agree, failing_together
+from lightning_lowbw.errors import ConfigurationError
+from lightning_lowbw.kernels.reference import are_not_finite
+from lightning_lowbw.namespaces import LOGGER
+from lightning_lowbw.sync.checks import (
+    agree_on_beginning,
+    agree_on_model,
+    agree_on_optimizers,
+    check_not_in_ddp,
+    warn_if_alone,
+    warn_if_incomplete,
+    warn_if_mostly_sent,
+)
+from lightning_lowbw.sync.kernels import prepare_kernels, uses_of
+from lightning_lowbw.sync.status import any_of
+from lightning_lowbw.sync.synchronizer import Configuration, Ending, Synchronizer
+
+_logger = logging.getLogger(LOGGER)
+
+
+def attach(
+    method: Configuration,
+    optimizer: Optimizer,
+    named_parameters: Iterable[tuple[str, Parameter]],
+    process_group: dist.ProcessGroup | None,
+    buffers: Mapping[str, Tensor],
+) -> Synchronizer:
+    """Return this rank's worker for an optimizer, of which each step is one of the method; see `Method.attach`."""
+    if not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise ConfigurationError(
+            f"WORLD_SIZE is {os.environ['WORLD_SIZE']}, but no process group: each rank would train alone. "
+            "Call torch.distributed.init_process_group first."
+        )
+    if method.when.is_auto:
+        raise ConfigurationError(
+            "sparsity='auto' in a plain loop: the length of the run and the time of a step are known to a Trainer "
+            "only. Give the numbers, as in sparsity=[0.999], or train with strategy='dgc'."
+        )
+    agree("method", method.settings(), process_group)  # messages of two methods would be of different sizes
+    peers = method.make_peers(process_group, is_hidden=bool(method.when.delay_steps))
+    with failing_together(process_group):
+        names = names_of(named_parameters)
+        trained = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        if names and not any(parameter in names for parameter in trained):
+            raise ConfigurationError(
+                "attach(optimizer, model.named_parameters()): none of the optimizer's parameters is among these. "
+                "Give the named parameters of the model that the optimizer trains."
+            )
+        named = [(name, parameter) for parameter, name in names.items()]
+        worker = method.make_synchronizer(optimizer, named, peers, buffers)
+        check_not_in_ddp(worker.parameters(), process_group)
+    agree_on_model(worker.by_name().items(), buffers.items(), process_group)
+    agree_on_optimizers([optimizer], named, process_group)
+    worker.take_layout()
+    _tell(method, worker)
+    if method.what.uses_kernels:
+        prepare_kernels(worker.device, uses_of([worker]), process_group)
+    _wrap_step(worker)
+    return worker
+
+
+def _tell(method: Configuration, worker: Synchronizer) -> None:
+    """Warn of what this training may not be meant to be; called by `attach`."""
+    peers, correction = worker.peers, worker.correction
+    if peers.topology is not None and peers.topology.num_nodes == 1 and peers.num_ranks > 1 and peers.rank == 0:
+        warnings.warn(
+            f"topology={method.where.topology!r}: all ranks are on one node, between which nothing is compressed: "
+            "this trains as DDP. To compress between all ranks, leave the topology out.",
+            stacklevel=4,  # the caller of `Method.attach`
+        )
+    warn_if_alone(peers)
+    warn_if_mostly_sent(method.what, method.when, peers)
+    if correction is not None and peers.rank == 0 and peers.num_participants > 1:
+        if method.what.corrects and not correction.is_complete:
+            warn_if_incomplete(worker.optimizer, method.when)
+        if note := correction.note():
+            _logger.info(note)
+
+
+def _warn_if_apart(ending: Ending) -> None:
+    if ending.step is None or getattr(sys, "last_type", None) is not None:  # an exception has ended the program
+        return
+    # No warning: as an error it would be lost in a finalizer.
+    _logger.warning(
+        f"The loop has ended after step {ending.step}, between two averages: each rank has weights of its own, and "
+        "what was saved of the model outside of worker.consensus() is those of one rank. Call worker.finish() after "
+        "the last step, on all ranks, before the model is saved."
+    )
+
+
+@functools.cache
+def eagerly() -> Callable[..., Any]:
+    """Return a function that calls its first argument with the others, and that torch.compile does not look into.
+
+    A compiled `optimizer.step` is traced, with the closure and hooks that it calls; an exchange cannot be.
+    """
+
+    def call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs)
+
+    compiler: Any = torch.compiler
+    return cast("Callable[..., Any]", compiler.disable(call))  # not at import: it loads the compiler
+
+
+# A step of a plain loop -----------------------------------------------------------------------------------------------
+
+_wrapped: WeakSet[Optimizer] = WeakSet()
+
+
+def _wrap_step(worker: Synchronizer) -> None:
+    """Wrap the `step` of a worker's optimizer, on the optimizer itself, as torch's schedulers do.
+
+    It then exchanges the gradients before the step, and counts it afterwards.
+
+    Raises:
+        ConfigurationError: it has been wrapped for another worker.
+    """
+    optimizer, step = worker.optimizer, worker.optimizer.step
+    if optimizer in _wrapped:
+        raise ConfigurationError(
+            f"A method is attached to this {type(optimizer).__name__} already, and each step would exchange "
+            "twice. Attach once, or make a new optimizer."
+        )
+    _wrapped.add(optimizer)
+    if worker.peers.rank == 0:  # the optimizer of a script often lives until Python exits
+        finalize(worker, _warn_if_apart, worker.ending)
+
+    @functools.wraps(getattr(step, "__func__", step))
+    def exchanging_step(_: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        return eagerly()(_take_step, worker, step, args, kwargs)
+
+    optimizer.step = MethodType(exchanging_step, optimizer)  # type: ignore[method-assign]
+    if "grad_scaler" not in inspect.signature(step).parameters:
+        # Otherwise a GradScaler that finds an inf on one rank skips that rank's `step`, and the others wait for it.
+        # With this it always calls `step`, which does scaling and skipping, as with torch's fused optimizers.
+        optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]
+
+
+def _take_step(worker: Synchronizer, step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Do what an optimizer's `step` does; return what it returns, or None if the step is not taken."""
+    if not worker.is_compared:
+        check_not_in_ddp(worker.parameters(), worker.peers.group)  # which may be new
+        agree_on_beginning(
+            worker.optimizer,
+            worker.by_name(),
+            worker.step,
+            worker.peers.group,
+            compares_weights=worker.parameters_agree,
+            compares_state=worker.step == 0 and not worker.is_exchanged,  # by hand, with own gradients in the state
+        )
+        worker.is_compared = True
+
+    def exchanging(closure: Callable[[], Any]) -> Callable[[], Any]:
+        def exchanging_closure() -> Any:  # called any number of times
+            worker.check_closure()
+            worker.is_prepared = worker.is_exchanged = False  # those were other gradients
+            result = closure()
+            _exchange_once(worker)
+            worker.step_exchanged()
+            return result
+
+        return functools.partial(eagerly(), exchanging_closure)
+
+    with nullcontext() if worker.is_stepping else worker.stepping():
+        scaling = _unscale(worker)
+        is_taken, late = True, cast("AbstractContextManager[Any]", nullcontext())
+        if args and callable(args[0]):
+            args = (exchanging(args[0]), *args[1:])
+        elif kwargs.get("closure") is not None:
+            kwargs = {**kwargs, "closure": exchanging(kwargs["closure"])}
+        elif _pre_hooks(worker):  # what these write into the param groups counts in this step
+            if worker.clips_before_exchange and scaling is None and not worker.is_exchanged:
+                last: Callable[[], Any] = functools.partial(_exchange_to_step, worker)  # as clipping: the own gradient
+            else:
+                is_taken, last = _exchange_checked(worker, scaling), worker.step_exchanged
+            late = last_pre_hook(worker.optimizer, last, must_call=is_taken)
+        else:
+            is_taken = _exchange_to_step(worker, scaling)
+        with late:
+            result = step(*args, **kwargs) if is_taken else None
+        if scaling is not None:
+            vars(worker.optimizer).update(scaling)  # the scaler deletes them
+    return result
+
+
+def _pre_hooks(worker: Synchronizer) -> list[Callable[..., Any]]:
+    own: dict[int, Callable[..., Any]] = worker.optimizer._optimizer_step_pre_hooks
+    return [*torch_optimizer._global_optimizer_pre_hooks.values(), *own.values()]
+
+
+@contextmanager
+def last_pre_hook(optimizer: Optimizer, function: Callable[[], Any], *, must_call: bool = False) -> Iterator[None]:
+    """Call a function after all other hooks before a step, for the steps in a `with` block.
+
+    Raises:
+        ConfigurationError: it was not called, and must be.
+    """
+    calls = list[None]()
+
+    def hook(*_: Any) -> None:
+        calls.append(function() and None)
+
+    handle = optimizer.register_step_pre_hook(hook)
+    try:
+        yield
+    finally:
+        handle.remove()
+    if must_call and not calls:
+        raise ConfigurationError(
+            f"The step of this {type(optimizer).__name__} has been replaced by one that calls no hooks before a step, "
+            "so the gradients were not exchanged. Replace it after attach, or leave out the hooks."
+        )
+
+
+def _exchange_to_step(worker: Synchronizer, scaling: Mapping[str, Any] | None = None) -> bool:
+    """Exchange, and do what has to be done directly before the optimizer's step; return whether that is to be taken."""
+    is_taken = _exchange_checked(worker, scaling)
+    if is_taken:
+        worker.step_exchanged()
+    return is_taken
+
+
+def _exchange_checked(worker: Synchronizer, scaling: Mapping[str, Any] | None) -> bool:
+    """Exchange; return whether the step is to be taken: under a GradScaler only if the means are finite."""
+    is_taken = _exchange_once(worker, skip_nonfinite=scaling is not None)
+    return is_taken and (scaling is None or not bool(any_of(are_not_finite(_gradients(worker)), worker.device)))
+
+
+def _exchange_once(worker: Synchronizer, *, skip_nonfinite: bool = False) -> bool:
+    if worker.is_exchanged:  # by hand
+        return worker.is_taken
+    applies = not (skip_nonfinite or has_step_hooks(worker.optimizer))  # which may read the gradients
+    return worker.exchange(skip_nonfinite=skip_nonfinite, applies=applies)
+
+
+def has_step_hooks(optimizer: Optimizer, but: Collection[Callable[..., Any]] = ()) -> bool:
+    """Return whether anything is called before or after each step of an optimizer, or of all optimizers.
+
+    Args:
+        optimizer: a user's.
+        but: this package's own hooks, which do not read gradients.
+    """
+    hooks = [
+        *optimizer._optimizer_step_pre_hooks.values(),
+        *optimizer._optimizer_step_post_hooks.values(),
+        *torch_optimizer._global_optimizer_pre_hooks.values(),
+        *torch_optimizer._global_optimizer_post_hooks.values(),
+    ]
+    return any(hook not in but for hook in hooks)
+
+
+@torch.no_grad()
+def _unscale(worker: Synchronizer) -> dict[str, Any] | None:
+    """Unscale and find the inf for a GradScaler that calls `step`; None if none is calling.
+
+    In place:
+        `.grad`. If the scaler has found an inf, the first gradient is filled with inf, so that the exchange reports
+        it: clipping by value may have removed it.
+    """
+    optimizer = worker.optimizer
+    if not (hasattr(optimizer, "grad_scale") and hasattr(optimizer, "found_inf")):
+        return None
+    scaling = {name: vars(optimizer).pop(name) for name in ("grad_scale", "found_inf")}
+    gradients = _gradients(worker)
+    if gradients and scaling["grad_scale"] is not None:
+        torch._foreach_div_(gradients, scaling["grad_scale"])
+    if gradients and (worker.is_local or not worker.is_exchanged):
+        gradients[0].masked_fill_(scaling["found_inf"].bool(), torch.inf)  # without a wait for a GPU
+    return scaling
+
+
+def _gradients(worker: Synchronizer) -> list[Tensor]:
+    """Return the gradients of the optimizer's parameters, of sparse ones the values."""
+    gradients = [parameter.grad for parameter in worker.params if parameter.grad is not None]
+    return [gradient._values() if gradient.is_sparse else gradient for gradient in gradients]
