@@ -1,0 +1,149 @@
+"""A payload and a schedule that the package does not know: what docs/adding_a_method.md says is all that they need."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_lowbw import EveryK, EveryStep, Method, TopK
+from lightning_lowbw.arguments import names_arguments
+from lightning_lowbw.comm.link import Link
+from lightning_lowbw.comm.peers import MeanWork, Peers
+from lightning_lowbw.compress import payload
+from lightning_lowbw.compress.payload import PAYLOADS, Message, Payload, Shapes
+from lightning_lowbw.compress.selection import Residuals
+from lightning_lowbw.cost_model import Cluster, cost_of
+from lightning_lowbw.presets import PRESETS, preset
+from lightning_lowbw.schedules.schedule import SCHEDULES, Schedule
+from lightning_lowbw.sync.exchange import EXCHANGES, Correction, Deferred, DenseMean, PreparedWhole, exchanges
+from lightning_lowbw.sync.status import Fault, overflow
+from tests.ranks import run_ranks
+
+TWO_NODES = Cluster(2, 1, Link(latency_s=0.0, bandwidth_bytes_per_s=1e6))
+
+
+@names_arguments
+@dataclass(frozen=True, kw_only=True)
+class Rounded(Payload, key="rounded"):
+    """Multiples of a unit, with error feedback."""
+
+    unit: float = 2.0**-12
+
+    keeps_parts = False
+
+    def messages(self, shapes: Shapes, num_participants: int, num_parts: int = 1, *, when: Schedule) -> list[Message]:
+        return [Message("all_reduce", 4 * sum(map(math.prod, shapes)))]
+
+
+@exchanges(Rounded)
+class RoundedExchange:
+    def __init__(self, payload: Rounded, peers: Peers) -> None:
+        self.payload, self._peers = payload, peers
+        self.residuals, self.fault = Residuals(), None
+
+    def prepare(self, signal: Mapping[str, Tensor | None], correction: Correction | None = None) -> PreparedWhole:
+        return PreparedWhole(signal, lambda tensors, _: Deferred(lambda: self._average(tensors)))
+
+    def _average(self, tensors: dict[str, Tensor]) -> DenseMean:
+        self.residuals.ensure({name: each.numel() for name, each in tensors.items()}, torch.device("cpu"))
+        rounded = []
+        for name, each in tensors.items():
+            whole = self.residuals[name].add_(each.reshape(-1))
+            rounded.append((whole / self.payload.unit).round() * self.payload.unit)
+            whole.sub_(rounded[-1])
+        means, _ = MeanWork(rounded, torch.zeros(1), self._peers).wait()
+        return DenseMean(dict(zip(tensors, means, strict=True)))
+
+    def describe_fault(self, step: int, kept: str, here: str) -> Fault:
+        return overflow(3, step, kept)
+
+    def to(self, device: torch.device) -> None:
+        self.residuals.to(device)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        pass
+
+
+@names_arguments
+@dataclass(frozen=True, kw_only=True)
+class Falling(Schedule, key="falling"):
+    """A density that falls with each step, after one dense step."""
+
+    begin_step: int = 1
+
+    def is_dense(self, step: int) -> bool:
+        return step < self.begin_step
+
+    def density(self, step: int, otherwise: float = 1.0) -> float:
+        return 1.0 if self.is_dense(step) else 0.5**step
+
+
+for _registry, _key in ((PAYLOADS, "rounded"), (SCHEDULES, "falling")):  # not for the other tests of this process
+    del _registry[_key]  # type: ignore[attr-defined]
+
+
+def train(method: Method, num_steps: int = 6) -> tuple[list[Tensor], list[float], int]:
+    torch.manual_seed(0)
+    model = nn.Linear(32, 32)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    worker: Any = method.attach(sgd, model.named_parameters())
+    torch.manual_seed(worker.peers.rank)
+    densities = []
+    for _ in range(num_steps):
+        densities.append(getattr(worker, "density", 1.0))
+        sgd.zero_grad()
+        model(torch.randn(8, 32)).square().mean().backward()
+        sgd.step()
+    worker.finish()
+    return [each.detach() for each in model.parameters()], densities, worker.peers.ledger.sent_bytes
+
+
+@pytest.mark.parametrize("when", [EveryStep(), EveryStep(rampup_begin_step=2), EveryK(k_steps=2)])
+def test_a_new_payload_is_one_file(when: Schedule, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(PAYLOADS, "rounded", Rounded)
+    method = Method(when=when, what=Rounded())
+    assert Method(**method.describe()) == method
+    (ours, _, _), (theirs, _, _) = run_ranks(train, 2, method)
+    (dense, _, _), _ = run_ranks(train, 2, Method(when=when) if when.averages_weights else Method())
+    for mine, other, exact in zip(ours, theirs, dense, strict=True):
+        assert torch.equal(mine, other)
+        assert 0 < (mine - exact).abs().max() < 1e-3
+    assert cost_of(method, [(1000, 1000)], TWO_NODES, step_s=0.1).node_bytes > 0
+
+
+def test_a_new_schedule_is_one_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(SCHEDULES, "falling", Falling)
+    method = Method(when=Falling(), what=TopK(min_numel=1))
+    assert Method(**method.describe()) == method
+    (ours, densities, _), (theirs, _, _) = run_ranks(train, 2, method)
+    assert densities == [1.0, 0.5, 0.25, 0.125, 0.0625, 0.03125]
+    assert all(torch.equal(mine, other) for mine, other in zip(ours, theirs, strict=True))
+
+
+def test_every_payload_has_an_exchange_and_a_name() -> None:
+    """What would be forgotten; `presets` is where a new one is imported."""
+    in_package = {kind for kind in Payload.__subclasses__() if kind.__module__.startswith("lightning_lowbw.")}
+    assert in_package == {*PAYLOADS.values()}
+    assert {kind for kind in in_package if not kind.sends_all} == {*EXCHANGES} - {Rounded}
+    assert {type(preset(name).what) for name in PRESETS} == in_package
+    assert {*SCHEDULES} == {"step", "k"}
+
+
+def test_a_payload_of_unknown_traffic_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not one that costs what whole gradients cost."""
+    monkeypatch.setattr(payload, "PAYLOADS", {})
+
+    class Silent(Payload, key="silent"):
+        pass
+
+    with pytest.raises(TypeError, match=r"abstract.*messages"):
+        Silent()  # type: ignore[abstract]
