@@ -47,7 +47,9 @@ class RoundedExchange:
         self.payload, self._peers = payload, peers
         self.residuals, self.fault = Residuals(), None
 
-    def prepare(self, signal: Mapping[str, Tensor | None], correction: Correction | None = None) -> PreparedWhole:
+    def prepare(
+        self, signal: Mapping[str, Tensor | None], correction: Correction | None = None, *, is_late: bool = False
+    ) -> PreparedWhole:
         return PreparedWhole(signal, lambda tensors, _: Deferred(lambda: self._average(tensors)))
 
     def _average(self, tensors: dict[str, Tensor]) -> DenseMean:
