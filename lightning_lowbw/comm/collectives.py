@@ -294,7 +294,9 @@ def begin_all_reduce_(
     Collective: all ranks of the group, in the same order of calls.
     """
     sent = on_wire(tensor, group, is_sum=True)
-    return TensorWork(tensor, dist.all_reduce(sent, op, group, async_op=True), None if sent is tensor else sent)
+    return TensorWork(
+        tensor, dist.all_reduce(sent, op=op, group=group, async_op=True), None if sent is tensor else sent
+    )
 
 
 def all_reduce_(
@@ -305,7 +307,7 @@ def all_reduce_(
     Collective: all ranks of the group, blocking (on CUDA, for the stream).
     """
     sent = on_wire(tensor, group, is_sum=True)
-    dist.all_reduce(sent, op, group)
+    dist.all_reduce(sent, op=op, group=group)
     if sent is not tensor:
         tensor.copy_(sent)
 
@@ -318,7 +320,7 @@ def broadcast_(tensor: Tensor, group: dist.ProcessGroup | None = None) -> None:
     world = dist.group.WORLD if group is None else group
     assert world is not None
     sent = on_wire(tensor, group, is_sum=True)
-    dist.broadcast(sent, dist.get_global_rank(world, 0), group)
+    dist.broadcast(sent, src=dist.get_global_rank(world, 0), group=group)
     if sent is not tensor:
         tensor.copy_(sent)
 
