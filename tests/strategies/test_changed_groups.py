@@ -96,8 +96,7 @@ PLACES = [
 # By hand a module of manual optimization clips nothing, and forgets gradients before it makes new ones.
 CASES = {
     2: [
-        *[(optimizer, place, "flat") for optimizer in OPTIMIZERS if optimizer != "adam" for place in PLACES],
-        *[("adam", place, "flat") for place in (BEFORE, AT_LAST, "hook before the step")],
+        *[(optimizer, place, "flat") for optimizer in OPTIMIZERS for place in PLACES],
         *[("sgd", place, "scaler") for place in (BEFORE, AT_LAST, f"callback's {AT_LAST}", PLACES[4])],
         *[("adamw", place, "manual") for place in (BEFORE, AT_LAST, "hook before the step")],
     ],
