@@ -160,6 +160,7 @@ def choose(
         refused: by name, why others of these may not be taken.
 
     Examples:
+        >>> from lightning_lowbw import TopK
         >>> slow = Measured(0.1, 0.9, {density: 2 * density for density in DENSITIES}, Link(1e-4, 125e6))
         >>> given = Method(when=EveryStep(sparsity="auto"), what=TopK())
         >>> found, reason = choose(slow, Run(7, 20_007, is_pretrained=True), given, ("ddp", "dgc"), {})

@@ -41,6 +41,7 @@ class Method:
         ConfigurationError: the three cannot be combined, with the reason.
 
     Examples:
+        >>> from lightning_lowbw import TopK
         >>> method = Method(when=EveryStep(), what=TopK(density=0.01))
         >>> Method(**method.describe()) == method
         True
@@ -134,6 +135,7 @@ class Method:
             ConfigurationError: neither has such a field, or a value is out of range.
 
         Examples:
+            >>> from lightning_lowbw import TopK
             >>> Method(what=TopK()).replace(rampup_begin_step=10, density=0.01).when.density(10, 0.01)
             0.01
         """

@@ -48,7 +48,8 @@ class Volumes:
     def sparse(self, what: TopK, numels: Sequence[int], density: float | None) -> int:
         """Return the bytes of the largest elements; not those of a reduce-scatter, whose parts follow the data."""
         assert what.exchange != "reduce_scatter"
-        return all_gather_bytes(what.at(density).nbytes(self.parts(numels)), self.num_participants)
+        what = what if density is None else what.at(density)
+        return all_gather_bytes(what.nbytes(self.parts(numels)), self.num_participants)
 
     def low_rank(self, what: LowRank, names: Iterable[str]) -> int:
         """Return the bytes of two thin matrices, in two messages; with the first one goes what does not pay."""
