@@ -31,7 +31,8 @@ from lightning_lowbw.compress.selection import Residuals, Selection
 from lightning_lowbw.compress.sparse_sum import Sparse, SparseSum, even_boundaries
 from lightning_lowbw.compress.top_k import TopK
 from lightning_lowbw.errors import ConfigurationError
-from lightning_lowbw.kernels.dispatch import averages_for, uses_triton
+from lightning_lowbw.kernels import dispatch
+from lightning_lowbw.kernels.dispatch import averages_for
 from lightning_lowbw.kernels.reference import Arrival, Segment, add_, flat
 from lightning_lowbw.kernels.table import DTYPES
 from lightning_lowbw.kernels.tensors import allocate
@@ -385,7 +386,7 @@ class TopKExchange:
         if status is not None:
             message = torch.cat([message, status.view(torch.uint8)])
         damaged = torch.zeros((), dtype=torch.bool, device=self._device) if self.fault is None else self.fault
-        if damaged.device.type != "cpu" or uses_triton(damaged.device):  # else decoding raises
+        if damaged.device.type != "cpu" or dispatch.uses_triton(damaged.device):  # else decoding raises
             self.fault = damaged
         return PendingTopK(messages, self.peers, self.peers.begin_gather(message), status is not None, damaged)
 
