@@ -296,7 +296,7 @@ class GradientSync(Synchronizer):
             if prepared is None:
                 prepared = self._prepare(is_late=True)
             # The velocity goes on where the gradient is that zero.
-            known = prepared.names
+            known, self._is_torn = prepared.names, True
             added = prepared.add({row.name: row.in_order(row.gradient) for row in rows if row.name not in known})
             # The status of this step has gone: what is found from here on is told with the next one.
             self._late = [found for found in (prepared.faults if is_late else None, added) if found is not None]
@@ -376,7 +376,7 @@ class GradientSync(Synchronizer):
             correction = self.correction
             correction.begin_step(rows, self.peers.part, exchange.payload)  # also empty shards: it masks alike on all
         signal = {r.name: None if r.is_missing else r.in_order(r.gradient) for r in rows if r.parameter.numel()}
-        self._is_torn = bool(signal)
+        self._is_torn = any(gradient is not None for gradient in signal.values())
         self._prepared = exchange.prepare(signal, correction, is_late=is_late)
         return self._prepared
 

@@ -8,10 +8,11 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.optim import SGD
 
-from lightning_lowbw import DGC, EveryStep, Method, TopK
+from lightning_lowbw import DGC, EveryStep, Method, NonFiniteGradientError, TopK
 from lightning_lowbw.compress.selection import Selection
 from lightning_lowbw.presets import preset
 from lightning_lowbw.sync.gradient import GradientSync
@@ -52,6 +53,21 @@ def out_of_memory_while_accumulating() -> str:
 
 def test_a_step_that_fails_in_the_middle_is_named_in_the_state() -> None:
     assert run_ranks(out_of_memory_while_accumulating, 2) == ["the exchange of gradients after step 1"] * 2
+
+
+def a_fault_elsewhere() -> str:
+    """Rank 0 has a NaN, rank 1 no gradient: nothing of it has changed."""
+    parameter, optimizer = attached(method := DGC(sparsity=[0.99]))
+    worker = method.attach(optimizer, [("w", parameter)])
+    take_step(parameter, optimizer)
+    parameter.grad = torch.full((NUMEL,), torch.nan) if dist.get_rank() == 0 else None
+    with pytest.raises(NonFiniteGradientError):
+        optimizer.step()
+    return str(worker.state_dict()["torn"])
+
+
+def test_a_rank_that_has_accumulated_nothing_is_not_named_for_a_fault_elsewhere() -> None:
+    assert run_ranks(a_fault_elsewhere, 2) == ["the exchange of gradients after step 1", ""]
 
 
 def worker_that_nobody_keeps() -> bool:
