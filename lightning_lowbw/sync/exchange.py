@@ -26,7 +26,7 @@ from torch.nn.functional import pad
 
 from lightning_lowbw.comm.peers import MeanWork, Peers, part_of
 from lightning_lowbw.compress.codec import MAX_NUMEL
-from lightning_lowbw.compress.payload import Payload, Whole
+from lightning_lowbw.compress.payload import Payload
 from lightning_lowbw.compress.selection import Residuals, Selection
 from lightning_lowbw.compress.sparse_sum import Sparse, SparseSum, even_boundaries
 from lightning_lowbw.compress.top_k import TopK
@@ -203,7 +203,15 @@ def exchange_for(what: Payload, peers: Peers, when: Schedule) -> Exchange | None
 
 @dataclass(frozen=True)
 class DenseMean:
-    """Means of whole tensors, by name."""
+    """Means of whole tensors, by name.
+
+    Examples:
+        >>> room, weight = torch.zeros(2), torch.ones(2)
+        >>> DenseMean({"w": torch.tensor([1.0, 2.0])}).step_({"w": (room, weight, 0.5)})
+        >>> DenseMean({"w": torch.tensor([1.0, 2.0])}).step_({"w": (room, None, 0.0)})
+        >>> weight, room
+        (tensor([0.5000, 0.0000]), tensor([1., 2.]))
+    """
 
     tensors: dict[str, Tensor]
 
@@ -283,31 +291,15 @@ class WholeExchange:
         exact: whether `inter_dtype` is disregarded; see `MeanWork`.
     """
 
-    payload, fault = Whole(), None
-
     def __init__(self, peers: Peers, *, exact: bool = True) -> None:
-        self._peers, self._exact, self.residuals = peers, exact, Residuals()
+        self._peers, self._exact = peers, exact
 
-    def prepare(
-        self, signal: Mapping[str, Tensor | None], correction: Correction | None = None, *, is_late: bool = False
-    ) -> PreparedWhole:
+    def prepare(self, signal: Signal) -> PreparedWhole:
         return PreparedWhole(signal, self._send)
 
     def _send(self, signal: Signal, status: Tensor | None) -> PendingWhole:
         assert status is not None
         return PendingWhole(list(signal), MeanWork(list(signal.values()), status, self._peers, exact=self._exact))
-
-    def describe_fault(self, step: int, kept: str, here: str) -> Fault:
-        raise NotImplementedError("nothing is kept back")
-
-    def to(self, device: torch.device) -> None:
-        pass
-
-    def state_dict(self) -> dict[str, Any]:
-        return {}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        pass
 
 
 # The k largest --------------------------------------------------------------------------------------------------------

@@ -279,10 +279,10 @@ def overflow(rank_of_kind: int, step: int, what: str) -> Fault:
     )
 
 
-def any_of(flags: Iterable[Tensor | None], device: torch.device) -> Tensor:
-    """Return whether any of some flags, of any shapes, is set: bool, a scalar on the device. None counts as False."""
+def any_of(flags: Iterable[Tensor], device: torch.device) -> Tensor:
+    """Return whether any of some flags, of any shapes, is set: bool, a scalar on the device."""
     nothing = constant((False,), torch.bool, device)  # so that there is one
-    return torch.cat([nothing, *(flag.to(device).view(-1) for flag in flags if flag is not None)]).any()
+    return torch.cat([nothing, *(flag.to(device).view(-1) for flag in flags)]).any()
 
 
 def first_fault(own: Fault | None, group: dist.ProcessGroup | None) -> Fault:
