@@ -110,6 +110,19 @@ def weights(module: nn.Module) -> str:
     return digest([*module.parameters(), *module.buffers()])
 
 
+def state_of(trainer: Any) -> dict[str, Any]:
+    """Return digests of all that a step depends on, on this rank."""
+    (worker,) = trainer.strategy.workers
+    states = [value for state in worker.optimizer.state.values() for value in state.values() if torch.is_tensor(value)]
+    return {
+        "weights": weights(trainer.lightning_module),
+        "residuals": digest(worker.state_dict()["residuals"].values()),
+        "optimizer": digest([value.float() for value in states]),
+        "steps": (worker.step, getattr(worker, "num_averages", 0)),
+        "groups": [{k: v for k, v in group.items() if k != "params"} for group in worker.optimizer.param_groups],
+    }
+
+
 def whole_weights(module: nn.Module) -> str:
     """Return a digest of what the parameters have on all ranks of a node."""
     return digest([getattr(p, "full_tensor", p.detach)().detach() for p in module.parameters()])

@@ -16,27 +16,25 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 
 from lightning_lowbw import ConfigurationError, DGCStrategy
-from lightning_lowbw.comm.agreement import digest
 from lightning_lowbw.strategies import checkpoint
 from tests.ranks import on_ranks, run_ranks
-from tests.strategies.fits import Noted, adamw, gathered, make, refusal, same, saving, train, train_by_step, weights
+from tests.strategies.fits import (
+    Noted,
+    adamw,
+    gathered,
+    make,
+    refusal,
+    same,
+    saving,
+    state_of,
+    train,
+    train_by_step,
+    weights,
+)
 from tests.tiny import Tiny, amp_with_scaler, make_data, since_lightning_2_5, weights_of
 
 STEPS = 10
 DGC = "dgc, warm-up"
-
-
-def state_of(trainer: Any) -> dict[str, Any]:
-    """Return digests of all that a step depends on, on this rank."""
-    (worker,) = trainer.strategy.workers
-    states = [value for state in worker.optimizer.state.values() for value in state.values() if torch.is_tensor(value)]
-    return {
-        "weights": weights(trainer.lightning_module),
-        "residuals": digest(worker.state_dict()["residuals"].values()),
-        "optimizer": digest([value.float() for value in states]),
-        "steps": (worker.step, getattr(worker, "num_averages", 0)),
-        "groups": [{k: v for k, v in group.items() if k != "params"} for group in worker.optimizer.param_groups],
-    }
 
 
 # In the dense phase and after the warm-up; in the first interval and in mid-interval.

@@ -13,7 +13,20 @@ from torch import nn
 
 from lightning_lowbw import LocalSGD, Method, NonFiniteGradientError, Strategy
 from tests.ranks import on_ranks
-from tests.strategies.fits import LOOKS, METHODS, SPARSE, At, Noted, adamw, gathered, refusal, same, train, weights
+from tests.strategies.fits import (
+    LOOKS,
+    METHODS,
+    SPARSE,
+    At,
+    Noted,
+    adamw,
+    gathered,
+    refusal,
+    same,
+    state_of,
+    train,
+    weights,
+)
 from tests.tiny import Tiny, weights_of
 
 STEPS = 10
@@ -26,7 +39,7 @@ REPLICAS = LocalSGD(4, num_fragments=3, delay_steps=2, compression=SPARSE)
 @on_ranks(2)
 def test_validating_and_saving_change_nothing(method: Method, tmp_path: Path) -> None:
     ends = []
-    saves = ModelCheckpoint(tmp_path, monitor="val_loss", every_n_train_steps=3, save_top_k=-1)
+    saves = ModelCheckpoint(tmp_path, monitor="val_loss", every_n_train_steps=1, save_top_k=-1)
     for looks in (False, True):
         model = Tiny(adamw, data_by_step=True)  # no dropout: a validation loader draws a random number
         after = Noted(weights if method.averages_weights else weights_of)  # statistics of dense steps as under ddp
@@ -34,9 +47,9 @@ def test_validating_and_saving_change_nothing(method: Method, tmp_path: Path) ->
         options: dict[str, Any] = {"max_steps": STEPS, "max_epochs": -1, "callbacks": [after, shown]}
         if looks:
             options |= {"val_check_interval": 2, "num_sanity_val_steps": 1, "callbacks": [after, shown, saves]}
-        train(Strategy(method), model, STEPS, 2 * looks, enable_checkpointing=looks, **options)
+        trainer = train(Strategy(method), model, STEPS, 2 * looks, enable_checkpointing=looks, **options)
         same([weights(model), *shown.values])
-        ends.append([*after.values, weights(model)])
+        ends.append([*after.values, state_of(trainer)])
     assert len(shown.values) > 2
     assert ends[0] == ends[1]
     assert len(set(gathered(after.values[2]))) == 1 + method.averages_weights, "a replica is local"

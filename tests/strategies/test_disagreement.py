@@ -82,8 +82,11 @@ def refused(strategy: Any, model: Tiny, *args: Any, **options: Any) -> str:
 def test_refused_on_all_ranks_before_the_first_step() -> None:
     for what, (strategy, words) in REFUSED.items():
         error = lowbw.ConfigurationError if what in OF_ONE_RANK else lowbw.DisagreementError
-        message = refused(strategy(dist.get_rank()), Wrong(what), 2, error=error)
-        assert all(word in message for word in words), message
+        model = Wrong(what)
+        with pytest.raises(error) as caught:
+            train(strategy(dist.get_rank()), model, 2)
+        assert (caught.type, model.trainer.global_step) == (error, 0)
+        assert all(word in str(caught.value) for word in words), str(caught.value)
 
 
 # Of the two ranks.

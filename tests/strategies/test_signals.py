@@ -112,7 +112,7 @@ def test_no_rank_ends_before_all_have_saved() -> None:
 def test_also_before_the_first_batch_and_in_validation(name: str, ends: tuple[int, int]) -> None:
     for step, end in zip((0, 3), ends, strict=True):
         kill_in_validation = At(step, kill_here, "on_validation_batch_start", ranks=(1,))
-        assert end_by_sigterm(name, kill_in_validation, val=1, val_check_interval=3) == end
+        assert end_by_sigterm(name, kill_in_validation, val=2, val_check_interval=3) == end
 
 
 @on_ranks(2)

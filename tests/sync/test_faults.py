@@ -431,7 +431,9 @@ def test_ranks_in_different_batches_are_found_out(topology: Any) -> None:
     problem.backward(parameters, 0)
     worker.batch = 300 + (dist.get_rank() == 3)
     worker.prepare()
-    with pytest.raises(DisagreementError, match="rank 0 has 300, rank 1 has 300, rank 2 has 300, rank 3 has 301"):
+    with pytest.raises(
+        DisagreementError, match="batch: rank 0 has 300, rank 1 has 300, rank 2 has 300, rank 3 has 301"
+    ):
         worker.exchange()
 
 

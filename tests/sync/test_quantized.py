@@ -6,7 +6,7 @@ That nothing is lost, resumes and bytes are in `tests/contract`.
 from __future__ import annotations
 
 from functools import partial
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import Any
 
 import numpy as np
@@ -19,8 +19,9 @@ from torch.optim import SGD, AdamW
 
 from lightning_lowbw import ConfigurationError, LocalSGD, Method, QuantizedGradients
 from lightning_lowbw.comm.agreement import digest
+from lightning_lowbw.comm.collectives import all_gather_bytes
 from lightning_lowbw.comm.peers import make_peers, part_of
-from lightning_lowbw.compress.quantization import FORMATS
+from lightning_lowbw.compress.quantization import FORMATS, quantized_mean_bytes
 from lightning_lowbw.sync import quantized
 from tests.oracle import OracleQuantized
 from tests.ranks import on_ranks, run_ranks
@@ -92,6 +93,48 @@ def test_ranges_and_the_borders_of_tensors_change_nothing_and_nothing_is_lost(dt
         torch.testing.assert_close(torch.cat(means) + kept, asked, rtol=1e-5, atol=1e-5)
         bits.append(torch.cat([*means, *residuals]).numpy().tobytes())
     assert bits[0] == bits[1]
+
+
+# What rounding takes at most, in units of the largest value: half a step, on each of the two ways.
+LIMITS = {"bfloat16": 2.0**-8, "int4": 1.02 / 14}
+TOPOLOGIES: dict[str, Any] = {"flat": ((0,), (1,), (2,), (3,)), "crossed": NODES["crossed"]}
+
+
+def vector_of(participant: int, step: int, numel: int, dtype: torch.dtype) -> Tensor:
+    generator = torch.Generator().manual_seed(100 * step + participant)
+    return torch.randn(numel, generator=generator, dtype=torch.float64).to(dtype)
+
+
+@pytest.mark.parametrize("topology", TOPOLOGIES)
+@on_ranks(4)
+def test_sent_and_unsent_are_what_was_given_in_the_bytes_of_the_formula(topology: str) -> None:
+    """Two means in a row, the second with what the first has left; also of fewer elements than ranks, and of none."""
+    nodes = TOPOLOGIES[topology]
+    peers = make_peers("flat" if topology == "flat" else nodes)
+    participant, num_local = problem.node_of(peers.rank, nodes), len(nodes[0])
+    for name, numel, dtype in product(LIMITS, (0, 1, 3, 130, 1001), (torch.float32, torch.float64)):
+        means, before = [], peers.ledger.sent_bytes
+        unsent = torch.zeros(numel)[peers.part(numel)].clone()
+        for step in range(2):
+            vector, mean = vector_of(participant, step, numel, dtype), torch.empty(numel, dtype=dtype)
+            kept = vector.clone()
+            quantized.quantized_mean_([vector], [unsent], [mean], FORMATS[name], peers)
+            assert vector.equal(kept)
+            means.append(mean)
+        problem.same_on_all(digest(means))
+        part = -(-numel // num_local)
+        intra = all_gather_bytes(part * dtype.itemsize, num_local)
+        inter = quantized_mean_bytes(part, len(nodes), FORMATS[name])
+        assert peers.ledger.sent_bytes - before == 2 * (inter + intra)
+        of_all = torch.zeros(numel)
+        of_all[peers.part(numel)] = unsent
+        dist.all_reduce(of_all)
+        given = sum(vector_of(p, step, numel, dtype) for p in range(len(nodes)) for step in range(2)) / len(nodes)
+        taken = sum(means)
+        torch.testing.assert_close(taken + of_all / len(nodes), given, rtol=1e-5, atol=1e-5)
+        assert numel == 0 or float((taken - given).abs().max()) <= 20 * LIMITS[name]
+        assert numel < 100 or of_all.any()
+    peers.close()
 
 
 # A payload that is replaced -------------------------------------------------------------------------------------------
