@@ -6,7 +6,7 @@ here is written for `lightning`. From the same files, `lightning_lowbw.strategie
 `pytorch_lightning` is installed, all of it is built on that, and there is no mirror. What is built differs in the names
 in import statements, which are replaced before a module is compiled.
 
-A strategy becomes its twin when it is given to a Trainer of the other package, see `strategies.guest`. A callback
+A strategy becomes its twin when it is given to a Trainer of the other package, see `strategies.base`. A callback
 is one class, with the `Callback` of both as bases. Errors, methods and all that does not touch Lightning exist once.
 """
 

@@ -1,1 +1,1 @@
-"""Lightning callbacks: schedules for strategies given by name, and a monitor of the traffic."""
+"""Lightning callbacks: schedules for strategies given by name."""

@@ -17,7 +17,7 @@ data, so ranks would have to exchange sizes first.
 [unary part | low bits of every element], in words of 32, the first bit lowest.
 
 Values are floats, or a sign and a level between the extremes of a block. A level format ("int8", "int4", which are not
-those of `compress.quantization`) cuts the values of a tensor into blocks of LEVELS_BLOCK and sends of each block the
+those of `sync.quantized`) cuts the values of a tensor into blocks of LEVELS_BLOCK and sends of each block the
 smallest and the largest magnitude, rounded outwards to bfloat16, and of each value a sign and the number of the nearest
 of 128 or 8 levels between the two, which are equidistant in the bits of a float32. Those bits, read as an integer, are
 a logarithm in straight pieces (its exponent, then its fraction): what top-k leaves lies between a threshold and an open

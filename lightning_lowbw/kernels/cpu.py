@@ -440,7 +440,7 @@ def average_kernel(out, weight, rate, positions, values, first, count):
                     mean[place] = 0
 
 
-# Integers with a scale per block, see `compress.quantization`.
+# Integers with a scale per block, see `sync.quantized`.
 
 SCALED, HALF = 128, 16  # values of a block; bits between bfloat16 and float32
 

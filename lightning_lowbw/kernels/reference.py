@@ -541,7 +541,7 @@ def average_many_(
         weight[touched] = weight[touched].add_(out[touched], alpha=-arrival.rate)
 
 
-# Integers with a scale per block, see `compress.quantization` ---------------------------------------------------------
+# Integers with a scale per block, see `sync.quantized` ---------------------------------------------------------
 
 
 def largest_integer(bits: int) -> int:

@@ -675,7 +675,7 @@ def apply_kernel(
                     tl.store(out + position, mean, mask=inside)
 
 
-# Integers with a scale per block, see `compress.quantization` ---------------------------------------------------------
+# Integers with a scale per block, see `sync.quantized` ---------------------------------------------------------
 
 SCALED = tl.constexpr(reference.SCALED)  # values of a block
 INFINITE = tl.constexpr(0x7F800000)  # the bits of infinity; of NaN larger ones

@@ -1,4 +1,7 @@
-"""What both strategies have in common: a worker for each optimizer, and what is called around its steps."""
+"""What both strategies have in common: a worker for each optimizer, and what is called around its steps.
+
+A strategy is a guest of Lightning: silent while an exception ends the fit, and of the package of its Trainer.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +10,14 @@ import functools
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.strategies import ParallelStrategy
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 from torch.optim import Optimizer
@@ -22,13 +28,18 @@ from lightning_lowbw.comm.collectives import TrafficLedger
 from lightning_lowbw.comm.peers import Peers
 from lightning_lowbw.errors import ConfigurationError
 from lightning_lowbw.method import Method
+from lightning_lowbw.namespaces import PACKAGES, package_of, twins
 from lightning_lowbw.strategies import checks
 from lightning_lowbw.strategies.auto_choice import OF_AUTO, AutoChoice
-from lightning_lowbw.strategies.callback_agreement import FirstCallback, agree_on_monitored
-from lightning_lowbw.strategies.guest import GuestStrategy
+from lightning_lowbw.strategies.equality import (
+    FirstCallback,
+    agree_on_monitored,
+    agree_on_states_,
+    leave_own_state,
+    take_over,
+)
 from lightning_lowbw.strategies.hooks import GradientHooks, Hooks, ReplicaHooks
 from lightning_lowbw.strategies.lost_peers import LostPeers
-from lightning_lowbw.strategies.optimizer_states import agree_on_states_, leave_own_state, take_over
 from lightning_lowbw.strategies.shared_buffers import SharedBuffers, buffers_by_optimizer
 from lightning_lowbw.strategies.signals import Signals
 from lightning_lowbw.strategies.step_hooks import Reduction, StepHooks, Unowned, parameters_of, scaler_of, unowned_by
@@ -38,27 +49,39 @@ from lightning_lowbw.sync.local import LocalSync
 from lightning_lowbw.sync.plain_loop import eagerly, last_pre_hook
 from lightning_lowbw.sync.synchronizer import Synchronizer
 
+T = TypeVar("T")
+RUN_STAGE = "run-stage"  # Lightning's barrier after its handlers of signals are there, and before it loads any data
 SETTLE_S = 0.02
 
 
-class BaseStrategy(GuestStrategy):
+class BaseStrategy(ParallelStrategy):
     """A strategy with a method and a worker for each optimizer.
+
+    Its ranks are silent after an exception. Lightning communicates while it handles one: `trainer.save_checkpoint` ends
+    with a barrier, and `ModelCheckpoint` broadcasts names. A callback that saves then would wait for ranks that never
+    come, or meet them in the middle of an exchange, which aborts the process. When the user's code has caught the
+    exception they communicate again.
 
     Attributes:
         method: the configuration; see `reconfigure`.
         ledger: the traffic of this rank since the start of the fit.
+        signals: SIGTERM and SLURM's, deferred from before the sanity check on.
+        lost_peers: explains an exception that the loss of a rank has caused.
     """
 
     method: Method
     ledger: TrafficLedger
     buffers: SharedBuffers
+    signals: Signals
+    lost_peers: LostPeers
+    _is_torn_down = False  # the Trainer has handled what ended it
     _reduction: Reduction  # of gradients, as are the buffers by the engine
     _workers: dict[int, Any]  # by id of the optimizer
     _options: dict[str, Any]  # of the constructor; "resume" is one
     _candidates: Sequence[str] = OF_AUTO  # of what is chosen in place of "auto"
 
-    @override
     def _make_parts(self) -> None:
+        """Make what touches Lightning; once more when this becomes a strategy of the other package."""
         self._given = self.method  # before this fit has chosen numbers for an "auto", or for a fraction of the run
         self._workers = {}
         self.signals = Signals(self._workers)
@@ -102,6 +125,21 @@ class BaseStrategy(GuestStrategy):
         self._choose_hooks()
         checks.check_optimizers(self.optimizers, list(trainer.lightning_module.named_parameters()))
         self._step_hooks.install(trainer, self.worker_of)
+
+    @property
+    def trainer(self) -> pl.Trainer:
+        """The Trainer of the present fit."""
+        assert self.lightning_module is not None
+        return self.lightning_module.trainer
+
+    @property
+    def _trainer(self) -> pl.Trainer | None:
+        """The same, where there may be none yet, or none any more."""
+        return None if self.lightning_module is None else self.lightning_module._trainer
+
+    @property
+    def _is_fitting(self) -> bool:
+        return self._trainer is not None and self._trainer.state.fn == TrainerFn.FITTING
 
     @property
     def workers(self) -> list[Synchronizer]:
@@ -346,9 +384,8 @@ class BaseStrategy(GuestStrategy):
         **kwargs: Any,
     ) -> Any:
         user_optimizer = _unwrapped(optimizer)
-        if not any(
-            True for _ in parameters_of(user_optimizer)
-        ):  # nothing to exchange; Lightning's own, where a module has none
+        # Nothing to exchange; Lightning's own, where a module has none.
+        if not any(True for _ in parameters_of(user_optimizer)):
             with self._step_hooks.allowing(user_optimizer):
                 return super().optimizer_step(optimizer, closure, model, **kwargs)
         worker = self.worker_of(user_optimizer)
@@ -501,6 +538,66 @@ class BaseStrategy(GuestStrategy):
             time.sleep(SETTLE_S)
             # And no rank ends before all have saved: rank 0 may have the store, and a launcher may end the others.
             self.barrier()
+
+    # While an exception ends the fit ----------------------------------------------------------------------------
+
+    @property
+    def is_interrupted(self) -> bool:
+        """Whether an exception is ending the fit of this rank; not a SIGTERM, which ends all ranks after one step."""
+        is_unwinding = not self._is_torn_down and self._trainer is not None and self._trainer.interrupted
+        return is_unwinding and not self.signals.is_ending_all
+
+    @override
+    def connect(self, model: pl.LightningModule) -> None:
+        super().connect(model)
+        self._is_torn_down = False
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        if not self.signals.is_ending_all:  # which no rank needs to hear of
+            self.lost_peers.explain_(exception)
+        super().on_exception(exception)
+
+    @override
+    def barrier(self, name: str | None = None, *args: Any, **kwargs: Any) -> None:
+        if name == RUN_STAGE and self._is_fitting:
+            self.signals.defer(self.trainer)
+        if not self.is_interrupted:
+            super().barrier(name, *args, **kwargs)  # type: ignore[safe-super]
+
+    @override
+    def broadcast(self, obj: T, src: int = 0) -> T:
+        if self.is_interrupted:
+            return obj
+        received: T = super().broadcast(obj, src)  # type: ignore[safe-super]
+        return received
+
+    @override
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        return decision if self.is_interrupted else bool(super().reduce_boolean_decision(decision, all))
+
+    # The two packages of Lightning ------------------------------------------------------------------------------
+
+    @property
+    def accelerator(self) -> Accelerator | None:
+        """Where the ranks run; the first thing that a Trainer sets, before the strategy has done anything."""
+        return super().accelerator
+
+    @accelerator.setter
+    def accelerator(self, accelerator: Accelerator) -> None:
+        """Set it; if that is one of the other package, become a strategy of that package first.
+
+        Raises:
+            ConfigurationError: the strategy's class is the user's own, and derives from one for the other package.
+        """
+        before, package = package_of(self), package_of(accelerator)
+        if package not in (None, before):
+            checks.check_twin(type(self), f"{before}, and the Trainer is one of {package}")
+            self.__class__ = twins(type(self))[-1]
+            self._make_parts()
+            stock = next(cls for cls in type(self).__mro__ if cls.__module__.partition(".")[0] in PACKAGES)()
+            vars(self).update({key: value for key, value in vars(stock).items() if package_of(value) == package})
+        self._accelerator = accelerator
 
 
 def _unwrapped(optimizer: Any) -> Optimizer:

@@ -377,3 +377,22 @@ def _tell_of_sparse_steps(workers: Sequence[GradientSync]) -> None:
             "elements that are trained, are sent sparse. The others have less than min_numel elements or are in "
             "exclude, and are sent whole. Change these to compress more."
         )
+
+
+def check_twin(cls: type, packages: str) -> None:
+    """Check that a strategy has a twin in the other package of Lightning.
+
+    Args:
+        cls: of this package, or of the user.
+        packages: its own, and that of the Trainer, for the error.
+
+    Raises:
+        ConfigurationError: it is the user's own, and derives from one for its package alone.
+    """
+    if len(twins(cls)) == 1:
+        base = next(parent for parent in cls.__mro__ if len(twins(parent)) > 1)
+        twin: type = twins(base)[-1]
+        raise ConfigurationError(
+            f"{cls.__name__} derives from {base.__module__}.{base.__name__}, which is built on {packages}. Derive it "
+            f"from {twin.__module__}.{twin.__name__}."
+        )

@@ -26,7 +26,7 @@ from lightning_lowbw.errors import ConfigurationError
 from lightning_lowbw.method import Method
 from lightning_lowbw.strategies import checks
 from lightning_lowbw.strategies.auto_choice import AutoChoice
-from lightning_lowbw.strategies.callback_agreement import agree_on_weights_, weights_of
+from lightning_lowbw.strategies.equality import agree_on_weights_, weights_of
 from lightning_lowbw.strategies.shared_buffers import IGNORED, SharedBuffers
 from lightning_lowbw.strategies.signals import Signals
 from lightning_lowbw.sync.checks import agree_on_end

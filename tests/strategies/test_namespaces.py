@@ -102,7 +102,7 @@ def test_a_users_own_class_is_told_which_to_derive_from() -> None:
 @pytest.mark.parametrize("package", PACKAGES)
 @on_ranks(1)
 def test_pins(package: str) -> None:
-    """What `namespaces` and `strategies.guest` rely on."""
+    """What `namespaces` and `strategies.base` rely on."""
     pl = importlib.import_module(package)
     strategies, names = importlib.import_module(f"{package}.strategies"), []
 

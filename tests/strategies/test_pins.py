@@ -23,8 +23,8 @@ from lightning.pytorch.trainer.connectors.signal_connector import _HandlersCompo
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 
+from lightning_lowbw.strategies.base import RUN_STAGE
 from lightning_lowbw.strategies.checks import AVERAGING, SETTINGS, settings_of
-from lightning_lowbw.strategies.guest import RUN_STAGE
 
 GRAD_SYNC = "torch.is_grad_enabled() and {}.require_backward_grad_sync"
 

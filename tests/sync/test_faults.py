@@ -32,11 +32,11 @@ from lightning_lowbw import (
 from lightning_lowbw.comm.agreement import digest
 from lightning_lowbw.comm.collectives import Collectives, TensorWork
 from lightning_lowbw.compress import codec
-from lightning_lowbw.compress.quantization import FORMATS
 from lightning_lowbw.compress.top_k import Compression
 from lightning_lowbw.sync import exchange as exchanges
 from lightning_lowbw.sync.exchange import DenseMean, PendingWhole
 from lightning_lowbw.sync.local import LocalSync
+from lightning_lowbw.sync.quantized import FORMATS
 from tests.ranks import on_ranks
 from tests.sync import problem
 from tests.sync.problem import FLAT, MOMENTUM, NODES, OF_REPLICAS, Nodes, message_of, same_on_all, take_step

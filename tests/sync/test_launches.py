@@ -32,7 +32,6 @@ from lightning_lowbw.comm.peers import Peers
 from lightning_lowbw.comm.topology import Topology
 from lightning_lowbw.compress import codec as positions
 from lightning_lowbw.compress import sparse_sum
-from lightning_lowbw.compress.quantization import FORMATS
 from lightning_lowbw.compress.sparse_sum import SparseSum, even_boundaries
 from lightning_lowbw.compress.top_k import Compression, TopK, small_numel
 from lightning_lowbw.kernels import dispatch, gpu, tensors
@@ -44,6 +43,7 @@ from lightning_lowbw.sync.exchange import ReduceScatterExchange
 from lightning_lowbw.sync.gradient import GradientSync
 from lightning_lowbw.sync.local import LocalSync
 from lightning_lowbw.sync.local_view import agree_in_node
+from lightning_lowbw.sync.quantized import FORMATS
 from tests.shapes import resnet50_shapes, transformer_shapes
 
 triton_kernels = pytest.importorskip("lightning_lowbw.kernels.triton_kernels")

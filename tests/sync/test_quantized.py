@@ -21,8 +21,8 @@ from lightning_lowbw import ConfigurationError, LocalSGD, Method, QuantizedGradi
 from lightning_lowbw.comm.agreement import digest
 from lightning_lowbw.comm.collectives import all_gather_bytes
 from lightning_lowbw.comm.peers import make_peers, part_of
-from lightning_lowbw.compress.quantization import FORMATS, quantized_mean_bytes
 from lightning_lowbw.sync import quantized
+from lightning_lowbw.sync.quantized import FORMATS, quantized_mean_bytes
 from tests.oracle import OracleQuantized
 from tests.ranks import on_ranks, run_ranks
 from tests.sync import problem

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_lowbw.compress.quantization import FORMATS, SCALED, LinearFormat
 from lightning_lowbw.kernels.reference import largest_integer
+from lightning_lowbw.sync.quantized import FORMATS, SCALED, LinearFormat
 from tests.quantized import decode, encode
 
 
