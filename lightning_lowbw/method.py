@@ -154,7 +154,7 @@ class Method:
         where = self.where
         inter_dtype = None if where.inter_dtype == "float32" else getattr(torch, where.inter_dtype)
         peers = make_peers(where.topology, process_group, algorithm=where.algorithm, inter_dtype=inter_dtype, **kwargs)
-        if where.inter_dtype != "float32" and peers.topology is None and peers.num_ranks > 1 and peers.rank == 0:
+        if where.inter_dtype != "float32" and peers.topology.is_flat and peers.num_ranks > 1 and peers.rank == 0:
             warnings.warn(
                 f"inter_dtype={where.inter_dtype!r} has no effect: each node has one rank, so that this trains as DDP. "
                 f"QuantizedGradients({where.inter_dtype!r}) sends half types between all ranks.",

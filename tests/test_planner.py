@@ -83,7 +83,7 @@ def send(method: Method) -> float:
     for _, parameter in named:
         parameter.grad = torch.randn_like(parameter)
     worker.exchange(applies=True)
-    return peers.num_local_ranks * peers.ledger.of_slow_network(peers.is_two_level)[0]
+    return peers.num_local_ranks * peers.ledger.of_slow_network[0]
 
 
 @pytest.mark.parametrize(("name", "ranks_per_node"), [(name, 1) for name in METHODS] + [("int8", 2), ("dgc", 2)])

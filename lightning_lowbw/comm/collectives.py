@@ -50,6 +50,7 @@ class TrafficLedger:
         inter_bytes: of the bytes sent, those between nodes, with a topology.
         dense_bytes: bytes plain DDP would have sent for the gradients of the same steps, and for buffers.
         dense_inter_bytes: bytes that "hierarchical" would have sent between nodes for them, with a topology.
+        has_levels: whether there is a slow network between nodes, with a fast one inside.
         exposed_s: seconds in which the training waited for an exchange. On CUDA measured with events, a few steps
             late and without the dense phase, whose communication runs beside the backward pass.
     """
@@ -62,6 +63,7 @@ class TrafficLedger:
     dense_bytes: int = 0
     dense_inter_bytes: int = 0
     exposed_s: float = 0.0
+    has_levels: bool = field(default=False, compare=False)
     _pending: deque[tuple[Any, Any]] = field(
         default_factory=lambda: deque(maxlen=MAX_PENDING), repr=False, compare=False
     )
@@ -75,14 +77,16 @@ class TrafficLedger:
         elif level == "inter":
             self.inter_bytes += nbytes
 
-    def of_slow_network(self, has_levels: bool) -> tuple[int, int]:
-        """Return the bytes sent there, and those of a dense exchange."""
-        return (self.inter_bytes, self.dense_inter_bytes) if has_levels else (self.sent_bytes, self.dense_bytes)
+    @property
+    def of_slow_network(self) -> tuple[int, int]:
+        """The bytes sent there, and those of a dense exchange."""
+        return (self.inter_bytes, self.dense_inter_bytes) if self.has_levels else (self.sent_bytes, self.dense_bytes)
 
     def since(self, earlier: TrafficLedger) -> TrafficLedger:
         """Return the traffic after an earlier copy of this ledger."""
         names = [total.name for total in fields(self) if total.compare]
-        return TrafficLedger(**{name: getattr(self, name) - getattr(earlier, name) for name in names})
+        totals = {name: getattr(self, name) - getattr(earlier, name) for name in names}
+        return TrafficLedger(**totals, has_levels=self.has_levels)
 
     @contextmanager
     def waiting(self, device: torch.device) -> Iterator[None]:

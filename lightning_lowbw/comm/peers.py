@@ -47,7 +47,7 @@ def part_of(numel: int, local_rank: int, num_local_ranks: int) -> slice:
 
 
 class Peers:
-    """The ranks of a training, as a method on one rank uses them; here all ranks of a group alike, see `on_nodes`.
+    """The ranks of a training, as a method on one rank uses them: flat, all ranks of a group alike.
 
     Args:
         group: the process group; None is the world, or one rank where torch.distributed is not initialised.
@@ -55,101 +55,31 @@ class Peers:
         nodes: where the model is sharded inside nodes: the ranks of each, of which one is a peer. For messages.
 
     Attributes:
-        topology: which ranks share a node; None when flat.
+        topology: which ranks share a node; when flat each is a node.
         node: the collectives of this node's ranks; when flat of this rank alone, which do nothing.
         local_rank: of this rank in its node; the launcher may count them in another order.
         num_local_ranks: how many ranks of this node keep parts.
         is_two_level: whether gradients are summed inside the node before the method sees them, and each rank keeps and
             exchanges its part of what the node has.
         may_grow: whether there may be more participants than there are now.
+        weights: of the participants, where they are not equal; the sum is 1.
     """
 
-    may_grow = False
+    is_two_level = may_grow = False
+    local_rank, num_local_ranks = 0, 1
+    weights: Sequence[float] | None = None
 
     def __init__(
         self,
         group: dist.ProcessGroup | None = None,
         ledger: TrafficLedger | None = None,
-        nodes: Sequence[Sequence[int]] | None = None,
+        nodes: Sequence[Sequence[int]] = (),
     ) -> None:
         self.nodes = nodes
         self.ledger = TrafficLedger() if ledger is None else ledger
-        self.topology: Topology | None = None
-        self.local_rank, self.num_local_ranks, self.is_two_level = 0, 1, False
-        self._all = Collectives(group, self.ledger)
-        self._between: Collectives | None = self._all
+        self._all = self._between = Collectives(group, self.ledger)
         self.node = Collectives(group, self.ledger, is_alone=True)
-
-    @classmethod
-    def on_nodes(
-        cls,
-        topology: Topology,
-        *,
-        algorithm: Algorithm,
-        inter_dtype: torch.dtype | None,
-        ledger: TrafficLedger,
-        timeout: timedelta | None,
-        is_hidden: bool = False,
-    ) -> Peers:
-        """Return the ranks of the world on nodes, with a fast network inside and a slow one between.
-
-        A node is one participant. Operations of several collectives have three stages: in the node, between nodes, and
-        in the node again. Each stage has a group of its own, and with gloo a thread, with NCCL a stream: the next
-        bucket is summed in the node while this one is between nodes, and whatever the timing each group sees one order
-        of collectives. Those on `node` and `between` may be issued at any time. With a single node there is one
-        participant: no slow network, no parts, and nothing to compress.
-
-        Args:
-            topology: of the world.
-            algorithm: how tensors are summed over all ranks. "sharded": every rank of a node exchanges its part of
-                them with the ranks that have its local rank in the other nodes. "leader": the first rank of each node
-                exchanges all of them, for nodes of different sizes; there are no parts then.
-            inter_dtype: what an inexact all-reduce sends between nodes of wider tensors; None is the tensor's own.
-            ledger: of the traffic, by level.
-            timeout: of the groups that are made here; None is that of the world.
-            is_hidden: see `make_peers`.
-
-        Raises:
-            ConfigurationError: on all ranks; the nodes are of different sizes, and the algorithm is "sharded".
-        """
-        if algorithm == "sharded":
-            _ = topology.ranks_per_node  # raises where they differ
-        peers, rank = cls(None, ledger), dist.get_rank()
-
-        def collectives(groups: Sequence[tuple[int, ...]], level: Level, *stages: str) -> list[Any]:
-            """Make groups of each stage, which all ranks do in one order; return those of this rank."""
-            own: list[Any] = [None] * len(stages)
-            for ranks, (index, stage) in itertools.product(groups, enumerate(stages)):
-                is_alone = len(ranks) == 1  # which sends nothing: no group is made
-                group = None if is_alone else group_of(ranks, stage, timeout, is_hidden=is_hidden and level == "inter")
-                if rank in ranks:
-                    own[index] = Collectives(group, ledger, level, is_alone=is_alone)
-            return own
-
-        purpose = "averages" if is_hidden else "gradients"
-        first, middle, last = (f"{purpose}, {stage}" for stage in STAGES)
-        peers.topology, peers._algorithm, peers._inter_dtype = topology, algorithm, inter_dtype
-        peers.node, peers._node_first, peers._node_last = collectives(topology.nodes, "intra", purpose, first, last)
-        if algorithm == "leader":
-            peers._between, (peers._between_in_turn,) = None, collectives([topology.leaders], "inter", middle)
-        else:
-            equal_parts = [topology.peers(each) for each in range(topology.ranks_per_node)]
-            peers._between, peers._between_in_turn = collectives(equal_parts, "inter", purpose, middle)
-        if topology.num_nodes > 1:
-            peers.is_two_level = True
-            peers.local_rank, peers.num_local_ranks = topology.local_rank_of(rank), peers.node.num_ranks
-        # What all ranks do together crosses the slow network, where there is one.
-        peers._all = Collectives(None, ledger, "inter" if peers.is_two_level else "intra")
-        peers._queues = [SideQueue(each) for each in (first, middle, last)]
-        return peers
-
-    weights: Sequence[float] | None = None  # of the participants, where they are not equal; the sum is 1
-    _queues: Sequence[SideQueue] = ()  # and the rest of what there is on nodes only
-    _algorithm: Algorithm = "sharded"
-    _inter_dtype: torch.dtype | None = None
-    _node_first: Collectives
-    _between_in_turn: Collectives
-    _node_last: Collectives
+        self.topology = Topology.blocks(self._all.num_ranks, 1)
 
     @property
     def group(self) -> dist.ProcessGroup | None:
@@ -174,14 +104,18 @@ class Peers:
     @property
     def num_participants(self) -> int:
         """N of the equations, the participants in the exchange on the slow network: ranks when flat, else nodes."""
-        return self.num_ranks if self.topology is None else self.topology.num_nodes
+        return self.num_ranks
 
     @property
     def between(self) -> Collectives:
         """The collectives of the ranks that keep this rank's part in all nodes; when flat, of all ranks."""
         self.check_parts()
-        assert self._between is not None
         return self._between
+
+    @property
+    def are_shards(self) -> bool:
+        """Whether each has a part of the model, as do the other ranks of its node, which are no peers of it."""
+        return bool(self.nodes)
 
     def check_parts(self) -> None:
         """Check that the ranks of a node can keep parts of a tensor, and exchange them with those of other nodes.
@@ -189,13 +123,6 @@ class Peers:
         Raises:
             ConfigurationError: on all ranks; the nodes are of different sizes, or their leaders do the exchange.
         """
-        if self._between is None and self.topology is not None:
-            _ = self.topology.ranks_per_node  # raises where they differ
-            sizes = ", ".join(str(len(node)) for node in self.topology.nodes)
-            raise ConfigurationError(
-                f"algorithm='leader' on nodes of {sizes} ranks: only the first rank of each node exchanges something, "
-                "and this method needs all of them, each for its part. Take algorithm='sharded'."
-            )
 
     def part(self, numel: int, local_rank: int | None = None) -> slice:
         """Return the part of a flat tensor that this, or that, rank of a node keeps: all of it when flat.
@@ -207,40 +134,18 @@ class Peers:
     def count_dense(self, nbytes: int) -> None:
         """Add to the ledger the traffic of a dense exchange of gradients of this size; communicates nothing."""
         self.ledger.dense_bytes += all_reduce_bytes(nbytes, self.num_ranks)
-        part = -(-nbytes // self.num_local_ranks)
-        if self._algorithm == "leader":
-            part = nbytes if self.local_rank == 0 else 0
-        if self.topology is not None:
-            self.ledger.dense_inter_bytes += all_reduce_bytes(part, self.num_participants)
 
     def begin_all_reduce_(self, tensor: Tensor, *, exact: bool = True) -> TensorWork:
         """Begin to sum a flat tensor over all ranks, in place; all ranks get the same bits.
 
-        Wire:
-            Flat: an all-reduce. "sharded": reduce-scatter in the node, all-reduce of each part between nodes,
-            all-gather in the node; "leader": reduce to the first rank of the node, all-reduce among these, broadcast
-            in the node.
-
         Args:
-            exact: whether `inter_dtype` is disregarded, as for tensors in which there are not only gradients.
+            exact: see `TwoLevelPeers`.
         """
-        if not self.is_two_level:
-            return (self._all if self.topology is None else self.node).begin_all_reduce_(tensor)
-        between = partial(self._sum_between_, inter_dtype=None if exact else self._inter_dtype)
-        stages: list[Callable[[Tensor], Tensor]]
-        if self._algorithm == "leader":
-            stages = [self._reduce_to_leader, between, partial(self._broadcast_from_leader, tensor)]
-        else:
-            stages = [self._node_first.reduce_scatter, between, partial(self._gather_parts_into, tensor)]
-        return TensorWork(tensor, self._begin(stages, tensor))
+        return self._all.begin_all_reduce_(tensor)
 
     def all_reduce_(self, tensor: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> None:
         """Reduce a flat tensor over all ranks, in place; a sum as `begin_all_reduce_`, else one all-reduce."""
-        if op != dist.ReduceOp.SUM or not self.is_two_level:
-            self._all.all_reduce_(tensor, op)
-            return
-        with self.ledger.waiting(tensor.device):
-            self.begin_all_reduce_(tensor).wait()
+        self._all.all_reduce_(tensor, op)
 
     def broadcast_(self, tensor: Tensor) -> None:
         """Overwrite a tensor with that of the first rank."""
@@ -248,10 +153,7 @@ class Peers:
 
     def begin_all_reduce_in_node_(self, tensor: Tensor) -> TensorWork:
         """Begin to sum a flat tensor over the ranks of this node, in place; when flat it is the sum already."""
-        if self.topology is None:
-            return TensorWork(tensor)
-        stages = (lambda tensor: self._node_first.begin_all_reduce_(tensor).wait()), None, None
-        return TensorWork(tensor, self._begin(stages, tensor))
+        return self.node.begin_all_reduce_(tensor)
 
     def begin_gather(self, message: Tensor) -> TensorWork:
         """Begin to gather the messages of all ranks of all nodes, each about the part of its rank.
@@ -269,12 +171,11 @@ class Peers:
             about, then the node, in the order of the topology; when flat (1, ranks, bytes), in rank order. The same on
             all ranks.
         """
+        return self.between.begin_all_gather(message, self._room_for(message))
+
+    def _room_for(self, message: Tensor) -> Tensor:
         shape = self.num_local_ranks, self.num_participants, message.numel()
-        out, between = allocate(shape, message.dtype, message.device), self.between
-        if not self.is_two_level:
-            return between.begin_all_gather(message, out)
-        stages = None, self._gather_between, partial(self._gather_in_node, out)
-        return TensorWork(out, self._begin(stages, message, out))
+        return allocate(shape, message.dtype, message.device)
 
     def gather_parts_in_node(self, part: Tensor, numel: int) -> Tensor:
         """Return the whole of which each rank of the node has a part (see `part`): shape (numel,).
@@ -288,18 +189,158 @@ class Peers:
 
     def close(self) -> None:
         """End the threads, after the work that has been begun."""
+
+
+class OneNode(Peers):
+    """The ranks of a world that is a single node: one participant, without a slow network, and nothing to compress.
+
+    Args:
+        topology: of the world.
+        ledger: of the traffic, by level.
+        timeout: of the group that is made here; None is that of the world.
+        is_hidden: see `make_peers`.
+    """
+
+    num_participants = 1
+
+    def __init__(
+        self, topology: Topology, ledger: TrafficLedger, timeout: timedelta | None, *, is_hidden: bool = False
+    ) -> None:
+        super().__init__(None, ledger)
+        group = group_of(topology.nodes[0], "averages" if is_hidden else "gradients", timeout)
+        self._all, self.node = Collectives(None, ledger, "intra"), Collectives(group, ledger, "intra")
+        self._between = Collectives(None, ledger, "inter", is_alone=True)
+        self.topology = topology
+
+    def begin_all_reduce_(self, tensor: Tensor, *, exact: bool = True) -> TensorWork:
+        return self.node.begin_all_reduce_(tensor)
+
+
+class TwoLevelPeers(Peers):
+    """The ranks of the world on nodes, with a fast network inside and a slow one between.
+
+    A node is one participant. Operations of several collectives have three stages: in the node, between nodes, and in
+    the node again. Each stage has a group of its own, and with gloo a thread, with NCCL a stream: the next bucket is
+    summed in the node while this one is between nodes, and whatever the timing each group sees one order of
+    collectives. Those on `node` and `between` may be issued at any time.
+
+    Wire:
+        Of a sum over all ranks. "sharded": reduce-scatter in the node, all-reduce of each part between nodes,
+        all-gather in the node; "leader": reduce to the first rank of the node, all-reduce among these, broadcast in the
+        node. Where it is not `exact`, because there are only gradients in it, `inter_dtype` is sent between nodes.
+
+    Args:
+        topology: of the world; several nodes, and one with several ranks.
+        algorithm: how tensors are summed over all ranks. "sharded": every rank of a node exchanges its part of them
+            with the ranks that have its local rank in the other nodes. "leader": the first rank of each node exchanges
+            all of them, for nodes of different sizes; there are no parts then.
+        inter_dtype: what an inexact all-reduce sends between nodes of wider tensors; None is the tensor's own.
+        ledger: of the traffic, by level.
+        timeout: of the groups that are made here; None is that of the world.
+        is_hidden: see `make_peers`.
+
+    Raises:
+        ConfigurationError: on all ranks; the nodes are of different sizes, and the algorithm is "sharded".
+    """
+
+    is_two_level = True
+
+    def __init__(
+        self,
+        topology: Topology,
+        *,
+        algorithm: Algorithm,
+        inter_dtype: torch.dtype | None,
+        ledger: TrafficLedger,
+        timeout: timedelta | None,
+        is_hidden: bool = False,
+    ) -> None:
+        super().__init__(None, ledger)
+        ledger.has_levels = True
+        self.topology, self._inter_dtype = topology, inter_dtype
+        self._is_led = algorithm == "leader"
+        purpose = "averages" if is_hidden else "gradients"
+        first, middle, last = (f"{purpose}, {stage}" for stage in STAGES)
+        equal_parts = [] if self._is_led else [topology.peers(each) for each in range(topology.ranks_per_node)]
+
+        def collectives(groups: Sequence[tuple[int, ...]], level: Level, *stages: str) -> list[Collectives]:
+            """Make groups of each stage, which all ranks do in one order; return those of this rank, or it alone."""
+            of_rank = [Collectives(None, ledger, level, is_alone=True) for _ in stages]
+            for ranks, (index, stage) in itertools.product(groups, enumerate(stages)):
+                if len(ranks) > 1:  # else it sends nothing: no group is made
+                    group = group_of(ranks, stage, timeout, is_hidden=is_hidden and level == "inter")
+                    if self.rank in ranks:
+                        of_rank[index] = Collectives(group, ledger, level)
+            return of_rank
+
+        self.node, self._node_first, self._node_last = collectives(topology.nodes, "intra", purpose, first, last)
+        if self._is_led:
+            (self._between_in_turn,) = collectives([topology.leaders], "inter", middle)
+        else:
+            self._between, self._between_in_turn = collectives(equal_parts, "inter", purpose, middle)
+        self.local_rank, self.num_local_ranks = topology.local_rank_of(self.rank), self.node.num_ranks
+        self._leader = topology.leaders[topology.node_of(self.rank)]
+        self._all = Collectives(None, ledger, "inter")  # what all do together crosses the slow network
+        self._queues = [SideQueue(each) for each in (first, middle, last)]
+
+    @property
+    def num_participants(self) -> int:
+        return self.topology.num_nodes
+
+    def check_parts(self) -> None:
+        if self._is_led:
+            _ = self.topology.ranks_per_node  # raises where they differ
+            sizes = ", ".join(str(len(node)) for node in self.topology.nodes)
+            raise ConfigurationError(
+                f"algorithm='leader' on nodes of {sizes} ranks: only the first rank of each node exchanges something, "
+                "and this method needs all of them, each for its part. Take algorithm='sharded'."
+            )
+
+    def count_dense(self, nbytes: int) -> None:
+        super().count_dense(nbytes)
+        part = -(-nbytes // self.num_local_ranks)
+        if self._is_led:
+            part = nbytes if self.local_rank == 0 else 0
+        self.ledger.dense_inter_bytes += all_reduce_bytes(part, self.num_participants)
+
+    def begin_all_reduce_(self, tensor: Tensor, *, exact: bool = True) -> TensorWork:
+        between = partial(self._sum_between_, inter_dtype=None if exact else self._inter_dtype)
+        if self._is_led:
+            return self._begin(tensor, self._reduce_to_leader, between, partial(self._broadcast_from_leader, tensor))
+        return self._begin(tensor, self._node_first.reduce_scatter, between, partial(self._gather_parts_into, tensor))
+
+    def all_reduce_(self, tensor: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> None:
+        if op != dist.ReduceOp.SUM:
+            super().all_reduce_(tensor, op)
+            return
+        with self.ledger.waiting(tensor.device):
+            self.begin_all_reduce_(tensor).wait()
+
+    def begin_all_reduce_in_node_(self, tensor: Tensor) -> TensorWork:
+        return self._begin(tensor, lambda tensor: self._node_first.begin_all_reduce_(tensor).wait())
+
+    def begin_gather(self, message: Tensor) -> TensorWork:
+        self.check_parts()
+        out = self._room_for(message)
+        return self._begin(out, None, self._gather_between, partial(self._gather_in_node, out), of=message)
+
+    def close(self) -> None:
         for queue in self._queues:
             queue.close()
 
-    def _begin(
-        self, stages: Sequence[Callable[[Tensor], Tensor] | None], *tensors: Tensor
-    ) -> torch.futures.Future[Tensor] | None:
-        """Begin the stages of an operation on the first of some tensors; return the future of the last."""
-        future = None
-        for queue, stage in zip(self._queues, stages, strict=True):
+    def _begin(self, out: Tensor, *stages: Callable[[Tensor], Tensor] | None, of: Tensor | None = None) -> TensorWork:
+        """Begin the stages of an operation, the first ones; return the work on what it fills.
+
+        Args:
+            out: which is filled.
+            stages: the first is given a tensor, and each later one what that before it returns.
+            of: the tensor; None: `out`.
+        """
+        tensors, future = (out,) if of is None else (of, out), None
+        for queue, stage in zip(self._queues, stages, strict=False):
             if stage is not None:
-                future = queue.begin(stage, tensors, future, in_thread=is_gloo(None, tensors[0].device))
-        return future
+                future = queue.begin(stage, tensors, future, in_thread=is_gloo(None, out.device))
+        return TensorWork(out, future)
 
     def _gather_parts_into(self, tensor: Tensor, part: Tensor) -> Tensor:
         if part.numel() * self._node_last.num_ranks == tensor.numel():
@@ -319,13 +360,8 @@ class Peers:
             self.ledger.record(tensor.nbytes, "intra")
         return tensor if staged is tensor else tensor.copy_(staged)
 
-    @property
-    def _leader(self) -> int:
-        assert self.topology is not None
-        return self.topology.leaders[self.topology.node_of(self.rank)]
-
     def _sum_between_(self, tensor: Tensor, inter_dtype: torch.dtype | None) -> Tensor:
-        if self._algorithm == "leader" and self.local_rank != 0:
+        if self._is_led and self.local_rank != 0:
             return tensor
         # A float16 goes as it is: rounded to bfloat16, 65504 becomes 65536, which is an infinity in float16.
         is_narrower = inter_dtype is not None and inter_dtype.itemsize < tensor.itemsize
@@ -336,7 +372,6 @@ class Peers:
     def _gather_between(self, message: Tensor) -> Tensor:
         received = self._between_in_turn.begin_all_gather(message).wait()
         # A group has its ranks in ascending order; nodes need not be in the same order at all local ranks.
-        assert self.topology is not None
         peers = self.topology.peers(self.local_rank)
         if list(peers) != sorted(peers):
             rows = received.unbind(0)
@@ -368,7 +403,7 @@ def make_peers(
             `Topology`.
         process_group: of a flat training; None is the world.
         ledger: where the traffic is written down; a new one if left out.
-        algorithm: see `Peers.on_nodes`; None is "sharded" where all nodes have as many ranks, else "leader".
+        algorithm: see `TwoLevelPeers`; None is "sharded" where all nodes have as many ranks, else "leader".
         inter_dtype: what an inexact all-reduce sends between nodes; None is the tensor's own dtype.
         timeout: of the groups that are made for a topology; None is that of the world.
         is_hidden: for averages that are hidden behind steps: with groups of their own, so that the gradients of these
@@ -390,13 +425,15 @@ def make_peers(
     agree("topology", given, process_group)
     num_ranks = dist.get_world_size() if dist.is_initialized() else 1
     resolved = resolve(topology, num_ranks) if is_world else None
-    if resolved is None or resolved.num_nodes == num_ranks:
+    if resolved is None or resolved.is_flat:
         if is_hidden and is_world and num_ranks > 1 and dist.get_backend() == "nccl":  # gloo takes no multiprocessors
             process_group = group_of(tuple(range(num_ranks)), "averages", timeout, is_hidden=True)
         return Peers(process_group, ledger)
-    algorithm = algorithm or ("sharded" if resolved.has_equal_nodes else "leader")
     ledger = TrafficLedger() if ledger is None else ledger
-    return Peers.on_nodes(
+    if resolved.num_nodes == 1:
+        return OneNode(resolved, ledger, timeout, is_hidden=is_hidden)
+    algorithm = algorithm or ("sharded" if resolved.has_equal_nodes else "leader")
+    return TwoLevelPeers(
         resolved, algorithm=algorithm, inter_dtype=inter_dtype, ledger=ledger, timeout=timeout, is_hidden=is_hidden
     )
 

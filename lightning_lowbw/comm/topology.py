@@ -93,6 +93,11 @@ class Topology:
         return len(self.nodes)
 
     @property
+    def is_flat(self) -> bool:
+        """Whether each node has one rank, so that there is one network only."""
+        return self.num_nodes == self.world_size
+
+    @property
     def leaders(self) -> tuple[int, ...]:
         """The lowest rank of each node."""
         return tuple(node[0] for node in self.nodes)
@@ -175,7 +180,7 @@ def asks_for_two_levels(choice: TopologyChoice) -> bool | None:
         return None if choice == "auto" else False
     topology = check_choice(choice)
     assert topology is not None
-    return topology.num_nodes < topology.world_size
+    return not topology.is_flat
 
 
 def resolve(choice: TopologyChoice, world_size: int) -> Topology | None:

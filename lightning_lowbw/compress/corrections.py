@@ -102,7 +102,7 @@ class ErrorFeedback:
         constants, own = self._constants[id(row.group)], self._part(row.parameter.numel())
         return {
             "momentum_buffer": self._velocity_of(row, own) if self._has_velocity(constants) else None,
-            "weight": row.part(row.parameter, own) if constants.weight_decay != 0 else None,
+            "weight": row.cut(row.parameter, own) if constants.weight_decay != 0 else None,
             **vars(constants),
         }
 
@@ -140,7 +140,7 @@ class ErrorFeedback:
         velocity: Tensor = state[self.velocity_key]
         return velocity
 
-    def part_of(self, parameter: Parameter, own: slice) -> Tensor:
+    def velocity_part(self, parameter: Parameter, own: slice) -> Tensor:
         """Return u of this rank's part: flat; on two levels it leaves the optimizer's state."""
         if parameter in self.parts:
             return self.parts[parameter]
@@ -153,9 +153,9 @@ class ErrorFeedback:
 
     def _velocity_of(self, row: Row, own: slice) -> Tensor:
         if self.keeps_parts:
-            return self.part_of(row.parameter, own)
+            return self.velocity_part(row.parameter, own)
         whole = self.velocity(row.parameter)
-        return self._noted(whole, row, row.part(whole, own))
+        return self._noted(whole, row, row.cut(whole, own))
 
     def _noted(self, whole: Tensor, row: Row, values: Tensor) -> Tensor:
         """Return values of a whole state; where they are a copy it is written back."""
@@ -173,7 +173,7 @@ class ErrorFeedback:
     def load(self, parameter: Parameter, part: Tensor, own: slice) -> None:
         """Load u of this rank's part: flat, in the parameter's order."""
         if self.keeps_parts:
-            self.part_of(parameter, own).copy_(part)
+            self.velocity_part(parameter, own).copy_(part)
         else:
             copy_in_order_(self.velocity(parameter), parameter, part)
 

@@ -55,7 +55,7 @@ class Row:
         """Return a real view of a tensor of the parameter's shape; contiguous where laid out as the parameter is."""
         return tensor if self.is_plain else as_real(tensor).permute(self.order)
 
-    def part(self, tensor: Tensor, own: slice) -> Tensor:
+    def cut(self, tensor: Tensor, own: slice) -> Tensor:
         """Return a part of a tensor in the parameter's order: contiguous, a copy where it is laid out unlike it.
 
         The whole in its own shape: views of hundreds of tensors take as long as all else that a step does on the host.

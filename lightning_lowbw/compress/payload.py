@@ -143,12 +143,12 @@ class Payload(ABC):
                 "hidden. Leave out delay_steps, or send TopK or Whole."
             )
 
-    def uses(self, num_participants: int, *, is_two_level: bool, when: Schedule) -> Uses:
+    def uses(self, num_participants: int, num_parts: int = 1, *, when: Schedule) -> Uses:
         """Return what it uses of the Triton kernels, whatever the tensors are.
 
         Args:
             num_participants: N; 1 where there may be more of them later.
-            is_two_level: whether nodes have several ranks.
+            num_parts: in which a node exchanges each tensor; 1 when flat.
             when: the schedule.
         """
         return NO_KERNELS

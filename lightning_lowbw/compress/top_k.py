@@ -165,16 +165,16 @@ class TopK(Payload, key="top_k"):
                     f"{', '.join(names[:8])}{', ...' if len(names) > 8 else '.'}"
                 )
 
-    def may_scatter(self, num_participants: int, *, is_two_level: bool) -> bool:
+    def may_scatter(self, num_participants: int, num_parts: int = 1) -> bool:
         """Return whether elements of gradients are summed by a reduce-scatter, in all steps or in some."""
-        if is_two_level or self.mean_over == "senders" or self.exchange == "all_gather":
+        if num_parts > 1 or self.mean_over == "senders" or self.exchange == "all_gather":
             return False
         return self.exchange == "reduce_scatter" or num_participants > MOST_GATHERED
 
     def at(self, density: float) -> TopK:
         return self if density == self.density else _at(self, density)
 
-    def collective(self, numels: Sequence[int], num_participants: int, *, is_two_level: bool) -> str:
+    def collective(self, numels: Sequence[int], num_participants: int, num_parts: int = 1) -> str:
         """Return how elements of gradients are summed in a step: "all_gather" or "reduce_scatter".
 
         "auto" compares what a rank sends, in bytes; it receives as much. With m the message of a participant, s and g
@@ -188,7 +188,7 @@ class TopK(Payload, key="top_k"):
         a thousand, with 16 from 41M parameters on, and with 64 from 18M.
         """
         N, numel = num_participants, sum(numels)
-        if not self.may_scatter(N, is_two_level=is_two_level) or (self.exchange == "auto" and numel > MAX_NUMEL):
+        if not self.may_scatter(N, num_parts) or (self.exchange == "auto" and numel > MAX_NUMEL):
             return "all_gather"
         if self.exchange == "reduce_scatter":
             return "reduce_scatter"
@@ -202,11 +202,11 @@ class TopK(Payload, key="top_k"):
         largest = 1.0 - 2.0 * self.density + 1e-6  # 1 - 0.9 is not 0.1
         return by_default and all(momentum <= largest for momentum in momenta)
 
-    def uses(self, num_participants: int, *, is_two_level: bool, when: Schedule) -> Uses:
+    def uses(self, num_participants: int, num_parts: int = 1, *, when: Schedule) -> Uses:
         value_format = make_value_format(self.value_dtype)
         # Of one participant that may get others it is not known how many.
         num_messages = (2, 4, 8) if num_participants == 1 else (num_participants,)
-        if not when.averages_weights and self.may_scatter(num_participants, is_two_level=is_two_level):
+        if not when.averages_weights and self.may_scatter(num_participants, num_parts):
             num_messages = *num_messages, 1  # the sums of a reduce-scatter
         return Uses(
             kinds=() if self.chunk else (PLAIN,),
@@ -230,7 +230,7 @@ class TopK(Payload, key="top_k"):
     def messages(self, shapes: Shapes, num_participants: int, num_parts: int = 1, *, when: Schedule) -> list[Message]:
         parts, collective = [-(-math.prod(shape) // num_parts) for shape in shapes], "all_gather"
         if not when.averages_weights:
-            collective = self.collective(parts, num_participants, is_two_level=num_parts > 1)
+            collective = self.collective(parts, num_participants, num_parts)
         if collective == "all_gather":
             nbytes = self.nbytes(parts)
             return [Message("all_gather", nbytes), Message("gather_in_node", num_participants * nbytes)]

@@ -119,13 +119,15 @@ class Members(Peers):
         weights: of the members in the mean of this round.
     """
 
+    may_grow = True
+
     def __init__(self, membership: Membership, ledger: TrafficLedger | None = None) -> None:
         super().__init__(None, ledger)
         self.membership = membership
         self.members = self._between = MemberCollectives(membership, self.ledger)
         self.node = Collectives(None, self.ledger, "intra")
         self.local_rank, self.num_local_ranks = self.node.rank, self.node.num_ranks
-        self.is_two_level, self.may_grow = self.num_local_ranks > 1, True
+        self.is_two_level = self.ledger.has_levels = self.num_local_ranks > 1
 
     @property
     def num_ranks(self) -> int:
@@ -148,9 +150,6 @@ class Members(Peers):
     def begin_all_reduce_(self, tensor: Tensor, *, exact: bool = True) -> TensorWork:
         part = self.members.begin_all_reduce_(self.node.reduce_scatter(tensor)).wait()
         return TensorWork(tensor.copy_(self.node.gather_parts(part, tensor.numel())) if self.is_two_level else part)
-
-    def begin_all_reduce_in_node_(self, tensor: Tensor) -> TensorWork:
-        return self.node.begin_all_reduce_(tensor)
 
     def begin_gather(self, message: Tensor) -> TensorWork:
         received = self.members.all_gather(message)
@@ -317,11 +316,11 @@ class ElasticSync(LocalSync):
 
     @torch.no_grad()
     def average_due(self) -> bool:
-        self.has_met = self._is_over()
-        if self.has_met:
+        self.has_communicated = self._is_over()
+        if self.has_communicated:
             self.tokens = self.tokens or float(self._steps)  # where nobody counts them
             self._take_round()
-        return self.has_met
+        return self.has_communicated
 
     @property
     def is_complete(self) -> bool:
@@ -339,7 +338,7 @@ class ElasticSync(LocalSync):
             if quorum is None:
                 return
             self.members.members.begin(quorum)
-            self._meet()
+            self._wait_for_members()
             self.membership.commit(False)
             has_failed = self._any_in_node(self.members.members.has_failed)[0]
             if not has_failed and self.contributed.keys() <= {*quorum.members}:
@@ -414,7 +413,7 @@ class ElasticSync(LocalSync):
         if quorum.healed is not None:
             self._heal(quorum.healed, quorum.members[quorum.rank])
         if quorum.rows is None or not all(quorum.rows):  # one has healed, and tells other numbers now; or has ended
-            self._meet()
+            self._wait_for_members()
             membership.commit(not self.is_complete)  # for which the others do not wait
             return self.is_complete
         told = [Told(*row) for row in quorum.rows]
@@ -423,7 +422,7 @@ class ElasticSync(LocalSync):
         if is_averaged := this_round.have_one_anchor and any(weights):
             self.members.weights = weights if len({*weights}) > 1 else None
         else:
-            self._meet()
+            self._wait_for_members()
             if self._any_in_node(members.has_failed)[0]:  # the rows may be those of a request that was given up
                 membership.commit(False)
                 return False
@@ -442,7 +441,7 @@ class ElasticSync(LocalSync):
         self._set_residuals(this_round.residuals)
         return False
 
-    def _meet(self) -> None:
+    def _wait_for_members(self) -> None:
         """Wait for the members, who may still be receiving the state or connecting to this one."""
         self.members.members.all_gather(torch.zeros(1))
 

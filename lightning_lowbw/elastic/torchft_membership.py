@@ -11,7 +11,7 @@ A round of two groups, of which B is behind; the processes of a group agree afte
        |-- step, row, store -------->|<------ step, row, store --|     `_ask`
        |<-- number, members ---------|--------- number, members->|
        |<=============== gloo, by the store of A ===============>|     `_connect`, if the members are others
-       |-- state ----------------------------------------------->|     `_meet`
+       |-- state ----------------------------------------------->|     `_join`
        |<-------------- all-reduce, all-gather, ... ------------>|     `collective`
        |   all processes of A?             all processes of B?   |     `commit`
 
@@ -175,7 +175,7 @@ class TorchftMembership:
                 if answer is None:
                     self._fail()  # others may wait for this one; and the next request differs from this one
                     return None
-                quorum = self._meet(*answer, shared)
+                quorum = self._join(*answer, shared)
             except RuntimeError as raised:
                 error = raised.with_traceback(None)  # which refers to the group
                 self._fail()
@@ -268,7 +268,7 @@ class TorchftMembership:
             )
         return number, members
 
-    def _meet(self, number: int, members: Sequence[_Member], shared: Share) -> Quorum:
+    def _join(self, number: int, members: Sequence[_Member], shared: Share) -> Quorum:
         """Connect to the members of a quorum, and give or take the state.
 
         Raises:

@@ -302,4 +302,4 @@ def time_exchanges(
 
 
 def _slow_bytes(peers: Peers) -> int:
-    return peers.ledger.of_slow_network(peers.is_two_level)[0]
+    return peers.ledger.of_slow_network[0]

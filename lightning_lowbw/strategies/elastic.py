@@ -241,7 +241,7 @@ class ElasticStrategy(Strategy):
     @override
     def _end_step(self, worker: Any) -> None:
         super()._end_step(worker)
-        if worker.has_met:
+        if worker.has_communicated:
             self._follow(worker, is_in_step=True)
 
     @override

@@ -211,7 +211,7 @@ class ShardedStrategy(CheckpointedStrategy, ModelParallelStrategy):
     @property
     @override
     def _equals(self) -> Peers:
-        return Peers(self.mesh.peers(), self.ledger, nodes=self._nodes)
+        return Peers(self.mesh.peers(), self.ledger, nodes=self.mesh.topology.nodes)
 
     @override
     def _own_part(self, parameter: Tensor) -> Tensor:
@@ -236,7 +236,7 @@ class ShardedStrategy(CheckpointedStrategy, ModelParallelStrategy):
         worker: Any = self.method.make_synchronizer(view.local, named, self._equals, buffers)
         worker.params.whole_numels = {shard_of(parameter): parameter.numel() for parameter in module.parameters()}
         vars(worker.params).pop("small_numel", None)  # computed from the sizes of shards, for the fragments
-        worker.meet = agree_in_world
+        worker.before_average = agree_in_world
         self._shards.views[worker] = view
         return worker
 

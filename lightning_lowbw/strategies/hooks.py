@@ -162,7 +162,7 @@ class GradientHooks:
         """Compare what the last step has left on all ranks; leave the optimizers whole."""
         ignored = getattr(trainer.lightning_module, IGNORED, ())
         for worker in self._workers.values():
-            if worker.peers.nodes is None:  # else one shard would raise, and the ranks with the others go on
+            if not worker.peers.are_shards:  # else one shard would raise, and the ranks with the others go on
                 compared = {name: parameter for name, parameter in worker.by_name().items() if name not in ignored}
                 agree_on_end(worker.step, compared, peers.group)
             for parameter, velocity in worker.whole_momentum().items():  # of which each rank of a node has had a part
@@ -225,7 +225,7 @@ class ReplicaHooks:
             self._signals.end_step(worker, trainer)
         elif trainer.world_size > 1:
             self._signals.read_requests(worker, trainer)
-        if self._is_uneven and worker.has_met and worker.all_have_ended:
+        if self._is_uneven and worker.has_communicated and worker.all_have_ended:
             _progress(trainer).is_last_batch = True
 
     def end_batch(self, trainer: pl.Trainer) -> None:
@@ -270,7 +270,7 @@ class ReplicaHooks:
         Raises:
             ConfigurationError: on all ranks; it would not be known when the data end.
         """
-        if trainer.world_size == 1 or any(worker.peers.nodes is not None for worker in self._workers):
+        if trainer.world_size == 1 or any(worker.peers.are_shards for worker in self._workers):
             return
         fetcher: Any = trainer.fit_loop._data_fetcher
         # Not the loop's own number, which is replaced below: a tuner starts the training twice.

@@ -120,7 +120,7 @@ class Signals:
         worker.agree_on(0)  # a step without a control message would repeat it
         self._num_steps += 1
         is_due = self._num_steps <= MOST_STEPS or self._num_steps - self._asked_at >= self._gap
-        has_message = worker.peers.nodes is not None and worker.peers.num_ranks > 1  # of shards, between nodes
+        has_message = worker.peers.are_shards and worker.peers.num_ranks > 1  # of shards, between nodes
         if is_due and worker.reduces_in_backward and not (has_message or agreed & STOP):
             now_s = time.perf_counter()
             step_s = (now_s - self._asked_s) / (self._num_steps - self._asked_at)

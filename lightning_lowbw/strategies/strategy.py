@@ -177,13 +177,13 @@ class Strategy(CheckpointedStrategy, DDPStrategy):
         method, name = self.method, type(self).__name__
         self.peers = self._worker_peers = method.make_peers(group, ledger=self.ledger, timeout=self._timeout)
         topology = self.peers.topology
-        if topology is not None:
+        if not topology.is_flat:
             rank_zero_info(f"{name}: nodes {', '.join(str(list(node)) for node in topology.nodes)}.")
         if method.where.topology != "flat" and self.peers.num_ranks > 1 and not self.peers.is_two_level:
-            ranks = "one rank on each node" if topology is None else "all ranks are on one node"
+            ranks = "one rank on each node" if topology.is_flat else "all ranks are on one node"
             rank_zero_warn(
                 f"{name}, topology={method.where.topology!r}: {ranks}, so there is one level only, and this trains as "
-                f"{'with topology=' + repr('flat') if topology is None else 'DDP'}."
+                f"{'with topology=' + repr('flat') if topology.is_flat else 'DDP'}."
             )
         if method.hides_averages:
             self._worker_peers = method.make_peers(group, ledger=self.ledger, timeout=self._timeout, is_hidden=True)
@@ -272,7 +272,7 @@ class Strategy(CheckpointedStrategy, DDPStrategy):
     @override
     def _nodes(self) -> list[list[int]] | None:
         topology = self.peers.topology  # also of a single node, which has other state than flat ranks
-        return None if topology is None else [list(node) for node in topology.nodes]
+        return None if topology.is_flat else [list(node) for node in topology.nodes]
 
     @override
     def _restore(self, shard: Mapping[str, Any]) -> None:

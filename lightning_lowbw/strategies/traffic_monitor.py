@@ -126,10 +126,9 @@ class TrafficMonitor(Callback):
         shown = {"traffic/bytes_sent": float(now.sent_bytes - last.sent_bytes)}
         # In the last step; validation may have sent something, too.
         replicas = strategy.replicas if isinstance(strategy, BaseStrategy) else []
-        has_exchanged = not replicas or any(worker.has_met for worker in replicas)
-        has_levels = _has_levels(strategy)
-        sent, dense = now.of_slow_network(has_levels)
-        sent_before, dense_before = self._at_last_send.of_slow_network(has_levels)
+        has_exchanged = not replicas or any(worker.has_communicated for worker in replicas)
+        sent, dense = now.of_slow_network
+        sent_before, dense_before = self._at_last_send.of_slow_network
         if sent > sent_before and has_exchanged:
             shown["traffic/compression_ratio"] = (dense - dense_before) / (sent - sent_before)
             self._at_last_send = now  # local steps in between count for the average that follows them
@@ -151,7 +150,7 @@ class TrafficMonitor(Callback):
         clock, traffic, strategy = self._clock, _read(trainer).since(self._first), trainer.strategy
         if not trainer.is_global_zero or not traffic.steps:  # one rank prints; a fit without a step has no ratio
             return
-        report = Report(traffic, _has_levels(strategy), clock.step_s, clock.waited)
+        report = Report(traffic, clock.step_s, clock.waited)
         auto = getattr(strategy, "auto", None)
         if isinstance(strategy, BaseStrategy) and auto is not None and auto.chosen is not None:
             # Of several optimizers "auto" has timed the steps of all together.
@@ -186,10 +185,6 @@ def _read(trainer: pl.Trainer) -> TrafficLedger:
     buffers = sum(buffer.nbytes for buffer in module.buffers()) if broadcasts else 0
     total = trainer.global_step * (all_reduce_bytes(nbytes, trainer.world_size) + buffers)
     return TrafficLedger(trainer.global_step, total, total, dense_bytes=total)
-
-
-def _has_levels(strategy: object) -> bool:
-    return isinstance(strategy, BaseStrategy) and any(worker.peers.is_two_level for worker in strategy.workers)
 
 
 class _Clock:
@@ -246,7 +241,6 @@ class Report:
 
     Attributes:
         traffic: of the fit.
-        has_levels: whether what is sent between nodes is compared, with "hierarchical".
         step_s: seconds of a step.
         waited: the share of the time in which it waited for the network.
         dense_s: seconds of a dense step, as measured in this fit.
@@ -255,7 +249,6 @@ class Report:
     """
 
     traffic: TrafficLedger
-    has_levels: bool = False
     step_s: float | None = None
     waited: float | None = None
     dense_s: float | None = None
@@ -264,19 +257,19 @@ class Report:
 
     @property
     def dense(self) -> str:
-        """The name of what it is compared with."""
-        return "hierarchical" if self.has_levels else "DDP"
+        """The name of what it is compared with; with levels what is sent between nodes."""
+        return "hierarchical" if self.traffic.has_levels else "DDP"
 
     def rows(self) -> list[tuple[str, str]]:
         """Return the table: names and values."""
         traffic, times = self.traffic, {"a step took": self.step_s, f"a step of {self.dense} took": self.dense_s}
         times |= {"a step after the warm-up took": self.last_s, "predicted for it": self.predicted_s}
-        sent, dense = traffic.of_slow_network(self.has_levels)
+        sent, dense = traffic.of_slow_network
         rows = [("steps", f"{traffic.steps:,}")]
         rows += [(name, f"{number(seconds)} s") for name, seconds in times.items() if seconds is not None]
         rows += [] if self.waited is None else [("waited for the network", f"{100 * self.waited:.1f} % of the time")]
         levels = {"sent inside nodes": traffic.intra_bytes, "sent between nodes": traffic.inter_bytes}
-        levels = levels if self.has_levels else {"sent": traffic.sent_bytes}
+        levels = levels if traffic.has_levels else {"sent": traffic.sent_bytes}
         rows += [(name, size(nbytes)) for name, nbytes in {**levels, f"{self.dense} would send": dense}.items()]
         return [*rows, *([("compression ratio", number(dense / sent))] if sent else [])]
 
@@ -288,7 +281,7 @@ class Report:
             >>> Report(ledger, step_s=0.2, waited=0.04, dense_s=0.46).sentence()
             'Sent 3.1 GB instead of 410 GB, waited 4 % of the time, about 2.3 times as fast as DDP on this link.'
         """
-        sent, dense = map(size, self.traffic.of_slow_network(self.has_levels))
+        sent, dense = map(size, self.traffic.of_slow_network)
         parts = [f"Sent {sent}, as {self.dense} would" if sent == dense else f"Sent {sent} instead of {dense}"]
         if self.waited is not None:
             parts.append(f"waited {100 * self.waited:.0f} % of the time")

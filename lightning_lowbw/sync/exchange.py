@@ -518,7 +518,7 @@ class ReduceScatterExchange(TopKExchange):
             The residuals, to which elements that do not fit, sums that wait, and rounding errors are added.
         """
         ranks, sizes = self.peers.between, tuple(numels[name] for name in selected)
-        if self.payload.collective(sizes, ranks.num_ranks, is_two_level=False) == "all_gather":
+        if self.payload.collective(sizes, ranks.num_ranks) == "all_gather":
             return super().send(selected, numels, status)
         assert status is None
         parts, counts = list(selected.values()), self.payload.nums_sent(sizes)
@@ -555,7 +555,7 @@ class ReduceScatterExchange(TopKExchange):
 
 
 def _top_k_exchange(what: TopK, peers: Peers, when: Schedule) -> TopKExchange:
-    may_scatter = what.may_scatter(peers.num_participants, is_two_level=peers.is_two_level)
+    may_scatter = what.may_scatter(peers.num_participants, peers.num_local_ranks)
     return (ReduceScatterExchange if may_scatter and not when.averages_weights else TopKExchange)(what, peers)
 
 

@@ -122,7 +122,7 @@ def check_marks(status: Status, average: Average, *, batch: int, step: int, grou
 
 def nonfinite_weight(peers: Peers, step: int, name: str) -> Fault:
     """Return the fault of a rank whose local steps have left an inf or NaN in a parameter."""
-    shard = "" if peers.nodes is None else f", in the shard of rank {dist.get_rank()}"
+    shard = f", in the shard of rank {dist.get_rank()}" if peers.are_shards else ""
     return Fault(
         4,
         NonFiniteGradientError,

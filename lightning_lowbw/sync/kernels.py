@@ -70,7 +70,7 @@ def uses_of(workers: Sequence[Synchronizer], *, measures: bool = False) -> Uses:
         measures: whether sparse steps of tensors in float32 are timed, to choose a schedule (`cost_model`).
     """
     what, when, peers = workers[0].method.what, workers[0].method.when, workers[0].peers
-    uses = what.uses(peers.num_participants, is_two_level=peers.is_two_level, when=when)
+    uses = what.uses(peers.num_participants, peers.num_local_ranks, when=when)
     scaled_bits = uses.scaled_bits or (8,) * measures  # int8 is timed, too
     if not uses.value_dtypes or (peers.num_participants == 1 and not peers.may_grow):
         return replace(NO_KERNELS, scaled_bits=scaled_bits)

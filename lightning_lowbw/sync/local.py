@@ -93,9 +93,8 @@ class LocalSync(Synchronizer):
             tensor, None before it.
         steps_since_average: local steps since the last average was begun, of any fragment.
         num_averages: averages done, each of a fragment.
-        has_met: whether all ranks have communicated in the last step: it was synchronous, or an average was begun or
-            applied.
-        meet: called before ranks average or apply a delayed average, where others than the peers must agree on it.
+        has_communicated: whether all ranks have in the last step: it was synchronous, or an average began or arrived.
+        before_average: called before ranks average or apply a delayed average: others than the peers may have to agree.
         has_ended: whether the data of this rank have ended, in this epoch.
         all_have_ended: whether those of all ranks have, by the last exchange with all ranks.
     """
@@ -117,11 +116,11 @@ class LocalSync(Synchronizer):
         if not self._is_one:
             refuse_second_weights(optimizer)
         # Inside of an elastic group, or of a sharded model, an optimizer may communicate: these ranks step alike.
-        self._is_watched = self._is_one or peers.may_grow or peers.nodes is not None
+        self._is_watched = self._is_one or peers.may_grow or peers.are_shards
         self.steps_since_average = self.num_averages = 0
-        self.has_met = self._has_been_local = False
+        self.has_communicated = self._has_been_local = False
         self.begin_epoch()
-        self.meet: Callable[[LocalSync], None] | None = None
+        self.before_average: Callable[[LocalSync], None] = lambda _: None
         self._reduced: frozenset[Parameter] = frozenset()
         self._unread: StepStatus | None = None
         self.phase, self.loss = Phase(), RunningLoss()
@@ -286,7 +285,7 @@ class LocalSync(Synchronizer):
         Collective: all ranks, when an average is begun or applied. If it raises, nothing has been averaged.
         """
         was_local = self.is_local
-        self.has_met = not was_local
+        self.has_communicated = not was_local
         self.torn = ""
         self.step += 1
         self.peers.ledger.steps += 1
@@ -340,8 +339,8 @@ class LocalSync(Synchronizer):
         delay = self.when.delay_steps
         in_progress = [fragment for fragment in self.fragments if fragment.work is not None]
         arriving = [fragment for fragment in in_progress if (fragment.steps or 0) >= delay]
-        if self.meet is not None and (arriving or due(self.fragments, self.k_steps, delay)):
-            self.meet(self)
+        if arriving or due(self.fragments, self.k_steps, delay):
+            self.before_average(self)
         for fragment in arriving:
             self._end_average(fragment)
         begun = due(self.fragments, self.k_steps, delay)
@@ -356,7 +355,7 @@ class LocalSync(Synchronizer):
             fragment.steps = self.steps_since_average = 0
             fragment.moved.clear()
             self.loss.clear()
-        self.has_met = bool(arriving or begun)
+        self.has_communicated = bool(arriving or begun)
         return bool(begun)
 
     def _begin_checked(self, fragment: Fragment) -> Average:

@@ -86,7 +86,7 @@ def attach(
 def _tell(method: Configuration, worker: Synchronizer) -> None:
     """Warn of what this training may not be meant to be; called by `attach`."""
     peers, correction = worker.peers, worker.correction
-    if peers.topology is not None and peers.topology.num_nodes == 1 and peers.num_ranks > 1 and peers.rank == 0:
+    if peers.topology.num_nodes == 1 < peers.num_ranks and peers.rank == 0:
         warnings.warn(
             f"topology={method.where.topology!r}: all ranks are on one node, between which nothing is compressed: "
             "this trains as DDP. To compress between all ranks, leave the topology out.",

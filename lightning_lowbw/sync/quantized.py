@@ -199,7 +199,7 @@ class Quantized(Payload, key="quantized"):
     def uses_kernels(self) -> bool:
         return isinstance(FORMATS[self.value_dtype], LinearFormat)
 
-    def uses(self, num_participants: int, *, is_two_level: bool, when: Schedule) -> Uses:
+    def uses(self, num_participants: int, num_parts: int = 1, *, when: Schedule) -> Uses:
         value_format = FORMATS[self.value_dtype]
         return replace(NO_KERNELS, scaled_bits=(value_format.bits,) if isinstance(value_format, LinearFormat) else ())
 

@@ -63,7 +63,7 @@ def own_part(kept: Tensor, numel: int, of: tuple[int, int]) -> Tensor:
 
 def origin(peers: Peers) -> dict[str, Any]:
     """Return whose state it is: the rank of how many, which part of every tensor it keeps, and the nodes."""
-    nodes = None if peers.topology is None else [list(node) for node in peers.topology.nodes]
+    nodes = None if peers.topology.is_flat else [list(node) for node in peers.topology.nodes]
     return {
         "rank": (peers.rank, peers.num_ranks),
         "local_rank": (peers.local_rank, peers.num_local_ranks),

@@ -288,15 +288,16 @@ class Synchronizer:
     @property
     def fault_group(self) -> Any:
         """The ranks that are told of a fault: all. Where a model is sharded, the peers are some of them."""
-        return None if self.peers.nodes is not None else self.peers.group
+        return None if self.peers.are_shards else self.peers.group
 
     @property
     def here(self) -> str:
         """Whose gradients or weights these are, for an error on all ranks: a rank's, or a node's."""
-        number, nodes, topology = self.peers.rank, self.peers.nodes, self.peers.topology
-        if nodes is None and self.reduces_in_node and topology is not None:
-            number, nodes = topology.node_of(number), topology.nodes
-        return f"rank {number}" if nodes is None else f"node {number} (ranks {list(nodes[number])})"
+        rank, nodes, topology = self.peers.rank, self.peers.nodes, self.peers.topology
+        if self.peers.are_shards:  # a peer is all that has the other shards, too
+            return f"node {rank} (ranks {list(nodes[rank])})"
+        node = topology.node_of(rank)
+        return f"node {node} (ranks {list(topology.nodes[node])})" if self.reduces_in_node else f"rank {rank}"
 
     def late_faults(self) -> Faults:
         """Return what the last exchange has found after its status."""

@@ -60,13 +60,13 @@ def test_what_is_small_depends_on_what_is_trained() -> None:
 def test_auto_scatters_where_it_costs_less_than_half(
     num_participants: int, density: float, numel: int, scatters: bool
 ) -> None:
-    def chosen(is_two_level: bool = False, **options: Any) -> str:
+    def chosen(num_parts: int = 1, **options: Any) -> str:
         numels = [numel // 2, numel - numel // 2]
-        return TopK(**options).at(density).collective(numels, num_participants, is_two_level=is_two_level)
+        return TopK(**options).at(density).collective(numels, num_participants, num_parts)
 
     assert chosen() == ("reduce_scatter" if scatters else "all_gather")
     assert chosen(exchange="reduce_scatter") == "reduce_scatter"
-    assert {chosen(exchange="all_gather"), chosen(mean_over="senders"), chosen(is_two_level=True)} == {"all_gather"}
+    assert {chosen(exchange="all_gather"), chosen(mean_over="senders"), chosen(num_parts=2)} == {"all_gather"}
 
 
 def test_a_mapping_says_the_same_as_a_value() -> None:

@@ -167,7 +167,7 @@ def train(name: str, look: bool = False, saved: dict[int, bytes] | None = None) 
             lists["num_averages"].append(worker.num_averages)
         lists["weights"].append(digest(parameters.values()))
         lists["everything"].append(everything(worker, parameters, buffers))
-        wire_bytes.append(ledger.inter_bytes if worker.peers.is_two_level else ledger.sent_bytes)
+        wire_bytes.append(ledger.of_slow_network[0])
     lists["everything"].append(digest(tensors_of(worker.state_dict())))
     fragments = worker.fragments if isinstance(worker, LocalSync) else []
     dense_bytes = ledger.dense_bytes

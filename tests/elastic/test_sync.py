@@ -99,7 +99,7 @@ class Member:
             before = self.parameters["wide"].detach().clone()
             self.worker.optimizer.step()
             self.moved += self.parameters["wide"].detach() - before
-        if self.worker.has_met:
+        if self.worker.has_communicated:
             self.note()
 
     def kept_change(self) -> Tensor:

@@ -198,7 +198,7 @@ class Silence(pl.Callback):
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
         # In the first step DDP rebuilds its buckets, once.
-        if trainer.global_step > 1 and not any(worker.has_met for worker in trainer.strategy.workers):
+        if trainer.global_step > 1 and not any(worker.has_communicated for worker in trainer.strategy.workers):
             assert num_collectives() == self.before, f"sent after step {trainer.global_step}"
 
 

@@ -127,7 +127,8 @@ def test_a_fit_ends_with_one_report_by_rank_0_of_what_is_in_the_ledger() -> None
 
 def test_on_two_levels_the_bytes_between_nodes_are_compared() -> None:
     ledger = TrafficLedger(9, 1200, 1200, 1000, 200, dense_bytes=900_000, dense_inter_bytes=354_000)
-    report = Report(ledger, has_levels=True, step_s=0.0123, waited=0.0004)
+    ledger.has_levels = True
+    report = Report(ledger, step_s=0.0123, waited=0.0004)
     assert dict(report.rows()) == {
         "steps": "9",
         "a step took": "0.0123 s",

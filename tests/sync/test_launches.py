@@ -28,7 +28,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_lowbw.comm.collectives import SideQueue, TrafficLedger
-from lightning_lowbw.comm.peers import Peers
+from lightning_lowbw.comm.peers import Peers, TwoLevelPeers
 from lightning_lowbw.comm.topology import Topology
 from lightning_lowbw.compress import codec as positions
 from lightning_lowbw.compress import sparse_sum
@@ -447,7 +447,7 @@ def make_peers(num_ranks: int, num_nodes: int) -> Any:
         return Peers()
     size = num_ranks // num_nodes
     nodes = tuple(tuple(range(node * size, (node + 1) * size)) for node in range(num_nodes))
-    return Peers.on_nodes(Topology(nodes), algorithm="sharded", inter_dtype=None, ledger=TrafficLedger(), timeout=None)
+    return TwoLevelPeers(Topology(nodes), algorithm="sharded", inter_dtype=None, ledger=TrafficLedger(), timeout=None)
 
 
 MODELS = {"ResNet-50": resnet50_shapes, "transformer": transformer_shapes}
@@ -613,7 +613,7 @@ def test_whole_velocities_are_gathered_one_by_one(monkeypatch: pytest.MonkeyPatc
         named = [(str(i), each) for i, each in enumerate(parameters)]
         worker = GradientSync(DGC(sparsity=[0.999]), SGD(parameters, lr=0.1, momentum=0.9), named, peers)
         for parameter in parameters:
-            worker.correction.part_of(parameter, peers.part(parameter.numel()))
+            worker.correction.velocity_part(parameter, peers.part(parameter.numel()))
         operations.clear()
         whole = worker.whole_momentum()
         assert {each.device.type for each in whole.values()} == {"cpu"}
