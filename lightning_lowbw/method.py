@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from lightning_lowbw.arguments import from_mapping, names_arguments, sorted_into
+from lightning_lowbw.comm.agreement import agree
 from lightning_lowbw.comm.peers import Peers, make_peers
 from lightning_lowbw.comm.topology import TopologyChoice, Where, asks_for_two_levels
 from lightning_lowbw.compress.payload import PAYLOADS, Payload, Whole
@@ -22,7 +24,7 @@ from lightning_lowbw.schedules.every_step import EveryStep
 from lightning_lowbw.schedules.schedule import SCHEDULES, Schedule
 from lightning_lowbw.sync.gradient import GradientSync
 from lightning_lowbw.sync.local import LocalSync
-from lightning_lowbw.sync.plain_loop import attach
+from lightning_lowbw.sync.plain_loop import attach, check_beginning
 from lightning_lowbw.sync.synchronizer import Synchronizer
 
 
@@ -211,7 +213,12 @@ class Method:
             DisagreementError: on all ranks; their methods, optimizers, these optimizers' parameters or the buffers
                 differ. Weights that differ, or the states of the optimizers, are reported at the first step.
         """
-        return attach(self.at(topology), optimizer, named_parameters, process_group, named_buffers or {})
+        check_beginning(self.when)
+        method, buffers = self.at(topology), named_buffers or {}
+        agree("method", method.settings(), process_group)  # messages of two methods would be of different sizes
+        peers = method.make_peers(process_group, is_hidden=method.hides_averages)
+        make = partial(method.make_synchronizer, optimizer, peers=peers, named_buffers=buffers)
+        return attach(make, optimizer, named_parameters, process_group, buffers)
 
 
 def as_method(method: Method | Mapping[str, Any], topology: TopologyChoice | None = None) -> Method:

@@ -34,6 +34,7 @@ class ErrorFeedback:
     Attributes:
         kind: saved in a checkpoint, because residuals and velocities depend on it.
         velocity_key: of the optimizer's state that is u; None without.
+        has_second_moment: whether gradients are divided by it before they enter the residual.
         is_complete: whether nothing of the optimizer's arithmetic is left out.
         masks: whether velocities are cleared where they have been sent, unless the user says.
         clears: whether they are in this step.
@@ -42,9 +43,8 @@ class ErrorFeedback:
 
     kind = "error_feedback"
     velocity_key: str | None = None
-    is_complete = False
+    has_second_moment = is_complete = clears = False
     masks = True
-    clears = False
 
     def __init__(self, optimizer: Optimizer, num_participants: int, *, keeps_parts: bool = False) -> None:
         self.optimizer, self.num_participants, self.keeps_parts = optimizer, num_participants, keeps_parts
@@ -101,7 +101,7 @@ class ErrorFeedback:
         row = self._rows[name]
         constants, own = self._constants[id(row.group)], self._part(row.parameter.numel())
         return {
-            "momentum_buffer": self._velocity_of(row, own) if self._has_velocity(constants) else None,
+            "momentum_buffer": self._velocity_of(row, own) if self.has_velocity(constants) else None,
             "weight": row.cut(row.parameter, own) if constants.weight_decay != 0 else None,
             **vars(constants),
         }
@@ -128,7 +128,8 @@ class ErrorFeedback:
 
     # The velocity: the optimizer's own, or this rank's part of it ---------------------------------------------------
 
-    def _has_velocity(self, constants: Constants) -> bool:
+    def has_velocity(self, constants: Constants) -> bool:
+        """Return whether tensors with these constants have a velocity."""
         return constants.momentum != 0
 
     def velocity(self, parameter: Parameter) -> Tensor:
@@ -246,7 +247,7 @@ class AdamCorrection(ErrorFeedback):
 
     kind = "own_variance"
     velocity_key = "exp_avg"
-    is_complete = True
+    has_second_moment = is_complete = True
     masks = False
     LARGEST_BETA1 = 0.7
 
@@ -317,7 +318,7 @@ class AdamCorrection(ErrorFeedback):
             sign=constants.sign,
         )
 
-    def _has_velocity(self, constants: Constants) -> bool:
+    def has_velocity(self, constants: Constants) -> bool:
         return True  # also without momentum, because the velocity is divided
 
     def _num_steps(self, parameter: Parameter) -> int:

@@ -11,13 +11,11 @@ import torch
 import torch.distributed as dist
 
 from lightning_lowbw.comm.agreement import gather
-from lightning_lowbw.compress.corrections import AdamCorrection
 from lightning_lowbw.compress.top_k import LEAST_NUMEL
 from lightning_lowbw.kernels import dispatch
 from lightning_lowbw.kernels.dispatch import NO_KERNELS, Uses
 from lightning_lowbw.kernels.table import DTYPES, Kind
 from lightning_lowbw.namespaces import LOGGER
-from lightning_lowbw.sync.gradient import GradientSync
 from lightning_lowbw.sync.synchronizer import Synchronizer
 
 _logger = logging.getLogger(LOGGER)
@@ -90,17 +88,17 @@ def uses_of(workers: Sequence[Synchronizer], *, measures: bool = False) -> Uses:
 
 def _kinds_of(worker: Synchronizer) -> Iterable[Kind]:
     """Yield the kinds of a worker's tensors, whatever their alignment: that of a gradient may change in each step."""
-    if not isinstance(worker, GradientSync):
+    correction = worker.correction
+    if correction is None:
         yield _kind_of(torch.float32)  # changes of the weights
         return
-    is_adam = isinstance(worker.correction, AdamCorrection)
     for group in worker.optimizer.param_groups:
         for parameter in group["params"]:
             # Which tensors are small is known at the first step: of those that are trained then.
             name, numel = worker.name_of(parameter), worker.params.numel_of(parameter)
             if parameter.dtype in DTYPES and worker.method.what.compresses(name, numel, LEAST_NUMEL):
-                has_velocity = is_adam or worker.correction.constants(group).momentum != 0
-                yield _kind_of(parameter.dtype, has_velocity=has_velocity, is_adam=is_adam)
+                has_velocity = correction.has_velocity(correction.constants(group))
+                yield _kind_of(parameter.dtype, has_velocity=has_velocity, is_adam=correction.has_second_moment)
 
 
 def _kind_of(dtype: torch.dtype, *, has_velocity: bool = False, is_adam: bool = False) -> Kind:

@@ -22,10 +22,11 @@ from torch.optim import Optimizer
 from torch.optim import optimizer as torch_optimizer
 
 from lightning_lowbw.arguments import names_of
-from lightning_lowbw.comm.agreement import agree, failing_together
+from lightning_lowbw.comm.agreement import failing_together
 from lightning_lowbw.errors import ConfigurationError
 from lightning_lowbw.kernels.reference import are_not_finite
 from lightning_lowbw.namespaces import LOGGER
+from lightning_lowbw.schedules.schedule import Schedule
 from lightning_lowbw.sync.checks import (
     agree_on_beginning,
     agree_on_model,
@@ -37,31 +38,45 @@ from lightning_lowbw.sync.checks import (
 )
 from lightning_lowbw.sync.kernels import prepare_kernels, uses_of
 from lightning_lowbw.sync.status import any_of
-from lightning_lowbw.sync.synchronizer import Configuration, Ending, Synchronizer
+from lightning_lowbw.sync.synchronizer import Ending, Synchronizer
 
 _logger = logging.getLogger(LOGGER)
 
 
-def attach(
-    method: Configuration,
-    optimizer: Optimizer,
-    named_parameters: Iterable[tuple[str, Parameter]],
-    process_group: dist.ProcessGroup | None,
-    buffers: Mapping[str, Tensor],
-) -> Synchronizer:
-    """Return this rank's worker for an optimizer, of which each step is one of the method; see `Method.attach`."""
+def check_beginning(when: Schedule) -> None:
+    """Check, before anything is communicated, that a schedule can be run in a plain loop, and the ranks have met.
+
+    Raises:
+        ConfigurationError: on this rank.
+    """
     if not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ConfigurationError(
             f"WORLD_SIZE is {os.environ['WORLD_SIZE']}, but no process group: each rank would train alone. "
             "Call torch.distributed.init_process_group first."
         )
-    if method.when.is_auto:
+    if when.is_auto:
         raise ConfigurationError(
             "sparsity='auto' in a plain loop: the length of the run and the time of a step are known to a Trainer "
             "only. Give the numbers, as in sparsity=[0.999], or train with strategy='dgc'."
         )
-    agree("method", method.settings(), process_group)  # messages of two methods would be of different sizes
-    peers = method.make_peers(process_group, is_hidden=bool(method.when.delay_steps))
+
+
+def attach(
+    make: Callable[[list[tuple[str, Parameter]]], Synchronizer],
+    optimizer: Optimizer,
+    named_parameters: Iterable[tuple[str, Parameter]],
+    process_group: dist.ProcessGroup | None,
+    buffers: Mapping[str, Tensor],
+) -> Synchronizer:
+    """Return this rank's worker for an optimizer, of which each step is one of the method; see `Method.attach`.
+
+    Args:
+        make: returns the worker of some named parameters.
+        optimizer: of the worker.
+        named_parameters: of the model.
+        process_group: of the worker's peers.
+        buffers: of the model, if they are averaged.
+    """
     with failing_together(process_group):
         names = names_of(named_parameters)
         trained = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -71,21 +86,21 @@ def attach(
                 "Give the named parameters of the model that the optimizer trains."
             )
         named = [(name, parameter) for parameter, name in names.items()]
-        worker = method.make_synchronizer(optimizer, named, peers, buffers)
+        worker = make(named)
         check_not_in_ddp(worker.parameters(), process_group)
     agree_on_model(worker.by_name().items(), buffers.items(), process_group)
     agree_on_optimizers([optimizer], named, process_group)
     worker.take_layout()
-    _tell(method, worker)
-    if method.what.uses_kernels:
+    _tell(worker)
+    if worker.method.what.uses_kernels:
         prepare_kernels(worker.device, uses_of([worker]), process_group)
     _wrap_step(worker)
     return worker
 
 
-def _tell(method: Configuration, worker: Synchronizer) -> None:
+def _tell(worker: Synchronizer) -> None:
     """Warn of what this training may not be meant to be; called by `attach`."""
-    peers, correction = worker.peers, worker.correction
+    method, peers, correction = worker.method, worker.peers, worker.correction
     if peers.topology.num_nodes == 1 < peers.num_ranks and peers.rank == 0:
         warnings.warn(
             f"topology={method.where.topology!r}: all ranks are on one node, between which nothing is compressed: "

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import LBFGS, Optimizer
@@ -25,7 +24,7 @@ from lightning_lowbw.sync.status import SAVE, STOP, Fault, Faults, Status, first
 
 
 class Configuration(Protocol):
-    """What is asked here of a `Method`, which lies above: it makes the drivers."""
+    """What a driver asks of a `Method`, which lies above: it makes the drivers."""
 
     @property
     def when(self) -> Schedule:
@@ -40,24 +39,6 @@ class Configuration(Protocol):
     @property
     def where(self) -> Where:
         """Who communicates with whom."""
-        ...
-
-    def settings(self) -> Mapping[str, object]:
-        """Return plain values, to be compared between ranks."""
-        ...
-
-    def make_peers(self, process_group: dist.ProcessGroup | None = None, *, is_hidden: bool = False) -> Peers:
-        """Return the peers of this rank."""
-        ...
-
-    def make_synchronizer(
-        self,
-        optimizer: Optimizer,
-        named_parameters: Iterable[tuple[str, Parameter]],
-        peers: Peers,
-        named_buffers: Mapping[str, Tensor] | None = None,
-    ) -> Synchronizer:
-        """Return the driver of this schedule."""
         ...
 
 
