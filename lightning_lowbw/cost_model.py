@@ -224,6 +224,7 @@ def _warm_up(run: Run, density: float) -> tuple[list[float], int, int]:
     """Return the stairs of densities (the last one stays), and the number of dense steps and of steps per stair."""
     if run.is_pretrained:
         return [density], 0, 0
+    # The stairs before the last density: from the densest down, each a quarter of the one before.
     above = DENSITIES[DENSITIES.index(density) + STAIR :: STAIR][::-1]
     before = [stair for stair in above if stair <= (MOST_STAIR_ADAM if run.is_adam else MOST_STAIR)]
     per_stair = round(STAIRS_SHARE * run.num_left / len(above)) if above else 0
@@ -336,12 +337,15 @@ def cost_of(method: Method, shapes: Shapes, cluster: Cluster, step_s: float, flo
     exchange_s = cluster.link.seconds(sent.node_bytes, sent.rounds) + inside.seconds(sent.inside_bytes)
     if between.num_ranks > 1 and not what.replaces_step:
         exchange_s += WORK_BYTES * numel / cluster.memory_bytes_per_s
+    # What runs beside the backward pass, and what of it is longer than that.
     in_node = _ring_all_reduce(float_bytes * numel, num_local)
     beside_s = inside.seconds(in_node.node_bytes, in_node.rounds)
     if what.sends_all and not when.averages_weights:
         beside_s, exchange_s = beside_s + exchange_s, 0.0
     added_s = max(0.0, beside_s - cluster.overlap * step_s)
+    # What comes after it: once in k steps, and hidden behind delay_steps of these.
     added_s += max(0.0, exchange_s - when.delay_steps * step_s) / when.k_steps
+    # e: of all elements, or of this rank's part of them.
     residuals = 0.0 if what.sends_all else 1.0 / num_local if what.keeps_parts else 1.0
     kept_bytes = FLOAT_BYTES * numel * (when.num_copies(keeps_start=not what.sends_all) + residuals)
     return Cost(added_s, sent.node_bytes / when.k_steps, kept_bytes)

@@ -60,6 +60,7 @@ class Method:
         if isinstance(where, Mapping):
             where = from_mapping(Where, where, "where")
         object.__setattr__(self, "where", where if isinstance(where, Where) else Where(topology=where))
+        # Each value has checked itself; what is left is whether the three go together.
         self._check_where(self.where)
         self.what.check(self.when, has_levels=asks_for_two_levels(self.where.topology))
 
@@ -116,6 +117,7 @@ class Method:
 
     def describe(self) -> dict[str, Any]:
         """Return plain values, from which the method can be made again: ``Method(**method.describe())``."""
+        # Plain lists and numbers: this is what a YAML file has, and what the ranks compare.
         when = {"every": self.when.key, **asdict(self.when)}
         what = {"payload": self.what.key, **asdict(self.what)}
         topology = self.where.topology

@@ -154,6 +154,7 @@ class Plan:
             from matplotlib.figure import Figure
         except ImportError as error:
             raise ConfigurationError("curves=... needs matplotlib: pip install 'lightning-lowbw[demo]'.") from error
+        # From two on: one node has no link to others.
         nodes = [2**power for power in range(1, MAX_NODES.bit_length())]
         plans = [replace(self, cluster=replace(self.cluster, num_nodes=number)) for number in nodes]
         figure = Figure(figsize=(7, 4.5), layout="constrained")
@@ -218,5 +219,6 @@ def shapes_of(num_parameters: int) -> list[tuple[int, ...]]:
         >>> shapes_of(2_500_000)
         [(1024, 1024), (1024, 1024), (402848,)]
     """
+    # Matrices of a usual size: PowerSGD sends vectors whole.
     whole, rest = divmod(num_parameters, SIDE * SIDE)
     return [(SIDE, SIDE)] * whole + [(rest,)] * (rest > 0)

@@ -174,6 +174,7 @@ class Peers:
         return self.between.begin_all_gather(message, self._room_for(message))
 
     def _room_for(self, message: Tensor) -> Tensor:
+        # By part first: all messages about a part are contiguous, and are decoded together.
         shape = self.num_local_ranks, self.num_participants, message.numel()
         return allocate(shape, message.dtype, message.device)
 
@@ -209,7 +210,7 @@ class OneNode(Peers):
         super().__init__(None, ledger)
         group = group_of(topology.nodes[0], "averages" if is_hidden else "gradients", timeout)
         self._all, self.node = Collectives(None, ledger, "intra"), Collectives(group, ledger, "intra")
-        self._between = Collectives(None, ledger, "inter", is_alone=True)
+        self._between = Collectives(None, ledger, "inter", is_alone=True)  # there is no other node
         self.topology = topology
 
     def begin_all_reduce_(self, tensor: Tensor, *, exact: bool = True) -> TensorWork:
@@ -266,6 +267,7 @@ class TwoLevelPeers(Peers):
         def collectives(groups: Sequence[tuple[int, ...]], level: Level, *stages: str) -> list[Collectives]:
             """Make groups of each stage, which all ranks do in one order; return those of this rank, or it alone."""
             of_rank = [Collectives(None, ledger, level, is_alone=True) for _ in stages]
+            # `new_group` is collective: ranks that are in none of these groups take part in making them.
             for ranks, (index, stage) in itertools.product(groups, enumerate(stages)):
                 if len(ranks) > 1:  # else it sends nothing: no group is made
                     group = group_of(ranks, stage, timeout, is_hidden=is_hidden and level == "inter")
@@ -279,6 +281,7 @@ class TwoLevelPeers(Peers):
         else:
             self._between, self._between_in_turn = collectives(equal_parts, "inter", purpose, middle)
         self.local_rank, self.num_local_ranks = topology.local_rank_of(self.rank), self.node.num_ranks
+        # For dist.reduce, whose destination is a rank of the world.
         self._leader = topology.leaders[topology.node_of(self.rank)]
         self._all = Collectives(None, ledger, "inter")  # what all do together crosses the slow network
         self._queues = [SideQueue(each) for each in (first, middle, last)]
@@ -304,6 +307,7 @@ class TwoLevelPeers(Peers):
         self.ledger.dense_inter_bytes += all_reduce_bytes(part, self.num_participants)
 
     def begin_all_reduce_(self, tensor: Tensor, *, exact: bool = True) -> TensorWork:
+        # The three stages, in order; each is given what the one before returns.
         between = partial(self._sum_between_, inter_dtype=None if exact else self._inter_dtype)
         if self._is_led:
             return self._begin(tensor, self._reduce_to_leader, between, partial(self._broadcast_from_leader, tensor))
@@ -337,6 +341,7 @@ class TwoLevelPeers(Peers):
             of: the tensor; None: `out`.
         """
         tensors, future = (out,) if of is None else (of, out), None
+        # Each stage in a queue of its own: bucket n + 1 is in the node while bucket n is between nodes.
         for queue, stage in zip(self._queues, stages, strict=False):
             if stage is not None:
                 future = queue.begin(stage, tensors, future, in_thread=is_gloo(None, out.device))
@@ -500,6 +505,7 @@ class MeanWork:
         with self._peers.ledger.waiting(first.device):
             for _, _, work in self._buckets:
                 work.wait()
+        # In the order of the tensors: a bucket has those of one dtype.
         means: list[Tensor] = [torch.empty(0)] * len(self._shapes)
         for bucket, message, _ in self._buckets:
             for index, mean in zip(bucket.members, split_front(message, bucket.sizes), strict=True):
@@ -564,6 +570,7 @@ def average_gradients_(
     gradients = [
         torch.zeros_like(p) if p.grad is None or p.grad.layout != torch.strided else p.grad for p in parameters
     ]
+    # How many ranks have each one: of a gradient that nobody has the mean stays None, as in DDP.
     used = [float(p.grad is not None) for p in parameters]
     message = upload([*flags, *used, 0.0], torch.float32, device)
     if more is not None:

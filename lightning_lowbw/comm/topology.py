@@ -71,6 +71,7 @@ class Topology:
                 f"{world_size} ranks cannot be divided into nodes of {ranks_per_node} ranks. Give a divisor of "
                 f"{world_size}, or the ranks of each node."
             )
+        # As launchers count ranks: node by node.
         starts = range(0, world_size, ranks_per_node)
         return cls(tuple(tuple(range(start, start + ranks_per_node)) for start in starts))
 

@@ -90,6 +90,7 @@ class ErrorFeedback:
         self._rows, self._part = {row.name: row for row in rows}, part
         groups = {id(row.group): row.group for row in self._rows.values()}
         self._constants = {key: self.constants(group) for key, group in groups.items()}
+        # One decision for all tensors: a pass of the kernels masks all of them or none.
         momenta = [constants.momentum for constants in self._constants.values()]
         self.clears = payload.masks(momenta, by_default=self.masks)
 
@@ -101,6 +102,7 @@ class ErrorFeedback:
         row = self._rows[name]
         constants, own = self._constants[id(row.group)], self._part(row.parameter.numel())
         return {
+            # u of the equations; None where m is 0, because u is the gradient then.
             "momentum_buffer": self._velocity_of(row, own) if self.has_velocity(constants) else None,
             "weight": row.cut(row.parameter, own) if constants.weight_decay != 0 else None,
             **vars(constants),
@@ -115,6 +117,7 @@ class ErrorFeedback:
     def step_(self, parameters: Sequence[Parameter], group: Group) -> None:
         """Do what is left of the optimizer's step: ``w = w - lr mean``, with the mean in `.grad`."""
         self.decay_weights(parameters, group)
+        # w = w - lr mean: the mean has been through the momentum, or through Adam.
         lr, gradients = self.rate_of(group), [p.grad for p in parameters if p.grad is not None]
         torch._foreach_add_(list(parameters), gradients, alpha=lr if group.get("maximize") else -lr)
 
@@ -148,6 +151,7 @@ class ErrorFeedback:
         whole = flat_in_order(self.velocity(parameter), parameter)
         if not self.keeps_parts:
             return whole
+        # A copy: a view would keep the memory of the whole.
         self.parts[parameter] = whole[own].clone()
         del self.optimizer.state[parameter][self.velocity_key]
         return self.parts[parameter]
@@ -187,6 +191,7 @@ class ErrorFeedback:
         for parameter, own in self.parts.items():
             state = self.optimizer.state[parameter]
             if state.get(self.velocity_key) is None:
+                # Times the ranks of a node, because the others of the node leave zeros there.
                 flat = own.new_zeros(parameter.numel())
                 flat[part(parameter.numel())] = own * num_local_ranks
                 state[self.velocity_key] = torch.empty_like(parameter, requires_grad=False)
@@ -272,6 +277,7 @@ class AdamCorrection(ErrorFeedback):
         return tuple(key for key in ("exp_avg_sq", "max_exp_avg_sq") if key in state)  # amsgrad is a group's own
 
     def constants(self, group: Group) -> Constants:
+        # With b1 as dampening, too: m = b1 m + (1 - b1) G.
         beta1 = min(float(group["betas"][0]), self.LARGEST_BETA1)
         decay = 0.0 if self._is_decoupled(group) else float(group["weight_decay"])
         return Constants(
@@ -291,6 +297,7 @@ class AdamCorrection(ErrorFeedback):
         state, beta2 = self._state(parameter, group), float(group["betas"][1])
         self._coming[parameter] = step = self._num_steps(parameter) + 1
         flat = {k: self._noted(state[k], row, flat_in_order(state[k], parameter)) for k in self.local_keys(parameter)}
+        # For the bias corrections, 1 - b1^t and 1 - b2^t, of the step in progress.
         beta1 = self._constants[id(group)].momentum
         moment = SecondMoment(
             square=flat["exp_avg_sq"],
@@ -301,6 +308,7 @@ class AdamCorrection(ErrorFeedback):
             corrections=(1.0 - beta1**step, 1.0 - beta2**step),
         )
         # All ranks of a node keep the second moment of the whole tensor.
+        # What is before this rank's part, and what is behind it.
         parts = [part for part in (slice(0, own.start), slice(own.stop, parameter.numel())) if part.start < part.stop]
         return {
             **super().segment(name),
@@ -333,6 +341,7 @@ class AdamCorrection(ErrorFeedback):
         """Return Adam's state of a parameter, made as Adam makes it at the first step."""
         state: dict[str, Any] = self.optimizer.state[parameter]
         if not state:
+            # Where torch keeps it: on the host, unless a kernel or a CUDA graph reads it.
             is_on_device = group.get("fused") or group.get("capturable")
             device = parameter.device if is_on_device else torch.device("cpu")
             state["step"] = torch.zeros((), dtype=torch.float32, device=device)
@@ -348,6 +357,7 @@ class AdamCorrection(ErrorFeedback):
     def end_step(self) -> None:
         super().end_step()
         counts = {parameter: self.optimizer.state[parameter]["step"] for parameter in self._coming}
+        # One launch for each device: counts are on the host, or on the GPU of a fused optimizer.
         for device in dict.fromkeys(count.device for count in counts.values()):
             torch._foreach_add_([count for count in counts.values() if count.device == device], 1)
         self._counted |= {p: (count, count._version, self._coming[p]) for p, count in counts.items()}

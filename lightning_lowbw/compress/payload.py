@@ -171,6 +171,7 @@ class Payload(ABC):
         """
         if type(self) is not type(before):
             raise ConfigurationError(f"{self} in place of {before}: another payload needs a worker of its own.")
+        # The exchange has been made for these.
         for name in self.fixed:
             if getattr(self, name) != getattr(before, name):
                 raise ConfigurationError(

@@ -153,6 +153,7 @@ class SparseSum:
             rank: this one.
             selected: at most `num_selected` elements, distinct, ascending; values of any floating dtype.
         """
+        # Positions ascend: the elements of an owner are a range, whose ends a search finds.
         positions, values = selected[0], selected[1].float()
         edges = upload(self.boundaries, torch.int64, positions.device)
         ends = torch.searchsorted(positions, edges)
@@ -193,6 +194,7 @@ class SparseSum:
         counts[rank] = own[0].numel()
         if not all(0 <= count <= self.num_selected for count in counts):
             raise ValueError(f"A damaged message: {counts} elements; a rank has selected {self.num_selected} at most.")
+        # Of this rank's own selection nothing was sent, so that nothing is rounded.
         others = torch.cat([received[:rank], received[rank + 1 :]])[:, COUNT_BYTES:]
         sent = [min(count, self.scatter_capacity) for sender, count in enumerate(counts) if sender != rank]
         parts = self._unpack(others, [rank] * len(sent), self.scatter_capacity, sent)
@@ -202,6 +204,7 @@ class SparseSum:
         packed, rounded = self._pack(local, sums[handed], self.gather_capacity)
         unsent = sums.clone()
         unsent[handed] -= rounded
+        # How many elements were selected in this part, by which parts are balanced, and how many sums follow.
         header = upload([sum(counts), local.numel()], torch.int32, packed.device).view(torch.uint8)
         message = torch.cat([header, packed])
         return Owned(message, (positions, unsent))
@@ -222,6 +225,7 @@ class SparseSum:
                 f"A damaged message: elements selected and handed out of each part are {header}; they may be "
                 f"{most} and {self.gather_capacity}."
             )
+        # Of each owner: elements selected in its part, and sums handed out.
         masses, counts = ([*column] for column in zip(*header, strict=True))
         owners = range(self.num_ranks)
         parts = self._unpack(gathered[:, 2 * COUNT_BYTES :], owners, self.gather_capacity, counts)
@@ -271,6 +275,7 @@ class SparseSum:
         Each element handed out stands for `masses / counts` of its part. In integers, because ranks on unlike machines
         have to find the same.
         """
+        # The j-th boundary is where j / W of all selected elements are before it.
         total, ends, starts = sum(masses), [*accumulate(masses)], [*accumulate(counts, initial=0)]
         marks, part = [], 0
         for number in range(1, self.num_ranks):
@@ -294,6 +299,7 @@ class SparseSum:
 
     def _pack(self, positions: Tensor, values: Tensor, capacity: int) -> tuple[Tensor, Tensor]:
         """Return a message of `capacity` elements, filled up with zeros behind the last, and the values it carries."""
+        # The last position again, with zeros: the code is one of ascending positions.
         padding = capacity - positions.numel()
         last = positions[-1:] if positions.numel() else positions.new_zeros(1)
         padded = torch.cat([positions, last.expand(padding)]), torch.cat([values, values.new_zeros(padding)])
@@ -317,6 +323,7 @@ class SparseSum:
         positions, values = self.codec.decode(messages, [capacity], [self._numel(capacity)], damaged)
         table = [counts, [self.widths[owner] for owner in owners], [self.boundaries[owner] for owner in owners]]
         count, width, start = upload(table, torch.int64, messages.device).unsqueeze(2)
+        # What fills a message up behind its last element is no element.
         is_there = torch.arange(capacity, device=messages.device) < count
         is_wrong = is_there & (positions >= width)
         is_wrong[:, 1:] |= is_there[:, 1:] & (positions[:, 1:] <= positions[:, :-1])
@@ -334,6 +341,7 @@ def even_boundaries(numels: Sequence[int], counts: Sequence[int], num_ranks: int
         counts: of these, selected by each rank; spread evenly over the tensor.
         num_ranks: the number of parts.
     """
+    # Elements are taken to lie evenly in their tensor, so a boundary is a share of one.
     starts, ends = [*accumulate(numels, initial=0)], [*accumulate(counts)]
     boundaries, tensor = [0], 0
     for number in range(1, num_ranks):

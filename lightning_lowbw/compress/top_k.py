@@ -187,6 +187,7 @@ class TopK(Payload, key="top_k"):
         reduce-scatter is taken only where it costs less than half: never up to `MOST_GATHERED` participants; at one in
         a thousand, with 16 from 41M parameters on, and with 64 from 18M.
         """
+        # N as in the equations above.
         N, numel = num_participants, sum(numels)
         if not self.may_scatter(N, num_parts) or (self.exchange == "auto" and numel > MAX_NUMEL):
             return "all_gather"
@@ -251,6 +252,7 @@ class TopK(Payload, key="top_k"):
             return ChunkLayout(0, 0, num_selected(numel, density))
         num_full, rest = divmod(numel, self.chunk)
         least = num_selected(min(self.chunk, LEAST_OF), density)
+        # As many of the rest as of a whole chunk, or of LEAST_OF elements of a larger one.
         k_last = min(rest, max(num_selected(rest, density), least))
         return ChunkLayout(num_full, num_selected(self.chunk, density), k_last)
 
@@ -295,6 +297,7 @@ class TopK(Payload, key="top_k"):
             ValueError: a message is damaged; see `SparseCodec.decode`.
         """
         counts = self.nums_sent(numels)
+        # One row for each message: the codec does not know of groups and participants.
         shape = *messages.shape[:2], sum(counts[tensors])
         decoded = self.codec.decode(messages.flatten(0, 1), counts, numels, damaged, tensors)
         positions, values = (each.view(shape) for each in decoded)

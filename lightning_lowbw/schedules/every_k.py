@@ -148,6 +148,7 @@ class EveryK(Schedule, key="k"):
         """
         if self.rule == "fixed" or not (lr > 0 and math.isfinite(lr)):
             return period
+        # k = floor((alpha / lr)^2).
         if self.rule == "qsr":
             root = min(self.qsr_alpha / lr, float(self.max_k_steps))  # the square of more would overflow
             return replace(period, k=min(max(self.k_steps, math.floor(root**2)), self.max_k_steps), last_lr=lr)
@@ -155,11 +156,13 @@ class EveryK(Schedule, key="k"):
             return period
         if period.peak_lr is None or period.reference_loss is None or lr > period.peak_lr * (1 + RELATIVE_CHANGE):
             return Period(self.k_steps, lr, loss, lr)
+        # lr_0 L / (lr L_0): it grows as the rate falls, and falls with the loss.
         ratio = period.peak_lr * loss / (lr * period.reference_loss)
         wanted = math.sqrt(ratio * self.k_steps) if self.rule == "fleet" else math.sqrt(ratio) * self.k_steps
         # not ceil(1.0000000000000002) = 2
         k = max(1, min(math.ceil(min(wanted, self.max_k_steps) * (1 - 1e-12)), self.max_k_steps))
         same_lr = period.last_lr is not None and abs(lr - period.last_lr) <= RELATIVE_CHANGE * period.last_lr
+        # AdaComm: at one rate k falls with the loss; where the loss does not lower it, it is halved.
         if self.rule == "adacomm" and same_lr and k >= period.k:
             k = max(1, period.k // 2)
         return replace(period, k=k, last_lr=lr)
@@ -185,12 +188,12 @@ class EveryK(Schedule, key="k"):
         torch._foreach_sub_(moves, starts)  # mean - x0: the pseudo-gradient, negated
         torch._foreach_mul_(velocities, momentum)
         if self.outer == "slowmo":
-            torch._foreach_sub_(velocities, moves, alpha=1.0 / inner_lr)
-            torch._foreach_sub_(starts, velocities, alpha=lr * inner_lr)
+            torch._foreach_sub_(velocities, moves, alpha=1.0 / inner_lr)  # u = m u + (x0 - mean) / inner_lr
+            torch._foreach_sub_(starts, velocities, alpha=lr * inner_lr)  # x = x0 - lr inner_lr u
         else:
-            torch._foreach_sub_(velocities, moves)
+            torch._foreach_sub_(velocities, moves)  # u = m u + (x0 - mean)
             torch._foreach_sub_(moves, velocities, alpha=momentum)
-            torch._foreach_add_(starts, moves, alpha=lr)
+            torch._foreach_add_(starts, moves, alpha=lr)  # x = x0 + lr (mean - x0 - m u)
         torch._foreach_copy_(means, starts)
 
     def num_fragments_of(self, num_tensors: int) -> int:
@@ -377,6 +380,7 @@ class Phase:
 
     def state_dict(self) -> dict[str, Any]:
         """Return what is the same on all ranks."""
+        # A dictionary: a checkpoint holds nothing but tensors and primitives.
         period = None if self._period is None else asdict(self._period)
         return {"local_since": self._local_since, "highest_lr": self._highest_lr, "period": period}
 

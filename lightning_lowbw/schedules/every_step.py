@@ -110,6 +110,7 @@ class EveryStep(Schedule, key="step"):
         stairs = self.stairs
         if not stairs:
             return otherwise
+        # i of the equation, in integers: nothing is rounded.
         stair = (step - self.rampup_begin_step) * len(stairs) // self.rampup_step
         return 1.0 - stairs[min(stair, len(stairs) - 1)]
 
@@ -138,6 +139,7 @@ def as_stairs(sparsity: Sequence[float] | str | float) -> tuple[float, ...]:
                 f"sparsity={list(stairs)}: {value!r} is outside [0, 1). "
                 "It is the fraction kept back: 0.999 sends 0.1 %."
             )
+    # Values that fall are those of somebody who takes sparsity for density.
     for before, after in pairwise(stairs):
         if after < before:
             raise ConfigurationError(

@@ -112,6 +112,7 @@ class LocalView:
 
     @torch.no_grad()
     def _pull_state(self) -> None:
+        # Entries by shard, where the user's has them by parameter; other keys as they are.
         state, self.local.state, shards = dict[Any, Any](self.optimizer.state), defaultdict(dict), dict(self._pairs())
         for parameter, entry in state.items():
             self.local.state[shards.get(parameter, parameter)] = {k: _shard_of(value) for k, value in entry.items()}
@@ -125,6 +126,7 @@ class LocalView:
             own = self.optimizer.state[parameter]
             for key, value in entry.items():
                 if _shard_of(own.get(key)) is not value:
+                    # A count, or a scalar, is that of the whole parameter.
                     is_shard = isinstance(value, Tensor) and value.dim() > 0 and value.shape == local.shape
                     own[key] = like(value, parameter) if is_shard else value
 
@@ -286,6 +288,7 @@ def agree_in_world(worker: LocalSync) -> None:
     Raises:
         NonFiniteGradientError, ValueError: on all ranks; names the rank and the parameter.
     """
+    # All ranks, not the peers alone: the other shards of a node would go on where these raise.
     faults = worker.faults_of([each for each in worker.parameters() if each.requires_grad])
     is_faulty, worker.requests = _any_in_world(worker, faults.any(worker.device), worker.requests)
     if is_faulty:

@@ -87,6 +87,7 @@ class Replica:
         """Whether an average consists of one message, of the payload's, which can contain a status; on all ranks."""
         if self.exchange is None or not self.exchange.payload.carries_status or self.buffers.start:
             return False
+        # One small tensor that is sent whole takes a second message, and the status goes on that.
         trained = [p for fragment in self.fragments for p in fragment.parameters if p.requires_grad and p.numel()]
         return all(map(self.compresses, trained))
 
@@ -151,6 +152,7 @@ class Replica:
         tensors = self.tensors()
         if self.view.own is not None:
             return self.view.own_values(tensors)
+        # Frozen ones that have moved before they were frozen are still to be averaged.
         frozen = {p for p in self.params if not p.requires_grad}.difference(differing(self.fragments))
         return {name: tensor for name, tensor in tensors.items() if tensor not in frozen}
 
