@@ -274,11 +274,10 @@ class Synchronizer:
     @property
     def here(self) -> str:
         """Whose gradients or weights these are, for an error on all ranks: a rank's, or a node's."""
-        rank, nodes, topology = self.peers.rank, self.peers.nodes, self.peers.topology
-        if self.peers.are_shards:  # a peer is all that has the other shards, too
-            return f"node {rank} (ranks {list(nodes[rank])})"
-        node = topology.node_of(rank)
-        return f"node {node} (ranks {list(topology.nodes[node])})" if self.reduces_in_node else f"rank {rank}"
+        number, nodes, topology = self.peers.rank, self.peers.nodes, self.peers.topology
+        if self.reduces_in_node and not topology.is_flat:  # groups that come and go have no topology
+            number, nodes = topology.node_of(number), topology.nodes
+        return f"node {number} (ranks {list(nodes[number])})" if nodes else f"rank {number}"
 
     def late_faults(self) -> Faults:
         """Return what the last exchange has found after its status."""

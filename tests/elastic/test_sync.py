@@ -375,6 +375,7 @@ def resume_inside_a_round() -> bool:
     member, again = (Member(dist.HashStore(), rank, METHODS["diloco"], membership=alone) for _ in range(2))
     member.worker.join()
     member.take_step(0)
+    assert member.worker.here == f"rank {rank}"  # of all processes of all groups, which are no nodes of a world
     again.worker.load_state_dict(member.worker.state_dict())
     return all(map(torch.equal, member.parameters.values(), again.parameters.values()))
 
