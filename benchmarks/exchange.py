@@ -35,7 +35,7 @@ from tests.ranks import run_ranks
 NUMELS, DENSITY, STEPS = (16_000_000, 8_000_000, 1_000_000), 1e-3, 4
 MEASURED, BY_FORMULA = (2, 4, 8), (16, 64)  # ranks
 COUNTS = [num_selected(numel, DENSITY) for numel in NUMELS]
-EXCHANGES = ("dense", "all_gather", "reduce_scatter")
+CONTESTANTS = ("dense", "all_gather", "reduce_scatter")
 
 
 def select(rank: int, step: int) -> list[tuple[Tensor, Tensor]]:
@@ -82,7 +82,7 @@ def measure(codec: SparseCodec) -> list[dict[str, Any]]:
         parts = select(exchange.rank, step)
         formula = formulas(codec, exchange.num_ranks, reducer.boundaries)
         signal = {str(i): torch.zeros(numel).index_add_(0, *parts[i]) for i, numel in enumerate(NUMELS)}
-        for name in EXCHANGES:
+        for name in CONTESTANTS:
             before, unsent = exchange.ledger.received_bytes, 0.0
             if name == "dense":
                 exchange.all_reduce_(dense)
@@ -132,7 +132,7 @@ def main() -> None:
     codec, rows = SparseCodec(options.value_dtype), list[dict[str, Any]]()
     for num_ranks in options.ranks:
         cells = [cell for cells in run_ranks(measure, num_ranks, codec, timeout_s=300.0) for cell in cells]
-        for name in EXCHANGES:
+        for name in CONTESTANTS:
             mine = [cell for cell in cells if cell["exchange"] == name]
             for cell in mine:  # in every step of every rank
                 if cell["received"] != cell["formula"]:
