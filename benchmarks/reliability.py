@@ -1,10 +1,9 @@
-"""docs/reliability.md: what happens when something fails, as the tests of it say and have measured.
+"""docs/reliability.md: what happens when something fails, as its tests show and have measured.
 
-    @pytest.mark.fault("a rank has failed", "the others name it, and end")  # may record_property("seconds", ...)
-    @pytest.mark.fault("a rank has failed")  # another test of it
+    @pytest.mark.fault  # of a test that a row of the page names; may record_property("seconds", ...)
 
-`pytest tests -m fault --rewrite-reliability` runs them and writes the page anew, except the column of Lightning's own
-ddp, which is written by hand.
+`pytest tests -m fault --rewrite-reliability` runs them and writes the column of seconds anew; all else of the page is
+written by hand, and tests/test_written_pages.py says where it names other tests than those that are marked.
 """
 
 from __future__ import annotations
@@ -20,55 +19,64 @@ import pytest
 ROOT = Path(__file__).parents[1]
 TESTS, PAGE = ROOT / "tests", ROOT / "docs" / "reliability.md"
 BEGIN = "| fault | what happens | s | stock ddp | test |\n|---|---|---|---|---|\n"
+SECONDS, NAMES = 2, 4  # columns
 
 
 class Recorder:
-    """Collects what the tests record; a plugin of pytest, not with pytest-xdist."""
+    """Collects the seconds of the tests; a plugin of pytest, not with pytest-xdist.
+
+    Attributes:
+        seconds: by test, as it has recorded them.
+        durations: by test, of all of it.
+    """
 
     def __init__(self) -> None:
-        self.rows: dict[str, dict[str, Any]] = {}
+        self.seconds: dict[str, list[float]] = {}
+        self.durations: dict[str, list[float]] = {}
         self.has_failed = False
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(self, item: pytest.Item, call: pytest.CallInfo[None]) -> Any:
         report = yield
-        if call.when == "call":
+        if call.when == "call" and item.get_closest_marker("fault") is not None:
             self.has_failed |= report.failed
-            for marker in item.iter_markers("fault"):
-                self._note(marker.args, item, dict(report.user_properties), report.duration)
+            name = f"{item.path.relative_to(TESTS).as_posix()}::{item.originalname}"  # type: ignore[attr-defined]
+            self.durations.setdefault(name, []).append(report.duration)
+            recorded = [value for key, value in report.user_properties if key == "seconds"]
+            self.seconds.setdefault(name, []).extend(recorded)
         return report
-
-    def _note(self, words: tuple[str, ...], item: pytest.Item, found: dict[str, Any], duration: float) -> None:
-        row = self.rows.setdefault(words[0], {"what": "", "seconds": [], "whole": [], "tests": {}})
-        row["what"] = row["what"] or "".join(words[1:])  # of one of its tests
-        row["tests"][f"{item.path.relative_to(TESTS).as_posix()}::{item.originalname}"] = None  # type: ignore[attr-defined]
-        row["seconds"] += [found["seconds"]] if "seconds" in found else []
-        row["whole"].append(duration)
 
     def pytest_sessionfinish(self) -> None:
         if self.has_failed:
             raise pytest.UsageError("A test has failed: docs/reliability.md is left as it is.")
-        head, table = PAGE.read_text().split(BEGIN)
-        before = [line.strip("|").split(" | ") for line in table.splitlines()]
-        ddp = {cells[0].strip(): cells[3].strip() for cells in before}
-        PAGE.write_text(
-            head + BEGIN + "".join(_line(fault, row, ddp.get(fault, "")) for fault, row in self.rows.items())
+        lines = "".join(f"| {' | '.join(self._measured(cells))} |\n" for cells in rows())
+        PAGE.write_text(PAGE.read_text().split(BEGIN)[0] + BEGIN + lines)
+
+    def _measured(self, cells: list[str]) -> list[str]:
+        """Return a row with the seconds of its tests; as it was where none has run."""
+        seconds, durations = (
+            [each for name in names_in(cells) for each in of_tests.get(name, ())]
+            for of_tests in (self.seconds, self.durations)
         )
+        found = f"{max(seconds):.1f}" if seconds else f"< {math.ceil(max(durations))}" if durations else cells[SECONDS]
+        return [*cells[:SECONDS], found, *cells[SECONDS + 1 :]]
 
 
-def _line(fault: str, row: dict[str, Any], ddp: str) -> str:
-    seconds = f"{max(row['seconds']):.1f}" if row["seconds"] else f"< {math.ceil(max(row['whole']))}"
-    tests = ", ".join(f"`{each}`" for each in row["tests"])
-    return f"| {fault} | {row['what']} | {seconds} | {ddp} | {tests} |\n"
+def rows() -> list[list[str]]:
+    """Return the cells of each row of the page."""
+    lines = PAGE.read_text().split(BEGIN)[1].splitlines()
+    return [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines]
 
 
-def marked() -> Iterator[tuple[str, str, str]]:
-    """Yield the words joined by a line end, the file and the function of each marked test."""
+def names_in(cells: list[str]) -> list[str]:
+    """Return the tests that a row names: file and function."""
+    return cells[NAMES].replace("`", "").split(", ")
+
+
+def marked() -> Iterator[str]:
+    """Yield the file and the function of each marked test."""
     for path in sorted(TESTS.rglob("test_*.py")):
         for node in ast.parse(path.read_text()).body:
-            if not isinstance(node, ast.FunctionDef):
-                continue
-            for each in node.decorator_list:
-                if isinstance(each, ast.Call) and ast.unparse(each.func) == "pytest.mark.fault":
-                    words = [ast.literal_eval(argument) for argument in each.args]
-                    yield "\n".join(words), path.relative_to(TESTS).as_posix(), node.name
+            decorators = node.decorator_list if isinstance(node, ast.FunctionDef) else []
+            if "pytest.mark.fault" in map(ast.unparse, decorators):
+                yield f"{path.relative_to(TESTS).as_posix()}::{node.name}"  # type: ignore[union-attr]

@@ -57,9 +57,7 @@ class _Rank:
 _idle: list[_Rank] = []
 
 
-def run_ranks(
-    function: Callable[..., Any], num_ranks: int, *args: Any, timeout_s: float = 120.0, fresh: bool = False
-) -> list[Any]:
+def run_ranks(function: Any, num_ranks: int, *args: Any, timeout_s: float = 120.0, fresh: bool = False) -> list[Any]:
     """Return what `function(*args)` returns on each rank.
 
     The ranks look to Lightning as if torchrun had started them; the process group is there already.
@@ -197,27 +195,12 @@ def _serve(connection: Connection) -> None:
     os._exit(0)
 
 
-def _run(
-    rank: int,
-    num_ranks: int,
-    store: str,
-    deadline: float,
-    folder: str,
-    function: Callable[..., Any],
-    args: tuple[Any, ...],
-) -> bytes:
+def _run(rank: int, num_ranks: int, store: str, deadline: float, folder: str, function: Any, args: Any) -> bytes:
     os.chdir(folder)
-    os.environ.update(
-        RANK=str(rank),
-        LOCAL_RANK=str(rank),
-        WORLD_SIZE=str(num_ranks),
-        LOCAL_WORLD_SIZE=str(num_ranks),
-        GROUP_RANK="0",
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT="0",
-        TORCHELASTIC_RUN_ID="tests",
-        GLOO_SOCKET_IFNAME="lo",
-    )
+    os.environ |= dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank))
+    os.environ |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(num_ranks))
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "GROUP_RANK": "0"}
+    os.environ |= {"TORCHELASTIC_RUN_ID": "tests", "GLOO_SOCKET_IFNAME": "lo"}
     with open(f"{store}.stacks{rank}", "w") as stacks:
         # By a thread of C: no lock that a rank that hangs may hold, no signal that a Trainer gives another handler.
         faulthandler.dump_traceback_later(max(0.01, deadline - time.monotonic()), file=stacks)

@@ -43,20 +43,17 @@ values = st.recursive(
     ),
     max_leaves=4,
 )
-mappings = st.dictionaries(
-    st.sampled_from(["every", "payload", "k_steps", "density", "chunk", "topology"]), plain, max_size=3
-)
-kinds = st.fixed_dictionaries(
-    {"every": st.sampled_from(["step", "k", "x"])}, optional={"k_steps": values, "schedule": values}
-)
+keys = st.sampled_from(["every", "payload", "k_steps", "density", "chunk", "topology"])
+mappings = st.dictionaries(keys, plain, max_size=3)
+every = {"every": st.sampled_from(["step", "k", "x"])}
+kinds = st.fixed_dictionaries(every, optional={"k_steps": values, "schedule": values})
 
 
 def quickly(max_examples: int) -> Any:
     """Return the settings: the same examples in every run, and few, because all of them take seconds together."""
     slow = [HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
-    return settings(
-        max_examples=max_examples, derandomize=True, deadline=None, database=None, suppress_health_check=slow
-    )
+    options = {"derandomize": True, "deadline": None, "database": None, "suppress_health_check": slow}
+    return settings(max_examples=max_examples, **options)
 
 
 def arguments_of(constructor: Callable[..., Any]) -> list[str]:
@@ -82,9 +79,8 @@ def use(built: Any) -> None:
 def test_it_runs_or_says_what_is_allowed(name: str, data: st.DataObject) -> None:
     constructor = CONSTRUCTORS[name]
     names = arguments_of(constructor)
-    given_values = data.draw(
-        st.dictionaries(st.sampled_from([*names, "nonsense"]), values | mappings | kinds, max_size=3)
-    )
+    some = st.sampled_from([*names, "nonsense"])
+    given_values = data.draw(st.dictionaries(some, values | mappings | kinds, max_size=3))
     needs_method = name in ("Strategy", "ShardedStrategy", "ElasticStrategy")
     if needs_method and (data.draw(st.booleans()) or "method" not in given_values):
         given_values["method"] = lowbw.LocalSGD(begin_step=0)

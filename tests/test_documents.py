@@ -79,9 +79,8 @@ def accept(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
         if started:
             accept(started.split(), capsys)
     elif program == "make":
-        assert {word.partition("=")[0] for word in arguments} <= {
-            name for row in MAKE for name in " ".join(row).split()
-        }
+        known = {name for row in MAKE for name in " ".join(row).split()}
+        assert {word.partition("=")[0] for word in arguments} <= known
     elif program == "pytest":
         assert all(f'addoption("{each}"' in (ROOT / "tests/conftest.py").read_text() for each in given(arguments))
         assert (ROOT / arguments[0]).exists()

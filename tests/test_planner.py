@@ -94,9 +94,8 @@ def test_the_bytes_are_those_of_the_ledger(name: str, ranks_per_node: int) -> No
 
 
 SLOW = Link(latency_s=1.0, bandwidth_bytes_per_s=1e18)
-ROUNDS: list[
-    tuple[Method, Cluster, float, float]
-] = [  # of 1,000 elements: bytes of a node, and rounds less what is hidden
+# Of 1,000 elements: bytes of a node, and rounds less what is hidden.
+ROUNDS: list[tuple[Method, Cluster, float, float]] = [
     (Method(), Cluster(4, 1, SLOW), 6000, 6),
     (Method(), Cluster(4, 1, SLOW, overlap=0.5), 6000, 6 - 0.5),
     (Method(where=Where(topology=2)), Cluster(2, 2, SLOW), 4000, 2),
@@ -144,13 +143,7 @@ def test_what_would_be_slow_is_named() -> None:
     pairs = {(0, 1): Link(0.01, 1e8), (0, 2): Link(0.01, 4e7), (1, 2): Link(0.01, 1e8)}
     found = [*slow(Topology(((0,), (1,), (2, 3))), [first, second, first, first], pairs, Link(0.01, 4e7))]
     words = ("nodes of 1, 1, 2 ranks", "torch differs between ranks: 1.0, 2.0", "plain torch, on 1 ranks: numba is not")
-    words += (
-        "2 threads on 1 cores",
-        "2 threads on 1 cores",
-        "interface 127.0.0.1",
-        "nodes 0 and 2: less",
-        "latency 10 ms",
-    )
+    words += (*["2 threads on 1 cores"] * 2, "interface 127.0.0.1", "nodes 0 and 2: less", "latency 10 ms")
     assert len(found) == len(words)
     assert all(word in line for word, line in zip(words, found, strict=True)), found
     assert not [*slow(Topology(((0,), (1,))), [first, first], {(0, 1): pairs[0, 1]}, Link(1e-4, 1e8))]

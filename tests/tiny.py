@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_lowbw.comm.agreement import digest
 
 BATCH = 4
+QUIET = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing"), False)
 MIN_NUMEL = 100  # so that the tiny layers are sparse
 
 
@@ -194,17 +195,8 @@ since_lightning_2_5 = pytest.mark.skipif(
 
 
 def make_trainer(strategy: DDPStrategy, num_ranks: int, **kwargs: Any) -> pl.Trainer:
-    usual = {
-        "accelerator": "cpu",
-        "devices": num_ranks,
-        "logger": False,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-        "max_epochs": 1,
-        "use_distributed_sampler": False,
-    }
-    return pl.Trainer(strategy=strategy, **{**usual, **kwargs})
+    usual = {"accelerator": "cpu", "devices": num_ranks, "max_epochs": 1, "use_distributed_sampler": False}
+    return pl.Trainer(strategy=strategy, **{**QUIET, **usual, **kwargs})
 
 
 def amp_with_scaler(init_scale: float = 2.0**10) -> MixedPrecision:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch.distributed as dist
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
@@ -13,6 +11,7 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning_lowbw import ConfigurationError, DGCStrategy, DisagreementError, SparsityWarmup, TrafficMonitor
 from lightning_lowbw.schedules.every_step import EveryStep
 from tests.ranks import on_ranks
+from tests.strategies.fits import Noted, warned
 from tests.tiny import Tiny, make_data, make_trainer
 
 
@@ -23,20 +22,12 @@ def test_epochs_become_steps() -> None:
     assert SparsityWarmup(begin_step=7, sparsity=[0.5, 0.9, 0.99]).schedule(1252) == EveryStep(7, 3, (0.5, 0.9, 0.99))
 
 
-class Densities(pl.Callback):
-    def __init__(self) -> None:
-        self.seen: list[float] = []
-
-    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        self.seen.append(round(trainer.strategy.workers[0].last_density, 6))
-
-
 def warm_up(options: dict[str, Any], more_on_rank_1: int = 0, **of_trainer: Any) -> list[float]:
-    densities = Densities()
+    densities = Noted(lambda module: round(module.trainer.strategy.workers[0].last_density, 6))
     callbacks = [SparsityWarmup(**options), densities, *of_trainer.pop("callbacks", [])]
     trainer = make_trainer("dgc", 2, callbacks=callbacks, **of_trainer)
     trainer.fit(Tiny(), make_data(2, 4 + more_on_rank_1 * dist.get_rank()))
-    return densities.seen
+    return densities.values
 
 
 @on_ranks()
@@ -60,10 +51,8 @@ def test_warmups_that_cannot_be_known() -> None:
 @on_ranks()
 def test_a_warmup_that_replaces_the_strategys_own_is_warned_about(schedule: dict[str, Any]) -> None:
     trainer = make_trainer(DGCStrategy(**schedule), 2, callbacks=[SparsityWarmup(begin_epoch=1, epochs=1)])
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        trainer.fit(Tiny(), make_data(2, 4))
-    said = [str(warning.message) for warning in caught if "overrides" in str(warning.message)]
+    _, said = warned(lambda: trainer.fit(Tiny(), make_data(2, 4)))
+    said = [each for each in said if "overrides" in each]
     assert len(said) == (bool(schedule) and dist.get_rank() == 0)
     assert all("rampup_begin_step=1" in message and "rampup_begin_step=4" in message for message in said)
 

@@ -10,16 +10,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_lowbw.comm.collectives import (
-    MAX_PENDING,
-    Collectives,
-    TrafficLedger,
-    all_gather_bytes,
-    all_reduce_bytes,
-    group_of,
-)
+from lightning_lowbw.comm import collectives
 from lightning_lowbw.comm.topology import DIMENSIONS, Topology, make_node_mesh
-from tests.ranks import on_ranks, run_ranks
+from tests.ranks import on_ranks
+from tests.sync.problem import everywhere
 
 LATE_S = 0.3
 MEMBERS = [0, 2]  # of three
@@ -30,43 +24,38 @@ def test_sums_messages_and_bytes() -> None:
     group = dist.new_group(MEMBERS)
     if dist.get_rank() not in MEMBERS:
         return
-    exchange = Collectives(group, TrafficLedger())
+    exchange = collectives.Collectives(group, collectives.TrafficLedger())
     assert (exchange.rank, exchange.num_ranks) == (MEMBERS.index(dist.get_rank()), 2)
     for dtype in (torch.float32, torch.float64, torch.bfloat16):
         tensor = torch.arange(7).to(dtype) * (exchange.rank + 1)
         exchange.all_reduce_(tensor)
         assert tensor.equal(torch.arange(7).to(dtype) * 3)
-    of_sums = sum(all_reduce_bytes(nbytes, 2) for nbytes in (28, 56, 14))
+    of_sums = sum(collectives.all_reduce_bytes(nbytes, 2) for nbytes in (28, 56, 14))
     assert exchange.ledger.sent_bytes == of_sums
     messages = torch.tensor([[sender, 255 - sender, 0, 128, 7] for sender in range(2)], dtype=torch.uint8)
     mine = messages[exchange.rank].clone()
     assert exchange.all_gather(mine).equal(messages)
     assert mine.equal(messages[exchange.rank])
-    assert exchange.ledger.received_bytes == exchange.ledger.sent_bytes == of_sums + all_gather_bytes(5, 2)
+    assert exchange.ledger.received_bytes == exchange.ledger.sent_bytes == of_sums + collectives.all_gather_bytes(5, 2)
 
 
-def wait_for_a_late_rank() -> list[float]:
-    waited = []
+@on_ranks()
+def test_waiting_is_counted_where_it_happens() -> None:
     for collective in ("all_reduce_", "all_gather"):
-        exchange = Collectives(None, TrafficLedger())
+        exchange = collectives.Collectives(None, collectives.TrafficLedger())
         dist.barrier()
         if exchange.rank == 1:
             time.sleep(LATE_S)
         getattr(exchange, collective)(torch.zeros(4, dtype=torch.uint8))
-        waited.append(exchange.ledger.exposed_s)
-    return waited
-
-
-def test_waiting_is_counted_where_it_happens() -> None:
-    for waited, late in zip(*run_ranks(wait_for_a_late_rank, 2), strict=True):
+        waited, late = everywhere(exchange.ledger.exposed_s)
         assert LATE_S / 2 < waited < 10 * LATE_S
         assert 0 < late < waited
 
 
 @pytest.mark.gpu
 def test_waits_on_a_gpu_are_read_later() -> None:
-    ledger, device = TrafficLedger(), torch.device("cuda")
-    for _ in range(MAX_PENDING + 10):  # the oldest are dropped
+    ledger, device = collectives.TrafficLedger(), torch.device("cuda")
+    for _ in range(collectives.MAX_PENDING + 10):  # the oldest are dropped
         with ledger.waiting(device):
             torch.zeros(1 << 20, device=device).sum()
     assert ledger.exposed_s == 0.0
@@ -85,7 +74,7 @@ def timeout_of(group: Any) -> float:
 def test_a_group_has_the_timeout_that_the_world_was_given() -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=timedelta(seconds=7))
     try:
-        groups = [group_of((0,), "test", timeout) for timeout in (None, timedelta(seconds=3))]
+        groups = [collectives.group_of((0,), "test", timeout) for timeout in (None, timedelta(seconds=3))]
         assert [timeout_of(group) for group in groups] == [7, 3]
     finally:
         dist.destroy_process_group()
@@ -107,7 +96,10 @@ def test_groups_are_made_in_a_world_that_is_bound_to_a_gpu() -> None:
     world = dist.group.WORLD
     assert world is not None
     world.bound_device_id = torch.device("cuda", 0)
-    members = [group_of((rank,), "test of a bound world") is not dist.GroupMember.NON_GROUP_MEMBER for rank in (0, 1)]
+    members = [
+        collectives.group_of((rank,), "test of a bound world") is not dist.GroupMember.NON_GROUP_MEMBER
+        for rank in (0, 1)
+    ]
     assert world.bound_device_id == torch.device("cuda", 0)
     world.bound_device_id = None
     assert members == [rank == dist.get_rank() for rank in (0, 1)]

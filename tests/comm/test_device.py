@@ -17,7 +17,7 @@ from lightning_lowbw.comm import collectives
 from lightning_lowbw.comm.collectives import Collectives, SideQueue
 from lightning_lowbw.kernels.tensors import Serial, device_of
 from tests.comm.fake_device import CPU, FAKE, FakeDevice, OnDevice, refuse_tensors
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks
 
 STEPS = 6
 METHODS: dict[str, Method] = {
@@ -53,21 +53,18 @@ def train(method: Method, device: torch.device) -> list[Tensor]:
         return [parameter.detach().to(CPU) for parameter in parameters]
 
 
-def train_on_both(names: list[str]) -> None:
+@pytest.mark.parametrize("num_ranks", [2, 4])
+@on_ranks()
+def test_a_device_without_collectives_trains_through_the_host(num_ranks: int) -> None:
+    """As the CPU does, bit for bit."""
     refuse_tensors()
-    for name in names:
+    for name in [name for name in METHODS if (name in ("two levels", "leader")) == (num_ranks == 4)]:
         for on_host, on_device in zip(*(train(METHODS[name], device) for device in (CPU, FAKE)), strict=True):
             assert on_host.equal(on_device), name
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4])
-def test_a_device_without_collectives_trains_through_the_host(num_ranks: int) -> None:
-    """As the CPU does, bit for bit."""
-    of_four = ("two levels", "leader")
-    run_ranks(train_on_both, num_ranks, [name for name in METHODS if (name in of_four) == (num_ranks == 4)])
-
-
-def exchange() -> None:
+@on_ranks()
+def test_collectives_on_a_device_without_its_own() -> None:
     refuse_tensors()
     with FakeDevice():
         given = torch.arange(6.0).to(FAKE) + dist.get_rank()
@@ -87,10 +84,6 @@ def exchange() -> None:
         assert group.reduce_scatter(given).to(CPU).equal(total[3 * dist.get_rank() :][:3])
         in_turn = SideQueue("proof").begin(lambda tensor: tensor.add_(1), (given,), in_thread=True)
         assert in_turn.wait() is given
-
-
-def test_collectives_on_a_device_without_its_own() -> None:
-    run_ranks(exchange, 2)
 
 
 def test_random_numbers_of_another_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:

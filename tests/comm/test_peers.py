@@ -19,6 +19,7 @@ from lightning_lowbw import ConfigurationError, Topology
 from lightning_lowbw.comm.collectives import MAX_CTAS, Collectives, TensorWork
 from lightning_lowbw.comm.peers import MeanWork, Peers, average_gradients_, make_peers
 from tests.ranks import on_ranks, run_ranks
+from tests.sync.problem import same_on_all
 
 WORLD = 4
 NODES: dict[str, Any] = {
@@ -58,7 +59,7 @@ def sums_over_all_ranks(peers: Peers, nodes: Any) -> None:
             assert work.wait() is tensor
             tolerance = 1e-5 if exact else 2.0**-5  # between nodes in bfloat16
             torch.testing.assert_close(tensor.double(), expected, rtol=tolerance, atol=tolerance)
-            assert_replicas_are_equal(tensor)
+            same_on_all(tensor.tolist())
 
 
 def reduces_and_broadcasts(peers: Peers, nodes: Any) -> None:
@@ -165,12 +166,6 @@ def sums_the_next_bucket_meanwhile(peers: Peers, nodes: Any) -> None:
     assert all(work.wait().tolist() == [sum(range(peers.num_ranks))] * 9 for work in works)
     assert arrived == [True, True]
     del between.begin_all_reduce_, first.reduce_scatter
-
-
-def assert_replicas_are_equal(tensor: Tensor) -> None:
-    everywhere: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everywhere, tensor.tolist())
-    assert everywhere == [tensor.tolist()] * len(everywhere)
 
 
 CASES = [sums_over_all_ranks, reduces_and_broadcasts, sums_in_the_node, fuses_means]

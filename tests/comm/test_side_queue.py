@@ -18,6 +18,7 @@ from lightning_lowbw.comm import collectives
 from lightning_lowbw.comm.collectives import SideQueue, TensorWork
 from lightning_lowbw.kernels import tensors
 
+FUTURE = "future of [device(type='cuda', index=0)]"
 GPU, OTHER_GPU = torch.device("cuda", 0), torch.device("cuda", 1)
 
 
@@ -64,9 +65,8 @@ class Recorder:
         )
 
     def tensor(self, name: str, device: torch.device = GPU) -> Any:
-        return types.SimpleNamespace(
-            device=device, record_stream=lambda stream: self.note(f"{name} is used on {stream.name}")
-        )
+        note = lambda stream: self.note(f"{name} is used on {stream.name}")  # noqa: E731
+        return types.SimpleNamespace(device=device, record_stream=note)
 
 
 @pytest.fixture
@@ -90,15 +90,9 @@ def test_work_on_a_gpu_waits_for_what_fills_its_tensors(recorder: Recorder, in_t
     if in_thread:
         collectives._threads.pop("gradients")[0].shutdown(wait=True)
     assert [call for call in recorder.calls if call != "wait on the host"] == [
-        "future of [device(type='cuda', index=0)]",
-        "record on the caller's stream of cuda:0",
-        "side stream 1 waits",
-        "the result is used on side stream 1",
-        "the message is used on side stream 1",
-        "enter side stream 1",
-        "collective",
-        "result",
-        "leave side stream 1",
+        *(FUTURE, "record on the caller's stream of cuda:0", "side stream 1 waits"),
+        *("the result is used on side stream 1", "the message is used on side stream 1"),
+        *("enter side stream 1", "collective", "result", "leave side stream 1"),
     ]
     assert ("wait on the host" in recorder.calls) == in_thread
     assert (recorder.threads["collective"] != threading.get_ident()) == in_thread
@@ -121,25 +115,19 @@ def test_what_comes_after_another_stream_waits_for_it_there(recorder: Recorder) 
     before = types.SimpleNamespace(wait=lambda: recorder.note("wait for the future") or made)
     tensors = (recorder.tensor("the result"),)
     SideQueue("gradients").begin(lambda given: recorder.note(given is made), tensors, before, in_thread=False)
-    assert recorder.calls[-6:] == [
-        "enter side stream 1",
-        "wait for the future",
-        "the part is used on side stream 1",
-        True,
-        "result",
-        "leave side stream 1",
-    ]
+    inside = ("wait for the future", "the part is used on side stream 1", True, "result")
+    assert recorder.calls[-6:] == ["enter side stream 1", *inside, "leave side stream 1"]
 
 
 def test_what_the_hook_of_ddp_returns_carries_a_device(recorder: Recorder) -> None:
     """Done, or begun by torch.distributed; its value is the tensor when the collective has ended."""
     tensor, callbacks = recorder.tensor("the bucket"), []
     TensorWork(tensor).get_future()
-    assert recorder.calls == ["future of [device(type='cuda', index=0)]", "result"]
+    assert recorder.calls == [FUTURE, "result"]
     recorder.calls.clear()
     reduced = types.SimpleNamespace(add_done_callback=callbacks.append, value=lambda: [tensor])
     TensorWork(tensor, types.SimpleNamespace(get_future=lambda: reduced)).get_future()
-    assert recorder.calls == ["future of [device(type='cuda', index=0)]"]
+    assert recorder.calls == [FUTURE]
     callbacks[0](reduced)
     assert recorder.calls[1:] == ["result"]
 
@@ -161,11 +149,8 @@ def test_on_a_cpu_it_runs_in_order_and_errors_are_raised_where_they_are_waited_f
         order.append("last")
         return tensor
 
-    futures = [
-        queue.begin(slow, (first,), in_thread=True),
-        queue.begin(fail, (second,), in_thread=True),
-        queue.begin(last, (second,), in_thread=True),
-    ]
+    works = ((slow, first), (fail, second), (last, second))
+    futures = [queue.begin(work, (tensor,), in_thread=True) for work, tensor in works]
     assert not any(future.done() for future in futures)
     gate.set()
     assert futures[2].wait() is second

@@ -43,10 +43,7 @@ def test_what_is_spelled_out_needs_no_world() -> None:
         (lambda: Topology.blocks(6, 4), r"nodes of 4 ranks\. Give a divisor of"),
         *((lambda wrong=wrong: Topology.blocks(6, wrong), "integer") for wrong in (0, True)),
         (lambda: Topology(((0, 1), (2,))).ranks_per_node, r"node 0 has 2 \(0, 1\), node 1 has 1 \(2\)"),
-        *(
-            (lambda choice=choice: check_choice(choice), "give 'flat', 'auto'")
-            for choice in ("nodes", True, [["0"]], [[]])
-        ),
+        *((lambda it=it: check_choice(it), "give 'flat', 'auto'") for it in ("nodes", True, [["0"]], [[]])),
         (lambda: check_choice(0), "topology=0, .* per node: give an integer >= 1"),
         (lambda: resolve(10**9, 4), "4 ranks cannot be divided into nodes of 1000000000 ranks"),
         (lambda: resolve(BLOCKS, 6), "has 4 ranks, the world 6"),

@@ -99,9 +99,7 @@ def test_sizes_that_cannot_be_are_refused() -> None:
 
 
 @pytest.mark.parametrize("value_dtype", VALUE_NAMES)
-@pytest.mark.parametrize(
-    "sizes", [[(1, 1)], [(16, 16384), (1, 5), (7, 7), (129, 100_000)], [(2, 9), (0, 3), (5, 31)]], ids=str
-)
+@pytest.mark.parametrize("sizes", [[(1, 1)], [(16, 16384), (1, 5), (7, 7), (129, 10**5)], [(2, 9), (0, 3), (5, 31)]])
 def test_what_comes_out_is_what_the_values_became(value_dtype: str, sizes: list[tuple[int, int]]) -> None:
     counts, numels, parts = [count for count, _ in sizes], [numel for _, numel in sizes], []
     for count, numel in sizes:

@@ -17,13 +17,13 @@ from lightning_lowbw.kernels import dispatch
 
 SAID = "damaged message|A message (of|with) -?\\d+ "  # what an error must say
 COUNTS, NUMELS = [3, 0, 2, 40], [100, 7, 50, 300]
-fuzz = settings(
-    max_examples=60, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+Damage = tuple[str, list[tuple[int, int]]]
+slow = [HealthCheck.function_scoped_fixture]
+fuzz = settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=slow)
 
 
 @st.composite
-def damages(draw: st.DrawFn) -> tuple[str, list[tuple[int, int]]]:
+def damages(draw: st.DrawFn) -> Damage:
     """What happens to a message: bits that flip, bytes that are others or change places, an end that is lost or grows.
 
     Numbers are taken modulo the size of what they are applied to.
@@ -33,7 +33,7 @@ def damages(draw: st.DrawFn) -> tuple[str, list[tuple[int, int]]]:
     return kind, draw(st.lists(pairs, min_size=1, max_size=1 if kind in ("cut", "lengthen") else 8))
 
 
-def damaged(message: Tensor, damage: tuple[str, list[tuple[int, int]]]) -> Tensor:
+def damaged(message: Tensor, damage: Damage) -> Tensor:
     kind, places = damage
     data = bytearray(message.numpy().tobytes())
     for where, number in places:
@@ -65,9 +65,7 @@ def fields() -> tuple[list[Sparse], SparseCodec]:
 
 @fuzz
 @given(damage=damages(), name=st.sampled_from(VALUE_NAMES), is_compiled=st.booleans())
-def test_positions_stay_inside_their_tensors(
-    damage: tuple[str, list[tuple[int, int]]], name: str, is_compiled: bool
-) -> None:
+def test_positions_stay_inside_their_tensors(damage: Damage, name: str, is_compiled: bool) -> None:
     parts, codec = fields()[0], SparseCodec(name)  # type: ignore[arg-type]
     whole = codec.encode(parts, NUMELS)
     message = damaged(whole, damage)

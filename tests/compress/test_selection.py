@@ -30,27 +30,10 @@ def row_scaled(numel: int) -> Tensor:
     return (torch.randn(side, side) * torch.logspace(-3, 3, side)[:, None]).reshape(-1)
 
 
-def largest_at_the_end(numel: int) -> Tensor:
-    return torch.randn(numel).abs().sort().values
-
-
-def mostly_zero(numel: int) -> Tensor:
-    """More candidates than k, fewer than a sample finds."""
-    return torch.randn(numel) * (torch.rand(numel) < 0.003)
-
-
 def one_huge(numel: int) -> Tensor:
     values = torch.randn(numel)
     values[numel // 3] = 1e30
     return values
-
-
-def constant(numel: int) -> Tensor:
-    return torch.full((numel,), -0.5)
-
-
-def all_zero(numel: int) -> Tensor:
-    return torch.zeros(numel)
 
 
 def nearly_dead(numel: int) -> Tensor:
@@ -60,7 +43,19 @@ def nearly_dead(numel: int) -> Tensor:
     return values
 
 
-KINDS = [torch.randn, cauchy, row_scaled, one_huge, largest_at_the_end, mostly_zero, constant, all_zero, nearly_dead]
+KINDS: dict[str, Callable[[int], Tensor]] = {
+    "normal": torch.randn,
+    "cauchy": cauchy,
+    "rows of other scales": row_scaled,
+    "one is huge": one_huge,
+    "the largest at the end": lambda numel: torch.randn(numel).abs().sort().values,
+    "mostly zero": lambda numel: (
+        torch.randn(numel) * (torch.rand(numel) < 0.003)
+    ),  # fewer candidates than a sample finds
+    "constant": lambda numel: torch.full((numel,), -0.5),
+    "all zero": torch.zeros,
+    "nearly dead": nearly_dead,
+}
 
 
 def step_on(v: Tensor, gradient: Tensor, u: Tensor | None = None, weight: Tensor | None = None, k: int = K) -> Segment:
@@ -96,7 +91,7 @@ class Counting(SampledSelector):
 
 
 @EACH_BACKEND
-@pytest.mark.parametrize("make", KINDS)
+@pytest.mark.parametrize("make", KINDS.values(), ids=KINDS)
 def test_what_is_taken_is_what_sorting_would_take(make: Callable[[int], Tensor]) -> None:
     """In every step of an error feedback, not on the average; of equal ones the first; zeros mask nothing."""
     chosen = Selection()

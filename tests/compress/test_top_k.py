@@ -46,23 +46,18 @@ def test_what_is_small_depends_on_what_is_trained() -> None:
 
 
 @pytest.mark.parametrize(
-    ("num_participants", "density", "numel", "scatters"),
+    ("num", "density", "numel", "scatters"),
     [
-        (9, 0.25, 10**9, False),
-        (16, 0.001, 40_000_000, False),
-        (16, 0.001, 41_000_000, True),
-        (16, 0.25, 1_000_000, True),
-        (64, 0.001, 17_000_000, False),
-        (64, 0.001, 18_000_000, True),
+        *[(9, 0.25, 10**9, False), (16, 0.25, 1_000_000, True)],
+        *[(16, 0.001, 40_000_000, False), (16, 0.001, 41_000_000, True)],
+        *[(64, 0.001, 17_000_000, False), (64, 0.001, 18_000_000, True)],
         (64, 0.001, MAX_NUMEL + 1, False),  # has no positions
     ],
 )
-def test_auto_scatters_where_it_costs_less_than_half(
-    num_participants: int, density: float, numel: int, scatters: bool
-) -> None:
+def test_auto_scatters_where_it_costs_less_than_half(num: int, density: float, numel: int, scatters: bool) -> None:
     def chosen(num_parts: int = 1, **options: Any) -> str:
         numels = [numel // 2, numel - numel // 2]
-        return TopK(**options).at(density).collective(numels, num_participants, num_parts)
+        return TopK(**options).at(density).collective(numels, num, num_parts)
 
     assert chosen() == ("reduce_scatter" if scatters else "all_gather")
     assert chosen(exchange="reduce_scatter") == "reduce_scatter"

@@ -6,15 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_lowbw.compress.codec import (
-    HALF,
-    LARGEST,
-    LEVELS_BLOCK,
-    PIECE,
-    VALUE_NAMES,
-    LevelFormat,
-    make_value_format,
-)
+from lightning_lowbw.compress import codec
 from lightning_lowbw.kernels.reference import largest
 
 LEVELS = ["int8", "int4", "int2"]
@@ -22,7 +14,7 @@ LEVELS = ["int8", "int4", "int2"]
 
 def code(name: str, values: Tensor) -> Tensor:
     """What the receivers get."""
-    counts, value_format = [values.numel()], make_value_format(name)
+    counts, value_format = [values.numel()], codec.make_value_format(name)
     data = value_format.encode(values, counts)
     assert data.dtype == torch.uint8
     assert data.shape == (value_format.nbytes(counts),)
@@ -41,14 +33,15 @@ def tail() -> Tensor:
 def encode_by_blocks(bits: int, values: Tensor, counts: list[int]) -> Tensor:
     """The slow twin: block by block, in the order of the definition."""
     extremes, codes = [], []
-    for block in (block for tensor in values.split(counts) for block in tensor.split(LEVELS_BLOCK) if block.numel()):
-        magnitudes = block.abs().view(torch.int32).clamp(max=(LARGEST << HALF) | 0xFFFF)
+    blocks = (block for tensor in values.split(counts) for block in tensor.split(codec.LEVELS_BLOCK))
+    for block in filter(Tensor.numel, blocks):
+        magnitudes = block.abs().view(torch.int32).clamp(max=(codec.LARGEST << codec.HALF) | 0xFFFF)
         is_zero = magnitudes == 0
-        highest = ((magnitudes.amax() + 0xFFFF) >> HALF).clamp(max=LARGEST)
-        lowest = (magnitudes.masked_fill(is_zero, LARGEST << HALF).amin() >> HALF).clamp(min=1)
+        highest = ((magnitudes.amax() + 0xFFFF) >> codec.HALF).clamp(max=codec.LARGEST)
+        lowest = (magnitudes.masked_fill(is_zero, codec.LARGEST << codec.HALF).amin() >> codec.HALF).clamp(min=1)
         top = (1 << (bits - 1)) - 1
-        per_bit = top / ((highest - lowest).clamp(min=1) << HALF).to(torch.float32)
-        level = ((magnitudes - (lowest << HALF)) * per_bit).round().clamp(min=0, max=top).to(torch.uint8)
+        per_bit = top / ((highest - lowest).clamp(min=1) << codec.HALF).to(torch.float32)
+        level = ((magnitudes - (lowest << codec.HALF)) * per_bit).round().clamp(min=0, max=top).to(torch.uint8)
         if is_zero.any():  # the lowest level is taken
             level, lowest = level.clamp(min=1).masked_fill(is_zero, 0), -lowest
         extremes += [lowest, highest]
@@ -60,23 +53,18 @@ def encode_by_blocks(bits: int, values: Tensor, counts: list[int]) -> Tensor:
     return torch.cat([torch.stack(extremes).to(torch.int16).view(torch.uint8), packed])
 
 
-@pytest.mark.parametrize(
-    ("bits", "counts"),
-    [
-        (8, [LEVELS_BLOCK + 1, 1, 0, LEVELS_BLOCK - 1]),
-        (4, [LEVELS_BLOCK + 1, 1, 0, LEVELS_BLOCK - 1]),
-        (4, [PIECE]),
-        (4, [PIECE - 1, 3, 2 * PIECE + LEVELS_BLOCK, 9]),
-    ],
-    ids=str,
-)
+BLOCKS = [codec.LEVELS_BLOCK + 1, 1, 0, codec.LEVELS_BLOCK - 1]
+PIECES = [codec.PIECE - 1, 3, 2 * codec.PIECE + codec.LEVELS_BLOCK, 9]
+
+
+@pytest.mark.parametrize(("bits", "counts"), [(8, BLOCKS), (4, BLOCKS), (4, [codec.PIECE]), (4, PIECES)], ids=str)
 def test_pieces_are_coded_as_the_whole(bits: int, counts: list[int]) -> None:
     values = torch.randn(sum(counts)) * 10.0 ** torch.empty(sum(counts)).uniform_(-3, 3)
     values[::1001] = 0.0
-    assert LevelFormat(bits).encode(values, counts).equal(encode_by_blocks(bits, values, counts))
+    assert codec.LevelFormat(bits).encode(values, counts).equal(encode_by_blocks(bits, values, counts))
 
 
-@pytest.mark.parametrize("name", VALUE_NAMES)
+@pytest.mark.parametrize("name", codec.VALUE_NAMES)
 def test_hard_values(name: str) -> None:
     """Of all magnitudes float32 has, in one block: none becomes infinite, none changes its sign."""
     largest = torch.finfo(torch.float32).max
@@ -90,7 +78,7 @@ def test_hard_values(name: str) -> None:
         assert (decoded[values != 0] != 0).all()
 
 
-@pytest.mark.parametrize("numel", [2, 60, LEVELS_BLOCK])
+@pytest.mark.parametrize("numel", [2, 60, codec.LEVELS_BLOCK])
 def test_two_levels_are_the_best_two(numel: int) -> None:
     """Against all ways to part the sorted values in two; the iteration may end in another of nearly the same error."""
     values = tail()[torch.randperm(2000)[:numel]]
@@ -105,7 +93,7 @@ def test_two_levels_are_the_best_two(numel: int) -> None:
     assert float((decoded - values).norm() ** 2) <= 1.1 * float(min(errors)) + 1e-4 * float(values.norm() ** 2)
 
 
-@pytest.mark.parametrize("name", VALUE_NAMES)
+@pytest.mark.parametrize("name", codec.VALUE_NAMES)
 def test_zeros_stay_beside_values(name: str) -> None:
     """Padding of a dead tensor; the smallest of the others moves up by a level, for zero takes its own."""
     values = torch.tensor([0.0, 2.0, -0.0, -4.0, 0.0, 2.5])
@@ -119,23 +107,23 @@ def test_zeros_stay_beside_values(name: str) -> None:
 LIMITS = {"float32": 0.0, "bfloat16": 0.002, "float16": 0.0003, "int8": 0.006, "int4": 0.10, "int2": 0.30}
 
 
-@pytest.mark.parametrize("name", VALUE_NAMES)
+@pytest.mark.parametrize("name", codec.VALUE_NAMES)
 def test_the_error_of_what_top_k_leaves(name: str) -> None:
     values = tail()
     assert (code(name, values) - values).norm() <= LIMITS[name] * values.norm()
 
 
 def test_nbytes() -> None:
-    counts = [1, LEVELS_BLOCK, LEVELS_BLOCK + 1]  # 1 + 1 + 2 blocks of 4 bytes, 258 values
-    sizes = {name: make_value_format(name).nbytes(counts) for name in VALUE_NAMES}
+    counts = [1, codec.LEVELS_BLOCK, codec.LEVELS_BLOCK + 1]  # 1 + 1 + 2 blocks of 4 bytes, 258 values
+    sizes = {name: codec.make_value_format(name).nbytes(counts) for name in codec.VALUE_NAMES}
     levels = {"int8": 16 + 258, "int4": 16 + 129, "int2": 16 + 65}
     assert sizes == {"float32": 4 * 258, "bfloat16": 2 * 258, "float16": 2 * 258, **levels}
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", VALUE_NAMES)
+@pytest.mark.parametrize("name", codec.VALUE_NAMES)
 def test_a_gpu_decodes_the_same_bits(name: str) -> None:
     values, counts = tail(), [700, 300, 1000]
-    value_format = make_value_format(name)
+    value_format = codec.make_value_format(name)
     data = value_format.encode(values.cuda(), counts)
     assert value_format.decode(data, counts).cpu().equal(value_format.decode(data.cpu(), counts))

@@ -19,6 +19,7 @@ NUMELS = {name: math.prod(shape) for name, shape in AWKWARD.items()}
 NUMEL = sum(NUMELS.values())
 BUFFERS = 5 + 5  # running mean and variance; and one integer
 FLOAT_BYTES, INT_BYTES = 4, 8
+Turn = tuple[int, int, int]  # see `Volumes.of_replicas`
 
 
 class Volumes:
@@ -94,7 +95,7 @@ class Volumes:
         return self.whole(words) + (self.compressed(numels) if taken else 0)
 
     def of_replicas(
-        self, when: EveryK, num_steps: int, turns: Sequence[tuple[int, int, int]], fragments: Sequence[Sequence[str]]
+        self, when: EveryK, num_steps: int, turns: Sequence[Turn], fragments: Sequence[Sequence[str]]
     ) -> list[int]:
         """Return the bytes of each step.
 
@@ -115,9 +116,7 @@ class Volumes:
         return by_step
 
 
-def wire_bytes(
-    row: Row, num_steps: int, turns: Sequence[tuple[int, int, int]], fragments: Sequence[Sequence[str]]
-) -> list[int]:
+def wire_bytes(row: Row, num_steps: int, turns: Sequence[Turn], fragments: Sequence[Sequence[str]]) -> list[int]:
     """Return what a rank has sent after each step; see `Volumes.of_replicas`."""
     volumes, when = Volumes(row), row.method.when
     if isinstance(when, EveryStep):

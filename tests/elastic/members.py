@@ -132,9 +132,8 @@ def run_member(
     said.emit = lambda record: tell("said", record.getMessage())  # type: ignore[method-assign]
     logging.getLogger(LOGGER).addHandler(said)
     dist.init_process_group("gloo", f"file://{folder}/{group}", rank=process, world_size=num_processes)
-    membership = TorchftMembership(
-        state_bytes=weights.nbytes, **{"name": f"group{group}", "gbit_per_s": 1.0, **options}
-    )
+    usual = {"name": f"group{group}", "gbit_per_s": 1.0}
+    membership = TorchftMembership(state_bytes=weights.nbytes, **{**usual, **options})
     tell("joined")
     try:
         while step < rounds:

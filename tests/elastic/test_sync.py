@@ -21,7 +21,7 @@ from lightning_lowbw.elastic.sync import ElasticSync, Members
 from lightning_lowbw.method import Method
 from lightning_lowbw.sync.consensus import copies
 from tests.elastic.plain import KilledError, PlainMembership
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks, run_ranks
 
 K_STEPS, TOKENS = 3, 4
 SPARSE: dict[str, Any] = {"density": 1 / 8, "chunk": 64, "min_numel": 64, "value_dtype": "float32", "decay": 1.0}
@@ -226,9 +226,8 @@ def test_a_slow_member_contributes_what_it_has_done_and_delays_nobody(store: dis
         before=lambda *_: time.sleep(0.2),
         membership=there,
     )
-    fast = [
-        Member(store, n, METHODS["local_sgd"], 10**6, is_over=lambda _: slow.has_left, membership=there) for n in (1, 2)
-    ]
+    ends = {"is_over": lambda _: slow.has_left, "membership": there}
+    fast = [Member(store, n, METHODS["local_sgd"], 10**6, **ends) for n in (1, 2)]
     train([slow, *fast])
     assert_equal_anchors([slow, *fast])
     healed = [quorum.step for quorum in slow.there.history if quorum.healed]
@@ -243,9 +242,8 @@ def test_a_slow_member_contributes_what_it_has_done_and_delays_nobody(store: dis
 def test_those_that_have_ended_wait_for_a_slow_one(store: dist.Store) -> None:
     there = {"grace_s": 0.1}
     fast = [Member(store, n, METHODS["local_sgd"], grace_s=20.0, membership=there) for n in (1, 2)]
-    slow = Member(
-        *(store, 0, METHODS["local_sgd"]), before=lambda _, n: time.sleep(0.3 if n > 2 else 0.0), membership=there
-    )
+    dawdle = lambda _, step: time.sleep(0.3 if step > 2 else 0.0)  # noqa: E731
+    slow = Member(store, 0, METHODS["local_sgd"], before=dawdle, membership=there)
     train([slow, *fast])
     assert_equal_anchors([slow, *fast])
     assert slow.contributors[1] == {"group 0", "group 1", "group 2"}
@@ -369,19 +367,17 @@ def test_groups_that_resume_at_different_steps_end_together(store: dist.Store) -
     assert [member.worker.step for member in members] == [4 * K_STEPS] * 2
 
 
-def resume_inside_a_round() -> bool:
-    rank = dist.get_rank()
+@on_ranks()
+def test_a_group_of_two_processes_resumes_inside_a_round() -> None:
     alone = {"min_replicas": 1, "grace_s": 0.1}
-    member, again = (Member(dist.HashStore(), rank, METHODS["diloco"], membership=alone) for _ in range(2))
+    member, again = (Member(dist.HashStore(), dist.get_rank(), METHODS["diloco"], membership=alone) for _ in range(2))
     member.worker.join()
     member.take_step(0)
-    assert member.worker.here == f"rank {rank}"  # of all processes of all groups, which are no nodes of a world
+    assert (
+        member.worker.here == f"rank {dist.get_rank()}"
+    )  # of all processes of all groups, which are no nodes of a world
     again.worker.load_state_dict(member.worker.state_dict())
-    return all(map(torch.equal, member.parameters.values(), again.parameters.values()))
-
-
-def test_a_group_of_two_processes_resumes_inside_a_round() -> None:
-    assert run_ranks(resume_inside_a_round, 2) == [True, True]
+    assert all(map(torch.equal, member.parameters.values(), again.parameters.values()))
 
 
 def test_an_exception_in_a_round_leaves_the_residuals(store: dist.Store) -> None:
@@ -442,9 +438,8 @@ def test_work_that_was_averaged_only_here_is_not_lost(store: dist.Store) -> None
     def membership(number: int) -> dict[str, Any]:
         return {"grace_s": 0.3, "fail_in": {(3, 1): True} if number else {}}
 
-    members = [
-        Member(store, n, method, 9 * K_STEPS, before=be_away, is_even=True, membership=membership(n)) for n in range(3)
-    ]
+    options = {"before": be_away, "is_even": True}
+    members = [Member(store, n, method, 9 * K_STEPS, membership=membership(n), **options) for n in range(3)]
     train(members)
     alone, other, _ = members
     assert any(not torch.equal(*each) for each in zip(alone.anchors[2], other.anchors[2], strict=True))

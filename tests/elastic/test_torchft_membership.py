@@ -17,39 +17,32 @@ import torch
 from lightning_lowbw.elastic import torchft_membership
 from lightning_lowbw.elastic.torchft_membership import TORCHFT, TorchftMembership, _Lighthouse, _Member, timeout_s_of
 from lightning_lowbw.errors import ConfigurationError
-from tests.elastic.members import (
-    SIZE,
-    all_collectives,
-    die_in_the_middle,
-    fail_in_process_1,
-    fork_and_fail,
-    groups,
-    stop_in_the_middle,
-)
+from tests.elastic import members
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("torchft") is None, reason='needs torchft: pip install "lightning-lowbw[elastic]"'
 )
 
 LONG_S = 20.0  # a timeout that does not end what a test waits for
+HERE = {"lighthouse": "127.0.0.1:1"}
 QUICK = {"WAIT_S": 3.0, "WARN_S": 2.0}
 
 
 def test_fixed_members_do_not_heal_and_use_all_collectives_on_their_address_only() -> None:
-    with groups(min_replicas=3) as made:
+    with members.groups(min_replicas=3) as made:
         for group in range(3):
-            made.start(group, rounds=4, act=all_collectives)
+            made.start(group, rounds=4, act=members.all_collectives)
         ended = [made.first(group, "ended") for group in range(3)]
         assert (Path(made.folder) / "stderr").read_text() == ""  # no line for each request, reconfiguration ...
     assert {event.kind for event in made.events} == {"joined", "committed", "ended"}
     # Each adds its rank, so that the mean is 1 higher after each round.
     sums = {event.value[0] for event in made.events if event.kind == "committed" and event.step == 4}
-    assert sums == {4.0 * SIZE}
+    assert sums == {4.0 * members.SIZE}
     assert [event.value for event in ended] == [{"0100007F"}] * 3  # 127.0.0.1
 
 
 def test_a_kill_between_rounds_costs_a_heartbeat_and_a_new_member_takes_the_state() -> None:
-    with groups(min_replicas=2) as made:
+    with members.groups(min_replicas=2) as made:
         for group in range(3):
             made.start(group, timeout_s=LONG_S, pause_s=0.3, value=5.0)
         made.committed(2, size=3)
@@ -67,10 +60,10 @@ def test_a_kill_between_rounds_costs_a_heartbeat_and_a_new_member_takes_the_stat
 
 def test_a_kill_in_a_collective_fails_the_round_on_all_at_once() -> None:
     # Of four in a ring one is no neighbour of the killed: it hears only of a neighbour that has left the group.
-    with groups(min_replicas=4) as made:
+    with members.groups(min_replicas=4) as made:
         for group in range(3):
             made.start(group, timeout_s=LONG_S, min_replicas=3)
-        made.start(3, act=die_in_the_middle, act_in=2)
+        made.start(3, act=members.die_in_the_middle, act_in=2)
         lost = [made.first(group, "lost") for group in range(3)]
         assert max(event.at_s for event in lost) - made.committed(0, 2).at_s < LONG_S / 2
         assert [event.step for event in lost] == [2, 2, 2]
@@ -79,19 +72,19 @@ def test_a_kill_in_a_collective_fails_the_round_on_all_at_once() -> None:
 
 
 def test_who_leaves_a_round_is_noticed_at_once_although_it_has_forked() -> None:
-    with groups(min_replicas=2) as made:
+    with members.groups(min_replicas=2) as made:
         made.start(0, timeout_s=LONG_S)
-        made.start(1, timeout_s=LONG_S, act=fork_and_fail, act_in=2)
+        made.start(1, timeout_s=LONG_S, act=members.fork_and_fail, act_in=2)
         lost = made.first(0, "lost")
         assert lost.at_s - made.committed(0, 2).at_s < LONG_S / 2
 
 
 def test_who_hangs_in_a_collective_costs_the_timeout_and_is_healed() -> None:
-    with groups(min_replicas=2) as made:
+    with members.groups(min_replicas=2) as made:
         for group in range(2):
             made.start(group, timeout_s=2.0)
         made.committed(1, size=2)
-        made.start(2, timeout_s=2.0, act=stop_in_the_middle, act_in=2)
+        made.start(2, timeout_s=2.0, act=members.stop_in_the_middle, act_in=2)
         lost = made.first(0, "lost")
         assert lost.at_s - made.committed(2, lost.step).at_s > 2.0
         made.committed(0, size=2, after_s=lost.at_s)
@@ -102,7 +95,7 @@ def test_who_hangs_in_a_collective_costs_the_timeout_and_is_healed() -> None:
 
 
 def test_a_restarted_lighthouse_is_found_again_while_a_member_waits_for_another() -> None:
-    with groups(min_replicas=2) as made:
+    with members.groups(min_replicas=2) as made:
         made.start(0)
         made.start(1, pause_s=1.5)
         made.committed(1, size=2)
@@ -112,7 +105,7 @@ def test_a_restarted_lighthouse_is_found_again_while_a_member_waits_for_another(
 
 
 def test_too_few_members_wait_and_say_so() -> None:
-    with groups(min_replicas=2) as made:
+    with members.groups(min_replicas=2) as made:
         made.start(0, constants=QUICK)
         made.start(1)
         made.committed(0, size=2)
@@ -130,7 +123,7 @@ def test_too_few_members_wait_and_say_so() -> None:
 
 
 def test_of_two_groups_with_one_name_the_newcomer_ends() -> None:
-    with groups() as made:
+    with members.groups() as made:
         for group in range(2):
             made.start(group)
         made.committed(0, size=2)
@@ -140,7 +133,7 @@ def test_of_two_groups_with_one_name_the_newcomer_ends() -> None:
 
 
 def test_the_processes_of_a_group_give_up_together() -> None:
-    with groups() as made:
+    with members.groups() as made:
         made.start(0, 2, patience_s=[LONG_S, 0.5])
         for process in range(2):
             assert made.first(0, "gave up", process=process).value < LONG_S / 2
@@ -148,7 +141,7 @@ def test_the_processes_of_a_group_give_up_together() -> None:
 
 def test_members_of_another_program_are_named_on_all_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RUST_LOG", "warn")
-    with groups(min_replicas=2) as made:
+    with members.groups(min_replicas=2) as made:
         made.start(0, 2)
         client = torchft_membership._import_torchft().LighthouseClient(
             f"http://127.0.0.1:{made.port}", connect_timeout=timedelta(seconds=LONG_S)
@@ -161,13 +154,13 @@ def test_members_of_another_program_are_named_on_all_processes(monkeypatch: pyte
 
 
 def test_the_processes_of_a_group_fail_together() -> None:
-    with groups(min_replicas=2) as made:
-        made.start(0, 2, act=fail_in_process_1, act_in=1, rounds=3)
+    with members.groups(min_replicas=2) as made:
+        made.start(0, 2, act=members.fail_in_process_1, act_in=1, rounds=3)
         made.start(1, 2, rounds=3)
         for group in range(2):
             for process in range(2):
                 last = made.committed(group, 3, process=process)
-                assert last.value[0] == 1.5 * SIZE
+                assert last.value[0] == 1.5 * members.SIZE
         failed = [(event.group, event.process, event.step) for event in made.events if event.kind == "failed"]
         assert sorted(failed) == [(0, 0, 1), (0, 1, 1), (1, 0, 1), (1, 1, 1)]
 
@@ -221,17 +214,11 @@ def test_another_torchft_is_refused(monkeypatch: pytest.MonkeyPatch, version: st
     ("given", "interface", "message"),
     [
         ({"lighthouse": "http://10.0.0.1"}, "", r"lighthouse='http://10.0.0.1': give its address with the port"),
-        (
-            {"lighthouse": "127.0.0.1:1"},
-            "wg7",
-            r"GLOO_SOCKET_IFNAME=wg7: No such device. .* interfaces are .*lo.*\. Give",
-        ),
-        ({"lighthouse": "127.0.0.1:1", "address": "192.0.2.1"}, "", r"address=192.0.2.1: Cannot assign .* Give"),
+        (HERE, "wg7", r"GLOO_SOCKET_IFNAME=wg7: No such device. .* interfaces are .*lo.*\. Give"),
+        ({**HERE, "address": "192.0.2.1"}, "", r"address=192.0.2.1: Cannot assign .* Give"),
     ],
 )
-def test_addresses_that_cannot_be(
-    monkeypatch: pytest.MonkeyPatch, given: dict[str, str], interface: str, message: str
-) -> None:
+def test_addresses(monkeypatch: pytest.MonkeyPatch, given: dict[str, str], interface: str, message: str) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", interface)
     monkeypatch.setenv("RUST_LOG", "warn")  # or the first one sets it
     with pytest.raises(ConfigurationError, match=message):

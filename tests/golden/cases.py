@@ -13,20 +13,9 @@ from lightning.pytorch.plugins.precision import MixedPrecision
 from torch.optim import SGD, Adagrad, Adam, AdamW, RMSprop
 
 import lightning_lowbw as lowbw
-from tests.golden.models import (
-    ChannelsLast,
-    Conv,
-    Dropout,
-    Golden,
-    Groups,
-    MakeOptimizer,
-    Sharded,
-    Tied,
-    TwoOptimizers,
-    Wide,
-)
+from tests.golden import models
 
-OPTIMIZERS: dict[str, MakeOptimizer] = {
+OPTIMIZERS: dict[str, models.MakeOptimizer] = {
     "sgd": partial(SGD, lr=0.1),
     "momentum": partial(SGD, lr=0.05, momentum=0.9),
     "nesterov": partial(SGD, lr=0.05, momentum=0.9, nesterov=True, weight_decay=0.01),
@@ -60,7 +49,7 @@ class Case:
 
     strategy: Callable[[], Any]
     optimizer: str = "momentum"
-    model: type[Golden] = Golden
+    model: type[models.Golden] = models.Golden
     ranks: int = 2
     precision: str = "32-true"
     init_scale: float = 2.0**10
@@ -81,6 +70,7 @@ class Case:
 
 CASES: dict[str, Case] = {}
 
+CONV = {"model": models.Conv}
 CLIP_NORM = {"gradient_clip_val": 0.3}
 CLIP_VALUE = {"gradient_clip_val": 0.02, "gradient_clip_algorithm": "value"}
 ACCUMULATE = {"accumulate_grad_batches": 2}
@@ -119,12 +109,12 @@ for _optimizer in ("momentum", "adam", "rmsprop"):
     dgc(f"{_optimizer}-stairs-int8", {**STAIRS, "value_dtype": "int8"}, optimizer=_optimizer)
 dgc("sgd-two-levels", {"topology": 2, **STAIRS}, "dgc_two_levels", optimizer="sgd", ranks=4)
 
-dgc("bfloat16-conv", {"value_dtype": "bfloat16"}, optimizer="nesterov", model=Conv)
-dgc("float16-four-ranks", {"value_dtype": "float16"}, ranks=4, model=Conv)
-dgc("int4-adamw-channels-last", {"value_dtype": "int4"}, optimizer="adamw", model=ChannelsLast)
+dgc("bfloat16-conv", {"value_dtype": "bfloat16"}, optimizer="nesterov", model=models.Conv)
+dgc("float16-four-ranks", {"value_dtype": "float16"}, ranks=4, model=models.Conv)
+dgc("int4-adamw-channels-last", {"value_dtype": "int4"}, optimizer="adamw", model=models.ChannelsLast)
 dgc("int2-sgd", {"value_dtype": "int2"}, optimizer="sgd")
 
-dgc("sampled-wide-reduce-scatter", {"sparsity": (0.98,), "exchange": "reduce_scatter"}, model=Wide, steps=6)
+dgc("sampled-wide-reduce-scatter", {"sparsity": (0.98,), "exchange": "reduce_scatter"}, model=models.Wide, steps=6)
 
 dgc("reduce-scatter-four-ranks-int4-adam", {"exchange": "reduce_scatter", "value_dtype": "int4", **STAIRS}, ranks=4,
     optimizer="adam")  # fmt: skip
@@ -133,9 +123,9 @@ dgc("reduce-scatter-clip-rmsprop", {"exchange": "reduce_scatter"}, optimizer="rm
 dgc("no-masking-nesterov-int4", {"momentum_masking": False, "value_dtype": "int4"}, optimizer="nesterov")
 dgc("masking-adamw", {"momentum_masking": True}, optimizer="adamw")
 dgc("exclude", {"exclude": ["body.3.*"], **STAIRS}, optimizer="nesterov")
-dgc("tied-unused", {**SHARED, **STAIRS}, optimizer="nesterov", model=Tied)
-dgc("groups", STAIRS, optimizer="nesterov", model=Groups, lr_milestones=(4,))
-dgc("two-optimizers", STAIRS, optimizer="momentum", model=TwoOptimizers, steps=12)
+dgc("tied-unused", {**SHARED, **STAIRS}, optimizer="nesterov", model=models.Tied)
+dgc("groups", STAIRS, optimizer="nesterov", model=models.Groups, lr_milestones=(4,))
+dgc("two-optimizers", STAIRS, optimizer="momentum", model=models.TwoOptimizers, steps=12)
 
 dgc("clip-norm", STAIRS, trainer=CLIP_NORM, optimizer="nesterov")
 dgc("clip-value-adamw", {"value_dtype": "int8"}, trainer=CLIP_VALUE, optimizer="adamw")
@@ -144,24 +134,24 @@ dgc("bf16", STAIRS, precision="bf16-mixed", optimizer="nesterov")
 dgc("scaler", STAIRS, precision="scaler", optimizer="momentum")
 dgc("scaler-skips-adamw", {"value_dtype": "int8"}, precision="scaler", init_scale=2.0**20, optimizer="adamw", steps=10)
 
-dgc("resume-stairs", STAIRS, optimizer="nesterov", resume_at=4, model=Dropout)
+dgc("resume-stairs", STAIRS, optimizer="nesterov", resume_at=4, model=models.Dropout)
 dgc("resume-adamw-int8", {"value_dtype": "int8"}, optimizer="adamw", resume_at=4)
 dgc("resume-reduce-scatter-four-ranks", {"exchange": "reduce_scatter", "value_dtype": "bfloat16"}, ranks=4, resume_at=4)
-dgc("resume-wide", {"sparsity": (0.98,)}, model=Wide, resume_at=3, steps=6)
+dgc("resume-wide", {"sparsity": (0.98,)}, model=models.Wide, resume_at=3, steps=6)
 
 for _name, _options, _fields in (
     ("interleaved-adamw-int8", {"topology": INTERLEAVED, "value_dtype": "int8", **STAIRS}, {"optimizer": "adamw"}),
     ("int4-clip", {"topology": 2, "value_dtype": "int4"}, {"trainer": CLIP_NORM}),
     ("accumulate-bf16", {"topology": 2}, {"trainer": ACCUMULATE, "precision": "bf16-mixed"}),
     ("scaler-nesterov", {"topology": 2, **STAIRS}, {"precision": "scaler", "optimizer": "nesterov"}),
-    ("wide", {"topology": 2, "sparsity": (0.98,), "value_dtype": "bfloat16"}, {"model": Wide, "steps": 6}),
-    ("tied-unused", {"topology": 2, **SHARED}, {"model": Tied, "optimizer": "adamw"}),
+    ("wide", {"topology": 2, "sparsity": (0.98,), "value_dtype": "bfloat16"}, {"model": models.Wide, "steps": 6}),
+    ("tied-unused", {"topology": 2, **SHARED}, {"model": models.Tied, "optimizer": "adamw"}),
     ("resume-adamw-bfloat16", {"topology": INTERLEAVED, "value_dtype": "bfloat16"},
      {"resume_at": 4, "optimizer": "adamw"}),
 ):  # fmt: skip
     dgc(_name, _options, "dgc_two_levels", ranks=4, **_fields)
 
-add("dgc/by-name-warm-up", by_name, {"name": "dgc"}, optimizer="nesterov", model=Wide,
+add("dgc/by-name-warm-up", by_name, {"name": "dgc"}, optimizer="nesterov", model=models.Wide,
     callbacks=lambda: [lowbw.SparsityWarmup(begin_step=2, steps=3, sparsity=[0.5, 0.9])])  # fmt: skip
 
 CHUNKS = {"density": 0.1, "chunk": 64, "decay": 0.9, "value_dtype": "int8"}
@@ -175,24 +165,24 @@ for _name, _options, _fields in (
 # Few bits per value, every step -----------------------------------------------------------------------------------
 
 for _name, _method, _fields in (
-    ("int8-adamw-four-ranks-conv", lowbw.QuantizedGradients(), {"optimizer": "adamw", "ranks": 4, "model": Conv}),
+    ("int8-adamw-four-ranks-conv", lowbw.QuantizedGradients(), {**CONV, "optimizer": "adamw", "ranks": 4}),
     ("int8-rmsprop-clip", lowbw.QuantizedGradients(), {"optimizer": "rmsprop", "trainer": CLIP_NORM}),
     ("int8-scaler-skips", lowbw.QuantizedGradients(), {"precision": "scaler", "init_scale": 2.0**20, "steps": 10}),
     ("int4-adagrad-accumulate", lowbw.QuantizedGradients("int4"), {"optimizer": "adagrad", "trainer": ACCUMULATE}),
     ("int4-begins-dense-bf16", lowbw.QuantizedGradients("int4", rampup_begin_step=3), {"precision": "bf16-mixed"}),
     ("int4-two-levels", lowbw.QuantizedGradients("int4", topology=INTERLEAVED), {"ranks": 4, "optimizer": "nesterov"}),
-    ("int8-resume-adam", lowbw.QuantizedGradients(), {"optimizer": "adam", "resume_at": 4, "model": Dropout}),
+    ("int8-resume-adam", lowbw.QuantizedGradients(), {"optimizer": "adam", "resume_at": 4, "model": models.Dropout}),
 ):
     add(f"quantized/{_name}", lowbw.Strategy, {"method": _method}, **_fields)
-add("quantized/int4-by-name-wide", by_name, {"name": "int4"}, model=Wide, steps=6)
+add("quantized/int4-by-name-wide", by_name, {"name": "int4"}, model=models.Wide, steps=6)
 
 # Low rank ---------------------------------------------------------------------------------------------------------
 
 for _name, _method, _fields in (
     ("adamw-two-levels", lowbw.PowerSGD(1, topology=INTERLEAVED), {"optimizer": "adamw", "ranks": 4}),
-    ("clip-conv", lowbw.PowerSGD(1), {"optimizer": "nesterov", "trainer": CLIP_NORM, "model": Conv}),
+    ("clip-conv", lowbw.PowerSGD(1), {"optimizer": "nesterov", "trainer": CLIP_NORM, "model": models.Conv}),
     ("begins-dense-accumulate-bf16", lowbw.PowerSGD(start_step=3), {"precision": "bf16-mixed", "trainer": ACCUMULATE}),
-    ("resume-adam", lowbw.PowerSGD(4), {"optimizer": "adam", "resume_at": 4, "model": Dropout}),
+    ("resume-adam", lowbw.PowerSGD(4), {"optimizer": "adam", "resume_at": 4, "model": models.Dropout}),
     ("every-k", lowbw.Method(when=lowbw.EveryK(k_steps=2), what=lowbw.LowRank()), {"optimizer": "adamw"}),
 ):
     add(f"powersgd/{_name}", lowbw.Strategy, {"method": _method}, **_fields)
@@ -210,22 +200,22 @@ def named(name: str, preset: str, k_steps: int, **fields: Any) -> None:
     add(name, by_name, {"name": preset}, callbacks=lambda: [lowbw.AveragingSchedule(k_steps=k_steps)], **fields)
 
 
-local("four-ranks-conv", {"k_steps": 3}, ranks=4, model=Conv, optimizer="nesterov")
-local("channels-last-adamw", {}, model=ChannelsLast, optimizer="adamw")
-local("tied-unused", {**SHARED, "begin_step": 2}, model=Tied, optimizer="adamw")
-local("groups", {"begin_step": 0}, model=Groups, optimizer="nesterov", lr_milestones=(4,))
-local("two-optimizers", {}, model=TwoOptimizers, optimizer="adamw", steps=12)
+local("four-ranks-conv", {"k_steps": 3}, ranks=4, model=models.Conv, optimizer="nesterov")
+local("channels-last-adamw", {}, model=models.ChannelsLast, optimizer="adamw")
+local("tied-unused", {**SHARED, "begin_step": 2}, model=models.Tied, optimizer="adamw")
+local("groups", {"begin_step": 0}, model=models.Groups, optimizer="nesterov", lr_milestones=(4,))
+local("two-optimizers", {}, model=models.TwoOptimizers, optimizer="adamw", steps=12)
 local("delayed-mixing-adamw", {"k_steps": 3, "delay_steps": 2, "mixing": 0.5}, optimizer="adamw")
-local("int4-adamw-conv", {"compression": "int4"}, optimizer="adamw", model=Conv)
+local("int4-adamw-conv", {"compression": "int4"}, optimizer="adamw", model=models.Conv)
 local("accumulate-adamw", {"begin_step": 2}, trainer=ACCUMULATE, optimizer="adamw")
-local("bf16", {}, precision="bf16-mixed", optimizer="nesterov", model=Conv)
+local("bf16", {}, precision="bf16-mixed", optimizer="nesterov", model=models.Conv)
 local("scaler-skips", {}, precision="scaler", init_scale=2.0**20, steps=10)
 local("uneven", {}, batches=(5, 3), trainer={"max_epochs": 2})
-local("resume", {"k_steps": 3}, resume_at=5, steps=10, model=Dropout, optimizer="nesterov")
+local("resume", {"k_steps": 3}, resume_at=5, steps=10, model=models.Dropout, optimizer="nesterov")
 local("resume-delayed-adamw", {"k_steps": 3, "delay_steps": 2}, resume_at=5, steps=10, optimizer="adamw")
 local("resume-bfloat16", {"compression": "bfloat16", "k_steps": 3}, resume_at=5, steps=10)
 
-named("post_local_sgd/by-name-adamw", "post_local_sgd", 2, optimizer="adamw", lr_milestones=(3,), model=Conv)
+named("post_local_sgd/by-name-adamw", "post_local_sgd", 2, optimizer="adamw", lr_milestones=(3,), model=models.Conv)
 add("post_local_sgd/two-levels", lowbw.LocalSGDStrategy, {"k_steps": 2, "begin_step": "first_lr_decay", "topology": 2},
     lr_milestones=(3,), ranks=4, optimizer="nesterov")  # fmt: skip
 add("post_local_sgd/resume-before", lowbw.LocalSGDStrategy, {"k_steps": 2, "begin_step": "first_lr_decay"},
@@ -245,7 +235,8 @@ for _name, _options, _fields in (
     ("slowmo-resume", {"outer": "slowmo", "outer_momentum": 0.7}, {"resume_at": 5, "steps": 10}),
     ("diloco-resume", {"outer": "nesterov", "k_steps": 3}, {"resume_at": 5, "steps": 10, "optimizer": "adamw"}),
     ("streaming-slowmo", {"num_fragments": 2, "outer": "slowmo", "k_steps": 3, "delay_steps": 1}, {}),
-    ("streaming-bfloat16", {"num_fragments": 2, "compression": "bfloat16"}, {"model": Conv, "precision": "bf16-mixed"}),
+    ("streaming-bfloat16", {"num_fragments": 2, "compression": "bfloat16"},
+     {"model": models.Conv, "precision": "bf16-mixed"}),
     ("streaming-two-levels", {"num_fragments": 2, "k_steps": 3, "delay_steps": 1, "mixing": 0.3, "topology": 2},
      {"ranks": 4, "optimizer": "adamw", "bytes_by_step": False}),
     ("streaming-resume", {"num_fragments": 3, "k_steps": 3, "delay_steps": 2, "mixing": 0.5, "outer": "nesterov"},
@@ -255,7 +246,7 @@ for _name, _options, _fields in (
 named("outer/diloco-by-name", "diloco", 3, optimizer="adamw")
 
 for _name, _options, _fields in (
-    ("leader", {"topology": INTERLEAVED, "k_steps": 3}, {"optimizer": "nesterov", "model": Conv}),
+    ("leader", {"topology": INTERLEAVED, "k_steps": 3}, {"optimizer": "nesterov", "model": models.Conv}),
     ("nodes-of-two-sizes", {"topology": [[0, 1, 2], [3]]}, {"optimizer": "adamw"}),
     ("delayed", {"topology": 2, "k_steps": 3, "delay_steps": 1}, {"bytes_by_step": False}),
     ("int8-slowmo", {"topology": 2, "compression": "int8", "outer": "slowmo"}, {}),
@@ -267,9 +258,9 @@ for _name, _options, _fields in (
 
 LOCO = {"density": 0.1, "chunk": 256, "min_numel": 100}
 for _name, _compression, _options, _fields in (
-    ("int4", {"value_dtype": "int4"}, {}, {"optimizer": "nesterov", "model": Conv}),
+    ("int4", {"value_dtype": "int4"}, {}, {"optimizer": "nesterov", "model": models.Conv}),
     ("float32-sgd", {"value_dtype": "float32", "decay": 1.0}, {}, {"optimizer": "sgd"}),
-    ("whole-wide", {"chunk": None, "density": 0.02}, {}, {"optimizer": "adamw", "model": Wide, "steps": 6}),
+    ("whole-wide", {"chunk": None, "density": 0.02}, {}, {"optimizer": "adamw", "model": models.Wide, "steps": 6}),
     ("over-ranks", {"mean_over": "ranks"}, {}, {"optimizer": "adamw", "ranks": 4}),
     ("streaming-mixing", {}, {"num_fragments": 2, "k_steps": 3, "delay_steps": 1, "mixing": 0.5},
      {"optimizer": "nesterov"}),
@@ -282,19 +273,19 @@ for _name, _compression, _options, _fields in (
      {"resume_at": 5, "steps": 10, "optimizer": "nesterov"}),
 ):  # fmt: skip
     local(_name, {"begin_step": 0, "compression": {**LOCO, **_compression}, **_options}, "sparse_loco", **_fields)
-named("sparse_loco/by-name-wide", "sparse_loco", 3, optimizer="adamw", model=Wide, steps=6)
+named("sparse_loco/by-name-wide", "sparse_loco", 3, optimizer="adamw", model=models.Wide, steps=6)
 
 # Dense on two levels ----------------------------------------------------------------------------------------------
 
 for _name, _options, _fields in (
     ("leader-nodes-of-two-sizes", {"algorithm": "leader", "topology": [[0, 1, 2], [3]]},
-     {"model": Conv}),
+     {"model": models.Conv}),
     ("interleaved-bfloat16", {"inter_dtype": "bfloat16", "topology": INTERLEAVED},
      {"optimizer": "adam"}),
     ("accumulate-bf16", {}, {"trainer": ACCUMULATE, "precision": "bf16-mixed", "optimizer": "rmsprop"}),
     ("clip-value-scaler", {"algorithm": "leader"}, {"trainer": CLIP_VALUE, "precision": "scaler"}),
-    ("tied-unused", SHARED, {"model": Tied, "optimizer": "adamw"}),
-    ("resume", {"inter_dtype": "bfloat16"}, {"resume_at": 4, "optimizer": "nesterov", "model": Dropout}),
+    ("tied-unused", SHARED, {"model": models.Tied, "optimizer": "adamw"}),
+    ("resume", {"inter_dtype": "bfloat16"}, {"resume_at": 4, "optimizer": "nesterov", "model": models.Dropout}),
 ):  # fmt: skip
     add(f"hierarchical/{_name}", lowbw.HierarchicalStrategy, {"topology": 2, **_options}, ranks=4, **_fields)
 
@@ -307,15 +298,15 @@ for _name, _method, _fields in (
     ("dgc-nesterov-clip", lowbw.DGC(**FSDP_DGC, momentum_masking=True),
      {"optimizer": "nesterov", "trainer": CLIP_NORM}),
     ("dgc-adamw-int8-tied-bf16", lowbw.DGC(**FSDP_DGC, value_dtype="int8"),
-     {"optimizer": "adamw", "model": Tied, "precision": "bf16-mixed"}),
-    ("dgc-resume", lowbw.DGC(**FSDP_DGC, momentum_masking=True), {"resume_at": 4, "model": Dropout}),
-    ("int8-adamw-conv", lowbw.QuantizedGradients(), {"optimizer": "adamw", "model": Conv, "trainer": VALIDATE}),
-    ("local-sgd-configured", lowbw.LocalSGD(2), {"optimizer": "sgd", "model": Sharded, "trainer": ACCUMULATE}),
+     {"optimizer": "adamw", "model": models.Tied, "precision": "bf16-mixed"}),
+    ("dgc-resume", lowbw.DGC(**FSDP_DGC, momentum_masking=True), {"resume_at": 4, "model": models.Dropout}),
+    ("int8-adamw-conv", lowbw.QuantizedGradients(), {"optimizer": "adamw", "model": models.Conv, "trainer": VALIDATE}),
+    ("local-sgd-configured", lowbw.LocalSGD(2), {"optimizer": "sgd", "model": models.Sharded, "trainer": ACCUMULATE}),
     ("qsr-int8", lowbw.AdaptiveLocalSGD(2, rule="qsr", qsr_alpha=0.1, compression="int8"), {"lr_milestones": (5,)}),
     ("diloco-delayed-resume", lowbw.LocalSGD(3, 0, outer="nesterov", delay_steps=1),
      {"optimizer": "adamw", "resume_at": 5, "steps": 10}),
     ("sparse-loco-resume", lowbw.LocalSGD(2, 0, compression=FSDP_LOCO),
-     {"optimizer": "adamw", "resume_at": 5, "steps": 10, "model": Sharded}),
+     {"optimizer": "adamw", "resume_at": 5, "steps": 10, "model": models.Sharded}),
 ):  # fmt: skip
     _topology = INTERLEAVED if "interleaved" in _name else 2
     add(f"fsdp/{_name}", lowbw.ShardedStrategy, {"method": _method, "topology": _topology}, ranks=4, **_fields)

@@ -30,9 +30,8 @@ class Golden(pl.LightningModule):
         self._place = (-1, 0)  # of the batch: optimizer steps before it, batches since the last one
 
     def make_body(self) -> nn.Module:
-        return nn.Sequential(
-            nn.Linear(16, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 5)
-        )
+        first = nn.Linear(16, 64), nn.BatchNorm1d(64), nn.ReLU()
+        return nn.Sequential(*first, nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 5))
 
     def make_input(self, size: int, generator: torch.Generator) -> Tensor:
         return torch.randn(size, *self.input_shape, generator=generator)

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from tests.golden.cases import CASES, OPTIMIZERS, Case
 from tests.golden.models import make_loader
+from tests.tiny import make_trainer
 
 # A row is of one step, or taken after the fit: then "bytes" are those sent, received, sent inside nodes, between nodes.
 FIELDS = ("step", "weights", "buffers", "optimizer", "bytes", "norm")
@@ -98,24 +99,12 @@ def fit(case: Case, max_steps: int, save_after: int | None, resume: str | None, 
     recorder = Recorder(save_after, path, case.bytes_by_step)
     enough = 2 * max_steps * int(case.trainer.get("accumulate_grad_batches", 1))
     arguments = {
-        "max_epochs": 1,
         "max_steps": max_steps if case.batches is None else -1,
-        "logger": False,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-        "use_distributed_sampler": False,
         "num_sanity_val_steps": 0,
         **case.precision_arguments(),
         **case.trainer,
     }
-    trainer = pl.Trainer(
-        strategy=case.strategy(),
-        accelerator="cpu",
-        devices=case.ranks,
-        callbacks=[*case.callbacks(), recorder],
-        **arguments,
-    )
+    trainer = make_trainer(case.strategy(), case.ranks, callbacks=[*case.callbacks(), recorder], **arguments)
     loader = make_loader(enough if case.batches is None else case.batches[rank])
     validation = make_loader(2) if "val_check_interval" in case.trainer else None
     trainer.fit(module, loader, validation, ckpt_path=resume)

@@ -75,9 +75,7 @@ def rewrite(records: dict[str, Any]) -> None:
         content = load(group)
         kept = {name: rows for name, rows in content["cases"].items() if name in CASES and name not in records}
         if kept and content["environment"] != here:
-            pytest.fail(
-                f"{group}.json was recorded in {content['environment']}, and this is {here}: rewrite all of its cases."
-            )
+            pytest.fail(f"{group}.json is of {content['environment']}, and this is {here}: rewrite all of its cases.")
         new = {name: rows for name, rows in records.items() if group_of(name) == group and not isinstance(rows, str)}
         save(group, {"environment": here, "cases": {**kept, **new}})
 
@@ -121,8 +119,8 @@ def numbers(value: Any) -> list[float]:
     return [float("nan") if each is None else each for each in values]
 
 
-def agree(name: str, field: str, value: Any, golden: Any, is_same_environment: bool) -> bool:
-    if is_same_environment or field == "step" or (field == "bytes" and REDUCE_SCATTER not in name):
+def agree(name: str, field: str, value: Any, golden: Any, is_same: bool) -> bool:
+    if is_same or field == "step" or (field == "bytes" and REDUCE_SCATTER not in name):
         return value == golden
     if field not in ("norm", "bytes"):
         return True
@@ -132,15 +130,13 @@ def agree(name: str, field: str, value: Any, golden: Any, is_same_environment: b
     return torch.allclose(here.expand(size), there.expand(size), rtol=rtol, atol=0.0, equal_nan=True)
 
 
-def first_difference(
-    name: str, rows: list[list[Any]], golden: list[list[Any]], is_same_environment: bool
-) -> str | None:
+def first_difference(name: str, rows: list[list[Any]], golden: list[list[Any]], is_same: bool) -> str | None:
     """Say in which step which fields differ first. A resumed case has two ends of a fit."""
     for row, expected in zip(rows, golden, strict=False):
         fields = [
             f"{field} ({value} instead of {before})"
             for field, value, before in zip(FIELDS, row, expected, strict=True)
-            if not agree(name, field, value, before, is_same_environment)
+            if not agree(name, field, value, before, is_same)
         ]
         if fields:
             return f"step {expected[0]}: {', '.join(fields)}"

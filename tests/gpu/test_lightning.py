@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -62,15 +63,8 @@ def fit(store: str, backend: str, name: str, optimizer: str, precision: Any, cli
     model = Module(optimizer)
     strategy = STRATEGIES[name](process_group_backend=backend if is_cuda else "gloo")
     devices = {"accelerator": "gpu", "devices": [rank % torch.cuda.device_count()]} if is_cuda else {"devices": 1}
-    trainer = make_trainer(
-        strategy,
-        1,
-        num_nodes=num_ranks,
-        precision=precision,
-        gradient_clip_val=clip,
-        use_distributed_sampler=True,
-        **devices,
-    )
+    options = {"precision": precision, "gradient_clip_val": clip, "use_distributed_sampler": True, **devices}
+    trainer = make_trainer(strategy, 1, num_nodes=num_ranks, **options)
     x = torch.randn(16 * STEPS * num_ranks, 32, generator=torch.Generator().manual_seed(1))
     trainer.fit(model, DataLoader(TensorDataset(x), batch_size=16))
     weights = [parameter.detach().cpu() for parameter in model.parameters()]
@@ -103,9 +97,7 @@ def test_strategies_exchange(name: str, optimizer: str, backend: str, tmp_path: 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("precision", ["16-mixed", "bf16-mixed", "bf16-true"])
-@pytest.mark.parametrize(
-    ("name", "backend"), [*((name, "nccl") for name in ("dgc", "int8", "local_sgd")), ("dgc", "gloo")]
-)
+@pytest.mark.parametrize(("name", "backend"), [*product(("dgc", "int8", "local_sgd"), ("nccl",)), ("dgc", "gloo")])
 def test_precisions_exchange(name: str, backend: str, precision: str, tmp_path: Path) -> None:
     results = run_ranks(fit, 2, str(tmp_path / "store"), backend, name, "SGD", precision, 1.0)
     assert all(weights.isfinite().all() for weights in check(results))

@@ -18,28 +18,13 @@ from torch import Tensor
 from lightning_lowbw.compress.codec import SparseCodec
 from lightning_lowbw.compress.selection import SampledSelector, Selection
 from lightning_lowbw.kernels import dispatch, gpu, reference
-from lightning_lowbw.kernels.reference import Arrival
+from lightning_lowbw.kernels.reference import Arrival, SecondMoment
 from lightning_lowbw.kernels.table import GPU_BLOCK
-from tests.kernels.bits import equal_bits
-from tests.kernels.segments import (
-    BFLOAT16,
-    DECAY,
-    DEVICE,
-    FLOAT32,
-    FORMS,
-    IS_TRITON,
-    LARGE,
-    SIZES,
-    check,
-    compress,
-    draw_parts,
-    make,
-    make_second_moment,
-    memory,
-    redraw,
-    state,
-)
+from tests.kernels.bits import BFLOAT16, DEVICE, FLOAT32, IS_TRITON, equal_bits
+from tests.kernels.segments import DECAY, FORMS, LARGE, check, compress, draw_parts, make, memory, redraw, state
 
+# (numel, k): one block and less, its borders, several; from all elements down to one in a thousand
+SIZES = [(1, 1), (200, 1), (GPU_BLOCK, 3), (GPU_BLOCK + 1, 4), (GPU_BLOCK + 8, 600), (3 * GPU_BLOCK + 13, 6)]
 pytestmark = pytest.mark.skipif(not IS_TRITON and dispatch.compiled_for() is None, reason="needs numba")
 
 
@@ -107,6 +92,12 @@ def test_general_factors() -> None:
     rounding = 1e-6 if IS_TRITON else 0.0
     torch.testing.assert_close(corrected, twin.residual, rtol=rounding, atol=rounding)
     torch.testing.assert_close(segment.momentum_buffer, twin.momentum_buffer, rtol=rounding, atol=rounding)
+
+
+def make_second_moment(numel: int, dtype: torch.dtype = FLOAT32, amsgrad: bool = False) -> SecondMoment:
+    square = torch.rand(numel).to(dtype).to(DEVICE)
+    largest = torch.rand(numel).to(dtype).to(DEVICE) if amsgrad else None
+    return SecondMoment(square=square, largest=largest, beta2=0.99, share=0.5, eps=1e-8, corrections=(0.5, 0.1))
 
 
 @pytest.mark.parametrize(("amsgrad", "dtype"), [(True, FLOAT32), (False, BFLOAT16)])

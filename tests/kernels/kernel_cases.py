@@ -19,17 +19,12 @@ from lightning_lowbw.kernels import dispatch, gpu
 from lightning_lowbw.kernels.dispatch import Uses
 from lightning_lowbw.kernels.gpu import SELECT_BLOCK
 from lightning_lowbw.kernels.table import GPU_BLOCK, Kind, Workspace
-from tests.kernels.bits import equal_bits
-from tests.kernels.segments import BFLOAT16, FLOAT16, FLOAT32, FORMS, LARGE, check, draw_parts, make, redraw
+from tests.kernels.bits import BFLOAT16, FLOAT16, FLOAT32, equal_bits
+from tests.kernels.segments import FORMS, LARGE, check, draw_parts, make, redraw
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-KERNELS = tuple(
-    f"{n}_kernel"
-    for n in (
-        *("correct", "order", "plan", "digits", "choose", "count", "take"),
-        *("pack", "ones", "unpack", "apply", "encode", "decode", "chunks"),
-    )
-)
+NAMES = "correct order plan digits choose count take pack ones unpack apply encode decode chunks"
+KERNELS = [f"{name}_kernel" for name in NAMES.split()]
 
 
 def missed(workspace: Workspace) -> list[int]:
@@ -89,9 +84,8 @@ def test_as_many_candidates_as_there_is_room_for() -> None:
     assert capacity < numel // 2
     for segment, count in zip(segments, (capacity, capacity + 1, k, k - 1), strict=True):
         segment.gradient.zero_()
-        segment.residual.tanh_().mul_(0.9)[torch.randperm(numel)[:count].to(DEVICE)] = 1.0 + torch.rand(count).to(
-            DEVICE
-        )
+        large = 1.0 + torch.rand(count).to(DEVICE)
+        segment.residual.tanh_().mul_(0.9)[torch.randperm(numel)[:count].to(DEVICE)] = large
     workspace.thresholds.fill_(1.0)
     check(segments, workspace)
     assert missed(workspace) == [1, 3]

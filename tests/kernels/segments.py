@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,15 +11,10 @@ from torch import Tensor
 
 from lightning_lowbw.compress.selection import Selection
 from lightning_lowbw.kernels import gpu, reference
-from lightning_lowbw.kernels.reference import SecondMoment, Segment
+from lightning_lowbw.kernels.reference import Segment
 from lightning_lowbw.kernels.table import GPU_BLOCK, Workspace
-from tests.kernels.bits import equal_bits
+from tests.kernels.bits import BFLOAT16, DEVICE, FLOAT16, FLOAT32, IS_TRITON, equal_bits
 
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-IS_TRITON = DEVICE.type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1"
-FLOAT32, BFLOAT16, FLOAT16 = torch.float32, torch.bfloat16, torch.float16
-# (numel, k): one block and less, its borders, several; from all elements down to one in a thousand
-SIZES = [(1, 1), (200, 1), (GPU_BLOCK, 3), (GPU_BLOCK + 1, 4), (GPU_BLOCK + 8, 600), (3 * GPU_BLOCK + 13, 6)]
 LARGE = (2 * GPU_BLOCK, 4)
 
 
@@ -49,12 +43,6 @@ def make(
         k=k,
         **factors,
     )
-
-
-def make_second_moment(numel: int, dtype: torch.dtype = FLOAT32, amsgrad: bool = False) -> SecondMoment:
-    square = torch.rand(numel).to(dtype).to(DEVICE)
-    largest = torch.rand(numel).to(dtype).to(DEVICE) if amsgrad else None
-    return SecondMoment(square=square, largest=largest, beta2=0.99, share=0.5, eps=1e-8, corrections=(0.5, 0.1))
 
 
 def state(segments: Sequence[Segment]) -> list[Tensor]:
@@ -96,20 +84,15 @@ def check(segments: Sequence[Segment], of_backend: Any, masking: bool = True) ->
 # Correct, select, take ------------------------------------------------------------------------------------------------
 
 DECAY = {"weight": FLOAT32, "weight_decay": 2.0**-6}
+ALL: dict[str, Any] = {"momentum": 0.5, "nesterov": True, "sign": -1.0, **DECAY, "ahead": 2.0**-5}
 FORMS: dict[str, dict[str, Any]] = {
     "momentum": {"momentum": 0.9},
     "error feedback": {"momentum_buffer": None},
     "nesterov without momentum": {"momentum_buffer": None, "nesterov": True},
     "decay of nothing": {"momentum": 0.9, "weight": FLOAT32, "weight_decay": 0.0},
     "dampened": {"momentum": 0.5, "dampening": 0.5},
-    "all": {"momentum": 0.5, "nesterov": True, "sign": -1.0, **DECAY, "ahead": 2.0**-5},
+    "all": ALL,
     "bfloat16": {"momentum": 0.75, "gradient": BFLOAT16, "momentum_buffer": BFLOAT16},
     "float16 gradient": {"momentum": 0.9, "gradient": FLOAT16},
-    "all bfloat16": {
-        **dict.fromkeys(("gradient", "momentum_buffer", "weight"), BFLOAT16),
-        "momentum": 0.5,
-        "nesterov": True,
-        "weight_decay": 2.0**-6,
-        "sign": -1.0,
-    },
+    "all bfloat16": {**ALL, **dict.fromkeys(("gradient", "momentum_buffer", "weight"), BFLOAT16), "ahead": 0.0},
 }

@@ -86,10 +86,8 @@ def test_accumulating_tells_the_same(module: ModuleType) -> None:
     for numel in (1, 64, 65, 1023, 1024, 1025, 5 * 1024 + 3 * 64 + 3):
         v, u, gradient, weight = torch.randn(4, numel).unbind(0)
         factors = {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1, "sign": -1.0}
-        segments = [
-            Segment(residual=v.clone(), momentum_buffer=u.clone(), gradient=gradient, weight=weight, k=1, **factors)  # type: ignore[arg-type]
-            for _ in range(4)
-        ]
+        given = {"gradient": gradient, "weight": weight, "k": 1, **factors}
+        segments = [Segment(residual=v.clone(), momentum_buffer=u.clone(), **given) for _ in range(4)]  # type: ignore[arg-type]
         sample = module.sample_accumulated(segments[0], 7)
         assert equal_bits(segments[0].residual, v)
         for segment, threshold in zip(segments, (0.0, 1e-45, 2.0, float("nan")), strict=True):
@@ -123,7 +121,7 @@ def test_several_threads(numel: int) -> None:
         v, gradient, fault = torch.zeros(numel), values.clone(), torch.zeros((), dtype=torch.bool)
         if where is not None:
             gradient[where] = torch.nan
-        step = Segment(residual=v, momentum_buffer=None, gradient=gradient, weight=None, k=1, fault=fault)
+        step = Segment(residual=v, gradient=gradient, k=1, fault=fault)
         assert CPU.accumulate_(step, 2.0).equal(reference.reach(gradient, 2.0))
         assert bool(fault) == (where is not None)
         assert CPU.accumulate_(step, 1e-45, 3) is None or numel < 10
@@ -134,7 +132,5 @@ def test_what_is_compiled_is_kept_and_works_where_it_cannot_be(tmp_path: Path) -
     assert CPU is not None
     assert CPU.reach_kernel.stats.cache_path
     (tmp_path / "file").write_text("")
-    program = (
-        "import torch; from lightning_lowbw.kernels import cpu; assert cpu.largest(torch.ones(9), 1).tolist() == [0]"
-    )
+    program = "from lightning_lowbw.kernels import cpu; import torch; assert not cpu.largest(torch.ones(9), 1).any()"
     run_without_lightning(program, NUMBA_CACHE_DIR=str(tmp_path / "file" / "folder"))

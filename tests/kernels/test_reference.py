@@ -7,16 +7,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from lightning_lowbw.kernels.reference import (
-    SecondMoment,
-    Segment,
-    accumulate_,
-    compress_many_,
-    correct_,
-    largest_scale_bits,
-    scatter_mean_,
-    take_,
-)
+from lightning_lowbw.kernels import reference
 from tests.kernels.bits import equal_bits
 
 CHANNELS_LAST = (3, 4, 5, 2)
@@ -39,7 +30,7 @@ def test_correct_nesterov_is_the_papers_form() -> None:
     u, v = momentum * momentum_buffer, residual.clone()
     for _ in range(5):
         gradient = torch.randn(40, dtype=torch.float64)
-        correct_(residual, momentum_buffer, gradient, momentum=momentum, nesterov=True)
+        reference.correct_(residual, momentum_buffer, gradient, momentum=momentum, nesterov=True)
         u = momentum * (u + gradient)
         v = v + u + gradient
         torch.testing.assert_close(momentum * momentum_buffer, u, rtol=0, atol=1e-13)
@@ -54,7 +45,7 @@ def test_correct_accumulates_what_torch_would_step_with(nesterov: bool) -> None:
     residual, momentum_buffer = torch.zeros(2, 30, dtype=torch.float64).unbind(0)
     for _ in range(4):
         weight.grad = torch.randn(30, dtype=torch.float64)
-        correct_(residual, momentum_buffer, weight.grad, momentum=0.9, nesterov=nesterov)
+        reference.correct_(residual, momentum_buffer, weight.grad, momentum=0.9, nesterov=nesterov)
         sgd.step()
     torch.testing.assert_close(residual, -weight.detach(), rtol=0, atol=1e-13)
     torch.testing.assert_close(momentum_buffer, sgd.state[weight]["momentum_buffer"], rtol=0, atol=1e-13)
@@ -66,7 +57,7 @@ def test_correct_with_narrow_and_permuted_memory() -> None:
     gradient = torch.randn(CHANNELS_LAST).bfloat16()
     residual = torch.randn(CHANNELS_LAST)
     u, v = momentum_buffer.clone(memory_format=torch.contiguous_format), residual.clone()
-    correct_(residual, momentum_buffer, gradient, momentum=0.9, nesterov=False)
+    reference.correct_(residual, momentum_buffer, gradient, momentum=0.9, nesterov=False)
     u = u * 0.9 + gradient
     assert equal_bits(momentum_buffer, u)
     assert momentum_buffer.is_contiguous(memory_format=torch.channels_last)
@@ -74,12 +65,10 @@ def test_correct_with_narrow_and_permuted_memory() -> None:
     assert equal_bits(residual, v + u.float())  # nothing of the buffer is rounded away on the way into v
 
 
-def segment_of(values: Tensor, k: int, chunk: int | None = None, k_last: int = 0) -> Segment:
+def segment_of(values: Tensor, k: int, chunk: int | None = None, k_last: int = 0) -> reference.Segment:
     """A step that adds nothing."""
     gradient = torch.zeros_like(values)
-    return Segment(
-        residual=values, momentum_buffer=None, gradient=gradient, weight=None, k=k, chunk=chunk, k_last=k_last
-    )
+    return reference.Segment(residual=values, gradient=gradient, k=k, chunk=chunk, k_last=k_last)
 
 
 # take_ ----------------------------------------------------------------------------------------------------------------
@@ -90,7 +79,7 @@ def test_take_loses_nothing() -> None:
     residual = hard_values()
     corrected = residual.clone()
     positions = torch.randperm(residual.numel())[: residual.numel() * 3 // 4].sort().values
-    values = take_(residual, torch.randn_like(residual), positions, masking=True)
+    values = reference.take_(residual, torch.randn_like(residual), positions, masking=True)
     assert equal_bits(values, corrected[positions])
     others = torch.ones(residual.numel(), dtype=torch.bool)
     others[positions] = False
@@ -102,11 +91,11 @@ def test_take_of_infinities_and_of_float64() -> None:
     """What is sent stays finite; what is left tells that the sum has overflowed, and what was rounded away."""
     largest, infinity = torch.finfo(torch.float32).max, float("inf")
     residual = torch.tensor([infinity, -infinity, largest, -largest])
-    values = take_(residual, None, torch.arange(4), masking=True)
+    values = reference.take_(residual, None, torch.arange(4), masking=True)
     assert values.tolist() == [largest, -largest, largest, -largest]
     assert residual.tolist() == [infinity, -infinity, 0.0, 0.0]
     wide = torch.tensor([1 + 1e-12], dtype=torch.float64)
-    assert take_(wide, None, torch.arange(1), masking=True).tolist() == [1.0]
+    assert reference.take_(wide, None, torch.arange(1), masking=True).tolist() == [1.0]
     assert float(wide) == pytest.approx(1e-12, rel=1e-3)
 
 
@@ -115,7 +104,7 @@ def test_masking_clears_the_velocity_of_what_was_sent(masking: bool) -> None:
     """What goes out as zero, the padding of a dead tensor, masks nothing: its velocity goes on."""
     residual = torch.tensor([0.0, 3.0, -0.0, 2.0, 1.0])
     momentum_buffer = torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0])
-    values = take_(residual, momentum_buffer, torch.arange(4), masking=masking)
+    values = reference.take_(residual, momentum_buffer, torch.arange(4), masking=masking)
     assert values.tolist() == [0.0, 3.0, 0.0, 2.0]
     assert momentum_buffer.tolist() == ([1.0, 0.0, 3.0, 0.0, 5.0] if masking else [1.0, 2.0, 3.0, 4.0, 5.0])
     assert residual.tolist() == [0.0, 0.0, 0.0, 0.0, 1.0]
@@ -123,7 +112,7 @@ def test_masking_clears_the_velocity_of_what_was_sent(masking: bool) -> None:
 
 def test_all_tensors_lie_behind_one_another() -> None:
     segments = [segment_of(torch.tensor([1.0, 3.0]), 1), segment_of(torch.arange(6.0), 1, chunk=4, k_last=1)]
-    positions, values = compress_many_(segments, masking=True)
+    positions, values = reference.compress_many_(segments, masking=True)
     assert positions.tolist() == [1, 3, 5]
     assert values.tolist() == [3.0, 3.0, 5.0]
     assert segments[1].residual.tolist() == [0.0, 1.0, 2.0, 0.0, 4.0, 0.0]
@@ -138,12 +127,10 @@ def test_decay_then_correction_then_comparison(has_buffer: bool, ahead: float) -
     v, u, gradient, w = torch.randn(4, 1000).unbind(0)
     buffer = u.clone() if has_buffer else None
     expected_v, expected_u = v.clone(), None if buffer is None else buffer.clone()
-    correct_(expected_v, expected_u, -gradient + 0.1 * (w - ahead / 0.1 * v), momentum=0.9, nesterov=True)
-    segment = Segment(
-        residual=v, momentum_buffer=buffer, gradient=gradient, weight=w, k=1, momentum=0.9, nesterov=True,
-        weight_decay=0.1, sign=-1.0, ahead=ahead,
-    )  # fmt: skip
-    positions = accumulate_(segment, 1.0)
+    reference.correct_(expected_v, expected_u, -gradient + 0.1 * (w - ahead / 0.1 * v), momentum=0.9, nesterov=True)
+    given = {"residual": v, "momentum_buffer": buffer, "gradient": gradient, "weight": w, "k": 1, "ahead": ahead}
+    segment = reference.Segment(**given, momentum=0.9, nesterov=True, weight_decay=0.1, sign=-1.0)  # type: ignore[arg-type]
+    positions = reference.accumulate_(segment, 1.0)
     torch.testing.assert_close(v, expected_v)
     torch.testing.assert_close(buffer, expected_u)
     assert positions is not None
@@ -152,26 +139,21 @@ def test_decay_then_correction_then_comparison(has_buffer: bool, ahead: float) -
 
 def test_the_decay_is_not_lost_in_a_narrow_gradient() -> None:
     v, ones = torch.zeros(3), torch.ones(3, dtype=torch.bfloat16)
-    accumulate_(Segment(residual=v, momentum_buffer=None, gradient=ones, weight=ones, k=1, weight_decay=1e-4), 0.0)
+    reference.accumulate_(reference.Segment(residual=v, gradient=ones, weight=ones, k=1, weight_decay=1e-4), 0.0)
     torch.testing.assert_close(v, torch.full((3,), 1.0001))
 
 
 @pytest.mark.parametrize("amsgrad", [False, True])
 def test_adams_step_is_accumulated(amsgrad: bool) -> None:
     v, u, gradient, square, largest = torch.rand(5, 1000).unbind(0)
-    moment = SecondMoment(
-        square=square.clone(), largest=largest.clone() if amsgrad else None, beta2=0.99, share=0.5, eps=1e-8,
-        corrections=(0.7, 0.3),
-    )  # fmt: skip
+    moments = {"square": square.clone(), "largest": largest.clone() if amsgrad else None}
+    moment = reference.SecondMoment(**moments, beta2=0.99, share=0.5, eps=1e-8, corrections=(0.7, 0.3))  # type: ignore[arg-type]
     q = 0.99 * square + 0.5 * (1 - 0.99) * gradient**2
     expected_u = 0.9 * u + (1 - 0.9) * gradient
     root = torch.maximum(largest, q) if amsgrad else q
     expected_v = v + expected_u / 0.7 / ((root / 0.3).sqrt() + 1e-8)
-    segment = Segment(
-        residual=v, momentum_buffer=u, gradient=gradient, weight=None, k=1, momentum=0.9, dampening=0.9,
-        second_moment=moment,
-    )  # fmt: skip
-    accumulate_(segment, 0.0)
+    given = {"residual": v, "momentum_buffer": u, "gradient": gradient, "second_moment": moment}
+    reference.accumulate_(reference.Segment(**given, k=1, momentum=0.9, dampening=0.9), 0.0)  # type: ignore[arg-type]
     torch.testing.assert_close(moment.square, q)
     torch.testing.assert_close(u, expected_u)
     torch.testing.assert_close(v, expected_v)
@@ -187,7 +169,7 @@ def part(**values: float) -> tuple[Tensor, Tensor]:
 
 def test_equal_positions_add_up_and_n_counts_the_silent() -> None:
     out = torch.full((5,), float("nan"))  # overwritten, whatever was there
-    scatter_mean_(out, [part(i0=4.0, i3=1.0), part(i0=8.0, i4=-2.0), part(), part(i3=3.0)])
+    reference.scatter_mean_(out, [part(i0=4.0, i3=1.0), part(i0=8.0, i4=-2.0), part(), part(i3=3.0)])
     assert out.tolist() == [3.0, 0.0, 0.0, 1.0, -0.5]
 
 
@@ -196,9 +178,9 @@ def test_the_sum_runs_in_rank_order() -> None:
     columns = torch.randn(7, 1000, generator=generator) * 10.0 ** torch.randint(-4, 4, (7, 1000), generator=generator)
     parts = [(torch.arange(1000), column) for column in columns]
     out, again, backwards = torch.empty(3, 1000).unbind(0)
-    scatter_mean_(out, parts)
-    scatter_mean_(again, parts)
-    scatter_mean_(backwards, parts[::-1])
+    reference.scatter_mean_(out, parts)
+    reference.scatter_mean_(again, parts)
+    reference.scatter_mean_(backwards, parts[::-1])
     expected = torch.zeros(1000)
     for column in columns:
         expected = expected + column * (1.0 / 7)
@@ -209,13 +191,13 @@ def test_the_sum_runs_in_rank_order() -> None:
 
 def test_no_overflow_on_the_way_to_the_mean() -> None:
     out = torch.empty(2)
-    scatter_mean_(out, [part(i1=3e38), part(i1=3e38)])
+    reference.scatter_mean_(out, [part(i1=3e38), part(i1=3e38)])
     assert out.tolist() == [0.0, torch.tensor(3e38).item()]
 
 
 def test_a_zero_comes_from_no_sender() -> None:
     out = torch.empty(2)
-    scatter_mean_(out, [part(i0=0.0, i1=3.0), part(i0=4.0, i1=5.0)], over_senders=True)
+    reference.scatter_mean_(out, [part(i0=0.0, i1=3.0), part(i0=4.0, i1=5.0)], over_senders=True)
     assert out.tolist() == [4.0, 4.0]
 
 
@@ -229,15 +211,15 @@ def test_a_gpu_computes_the_same_bits() -> None:
     results = []
     for device in ("cpu", "cuda"):
         v, u, g, i = (tensor.to(device, copy=True) for tensor in (residual, momentum_buffer, gradient, indices))
-        correct_(v, u, g, momentum=0.5, nesterov=False)  # 0.5: a fused multiply-add rounds the same
-        values = take_(v, u, i, masking=True)
+        reference.correct_(v, u, g, momentum=0.5, nesterov=False)  # 0.5: a fused multiply-add rounds the same
+        values = reference.take_(v, u, i, masking=True)
         out = torch.empty(1000, device=device)
-        scatter_mean_(out, [(i, values), (i, values)])
+        reference.scatter_mean_(out, [(i, values), (i, values)])
         results.append([tensor.cpu() for tensor in (v, u, values, out)])
     assert all(equal_bits(on_gpu, on_cpu) for on_cpu, on_gpu in zip(*results, strict=True))
 
 
 def test_scales_are_the_same_where_torch_only_traces() -> None:
     with FakeTensorMode():
-        traced = largest_scale_bits(8)
-    assert traced == largest_scale_bits(8) > 0
+        traced = reference.largest_scale_bits(8)
+    assert traced == reference.largest_scale_bits(8) > 0

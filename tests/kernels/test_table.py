@@ -20,18 +20,13 @@ BYTES_OF_DIGITS = 8192  # of a tensor
 
 def workspace_for(numels: list[int], sparsity: float) -> Workspace:
     workspace = Workspace()
-    workspace.update(
-        [
-            Segment(
-                residual=torch.empty(numel),  # never written: it takes no memory
-                momentum_buffer=torch.empty(numel),
-                gradient=torch.empty(numel),
-                weight=None,
-                k=num_selected(numel, 1 - sparsity),
-            )
-            for numel in numels
-        ]
-    )
+    segments = []
+    for numel in numels:
+        # Never written: they take no memory.
+        residual, momentum_buffer, gradient = (torch.empty(numel) for _ in range(3))
+        k = num_selected(numel, 1 - sparsity)
+        segments.append(Segment(residual=residual, momentum_buffer=momentum_buffer, gradient=gradient, k=k))
+    workspace.update(segments)
     return workspace
 
 
@@ -57,20 +52,9 @@ def test_the_table_follows_whatever_changes() -> None:
     """It is that of a new workspace, though only what has changed is written."""
     kept = Workspace()
     half = {"gradient": torch.ones(64, dtype=torch.bfloat16), "weight": torch.ones(64, dtype=torch.bfloat16)}
-    changes: list[dict[str, Any]] = [
-        {},
-        {"gradient": torch.ones(64)},
-        {"gradient": torch.ones(65)[1:]},
-        half,
-        {"momentum_buffer": torch.ones(64)},
-        {"momentum": 0.5},
-        {"ahead": 0.25},
-        {"weight_decay": 0.0},
-        {"nesterov": True},
-        {"k": 5},
-        {"fault": torch.zeros((), dtype=torch.bool)},
-        {"residual": torch.ones(64)},
-    ]
+    changes: list[dict[str, Any]] = [{}, {"gradient": torch.ones(64)}, {"gradient": torch.ones(65)[1:]}, half]
+    changes += [{"momentum_buffer": torch.ones(64)}, {"momentum": 0.5}, {"ahead": 0.25}, {"weight_decay": 0.0}]
+    changes += [{"nesterov": True}, {"k": 5}, {"fault": torch.tensor(False)}, {"residual": torch.ones(64)}]
     given = {name: torch.ones(64) for name in ("residual", "momentum_buffer", "gradient", "weight")}
     for change in changes:
         segment = Segment(**{**given, "k": 3, "momentum": 0.9, "weight_decay": 0.1, **change})

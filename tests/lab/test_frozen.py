@@ -82,9 +82,7 @@ def count(folder: str) -> None:
             counter, model = Count(f"{folder}/{name}{width}.ckpt"), Adapted(width)
             make_trainer(Strategy(method), 2, callbacks=[counter]).fit(model, make_data(2, STEPS))
             if dist.get_rank() == 0:
-                frozen, trained = (
-                    4 * sum(p.numel() for p in each.parameters()) for each in (model.frozen, model.adapter)
-                )
+                frozen, trained = (4 * sum(p.numel() for p in each.parameters()) for each in model.children())
                 sys.stdout.write(f"sent {name} {frozen} {trained} {counter.sent}\n")
                 sys.stdout.flush()
     dist.destroy_process_group()

@@ -105,9 +105,7 @@ def test_rates() -> None:
         (["--report", "."], "--report .: this is a folder; give the name of a file"),
     ],
 )
-def test_flags_are_checked_before_anything_is_made(
-    flags: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_flags_are_checked_first(flags: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*flags, "--", "true"]) == 2
     assert message in capsys.readouterr().err
 

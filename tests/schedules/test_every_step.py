@@ -46,10 +46,8 @@ def test_the_stairs_follow_the_formula(num_stairs: int, length: int) -> None:
     [
         (1_000_000, 1 - 0.999, 1000),  # 999 in float32 arithmetic, or if it were cut instead of rounded
         (2**31 - 1, 1 - 0.999, 2_147_484),
-        (100, 1 - 0.999, 1),  # k < 1
-        (0, 0.5, 0),
+        *[(100, 1 - 0.999, 1), (0, 0.5, 0), (5, 0.3, 2)],  # the first one: k < 1
         (7, 1.5, 7),  # never more than there are
-        (5, 0.3, 2),
     ],
 )
 def test_num_selected(numel: int, density: float, expected: int) -> None:

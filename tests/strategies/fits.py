@@ -16,9 +16,11 @@ from torch import nn
 
 import lightning_lowbw as lowbw
 from lightning_lowbw.comm.agreement import digest
+from tests.sync.problem import everywhere, same_on_all
 from tests.tiny import MIN_NUMEL, Tiny, make_data, make_trainer
 
 STEPS = 9
+gathered, same = everywhere, same_on_all
 
 
 SPARSE = {"density": 1 / 8, "chunk": 64, "min_numel": 100}  # the tiny layers
@@ -74,9 +76,8 @@ def train(
     """
     num_ranks = dist.get_world_size()
     trainer = make_trainer(make(strategy) if isinstance(strategy, str) else strategy, num_ranks, **options)
-    loaders = [
-        (make_data(num_ranks, each) if each else None) if isinstance(each, int) else each for each in (data, val)
-    ]
+    made = [make_data(num_ranks, each) if isinstance(each, int) and each else each for each in (data, val)]
+    loaders = [None if each == 0 else each for each in made]
     trainer.fit(Tiny() if model is None else model, *loaders, ckpt_path=resume)
     return trainer
 
@@ -128,19 +129,6 @@ def whole_weights(module: nn.Module) -> str:
     return digest([getattr(p, "full_tensor", p.detach)().detach() for p in module.parameters()])
 
 
-def gathered(value: Any) -> list[Any]:
-    values = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
-
-
-def same(value: Any) -> Any:
-    """Return a value that all ranks have."""
-    values = gathered(value)
-    assert values == [values[0]] * len(values), f"the ranks have different ones: {values}"
-    return value
-
-
 class At(pl.Callback):
     """Calls a function of the Trainer and the module in a hook, where some steps have been taken.
 
@@ -148,9 +136,7 @@ class At(pl.Callback):
         ranks: on these alone.
     """
 
-    def __init__(
-        self, steps: int | tuple[int, ...], call: Any, hook: str = "on_train_batch_end", ranks: Any = None
-    ) -> None:
+    def __init__(self, steps: Any, call: Any, hook: str = "on_train_batch_end", ranks: Any = None) -> None:
         def called(trainer: pl.Trainer, module: pl.LightningModule, *_: Any) -> None:
             is_due = trainer.global_step in (steps if isinstance(steps, tuple) else (steps,))
             if is_due and (ranks is None or trainer.global_rank in ranks):

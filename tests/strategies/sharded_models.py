@@ -49,9 +49,8 @@ class Plain(pl.LightningModule):
         torch.default_generator.manual_seed(0)
         self.frozen = nn.Linear(16, 16)
         self.frozen.requires_grad_(False)
-        self.net = nn.Sequential(
-            nn.Linear(16, self.width), nn.ReLU(), nn.Linear(self.width, 32), nn.LayerNorm(32), nn.ReLU()
-        )
+        first = nn.Linear(16, self.width), nn.ReLU()
+        self.net = nn.Sequential(*first, nn.Linear(self.width, 32), nn.LayerNorm(32), nn.ReLU())
         self.head = nn.Linear(32, 5)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -119,9 +118,7 @@ class ByStep(Configured):
         return super().training_step((x, y), batch_idx)
 
 
-def train_shards(
-    method: Any, module: Any, steps: int, *, val: bool = False, shares: Any = None, **options: Any
-) -> pl.Trainer:
+def train_shards(method: Any, module: Any, steps: int, *, val: bool = False, shares: Any = None, **more: Any) -> Any:
     """Fit a module on this rank's share of the data.
 
     Args:
@@ -130,7 +127,7 @@ def train_shards(
     """
     strategy = ShardedStrategy(method, topology=2) if isinstance(method, Method) else method
     loader = data(steps, *shares or (dist.get_world_size(), dist.get_rank()))
-    return train(strategy, module, loader, loader if val else 0, **{"num_sanity_val_steps": 0, **options})
+    return train(strategy, module, loader, loader if val else 0, **{"num_sanity_val_steps": 0, **more})
 
 
 def whole(module: nn.Module) -> dict[str, Tensor]:

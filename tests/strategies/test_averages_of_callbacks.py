@@ -91,10 +91,7 @@ def fit(name: str, folder: Path, average: Average | None, **options: Any) -> tup
     return after.values, weights_of(saved) == last, left == last
 
 
-@pytest.mark.fault(
-    "a moving average that a callback puts in before a validation, and takes out again some time later, or never",
-    "equal on all ranks, validated, saved and left as by ddp; where it is taken out again, the same bits as without it",
-)
+@pytest.mark.fault
 @pytest.mark.parametrize("name", ["ddp", "local_sgd", "post-local", "sparse_loco", "streaming"])
 @on_ranks(2, timeout_s=240.0)
 def test_an_average_is_validated_saved_and_left_as_by_ddp(name: str, tmp_path: Path) -> None:

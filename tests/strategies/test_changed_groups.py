@@ -104,7 +104,7 @@ CASES = {
 }
 
 
-@pytest.mark.fault("values that a hook writes into the param groups before the step", "count in that step, and stay")
+@pytest.mark.fault
 @pytest.mark.parametrize("num_ranks", CASES)
 @on_ranks()
 def test_values_written_before_a_step_count_in_it_and_stay(num_ranks: int) -> None:
@@ -145,10 +145,7 @@ class Twice(Optimizer):
         return loss
 
 
-@pytest.mark.fault(
-    "an optimizer that calls its closure twice in a step, as SAM, where a gradient is not sent whole",
-    "refused on all ranks in the first step; what sends whole gradients, or averages weights, trains",
-)
+@pytest.mark.fault
 @on_ranks(2)
 def test_a_closure_that_is_called_twice_is_refused_where_gradients_are_kept_back() -> None:
     for method in (SPARSE, QuantizedGradients("int8"), PowerSGD(rank=1)):

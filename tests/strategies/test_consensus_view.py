@@ -13,75 +13,63 @@ from torch import nn
 
 from lightning_lowbw import LocalSGD, Method, NonFiniteGradientError, Strategy
 from tests.ranks import on_ranks
-from tests.strategies.fits import (
-    LOOKS,
-    METHODS,
-    SPARSE,
-    At,
-    Noted,
-    adamw,
-    gathered,
-    refusal,
-    same,
-    state_of,
-    train,
-    weights,
-)
+from tests.strategies import fits
 from tests.tiny import Tiny, weights_of
 
 STEPS = 10
 
 
-REPLICAS = LocalSGD(4, num_fragments=3, delay_steps=2, compression=SPARSE)
+REPLICAS = LocalSGD(4, num_fragments=3, delay_steps=2, compression=fits.SPARSE)
 
 
-@pytest.mark.parametrize("method", [METHODS["dgc, warm-up"], REPLICAS], ids=["gradients", "replicas"])
+@pytest.mark.parametrize("method", [fits.METHODS["dgc, warm-up"], REPLICAS], ids=["gradients", "replicas"])
 @on_ranks(2)
 def test_validating_and_saving_change_nothing(method: Method, tmp_path: Path) -> None:
     ends = []
     saves = ModelCheckpoint(tmp_path, monitor="val_loss", every_n_train_steps=1, save_top_k=-1)
     for looks in (False, True):
-        model = Tiny(adamw, data_by_step=True)  # no dropout: a validation loader draws a random number
-        after = Noted(weights if method.averages_weights else weights_of)  # statistics of dense steps as under ddp
-        shown = Noted(weights, *LOOKS[: 3 if method.averages_weights else 1])
+        model = Tiny(fits.adamw, data_by_step=True)  # no dropout: a validation loader draws a random number
+        # Statistics of dense steps are as under ddp.
+        after = fits.Noted(fits.weights if method.averages_weights else weights_of)
+        shown = fits.Noted(fits.weights, *fits.LOOKS[: 3 if method.averages_weights else 1])
         options: dict[str, Any] = {"max_steps": STEPS, "max_epochs": -1, "callbacks": [after, shown]}
         if looks:
             options |= {"val_check_interval": 2, "num_sanity_val_steps": 1, "callbacks": [after, shown, saves]}
-        trainer = train(Strategy(method), model, STEPS, 2 * looks, enable_checkpointing=looks, **options)
-        same([weights(model), *shown.values])
-        ends.append([*after.values, state_of(trainer)])
+        trainer = fits.train(Strategy(method), model, STEPS, 2 * looks, enable_checkpointing=looks, **options)
+        fits.same([fits.weights(model), *shown.values])
+        ends.append([*after.values, fits.state_of(trainer)])
     assert len(shown.values) > 2
     assert ends[0] == ends[1]
-    assert len(set(gathered(after.values[2]))) == 1 + method.averages_weights, "a replica is local"
+    assert len(set(fits.gathered(after.values[2]))) == 1 + method.averages_weights, "a replica is local"
 
 
 @on_ranks(2)
 def test_all_ranks_see_the_same_buffers() -> None:
     """Look after the last synchronous step, right after averages, and in the middle of an accumulation."""
-    looks = Noted(weights, *LOOKS)
+    looks = fits.Noted(fits.weights, *fits.LOOKS)
     options = {"callbacks": [looks], "val_check_interval": 1, "accumulate_grad_batches": 2}
-    train(Strategy(LocalSGD(2, 3)), None, 14, 1, **options)
-    shown = same(looks.values[2 * (1 + 5) :])  # before: the sanity check, and five batches of steps as in DDP
+    fits.train(Strategy(LocalSGD(2, 3)), None, 14, 1, **options)
+    shown = fits.same(looks.values[2 * (1 + 5) :])  # before: the sanity check, and five batches of steps as in DDP
     assert len(shown) == 2 * 9 + 1
 
 
 @on_ranks(2)
 def test_weights_that_a_callback_leaves_at_the_end_are_averaged_too() -> None:
     model, callbacks = Tiny(), [StochasticWeightAveraging(swa_lrs=0.01, swa_epoch_start=1)]
-    train(Strategy(LocalSGD(3)), model, 4, callbacks=callbacks, max_epochs=4)
-    same(weights_of(model))
+    fits.train(Strategy(LocalSGD(3)), model, 4, callbacks=callbacks, max_epochs=4)
+    fits.same(weights_of(model))
 
 
 @pytest.mark.skipif(not hasattr(pl.callbacks, "WeightAveraging"), reason="not before Lightning 2.6")
 @on_ranks(2)
 def test_a_checkpoint_has_the_average_over_steps_of_all_ranks(tmp_path: Path) -> None:
     """Of each rank's own weights after each step."""
-    own = Noted(lambda module: {name: p.detach().clone() for name, p in module.named_parameters()})
-    save = At(STEPS - 2, lambda trainer, _: trainer.save_checkpoint(tmp_path / "some.ckpt"))
+    own = fits.Noted(lambda module: {name: p.detach().clone() for name, p in module.named_parameters()})
+    save = fits.At(STEPS - 2, lambda trainer, _: trainer.save_checkpoint(tmp_path / "some.ckpt"))
     callbacks = [pl.callbacks.WeightAveraging(), own, save]
-    train(Strategy(LocalSGD(100, 0)), Tiny(), STEPS, callbacks=callbacks)
+    fits.train(Strategy(LocalSGD(100, 0)), Tiny(), STEPS, callbacks=callbacks)
     kept = own.values[: STEPS - 2]
-    first, second = gathered({name: torch.stack([each[name] for each in kept]).mean(0) for name in kept[0]})
+    first, second = fits.gathered({name: torch.stack([each[name] for each in kept]).mean(0) for name in kept[0]})
     saved = torch.load(tmp_path / "some.ckpt", weights_only=True)["state_dict"]
     assert not first["wide.weight"].allclose(second["wide.weight"])
     for name, average in first.items():
@@ -94,22 +82,19 @@ def diverge(method: Method, model: Tiny, folder: Path | None, *callbacks: pl.Cal
         saves = ModelCheckpoint(folder, filename="last", every_n_train_steps=3, enable_version_counter=False)
         options |= {"enable_checkpointing": True}
         callbacks = (*callbacks, saves)
-    said = refusal(Strategy(method), model, STEPS, error=NonFiniteGradientError, callbacks=[*callbacks], **options)
-    return same((said, model.trainer.global_step))[0]  # type: ignore[no-any-return]
+    said = fits.refusal(Strategy(method), model, STEPS, error=NonFiniteGradientError, callbacks=[*callbacks], **options)
+    return fits.same((said, model.trainer.global_step))[0]  # type: ignore[no-any-return]
 
 
-def spoil(step: int) -> At:
+def spoil(step: int) -> fits.At:
     """Return a callback with which a weight of rank 1 becomes NaN after a step."""
-    return At(step, lambda _, module: module.wider.weight.data[0, 0].fill_(torch.nan), ranks=(1,))
+    return fits.At(step, lambda _, module: module.wider.weight.data[0, 0].fill_(torch.nan), ranks=(1,))
 
 
-@pytest.mark.fault(
-    "a weight that becomes NaN between two averages",
-    "an error on all ranks that names the rank and the parameter; the last good checkpoint stays",
-)
+@pytest.mark.fault
 @on_ranks(2)
 def test_a_nan_between_averages_reaches_no_checkpoint(tmp_path: Path) -> None:
-    message = diverge(LocalSGD(4, 0, delay_steps=3, compression=SPARSE), Tiny(), tmp_path, spoil(5))
+    message = diverge(LocalSGD(4, 0, delay_steps=3, compression=fits.SPARSE), Tiny(), tmp_path, spoil(5))
     assert "rank 1 up to step" in message
     assert "infinite or NaN" in message
     (path,) = tmp_path.glob("*.ckpt")
@@ -118,7 +103,7 @@ def test_a_nan_between_averages_reaches_no_checkpoint(tmp_path: Path) -> None:
     assert all(bool(value.isfinite().all()) for value in checkpoint["state_dict"].values())
 
 
-@pytest.mark.fault("a weight that becomes NaN between two averages")
+@pytest.mark.fault
 @on_ranks(2)
 def test_a_nan_after_the_last_average_ends_no_fit_unseen() -> None:
     assert "'wider.weight'" in diverge(LocalSGD(20, 0), Tiny(), None, spoil(STEPS))
@@ -137,10 +122,7 @@ class Large(Tiny):
         return torch.full_like(gradient, 3e38) if is_large else None
 
 
-@pytest.mark.fault(
-    "a change of the weights that overflows in the residual of an average in few bits",
-    "an error on all ranks that names the rank; no checkpoint is written, not even directly after the average",
-)
+@pytest.mark.fault
 @on_ranks(2)
 def test_an_overflow_in_the_last_average_reaches_no_checkpoint_and_ends_no_fit(tmp_path: Path) -> None:
     for folder, max_steps in ((tmp_path, -1), (None, 3)):

@@ -66,12 +66,10 @@ def test_dense_phase_is_ddp_with_every_trainer_option() -> None:
 
 
 # torch's own reducer fails on a static graph whose first backward is under no_sync, with stock DDP too.
-@pytest.mark.parametrize(
-    ("option", "trainer"), [("static graph", "default"), ("many buckets", "accumulate, clip norm")]
-)
+@pytest.mark.parametrize(("option", "fitted"), [("static graph", "default"), ("many buckets", "accumulate, clip norm")])
 @on_ranks(2)
-def test_sparse_phase_does_not_depend_on_buckets(option: str, trainer: str) -> None:
-    assert fit("dgc, warm-up", option, trainer) == fit("dgc, warm-up", "default", trainer)
+def test_sparse_phase_does_not_depend_on_buckets(option: str, fitted: str) -> None:
+    assert fit("dgc, warm-up", option, fitted) == fit("dgc, warm-up", "default", fitted)
 
 
 class Counter(pl.Callback):

@@ -45,28 +45,22 @@ class Wrong(Tiny):
 
 
 # The strategy of a rank, and what is said.
-REFUSED: dict[str, tuple[Callable[[int], Any], list[str]]] = {
+REFUSED: dict[str, tuple[Callable[[int], Any], str]] = {
     "config": (
         lambda rank: make("dgc", {"sparsity": (0.9 + 0.01 * rank,)}),
-        ["sparsity", "rank 0 has (0.9,)", "rank 1 has (0.91,)"],
+        "sparsity|rank 0 has (0.9,)|1 has (0.91,)",
     ),
-    "ddp": (lambda rank: make("dgc", bucket_cap_mb=1 + rank), ["bucket_cap_mb", "rank 1 has 2"]),
-    "resume": (
-        lambda rank: make("dgc", resume="weights and optimizer" if rank else "exact"),
-        ["resume", "rank 0 has 'exact'"],
-    ),
+    "ddp": (lambda rank: make("dgc", bucket_cap_mb=1 + rank), "bucket_cap_mb|rank 1 has 2"),
+    "resume": (lambda rank: make("dgc", resume=("exact", "weights and optimizer")[rank]), "resume|rank 0 has 'exact'"),
     "class": (
         lambda rank: lowbw.ShardedStrategy(lowbw.DGC(), topology=1) if rank else lowbw.DGCStrategy(),
-        ["class: rank 0 has 'DGCStrategy', rank 1 has 'ShardedStrategy'"],
+        "class: rank 0 has 'DGCStrategy', rank 1 has 'ShardedStrategy'",
     ),
-    "shape": (lambda _: make("dgc"), ["model", "extra.weight", "(4, 4)", "(5, 4)"]),
-    "momentum": (lambda _: make("dgc"), ["momentum", "0.9", "0.95"]),
-    "exclude": (
-        lambda _: make("dgc", {"exclude": ("embedding.*",)}),
-        ["'embedding.*' matches no parameter", "wide.weight"],
-    ),
-    "sparse": (lambda _: make("dgc"), ["'words'", "sparse=False"]),
-    "shared": (lambda _: make("dgc"), ["parameter in common"]),
+    "shape": (lambda _: make("dgc"), "model|extra.weight|(4, 4)|(5, 4)"),
+    "momentum": (lambda _: make("dgc"), "momentum|0.9|0.95"),
+    "exclude": (lambda _: make("dgc", {"exclude": ("embedding.*",)}), "'embedding.*' matches no parameter|wide.weight"),
+    "sparse": (lambda _: make("dgc"), "'words'|sparse=False"),
+    "shared": (lambda _: make("dgc"), "parameter in common"),
 }
 OF_ONE_RANK = ("exclude", "sparse", "shared")  # which would be wrong on one rank, too
 
@@ -86,7 +80,7 @@ def test_refused_on_all_ranks_before_the_first_step() -> None:
         with pytest.raises(error) as caught:
             train(strategy(dist.get_rank()), model, 2)
         assert (caught.type, model.trainer.global_step) == (error, 0)
-        assert all(word in str(caught.value) for word in words), str(caught.value)
+        assert all(word in str(caught.value) for word in words.split("|")), str(caught.value)
 
 
 # Of the two ranks.
@@ -107,10 +101,7 @@ SETTINGS: list[tuple[str, tuple[Any, Any]]] = [
 ]
 
 
-@pytest.mark.fault(
-    "settings of the Trainer that differ between ranks",
-    "refused before the first step, on all ranks, with the values of each",
-)
+@pytest.mark.fault
 @on_ranks(2, timeout_s=60.0)
 def test_settings_of_the_trainer_that_differ_are_named_on_all_ranks() -> None:
     for name, values in SETTINGS:
@@ -125,10 +116,7 @@ def test_settings_of_the_trainer_that_differ_are_named_on_all_ranks() -> None:
             assert f"rank 0 has {values[0]}, rank 1 has {values[1]}" in message
 
 
-@pytest.mark.fault(
-    "a checkpoint that only some ranks are given, or find",
-    "refused before the first step, on all ranks; the error names the ranks that have one",
-)
+@pytest.mark.fault
 @on_ranks(2, timeout_s=60.0)
 def test_a_checkpoint_that_one_rank_alone_resumes_is_refused_on_all(tmp_path: Path) -> None:
     """Given to rank 0; then rank 1 finds the last one, in a folder of its own."""
@@ -145,10 +133,7 @@ def test_a_checkpoint_that_one_rank_alone_resumes_is_refused_on_all(tmp_path: Pa
         assert f"ckpt_path: rank 0 has {having[0]}, rank 1 has {having[1]}" in message
 
 
-@pytest.mark.fault(
-    "numbers of batches that differ between ranks, with a method that communicates in every step",
-    "without `max_steps` refused before the first step, on all ranks, with the numbers of each and what to do",
-)
+@pytest.mark.fault
 @on_ranks(2, timeout_s=60)
 def test_unequal_numbers_of_batches_are_refused_where_all_steps_communicate() -> None:
     message = refused("int8", Tiny(), 3 - dist.get_rank(), error=lowbw.DisagreementError)
@@ -156,10 +141,7 @@ def test_unequal_numbers_of_batches_are_refused_where_all_steps_communicate() ->
     assert "limit_train_batches=2" in message
 
 
-@pytest.mark.fault(
-    "initial weights that differ between ranks, `init_sync=False`",
-    "refused before the first step, on all ranks; the parameters are named",
-)
+@pytest.mark.fault
 @pytest.mark.skipif("init_sync" not in DDP_KEYWORDS, reason="this release of torch synchronises always")
 @on_ranks(2)
 def test_other_weights_are_found_where_nobody_makes_them_equal() -> None:
@@ -229,10 +211,7 @@ def strategy_of(name: str) -> Any:
     return make(name, **({"topology": 1} if "sharded" in name else {}))
 
 
-@pytest.mark.fault(
-    "a checkpoint, an end or a learning rate by a metric that is each rank's own",
-    "the mean over the ranks decides: the same checkpoint, end, rates and weights",
-)
+@pytest.mark.fault
 @pytest.mark.parametrize("name", ["dgc", "local_sgd", "int8, sharded"])
 @on_ranks(2)
 def test_monitored_metrics_are_means_over_ranks(name: str, tmp_path: Path) -> None:

@@ -83,10 +83,7 @@ def die() -> None:
 CUTS = {"shard": 1, "checkpoint": 0}  # what is cut, and the rank that writes it
 
 
-@pytest.mark.fault(
-    "a disk that is full while a checkpoint is overwritten, on any rank",
-    "an error on all ranks that names the rank; the checkpoint before is whole, and resumes to the same bits",
-)
+@pytest.mark.fault
 @on_ranks(2)
 def test_a_save_that_fails_on_one_rank_leaves_the_checkpoint_before(tmp_path: Path) -> None:
     whole = fit("dgc", f"{tmp_path}/whole.ckpt", SAVES)
@@ -121,10 +118,7 @@ def resume_after_death(name: str, path: str, folder: str) -> None:
     assert len(os.listdir(f"{path}.ranks")) == 2
 
 
-@pytest.mark.fault(
-    "kill -9 while a checkpoint is overwritten",
-    "the last whole checkpoint resumes to the same bits; the unfinished one is deleted",
-)
+@pytest.mark.fault
 @pytest.mark.parametrize(("name", "cut"), [("dgc", "before sweeping"), ("local_sgd", "checkpoint")])
 def test_a_rank_killed_while_it_saves_leaves_the_checkpoint_before(name: str, cut: str, tmp_path: Path) -> None:
     path = str(tmp_path / "last.ckpt")
@@ -144,10 +138,7 @@ def lose_the_link(*_: Any) -> None:
     raise LinkLost
 
 
-@pytest.mark.fault(
-    "an exception inside an exchange, and a checkpoint on exceptions",
-    "each rank saves what it has; a warning of the resumed run names ranks that repeat the step",
-)
+@pytest.mark.fault
 @pytest.mark.parametrize(("name", "step"), [("dgc", 5), ("delayed", 6)])  # of the average that is begun after step 4
 @on_ranks(2)
 def test_a_checkpoint_on_an_exception_in_an_exchange_is_of_each_rank(name: str, step: int, tmp_path: Path) -> None:
@@ -200,10 +191,7 @@ def resume_with_warning(name: str, path: str) -> tuple[str, str]:
         return "", str(error)
 
 
-@pytest.mark.fault(
-    "ranks that end one step apart by a bug or Ctrl-C, and a checkpoint on exceptions",
-    "no rank waits for another; all save and end",
-)
+@pytest.mark.fault
 @pytest.mark.parametrize(
     ("name", "raised", "expected"),
     [
@@ -227,10 +215,7 @@ class Evil:
         return Path.touch, (Path("executed"),)
 
 
-@pytest.mark.fault(
-    "shards of another save or rank, cut or damaged ones",
-    "refused on all ranks, with the reason; nothing in them is executed",
-)
+@pytest.mark.fault
 @on_ranks(2)
 def test_shards_that_are_not_those_of_the_save_are_refused_on_all_ranks(tmp_path: Path) -> None:
     os.chdir(tmp_path)
@@ -270,7 +255,7 @@ def as_text(shard: Any) -> str:
     return json.dumps(shard, default=torch.Tensor.tolist)
 
 
-@pytest.mark.fault("shards of another save or rank, cut or damaged ones")
+@pytest.mark.fault
 def test_a_damaged_shard_is_an_error_or_has_the_right_bits(tmp_path: Path) -> None:
     """torch.load alone takes half of these files, with other numbers in them."""
     rng, folder = random.Random(0), tmp_path / "some.ckpt.ranks"
@@ -325,11 +310,10 @@ def test_a_save_in_the_background_keeps_the_shards_of_the_checkpoint_on_disk(tmp
 def test_weights_that_rank_0_saves_alone_wait_for_nobody(tmp_path: Path) -> None:
     """As under DDP; it waited for the others, which were in the next step."""
     path = tmp_path / "weights.ckpt"
-    save = At(
-        3,
-        lambda trainer, module: trainer.strategy.save_checkpoint({"state_dict": module.state_dict()}, path),
-        ranks=(0,),
-    )
-    same(fit("local_sgd", callbacks=(save,)))
+
+    def save(trainer: Any, module: Any) -> None:
+        trainer.strategy.save_checkpoint({"state_dict": module.state_dict()}, path)
+
+    same(fit("local_sgd", callbacks=(At(3, save, ranks=(0,)),)))
     dist.barrier()
     assert set(torch.load(path, weights_only=True)["state_dict"]) == set(Tiny().state_dict())

@@ -63,7 +63,7 @@ def test_started_as_a_script(tmp_path: Path) -> None:
         check(tmp_path / strategy, strategy)
 
 
-@pytest.mark.fault("kill -9 under `torchrun --max-restarts`", "goes on from the last checkpoint, to the same bits")
+@pytest.mark.fault
 @pytest.mark.slow
 def test_torchrun_restarts_from_the_last_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 1 is killed in mid-interval; torchrun starts both anew, and they end with the bits of a run without that."""

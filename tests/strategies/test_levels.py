@@ -29,6 +29,7 @@ from tests.tiny import BATCH, Tiny, amp_with_scaler, make_data, make_trainer, we
 
 STEPS = 8
 NODES = ((0, 2), (1, 3))  # rank n of two with a double batch has the data of node n
+IN_BUCKETS = {"topology": NODES, "bucket_cap_mb": 0.001}
 
 
 def fit(strategy: Any, model: Tiny | None = None, **options: Any) -> tuple[dict[str, Tensor], Any]:
@@ -67,7 +68,7 @@ def fit_named(name: str, keywords: dict[str, Any], options: dict[str, Any]) -> t
 )
 def test_a_node_trains_as_a_rank_with_all_its_data(name: str, options: dict[str, Any]) -> None:
     expected, *_ = run_ranks(fit_named, 2, name, {}, options)[0]
-    for found, *traffic in run_ranks(fit_named, 4, name, {"topology": NODES, "bucket_cap_mb": 0.001}, options):
+    for found, *traffic in run_ranks(fit_named, 4, name, IN_BUCKETS, options):
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
         assert min(traffic) > 0
 
@@ -156,10 +157,7 @@ def test_one_level_only_is_said() -> None:
     ("keywords", "options"),
     [
         ({"topology": lowbw.Topology(((0, 1, 2), (3,)))}, {}),  # nobody has asked for parts
-        (
-            {"topology": NODES, "bucket_cap_mb": 0.001, "gradient_as_bucket_view": True},
-            {"accumulate_grad_batches": 2, "gradient_clip_val": 0.5},
-        ),
+        ({**IN_BUCKETS, "gradient_as_bucket_view": True}, {"accumulate_grad_batches": 2, "gradient_clip_val": 0.5}),
     ],
 )
 @on_ranks(4)

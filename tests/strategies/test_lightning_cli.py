@@ -18,25 +18,18 @@ from lightning.pytorch.cli import LightningCLI
 from lightning_lowbw import AveragingSchedule, SparsityWarmup, Strategy, TrafficMonitor
 from tests.programs import ROOT
 from tests.ranks import run_ranks
-from tests.tiny import Tiny, make_data
+from tests.tiny import QUIET, Tiny, make_data
 
 GUIDE = ROOT / "docs" / "use.md"
-QUIET: dict[str, Any] = {"accelerator": "cpu", "devices": 2, "logger": False, "enable_checkpointing": False}
-QUIET |= {"enable_progress_bar": False, "enable_model_summary": False}
+DEFAULTS: dict[str, Any] = {**QUIET, "accelerator": "cpu", "devices": 2}
+SPARSE = {"sparsity": [0.9, 0.99], "rampup_step": 10, "exclude": ["*.bias"]}
+INT4 = {"payload": "quantized", "value_dtype": "int4"}
+LOCAL = {"k_steps": 4, "begin_step": 0.5, "compression": {"decay": 0.5}}
 # By class: what is given in `init_args`, and what the strategy's repr says of it.
 CLASSES: dict[str, tuple[dict[str, Any], str]] = {
-    "DGCStrategy": (
-        {"sparsity": [0.9, 0.99], "rampup_step": 10, "exclude": ["*.bias"]},
-        "EveryStep(rampup_step=10, sparsity=(0.9, 0.99))",
-    ),
-    "LocalSGDStrategy": (
-        {"k_steps": 4, "begin_step": 0.5, "compression": {"decay": 0.5}},
-        "EveryK(k_steps=4, begin_step=0.5), what=TopK(density=0.015625, chunk=4096",
-    ),
-    "Strategy": (
-        {"method": {"what": {"payload": "quantized", "value_dtype": "int4"}}},
-        "Quantized(value_dtype='int4')",
-    ),
+    "DGCStrategy": (SPARSE, "EveryStep(rampup_step=10, sparsity=(0.9, 0.99))"),
+    "LocalSGDStrategy": (LOCAL, "EveryK(k_steps=4, begin_step=0.5), what=TopK(density=0.015625, chunk=4096"),
+    "Strategy": ({"method": {"what": INT4}}, "Quantized(value_dtype='int4')"),
 }
 OF_ALL = {"topology": 2, "find_unused_parameters": True, "bucket_cap_mb": 7, "timeout": "0:10:00"}
 
@@ -53,9 +46,8 @@ def command_line(monkeypatch: pytest.MonkeyPatch) -> CommandLine:
 
     def run(*arguments: str) -> LightningCLI:
         monkeypatch.setattr(sys, "argv", ["train.py", *arguments])
-        return LightningCLI(
-            Model, run=False, save_config_callback=None, seed_everything_default=False, trainer_defaults=QUIET
-        )
+        options: dict[str, Any] = {"save_config_callback": None, "seed_everything_default": False}
+        return LightningCLI(Model, run=False, trainer_defaults=DEFAULTS, **options)
 
     return run
 
@@ -131,7 +123,7 @@ class Trained(Tiny):
 
 def fit(*arguments: str) -> tuple[str, float]:
     sys.argv = ["train.py", "fit", *arguments]
-    settings = {**QUIET, "use_distributed_sampler": False, "max_epochs": 1}
+    settings = {**DEFAULTS, "use_distributed_sampler": False, "max_epochs": 1}
     cli = LightningCLI(Trained, seed_everything_default=False, trainer_defaults=settings)
     strategy = cli.trainer.strategy
     assert isinstance(strategy, Strategy)

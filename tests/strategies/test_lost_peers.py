@@ -75,9 +75,7 @@ def lose(num_ranks: int, *case: Any) -> list[tuple[str, str, float]]:
     return run_ranks(lose_a_rank, num_ranks, free_port(), *case, timeout_s=60.0)
 
 
-@pytest.mark.fault(
-    "a rank that no longer answers, on two levels, `timeout=1`", "all others name it, with its node and host, and end"
-)
+@pytest.mark.fault
 def test_a_stopped_rank_is_named_after_the_timeout_on_two_levels_too(tmp_path: Path, record_property: Any) -> None:
     results = lose(4, "dgc on two levels", "stop", tmp_path, 1)
     for rank, (message, cause, seconds) in enumerate(results[:3]):
@@ -90,11 +88,9 @@ def test_a_stopped_rank_is_named_after_the_timeout_on_two_levels_too(tmp_path: P
         record_property("seconds", seconds)
 
 
-@pytest.mark.fault("a rank that raises an error of its own", "the others name it, with its error, and end")
+@pytest.mark.fault
 @pytest.mark.parametrize(("name", "num_ranks"), [("local_sgd", 2), ("dgc, sharded", 4)])
-def test_a_rank_that_fails_is_named_with_its_error(
-    name: str, num_ranks: int, tmp_path: Path, record_property: Any
-) -> None:
+def test_a_rank_that_fails_is_named(name: str, num_ranks: int, tmp_path: Path, record_property: Any) -> None:
     """Of a sharded model nothing is saved then."""
     *others, (own, _, _) = lose(num_ranks, name, "raise", tmp_path, 3)
     assert own == "no such file"
@@ -108,20 +104,14 @@ def test_a_rank_that_fails_is_named_with_its_error(
     assert not (tmp_path / "sharded.ckpt").exists()
 
 
-@pytest.mark.fault(
-    "a rank that is later than the timeout",
-    "the error on the others gives its position and says that it answers; they end",
-)
+@pytest.mark.fault
 def test_ranks_that_are_only_late_are_not_accused(tmp_path: Path) -> None:
     (message, _, _), _ = lose(2, "dgc", "dawdle", tmp_path)
     assert "all other ranks answer (rank 1 in the training after step 3)" in message
     assert "give a longer timeout=" in message
 
 
-@pytest.mark.fault(
-    "ranks that wait for each other at different places, as with fewer batches on one",
-    "the error on each gives the position of the other; they end",
-)
+@pytest.mark.fault
 def test_ranks_that_wait_for_each_other_are_told_where(tmp_path: Path) -> None:
     results = lose(2, "dgc", "branch", tmp_path)
     for other, (message, _, _) in zip((1, 0), results, strict=True):
@@ -197,9 +187,7 @@ def nccl(monkeypatch: Any) -> list[Nccl]:
     return groups
 
 
-def test_a_rank_that_waits_in_nccl_is_freed_and_names_the_other(
-    nccl: Any, ranks: Any, monkeypatch: Any, caplog: Any
-) -> None:
+def test_a_rank_that_waits_in_nccl_is_freed(nccl: Any, ranks: Any, monkeypatch: Any, caplog: Any) -> None:
     ranks[2].close()  # its fit has ended
     ranks[0].explain_(ValueError("no such file"))
     assert nccl[0].aborted.wait(10.0)

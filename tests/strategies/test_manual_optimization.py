@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from lightning_lowbw import DisagreementError
 from lightning_lowbw.comm.agreement import digest
-from tests.ranks import on_ranks, run_ranks
+from tests.ranks import on_ranks
 from tests.strategies.fits import make, refusal, same, saving, train, weights
 from tests.tiny import ManualTiny, Tiny, TwoOptimizers, since_lightning_2_5
 
@@ -46,10 +46,7 @@ class Manual(Tiny):
         optimizer.step()
 
 
-@pytest.mark.fault(
-    "plain `loss.backward()` in manual optimization",
-    "the same means as after `manual_backward`: the weights stay equal",
-)
+@pytest.mark.fault
 @pytest.mark.parametrize(
     ("name", "num_ranks"), [("dgc", 2), ("dgc on two levels", 4), ("post-local", 2), ("post-local, sharded", 4)]
 )
@@ -70,11 +67,9 @@ def test_a_plain_backward_is_as_good_as_manual_backward(name: str, num_ranks: in
 def test_a_resume_keeps_each_rank_s_buffers(tmp_path: Path) -> None:
     """Batch norm's are of a rank's own data, also in synchronous steps."""
     whole, resumed = ManualTiny(data_by_step=True), ManualTiny(data_by_step=True)
-    for model, options in (
-        (whole, {"callbacks": [saving(f"{tmp_path}/3", (3,))]}),
-        (resumed, {"resume": f"{tmp_path}/3"}),
-    ):
-        train(make("post-local", {"begin_step": STEPS}), model, STEPS, **options)
+    path, synchronous = f"{tmp_path}/3", {"begin_step": STEPS}
+    train(make("post-local", synchronous), whole, STEPS, callbacks=[saving(path, (3,))])
+    train(make("post-local", synchronous), resumed, STEPS, resume=path)
     assert weights(whole) == weights(resumed)
 
 
@@ -97,15 +92,7 @@ class LeavesOut(Tiny):
             optimizer.step()
 
 
-def leave_out_a_step(name: str, does_backward: bool) -> tuple[str, int]:
-    model = LeavesOut(does_backward)
-    message = refusal(strategy(name), model, 2 * STEPS, error=DisagreementError)
-    return message, model.trainer.strategy.workers[0].step  # type: ignore[attr-defined]
-
-
-@pytest.mark.fault(
-    "a rank leaves out `optimizer.step()` in manual optimization", "an error on all ranks, with the batch of each"
-)
+@pytest.mark.fault
 @pytest.mark.parametrize(
     ("name", "num_ranks", "does_backward"),
     [
@@ -115,12 +102,14 @@ def leave_out_a_step(name: str, does_backward: bool) -> tuple[str, int]:
         ("int8", 2, True),  # in others DDP's all-reduce meets another message
     ],
 )
+@on_ranks(fresh=True)
 def test_a_step_that_a_rank_leaves_out_is_found(name: str, num_ranks: int, does_backward: bool) -> None:
     """In that step or, where DDP reduces it or steps are local, in the next one that communicates."""
-    for message, step in run_ranks(leave_out_a_step, num_ranks, name, does_backward, fresh=True):
-        assert "batch: rank 0 has" in message
-        assert "A rank in a later one has left out optimizer.step()" in message
-        assert 3 <= step <= 8
+    model = LeavesOut(does_backward)
+    message = refusal(strategy(name), model, 2 * STEPS, error=DisagreementError)
+    assert "batch: rank 0 has" in message
+    assert "A rank in a later one has left out optimizer.step()" in message
+    assert 3 <= model.trainer.strategy.workers[0].step <= 8  # type: ignore[attr-defined]
 
 
 class Bypasses(TwoOptimizers):

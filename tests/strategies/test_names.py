@@ -54,10 +54,8 @@ def test_a_signature_names_all_that_is_accepted(strategy: type[lowbw.Strategy]) 
 @pytest.mark.parametrize(
     ("keywords", "asked"),
     [
-        ({}, None),
-        ({"broadcast_buffers": False}, False),
-        ({"broadcast_buffers": True, "forward_sync_buffers": False}, False),
-        ({"broadcast_buffers": True, "forward_sync_buffers": None}, True),
+        *[({}, None), ({"broadcast_buffers": False}, False)],
+        *[({"broadcast_buffers": True, "forward_sync_buffers": each}, each is None) for each in (False, None)],
     ],
 )
 def test_either_keyword_says_whether_buffers_are_sent(keywords: dict[str, bool | None], asked: bool | None) -> None:

@@ -26,6 +26,7 @@ from torch.optim import SGD
 from lightning_lowbw.strategies.base import RUN_STAGE
 from lightning_lowbw.strategies.checks import AVERAGING, SETTINGS, settings_of
 
+SEND, LAST_OF_A_BATCH = "_distributed_broadcast_coalesced", "automatic_optimization.run"
 GRAD_SYNC = "torch.is_grad_enabled() and {}.require_backward_grad_sync"
 
 
@@ -49,10 +50,7 @@ IN_ORDER: list[tuple[Any, ...]] = [
     (DistributedDataParallel._sync_buffers, "self._assign_modules_buffers()"),
     (DistributedDataParallel._assign_modules_buffers, "self.named_module_buffers"),
     (DistributedDataParallel._default_broadcast_coalesced, "bufs = self.modules_buffers"),
-    (
-        DistributedDataParallel._default_broadcast_coalesced,
-        "self._distributed_broadcast_coalesced(bufs, bucket_size, authoritative_rank)",
-    ),
+    (DistributedDataParallel._default_broadcast_coalesced, f"self.{SEND}(bufs, bucket_size, authoritative_rank)"),
     # SGD runs the closure before it reads its groups.
     (SGD.step, "closure()", "for group in self.param_groups"),
     # The weights of a checkpoint are asked for, of the strategy, before its callbacks, and then saved by the strategy.
@@ -77,17 +75,12 @@ IN_ORDER: list[tuple[Any, ...]] = [
     (_TrainingEpochLoop.on_advance_end, "received_sigterm"),
     # The epoch ends with its last batch, which is known to be the last one when it begins.
     (_TrainingEpochLoop._num_ready_batches_reached, "self.batch_progress.is_last_batch"),
-    (
-        _TrainingEpochLoop.advance,
-        *("is_last_batch = data_fetcher.done", '"on_train_batch_start"', "automatic_optimization.run"),
-        "_num_ready_batches_reached",
-    ),
+    (_TrainingEpochLoop.advance, "is_last_batch = data_fetcher.done", '"on_train_batch_start"', LAST_OF_A_BATCH),
+    (_TrainingEpochLoop.advance, LAST_OF_A_BATCH, "_num_ready_batches_reached"),
     # When a validation is due.
     (_TrainingEpochLoop._should_check_val_fx, "_should_check_val_epoch()", "self.trainer.val_check_batch"),
-    (
-        _TrainingEpochLoop._should_check_val_fx,
-        "self.total_batch_idx if self.trainer.check_val_every_n_epoch is None else self.batch_idx",
-    ),
+    (_TrainingEpochLoop._should_check_val_fx, "self.total_batch_idx if self.trainer.check_val_every_n_epoch is None"),
+    (_TrainingEpochLoop._should_check_val_fx, "check_val_every_n_epoch is None else self.batch_idx"),
     (ModelCheckpoint, "self._every_n_train_steps"),
     # Monitored metrics are cached results.
     (_ResultCollection._get_cache, "result_metric._computed"),

@@ -90,10 +90,7 @@ def replace_once(name: str, kind: Callable[[Any], Optimizer], make: Make = adam)
     return max((float((now[key] - expected[key]).abs().max()) for key in expected), default=0.0), kept
 
 
-@pytest.mark.fault(
-    "a callback puts another optimizer in place of the first",
-    "what has not been sent is applied, averaged or goes on; the new one trains on, on all ranks in the same step",
-)
+@pytest.mark.fault
 @pytest.mark.parametrize(
     ("name", "kind", "num_ranks"),
     [
@@ -103,9 +100,7 @@ def replace_once(name: str, kind: Callable[[Any], Optimizer], make: Make = adam)
     ],
 )
 @on_ranks()
-def test_what_is_kept_for_a_replaced_optimizer_is_applied_averaged_or_goes_on(
-    name: str, kind: Any, num_ranks: int
-) -> None:
+def test_what_is_kept_for_a_replaced_optimizer_is_not_lost(name: str, kind: Any, num_ranks: int) -> None:
     assert replace_once(name, kind)[0] < 1e-6
 
 

@@ -137,9 +137,8 @@ class Hooks(Tiny):
         self.temperature.fill_(float(self.current_epoch))
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        self.seen.append(
-            [float(each) for each in (self.temperature, self.best, self.patience, self.norm.running_mean[0])]
-        )
+        noted = self.temperature, self.best, self.patience, self.norm.running_mean[0]
+        self.seen.append([float(each) for each in noted])
         return super().training_step(batch, batch_idx)
 
     def on_validation_epoch_end(self) -> None:

@@ -56,10 +56,7 @@ def end_by_sigterm(name: str, *callbacks: pl.Callback, model: Tiny | None = None
     return same(model.trainer.global_step)  # type: ignore[no-any-return]
 
 
-@pytest.mark.fault(
-    "SIGTERM on one rank, or on all",
-    "all ranks end after the same step, with a checkpoint on exceptions that resumes to the same bits",
-)
+@pytest.mark.fault
 @pytest.mark.parametrize(
     ("name", "ranks", "last"), [("dense", (0, 1), 5), ("hand-over", (1,), 5), ("dgc", (1,), 4), ("local_sgd", (1,), 4)]
 )
@@ -106,7 +103,7 @@ def test_no_rank_ends_before_all_have_saved() -> None:
     assert abs(first - second) < 0.3
 
 
-@pytest.mark.fault("SIGTERM on one rank, or on all")
+@pytest.mark.fault
 @pytest.mark.parametrize(("name", "ends"), [("dense", (2, 5)), ("dgc", (1, 4)), ("local_sgd", (4, 4))])
 @on_ranks(2, timeout_s=60)
 def test_also_before_the_first_batch_and_in_validation(name: str, ends: tuple[int, int]) -> None:
@@ -121,7 +118,7 @@ def test_also_while_gradients_are_accumulated_and_with_two_optimizers() -> None:
         assert KILLED_AFTER < end_by_sigterm(name, kill((1,)), **options) <= KILLED_AFTER + 4
 
 
-@pytest.mark.fault("SIGTERM on one rank, or on all")
+@pytest.mark.fault
 @pytest.mark.parametrize("name", ["hand-over", "local_sgd"])
 @on_ranks(2)
 def test_signals_that_come_to_all_at_any_time_end_all_after_the_same_step(name: str) -> None:
@@ -135,7 +132,7 @@ def test_signals_that_come_to_all_at_any_time_end_all_after_the_same_step(name: 
         timer.join()
 
 
-@pytest.mark.fault("SIGTERM on one rank, or on all")
+@pytest.mark.fault
 @pytest.mark.parametrize(
     ("name", "model"),
     [("dgc", Tiny), ("delayed", TwoOptimizers), ("overlapping", Tiny)],
@@ -166,7 +163,7 @@ class Slurm(pl.Callback):
         connector._register_signal(signal.SIGUSR1, _HandlersCompose([connector._slurm_sigusr_handler_fn]))
 
 
-@pytest.mark.fault("SLURM's signal to save and requeue, on one rank", "all ranks save once, after the same step")
+@pytest.mark.fault
 @pytest.mark.parametrize("name", ["hand-over", "delayed"])
 @on_ranks(2)
 def test_slurms_signal_on_one_rank_saves_once_on_all(name: str) -> None:
@@ -211,7 +208,7 @@ def interrupt(name: str, ranks: list[int], folder: str) -> tuple[float, list[Any
     return seconds, codes
 
 
-@pytest.mark.fault("Ctrl-C on one rank, or on all", "all ranks end")
+@pytest.mark.fault
 @pytest.mark.parametrize(("name", "ranks"), [("dgc", [0, 1]), ("local_sgd", [1])])
 def test_ctrl_c_ends_all_soon(name: str, ranks: list[int], tmp_path: Path, record_property: Any) -> None:
     ((seconds, codes),) = run_ranks(interrupt, 1, name, ranks, str(tmp_path), fresh=True, timeout_s=60)

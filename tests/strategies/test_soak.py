@@ -100,10 +100,7 @@ def soak(name: str, folder: str, steps: int = STEPS, num_fits: int = NUM_FITS) -
     return peace, end, holds
 
 
-@pytest.mark.fault(
-    "slow ranks, skipped steps, checkpoints and resumes at random",
-    "the weights of a run without; tensors, files and threads do not grow",
-)
+@pytest.mark.fault
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="needs Linux")
 @pytest.mark.parametrize("name", ["dgc", "sparse_loco"])
 def test_soft_faults_change_nothing_and_nothing_grows(name: str, tmp_path: Path) -> None:

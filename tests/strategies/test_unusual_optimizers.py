@@ -104,20 +104,13 @@ def check_refused(optimizer: Callable[..., Optimizer], words: str, **options: An
         assert optimizer is zero or weights_of(model) == before
 
 
-@pytest.mark.fault(
-    "an optimizer with two sets of weights (schedule-free), with a method that averages weights",
-    "refused before the first step, on all ranks; the error names the optimizer and what to do",
-)
+@pytest.mark.fault
 @on_ranks(2)
 def test_a_second_set_of_weights_is_refused_where_weights_are_averaged() -> None:
     check_refused(ScheduleFree, "ScheduleFree has train() and eval()")
 
 
-@pytest.mark.fault(
-    "an optimizer that shares its work between the ranks, and gathers the results in its step (ZeRO, Dion), with a "
-    "method that averages weights",
-    "refused in the first step, on all ranks, before anything is sent; the error names the optimizer and what to do",
-)
+@pytest.mark.fault
 @pytest.mark.parametrize(("optimizer", "name"), [(Share, "Share"), (zero, "ZeroRedundancyOptimizer")])
 @on_ranks(2)
 def test_collectives_in_a_step_are_refused_where_weights_are_averaged(optimizer: Any, name: str) -> None:
@@ -219,9 +212,7 @@ def test_a_second_set_of_weights_is_equal_on_all_ranks_with_gradients(name: str)
     assert quiet[:STEPS] == start[:STEPS]
 
 
-@pytest.mark.fault(
-    "a checkpoint with ZeroRedundancyOptimizer, with a method that exchanges gradients", "saved and resumed as by ddp"
-)
+@pytest.mark.fault
 @pytest.mark.parametrize("name", ["dense", "dgc", "int8", "hierarchical"])
 @on_ranks(2)
 def test_an_optimizer_that_communicates_trains_and_resumes_with_gradients(name: str, tmp_path: Path) -> None:

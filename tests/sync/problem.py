@@ -6,8 +6,9 @@ its gradient is c + w.
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
@@ -21,6 +22,7 @@ from lightning_lowbw import DGC, Method
 from lightning_lowbw.comm.agreement import digest
 from lightning_lowbw.comm.peers import part_of
 from lightning_lowbw.compress.codec import make_value_format
+from lightning_lowbw.namespaces import LOGGER
 from tests.oracle import OracleDGC, OracleLocalSGD, OracleSparseLoCo
 from tests.ranks import run_ranks
 
@@ -333,15 +335,19 @@ def train_by_means(
     return weights
 
 
-class Said(logging.Handler):
-    """Keeps what is logged."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.messages: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.messages.append(record.getMessage())
+@contextlib.contextmanager
+def listening(name: str = LOGGER, level: int = logging.NOTSET) -> Iterator[list[str]]:
+    """Give what a logger says meanwhile."""
+    said, handler, logger = list[str](), logging.Handler(), logging.getLogger(name)
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logger.addHandler(handler)
+    before = logger.level
+    logger.setLevel(level or before)
+    try:
+        yield said
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(before)
 
 
 # Replicas -------------------------------------------------------------------------------------------------------------
@@ -411,9 +417,7 @@ def by_sparse_replicas(name: str, nodes: Nodes, make: Make, **choices: Any) -> O
     return take_steps_of(oracle, name, nodes)  # type: ignore[no-any-return]
 
 
-def check_sparse(
-    results: Sequence[Mapping[str, Any]], nodes: Nodes, make: Make, names: Iterable[str], **choices: Any
-) -> None:
+def check_sparse(results: Any, nodes: Nodes, make: Make, names: Iterable[str], **choices: Any) -> None:
     """Compare weights and residuals with the oracle, to the bit."""
     for name in names:
         oracle = by_sparse_replicas(name, nodes, make, **choices)

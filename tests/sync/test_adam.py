@@ -18,7 +18,6 @@ from lightning_lowbw.compress.corrections import AdamCorrection
 from lightning_lowbw.compress.params import Row
 from lightning_lowbw.compress.top_k import TopK
 from lightning_lowbw.kernels.reference import SecondMoment
-from lightning_lowbw.namespaces import LOGGER
 from tests.oracle import OracleAdam
 from tests.ranks import run_ranks
 from tests.sync import problem
@@ -40,9 +39,7 @@ def of_optimizer(worker: Any, parameters: Any) -> tuple[set[float], str]:
     return {float(state["step"]) for state in states}, digest([state["exp_avg_sq"] for state in states])
 
 
-def by_the_equations(
-    kind: str, options: dict[str, Any], changes: dict[str, Any], nodes: Nodes = FLAT
-) -> dict[str, Tensor]:
+def by_the_equations(kind: str, options: Any, changes: dict[str, Any], nodes: Nodes = FLAT) -> dict[str, Tensor]:
     options = {key: value for key, value in options.items() if key in ("betas", "eps", "weight_decay", "amsgrad")}
     if kind == "AdamW":
         options = {"weight_decay": 0.01, **options}  # torch's default
@@ -81,12 +78,10 @@ def test_equals_the_equations(nodes: Nodes, cases: list[Case]) -> None:
 
 
 def attach_and_listen(options: dict[str, Any]) -> list[str]:
-    parameters, said, logger = problem.make_parameters({"large": (40, 30)}), problem.Said(), logging.getLogger(LOGGER)
-    logger.addHandler(said)
-    logger.setLevel(logging.INFO)
-    method_for().attach(AdamW(parameters.values(), **options), parameters.items())
-    logger.removeHandler(said)
-    return [each for each in said.messages if "beta1" in each]
+    parameters = problem.make_parameters({"large": (40, 30)})
+    with problem.listening(level=logging.INFO) as said:
+        method_for().attach(AdamW(parameters.values(), **options), parameters.items())
+    return [each for each in said if "beta1" in each]
 
 
 def test_a_lowered_beta1_is_told_once() -> None:

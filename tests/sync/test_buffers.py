@@ -51,9 +51,8 @@ def test_only_buffers_that_differ_are_sent() -> None:
         "own": torch.zeros(3),
         "late": torch.zeros(5),
         "count": torch.tensor(0),
-        "norm.num_batches_tracked": torch.tensor(0),
-        "flag": torch.tensor([True, False]),
     }
+    buffers |= {"norm.num_batches_tracked": torch.tensor(0), "flag": torch.tensor([True, False])}
     worker, sent, rank = attach(LocalSGD(k_steps=2, begin_step=0), buffers), [], dist.get_rank()
     for number in range(1, 9):
         buffers["own"] = buffers["own"] + rank  # another tensor in the place of the one before
@@ -79,12 +78,8 @@ def test_only_buffers_that_differ_are_sent() -> None:
 
 def resize(name: str, differs: bool) -> tuple[dict[str, list[float]], list[str]]:
     rank = dist.get_rank()
-    buffers = {
-        "grows": torch.full((2,), math.inf),
-        "mean": torch.zeros(2),
-        "mask": torch.tensor([0.0, -math.inf]),
-        "pointer": torch.zeros(1, dtype=torch.int64),
-    }
+    buffers = {"grows": torch.full((2,), math.inf), "mean": torch.zeros(2), "mask": torch.tensor([0.0, -math.inf])}
+    buffers["pointer"] = torch.zeros(1, dtype=torch.int64)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         worker = attach(METHODS[name], buffers)

@@ -30,15 +30,12 @@ STEPS = 8
 Case = tuple[dict[str, Any], dict[str, float], dict[str, Any]]  # of SGD, of clipping, of the method
 MOMENTUM: dict[str, Any] = {"momentum": 0.9}
 NESTEROV: dict[str, Any] = {"momentum": 0.9, "nesterov": True, "weight_decay": 0.05}
+CLIMBING: dict[str, Any] = {**MOMENTUM, "weight_decay": 0.05, "maximize": True, "fused": True}
 CASES: list[Case] = [
     ({}, {}, {}),
     (MOMENTUM, {}, {}),  # which is cleared at 3 %, not above
     (MOMENTUM, {}, {"momentum_masking": True, "min_numel": 18, "rampup_begin_step": 0}),
-    (
-        {**MOMENTUM, "weight_decay": 0.05, "maximize": True, "fused": True},
-        {"value": 0.3},
-        {"momentum_masking": False, "min_numel": 18},
-    ),
+    (CLIMBING, {"value": 0.3}, {"momentum_masking": False, "min_numel": 18}),
     (NESTEROV, {"norm": 0.5}, {"min_numel": 18}),
     (MOMENTUM, {}, {"chunk": 64, "mean_over": "senders", "decay": 0.8}),
 ]
@@ -178,18 +175,9 @@ def test_dense_steps_in_float64_and_bfloat16_and_complex_numbers_beside_sparse_o
 
 # Parameters that come and go ------------------------------------------------------------------------------------------
 
-CHANGING = {
-    "always": (20, 10),
-    "pausing": (20, 10),
-    "dense_pausing": (7,),
-    "on_rank_0": (20, 10),
-    "dense_on_rank_0": (7,),
-    "never": (20, 10),
-    "frozen": (20, 10),
-    "dense_frozen": (7,),
-    "stopped": (15, 10),
-    "added": (15, 10),
-}
+NAMES = "always pausing dense_pausing on_rank_0 dense_on_rank_0 never frozen dense_frozen"
+CHANGING = {name: (7,) if name.startswith("dense") else (20, 10) for name in NAMES.split()}
+CHANGING |= {"stopped": (15, 10), "added": (15, 10)}
 PAUSE, UNFREEZE, ADD, STOP = (4, 5), 3, 5, 6
 SETTINGS: dict[str, Any] = {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.1}
 OF_ADDED: dict[str, Any] = {"lr": 0.2, "momentum": 0.5, "nesterov": True, "weight_decay": 0.0}

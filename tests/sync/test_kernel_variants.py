@@ -35,16 +35,13 @@ NUM_STEPS = 6
 OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
     "momentum": lambda parameters: SGD(parameters, lr=0.1, momentum=0.9),
     "decay of some": lambda parameters: SGD(
-        [{"params": parameters[:2], "weight_decay": 0.0}, {"params": parameters[2:]}],
-        lr=0.1,
-        momentum=0.9,
-        nesterov=True,
-        weight_decay=1e-4,
+        [{"params": parameters[:2]}, {"params": parameters[2:], "weight_decay": 1e-4}], 0.1, 0.9, nesterov=True
     ),
     "AdamW": lambda parameters: AdamW(parameters, lr=1e-3),
     "Adam": lambda parameters: Adam(parameters, lr=1e-3, weight_decay=0.01, amsgrad=True),
     "RMSprop": lambda parameters: RMSprop(parameters, lr=1e-3),
 }
+WRITTEN = {"take_kernel": ("sent_positions", "sent_values"), "unpack_kernel": ("positions", "values")}
 STAIRS: dict[str, Any] = {"sparsity": (0.75, 0.9, 0.999), "rampup_step": NUM_STEPS, "min_numel": 1000}
 
 
@@ -62,12 +59,10 @@ class Stub:
         values = {**dict(zip(self.kernel.arg_names, args, strict=False)), **kwargs}
         compiled_for = [f"{each.name}={_compiled_for(each, values.pop(each.name))}" for each in self.kernel.params]
         self.seen.add(f"{self.name}: {', '.join(compiled_for)}, {values}")
-        written = dict(zip(self.kernel.arg_names, args, strict=False))
-        for name in {"take_kernel": ("sent_positions", "sent_values"), "unpack_kernel": ("positions", "values")}.get(
-            self.name, ()
-        ):
-            out = written[name]
-            out.copy_(torch.arange(out.shape[-1]) if name == "positions" else torch.zeros(()))
+        given = dict(zip(self.kernel.arg_names, args, strict=False))
+        for out in (given[name] for name in WRITTEN.get(self.name, ())):
+            has_positions = self.name == "unpack_kernel" and not out.is_floating_point()
+            out.copy_(torch.arange(out.shape[-1]) if has_positions else torch.zeros(()))
 
 
 def _compiled_for(parameter: Any, value: Any) -> str:
@@ -90,10 +85,9 @@ def note_launches() -> set[str]:
     from lightning_lowbw.kernels import triton_kernels
 
     seen: set[str] = set()
-    for module in (triton_kernels,):
-        for name, kernel in [*vars(module).items()]:
-            if name.endswith("_kernel"):
-                setattr(module, name, Stub(kernel.kernel if isinstance(kernel, Stub) else kernel, name, seen))
+    for name, kernel in [*vars(triton_kernels).items()]:
+        if name.endswith("_kernel"):
+            setattr(triton_kernels, name, Stub(kernel.kernel if isinstance(kernel, Stub) else kernel, name, seen))
     dispatch.uses_triton = lambda device: True
     dispatch._compare = lambda *args, **kwargs: None  # stubs compute nothing
     return seen
@@ -166,9 +160,8 @@ def measured(dtype: torch.dtype) -> tuple[set[str], set[str]]:
     seen = note_launches()
     parameters, method = make_parameters([dtype]), DGC(sparsity="auto")
     peers = method.make_peers()
-    worker = method.make_synchronizer(
-        AdamW(parameters, lr=1e-3), [(str(i), each) for i, each in enumerate(parameters)], peers
-    )
+    named = [(str(i), each) for i, each in enumerate(parameters)]
+    worker = method.make_synchronizer(AdamW(parameters, lr=1e-3), named, peers)
     assert dispatch.prepare(worker.device, uses_of([worker], measures=True)) is None
     at_start = {*seen}
     seen.clear()

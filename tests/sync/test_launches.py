@@ -263,10 +263,8 @@ def fake_parameters(model: str) -> list[Parameter]:
     """Return the parameters of a model on a device that is not there; inside of `FakeTensorMode`."""
     last = torch.channels_last if model.endswith(CHANNELS_LAST) else torch.contiguous_format
     formats = [last if len(shape) == 4 else torch.contiguous_format for shape in shapes_of(model)]
-    empty = [
-        torch.empty(shape, device="cuda", memory_format=each)
-        for shape, each in zip(shapes_of(model), formats, strict=True)
-    ]
+    places = zip(shapes_of(model), formats, strict=True)
+    empty = [torch.empty(shape, device="cuda", memory_format=memory_format) for shape, memory_format in places]
     parameters = [Parameter(each, requires_grad=False) for each in empty]
     for parameter in parameters:
         parameter.requires_grad_()
@@ -292,25 +290,18 @@ def know_what_differs(buffers: ReplicaBuffers) -> None:
     buffers.start = dict(zip(floating, wide_copies(list(floating.values())), strict=True))
 
 
-def count_step(
-    monkeypatch: pytest.MonkeyPatch, model: str, optimizer: Any, peers: Any, *, also: str = ""
-) -> Counter[str]:
+def count_step(patch: pytest.MonkeyPatch, model: str, optimizer: Any, peers: Any, *, also: str = "") -> Counter[str]:
     """Return what the second compressed step has launched and waited for, without that of the user's optimizer."""
     has_scaler, is_sharded = also == GRAD_SCALER, also == SHARDED
-    count = stand_in(monkeypatch, peers.num_ranks)
+    count = stand_in(patch, peers.num_ranks)
     with torch.no_grad(), FakeTensorMode(), Operations(count) as operations:
         parameters = fake_parameters(model)
         if also == BF16_TRUE:
             parameters = [Parameter(parameter.to(torch.bfloat16)) for parameter in parameters]
         ours = optimizer(parameters)
-        worker = GradientSync(
-            QuantizedGradients(also)
-            if also in FORMATS
-            else DGC(exchange="all_gather", sparsity=[0.75 if also == AT_A_QUARTER else 0.999]),
-            ours,
-            [(str(i), each) for i, each in enumerate(parameters)],
-            peers,
-        )
+        sparse = DGC(exchange="all_gather", sparsity=[0.75 if also == AT_A_QUARTER else 0.999])
+        named = [(str(i), each) for i, each in enumerate(parameters)]
+        worker = GradientSync(QuantizedGradients(also) if also in FORMATS else sparse, ours, named, peers)
         scale = torch.ones((), device="cuda")
         scaler = SimpleNamespace(is_enabled=lambda: has_scaler, _get_scale_async=lambda: scale)
         precision = SimpleNamespace(scaler=scaler)
@@ -391,24 +382,16 @@ def count_reduce_scatter(monkeypatch: pytest.MonkeyPatch, num_ranks: int) -> Cou
     counts = what.nums_sent(sizes)
     plan = SparseSum(sizes, sum(counts), even_boundaries(sizes, counts, num_ranks), what.codec)
     generator = torch.Generator().manual_seed(0)
-    selected = [
-        [
-            (torch.arange(count) * (size // count) + rank, torch.randn(count, generator=generator))
-            for size, count in zip(sizes, counts, strict=True)
-        ]
-        for rank in range(num_ranks)
-    ]
+    selected: list[list[tuple[Tensor, Tensor]]] = [[] for _ in range(num_ranks)]
+    for rank, parts in enumerate(selected):
+        for size, count in zip(sizes, counts, strict=True):
+            parts.append((torch.arange(count) * (size // count) + rank, torch.randn(count, generator=generator)))
     outgoing = [plan.prepare(rank, plan.join(parts)) for rank, parts in enumerate(selected)]
     received = [torch.stack([each.message[owner] for each in outgoing]) for owner in range(num_ranks)]
-    gathered = torch.stack(
-        [plan.combine(owner, outgoing[owner].own, received[owner]).message for owner in range(num_ranks)]
-    )
-    between = SimpleNamespace(
-        rank=0,
-        num_ranks=num_ranks,
-        all_to_all=lambda message: received[0].view(-1),
-        all_gather=lambda message: gathered,
-    )
+    answers = [plan.combine(owner, outgoing[owner].own, received[owner]).message for owner in range(num_ranks)]
+    gathered = torch.stack(answers)
+    between = SimpleNamespace(rank=0, num_ranks=num_ranks)
+    between.all_to_all, between.all_gather = lambda message: received[0].view(-1), lambda message: gathered
     exchange = ReduceScatterExchange(what, SimpleNamespace(between=between))  # type: ignore[arg-type]
     by_name = {str(number): size for number, size in enumerate(sizes)}
     exchange.residuals.ensure(by_name, torch.device("cpu"), [])
@@ -462,10 +445,7 @@ OPTIMIZERS: dict[str, tuple[Callable[..., Optimizer], int]] = {
     "SGD": (lambda parameters: SGD(parameters, lr=0.1, momentum=0.9, nesterov=True, weight_decay=1e-4), 42),
     "AdamW": (lambda parameters: AdamW(parameters, lr=1e-3), 60),
     "AdamW(fused=True)": (lambda parameters: AdamW(parameters, lr=1e-3, fused=True), 60),
-    "AdamW(capturable=True)": (
-        lambda parameters: AdamW(parameters, lr=torch.empty((), device="cuda"), capturable=True),
-        60,
-    ),
+    "AdamW(capturable=True)": (lambda p: AdamW(p, lr=torch.empty((), device="cuda"), capturable=True), 60),
 }
 PLACES = {"2 ranks": (2, 2), "8 ranks": (8, 8), "64 ranks": (64, 64), "8 nodes of 8": (64, 8)}  # ranks, nodes
 GRAD_SCALER = "GradScaler"
@@ -555,9 +535,7 @@ COUNTS[SCATTERED], WAITS[SCATTERED] = (partial(count_reduce_scatter, num_ranks=8
 
 
 @pytest.mark.parametrize("name", COUNTS)
-def test_launches(
-    name: str, rows: dict[str, str], request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_launches(name: str, rows: dict[str, str], request: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not one more than the table in benchmarks/results/launches.md says, and never more than is promised."""
     count_launches, num_ranks, most = COUNTS[name]
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=num_ranks)
@@ -599,9 +577,8 @@ def test_the_consensus_view_takes_no_memory_of_the_device_while_it_is_shown(monk
         gc.collect()
         before, numel = operations.start, sum(p.numel() for p in parameters)
         assert (operations.used - before) / numel < 0.01
-        assert (
-            operations.most - before < 14 * tensors.CHUNK
-        )  # of a checksum, whatever the model's size; two buckets are less
+        # Of a checksum, whatever the model's size; two buckets are less.
+        assert operations.most - before < 14 * tensors.CHUNK
 
 
 @pytest.mark.usefixtures("eight_ranks")

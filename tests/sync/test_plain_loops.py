@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import logging
 import sys
 import warnings
 import weakref
@@ -22,7 +21,6 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lightning_lowbw import DGC, ConfigurationError, LocalSGD, Method, PowerSGD, QuantizedGradients, TopK
 from lightning_lowbw.comm.agreement import digest
-from lightning_lowbw.namespaces import LOGGER
 from tests.ranks import on_ranks, run_ranks
 from tests.sync import problem
 from tests.sync.problem import AWKWARD, FLAT, NODES, Nodes, backward, each, take_step
@@ -388,7 +386,7 @@ ENDS = [*((3, end) for end in ("", "consensus", "finish", "state_dict", "raise")
 @on_ranks()
 def test_a_loop_that_leaves_replicas_apart_says_so(num_steps: int, end: str) -> None:
     """Once: where the worker is forgotten between two averages."""
-    said, logger, parameters = problem.Said(), logging.getLogger(LOGGER), problem.make_parameters({"a": (5,)})
+    parameters = problem.make_parameters({"a": (5,)})
     worker: Any = LocalSGD(2, 0).attach(SGD(parameters.values(), lr=0.1), parameters.items())
     for step in range(num_steps):
         alone(worker, parameters, step)
@@ -399,12 +397,11 @@ def test_a_loop_that_leaves_replicas_apart_says_so(num_steps: int, end: str) -> 
         sys.last_type = RuntimeError  # as Python does for an exception that ends it
     elif end:
         getattr(worker, end)()
-    logger.addHandler(said)
-    del worker, parameters
-    gc.collect()
-    logger.removeHandler(said)
+    with problem.listening() as said:
+        del worker, parameters
+        gc.collect()
     vars(sys).pop("last_type", None)
-    assert len(said.messages) == ((num_steps, end) == (3, "") and dist.get_rank() == 0)
-    for message in said.messages:
+    assert len(said) == ((num_steps, end) == (3, "") and dist.get_rank() == 0)
+    for message in said:
         assert "ended after step 3, between two averages" in message
         assert "worker.finish()" in message

@@ -14,26 +14,21 @@ from lightning_lowbw import ConfigurationError, LocalSGD
 from lightning_lowbw.comm.agreement import digest
 from lightning_lowbw.comm.collectives import all_gather_bytes, all_reduce_bytes
 from lightning_lowbw.compress.top_k import Compression
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks, run_ranks
 from tests.sync import problem
 from tests.sync.problem import ADAMW, BASE, FLAT, MOMENTUM, NODES, OF_REPLICAS, SPARSE, THREE, Make, Nodes, with_base
 
 train = partial(problem.train, steps=problem.STEPS)
+WHOLE, INT4, INT2 = {"chunk": None, "decay": 1.0}, {"value_dtype": "int4"}, {"value_dtype": "int2"}
 # What `LocalSGD` gets, and the oracle.
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "chunked": ({"k_steps": 4}, {}),
-    "per tensor, all is kept": (
-        {"k_steps": 2, "compression": {"chunk": None, "decay": 1.0}},
-        {"k": 2, "chunk": None, "decay": 1.0},
-    ),
+    "per tensor, all is kept": ({"k_steps": 2, "compression": WHOLE}, {"k": 2, **WHOLE}),
     "over all ranks": (
-        {"k_steps": 3, "compression": {"mean_over": "ranks", "value_dtype": "int4"}},
-        {"k": 3, "over_senders": False, "value_dtype": "int4"},
+        {"k_steps": 3, "compression": {"mean_over": "ranks", **INT4}},
+        {"k": 3, "over_senders": False, **INT4},
     ),
-    "delayed two bits": (
-        {"k_steps": 5, "delay_steps": 2, "compression": {"value_dtype": "int2"}},
-        {"k": 5, "delay": 2, "value_dtype": "int2"},
-    ),
+    "delayed two bits": ({"k_steps": 5, "delay_steps": 2, "compression": INT2}, {"k": 5, "delay": 2, **INT2}),
 }
 PLACES: dict[str, tuple[Nodes, Make, tuple[str, ...]]] = {
     "2 ranks": (FLAT, ADAMW, (*CASES,)),
@@ -90,7 +85,8 @@ def test_nodes_of_three_agree_whatever_the_rounding_of_their_mean() -> None:
 # Parameters of all kinds -------------------------------------------------------------------------------------------
 
 
-def accumulate_small_steps() -> tuple[float, str]:
+@on_ranks()
+def test_narrow_weights() -> None:
     """Changes far below the rounding of a bfloat16 weight, which the consensus in float32 adds up."""
     weight = Parameter(torch.full((64,), 256.0, dtype=torch.bfloat16))
     double = Parameter(torch.ones(64, dtype=torch.float64))
@@ -104,7 +100,8 @@ def accumulate_small_steps() -> tuple[float, str]:
         double.grad = torch.full_like(double, 1e-12)
         optimizer.step()
     assert float(double[0].detach()) == pytest.approx(1 - 16e-12, abs=1e-14), "float64 is averaged whole"
-    return float(weight[0].detach()), digest([weight, double])
+    assert float(weight[0].detach()) == pytest.approx(256.0 + 8, abs=1), "it forgets what is below its rounding"
+    problem.same_on_all(digest([weight, double]))
 
 
 def exclude(pattern: str) -> list[str]:
@@ -112,9 +109,6 @@ def exclude(pattern: str) -> list[str]:
     return sorted(train(method, shapes=OF_REPLICAS, steps=2)["residuals"])
 
 
-def test_narrow_weights_and_excluded_ones() -> None:
-    (narrow, one), (_, other) = run_ranks(accumulate_small_steps, 2)
-    assert narrow == pytest.approx(256.0 + 8, abs=1), "a narrow weight forgets what is below its rounding"
-    assert one == other
+def test_tensors_that_are_excluded() -> None:
     assert run_ranks(exclude, 2, "mat*") == [sorted(set(SPARSE) - {"matrix"})] * 2
     assert "'nothing' matches no parameter" in str(problem.message_of(partial(exclude, "nothing"), ConfigurationError))

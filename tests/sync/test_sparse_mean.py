@@ -46,10 +46,8 @@ def means_of(layout: Messages, gathered: Tensor) -> list[Tensor]:
 @pytest.mark.parametrize(
     ("options", "is_compiled", "num_local_ranks"),
     [
-        ({}, True, 1),
-        ({"value_dtype": "int4"}, False, 2),
-        ({"mean_over": "senders", "value_dtype": "int2"}, True, 2),
-        ({"mean_over": "senders", "value_dtype": "int2"}, False, 1),
+        *[({}, True, 1), ({"value_dtype": "int4"}, False, 2)],
+        *[({"mean_over": "senders", "value_dtype": "int2"}, *how) for how in ((True, 2), (False, 1))],
     ],
 )
 def test_groups_of_any_size_have_the_same_mean(

@@ -20,16 +20,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import SGD, AdamW
 
-from lightning_lowbw import (
-    DGC,
-    Compression,
-    ConfigurationError,
-    DisagreementError,
-    LocalSGD,
-    Method,
-    PowerSGD,
-    QuantizedGradients,
-)
+import lightning_lowbw as lowbw
 from lightning_lowbw.comm.agreement import digest
 from lightning_lowbw.sync.gradient import GradientSync
 from lightning_lowbw.sync.state import merge_states
@@ -50,28 +41,26 @@ from tests.sync.problem import (
 
 SHAPES = {"large": (40, 30), "conv": (8, 4, 3, 3), "single": (1,), "bias": (7,)}
 LR = 0.05
-GRADIENTS: dict[str, tuple[Method, Any]] = {
-    "dgc": (DGC(sparsity=[0.95], min_numel=1, value_dtype="float32"), partial(SGD, lr=LR)),
-    "dgc momentum": (DGC(sparsity=[0.95], min_numel=100), partial(SGD, lr=LR, momentum=0.9)),
-    "dgc adamw": (DGC(sparsity=[0.95], min_numel=100), partial(AdamW, lr=LR)),
-    "int8": (QuantizedGradients(), partial(SGD, lr=LR)),
-    "powersgd": (PowerSGD(1), partial(SGD, lr=LR)),
+GRADIENTS: dict[str, tuple[lowbw.Method, Any]] = {
+    "dgc": (lowbw.DGC(sparsity=[0.95], min_numel=1, value_dtype="float32"), partial(SGD, lr=LR)),
+    "dgc momentum": (lowbw.DGC(sparsity=[0.95], min_numel=100), partial(SGD, lr=LR, momentum=0.9)),
+    "dgc adamw": (lowbw.DGC(sparsity=[0.95], min_numel=100), partial(AdamW, lr=LR)),
+    "int8": (lowbw.QuantizedGradients(), partial(SGD, lr=LR)),
+    "powersgd": (lowbw.PowerSGD(1), partial(SGD, lr=LR)),
 }
 REPLICAS = {
-    "sparse": LocalSGD(4, 0, compression=Compression(**BASE)),
-    "int4": LocalSGD(4, 0, compression="int4"),
-    "slowmo": LocalSGD(4, 0, outer="slowmo"),
-    "streaming": LocalSGD(4, 0, num_fragments=2, delay_steps=2, outer="nesterov", compression=Compression(min_numel=1)),
+    "sparse": lowbw.LocalSGD(4, 0, compression=lowbw.Compression(**BASE)),
+    "int4": lowbw.LocalSGD(4, 0, compression="int4"),
+    "slowmo": lowbw.LocalSGD(4, 0, outer="slowmo"),
+    "streaming": lowbw.LocalSGD(4, 0, outer="nesterov", num_fragments=2, delay_steps=2, compression={"min_numel": 1}),
 }
 HIDDEN = ("streaming",)  # an average that has been begun has a part of what is kept
 STOP = 6
 
 
-def attach(
-    method: Method, make: Any = MOMENTUM, shapes: Any = OF_REPLICAS, topology: Any = None
-) -> tuple[Any, Parameters]:
+def attach(method: Any, make: Any = MOMENTUM, shapes: Any = OF_REPLICAS, nodes: Any = None) -> tuple[Any, Parameters]:
     parameters = problem.make_parameters(shapes)
-    return method.attach(make(parameters.values()), parameters.items(), topology=topology), parameters
+    return method.attach(make(parameters.values()), parameters.items(), topology=nodes), parameters
 
 
 def begin(name: str, nodes: Nodes) -> tuple[Any, Parameters]:
@@ -95,9 +84,7 @@ def stop(name: str, nodes: Nodes) -> tuple[dict[str, Any], dict[str, Any], dict[
     return state, of_optimizer, problem.weights_of(parameters)
 
 
-def go_on(
-    name: str, nodes: Nodes, state: dict[str, Any], of_optimizer: dict[str, Any], weights: dict[str, Tensor]
-) -> dict[str, Any]:
+def go_on(name: str, nodes: Nodes, state: Any, of_optimizer: Any, weights: dict[str, Tensor]) -> dict[str, Any]:
     worker, parameters = begin(name, nodes)
     problem.set_weights(parameters, weights)
     if name in GRADIENTS:
@@ -189,18 +176,11 @@ def test_one_participant_applies_what_was_kept() -> None:
 def state_of(step: int = 3, **parts: Any) -> dict[str, Any]:
     """Return the state of a worker that has kept only so much; residuals have the shape of the parameter."""
     residuals = parts.pop("residuals", {})
+    usual = {"local_rank": (0, 1), "nodes": None, "num_participants": 2, "small_numel": 1, "exchange": None}
+    usual |= {"correction": "momentum", "payload": "TopK", "velocities": {}, "local": {}, "torn": ""}
     state: dict[str, Any] = {
+        **usual,
         "step": step,
-        "local_rank": (0, 1),
-        "nodes": None,
-        "num_participants": 2,
-        "correction": "momentum",
-        "payload": "TopK",
-        "small_numel": 1,
-        "exchange": None,
-        "velocities": {},
-        "local": {},
-        "torn": "",
         "shapes": {name: tuple(residual.shape) for name, residual in residuals.items()},
         "orders": {name: tuple(range(residual.dim())) for name, residual in residuals.items()},
         "residuals": {name: residual.reshape(-1) for name, residual in residuals.items()},
@@ -222,11 +202,9 @@ def twice(state: Mapping[str, Any]) -> list[dict[str, Any]]:
         ([(0, 2), (1, 2)], [3, 9], "given rank 0 of 2 after step 3, rank 1 of 2 after step 9"),
     ],
 )
-def test_only_the_states_of_all_ranks_at_one_step_are_merged(
-    ranks: list[tuple[int, int]], steps: list[int], message: str
-) -> None:
+def test_only_states_of_all_ranks_at_one_step_are_merged(ranks: list[Any], steps: list[int], message: str) -> None:
     states = [state_of(step, rank=rank) for rank, step in zip(ranks, steps, strict=True)]
-    with pytest.raises(ConfigurationError, match=rf"{message}.*\. Give it worker.state_dict\(\) of each rank"):
+    with pytest.raises(lowbw.ConfigurationError, match=rf"{message}.*\. Give it worker.state_dict\(\) of each rank"):
         merge_states(states)
 
 
@@ -247,7 +225,7 @@ def test_merging_keeps_dtypes_and_copies_and_takes_states_only() -> None:
         means = merge_states(states)["optimizer"]["state"]
         assert {index: float(entry["m"]) for index, entry in means.items()} == {0: 2.0, 1: 1.0}
     for given in ("state", merged):
-        with pytest.raises(ConfigurationError, match=f"given a {type(given).__name__} that is no state"):
+        with pytest.raises(lowbw.ConfigurationError, match=f"given a {type(given).__name__} that is no state"):
             merge_states([given])  # type: ignore[list-item]
 
 
@@ -261,24 +239,24 @@ def test_merging_keeps_dtypes_and_copies_and_takes_states_only() -> None:
 )
 def test_the_state_of_another_model_is_refused(name: str, shape: tuple[int, ...], message: str) -> None:
     worker, _ = begin("dgc", FLAT)
-    with pytest.raises(ConfigurationError, match=message):
+    with pytest.raises(lowbw.ConfigurationError, match=message):
         worker.load_state_dict(state_of(residuals={name: problem.make_weight(name, shape)}))
 
 
 def test_what_another_payload_or_correction_keeps_is_refused() -> None:
     """It would never be sent, or means something else."""
     parameters = problem.make_parameters(SHAPES)
-    dgc, narrow = DGC(min_numel=1), QuantizedGradients()
+    dgc, narrow = lowbw.DGC(min_numel=1), lowbw.QuantizedGradients()
     of_int8 = {"payload": "Quantized", "correction": "error_feedback"}
-    cases: list[tuple[Method, Any, dict[str, Any], str]] = [
+    cases: list[tuple[lowbw.Method, Any, dict[str, Any], str]] = [
         (dgc, SGD, of_int8, r"Quantized has not sent, and with TopK\("),
         (narrow, SGD, {}, "TopK has not sent, and with Quantized"),
-        (Method(), SGD, {}, "TopK has not sent, and with Whole"),
+        (lowbw.Method(), SGD, {}, "TopK has not sent, and with Whole"),
         (dgc, AdamW, {}, "'momentum' had not sent, .* with AdamW, which is 'own_variance'"),
     ]
     for method, kind, changes, message in cases:
         worker = method.attach(kind(parameters.values(), lr=0.1), parameters.items())
-        with pytest.raises(ConfigurationError, match=message):
+        with pytest.raises(lowbw.ConfigurationError, match=message):
             worker.load_state_dict(state_of(**changes, residuals={"large": torch.ones(SHAPES["large"])}))
         assert worker.step == 0
         worker.load_state_dict(state_of(**changes))  # in the dense phase they do not differ
@@ -305,13 +283,13 @@ def test_what_a_state_keeps_is_not_dropped_by_another_method(name: str) -> None:
     """It is resumed, or it is said why not."""
     first, second, at, words = OTHERWISE[name]
     base: dict[str, Any] = {"k_steps": 4, "begin_step": 0}
-    worker, parameters = attach(LocalSGD(**base | first))
+    worker, parameters = attach(lowbw.LocalSGD(**base | first))
     problem.train_on(worker, parameters, range(at))
     state = copy.deepcopy(worker.state_dict())
     worker.finish()
-    worker, shown = attach(LocalSGD(**base | second))
+    worker, shown = attach(lowbw.LocalSGD(**base | second))
     problem.set_weights(shown, problem.weights_of(parameters))
-    before, refusals = digest(shown.values()), (ConfigurationError, DisagreementError)
+    before, refusals = digest(shown.values()), (lowbw.ConfigurationError, lowbw.DisagreementError)
     said = problem.message_of(partial(worker.load_state_dict, state), refusals)
     assert said is None or digest(shown.values()) == before, "a refused state changes nothing"
     if said is None:
@@ -330,7 +308,8 @@ def test_the_state_of_another_rank_or_topology_is_refused(name: str) -> None:
     worker.finish()
     crossed, _ = begin(name, NODES["crossed"])
     of_first, of_own = (
-        str(problem.message_of(partial(crossed.load_state_dict, state), ConfigurationError)) for state in (*states, own)
+        str(problem.message_of(partial(crossed.load_state_dict, state), lowbw.ConfigurationError))
+        for state in (*states, own)
     )
     assert rank == 0 or f"The state is that of rank 0 of 4, and this is rank {rank} of 4" in of_first
     assert "on nodes [[0, 1], [2, 3]], and the ranks are now on nodes [[0, 3], [1, 2]]" in of_own
@@ -342,10 +321,10 @@ def test_the_state_of_another_rank_or_topology_is_refused(name: str) -> None:
 def test_another_memory_format_is_refused() -> None:
     """What is kept is in the order of the elements in memory."""
     other = {name: Parameter(p.detach().contiguous()) for name, p in problem.make_parameters(SHAPES).items()}
-    contiguous = DGC(min_numel=1).attach(SGD(other.values(), lr=0.1), other.items())
+    contiguous = lowbw.DGC(min_numel=1).attach(SGD(other.values(), lr=0.1), other.items())
     state = state_of(residuals={"conv": torch.ones(SHAPES["conv"])})
     order = r"\(0, 2, 3, 1\), and it now lies in memory in the order \(0, 1, 2, 3\)"
-    with pytest.raises(ConfigurationError, match=order):
+    with pytest.raises(lowbw.ConfigurationError, match=order):
         contiguous.load_state_dict({**state, "orders": {"conv": (0, 2, 3, 1)}})
 
 
@@ -354,7 +333,7 @@ def test_what_is_kept_is_that_of_its_parameter() -> None:
     worker, parameters = begin("dgc", FLAT)
     problem.take_step(worker, parameters, 0)
     parameters["conv"].data = parameters["conv"].data.contiguous()
-    with pytest.raises(ConfigurationError, match=r"the memory format of 'conv' has changed.*model\.to\(memory_format="):
+    with pytest.raises(lowbw.ConfigurationError, match=r"format of 'conv' has changed.*model\.to\(memory_format="):
         problem.take_step(worker, parameters, 1)
 
 
@@ -363,7 +342,7 @@ def test_what_is_small_is_decided_once_and_kept_over_a_resume() -> None:
     small, large = problem.make_parameters({"adapter": (50, 40)}), problem.make_parameters({"layer": (2048, 2048)})
     parameters = {**small, **large}
     large["layer"].requires_grad_(False)
-    method = DGC(sparsity=(0.99,))
+    method = lowbw.DGC(sparsity=(0.99,))
     attach = lambda: method.attach(SGD(parameters.values(), lr=0.1), parameters.items())  # noqa: E731
     worker = attach()
     assert isinstance(worker, GradientSync)

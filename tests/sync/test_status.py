@@ -31,11 +31,9 @@ CPU = torch.device("cpu")
 
 
 def messages(faults: list[float], marks: list[Tensor | int], requests: int = 0) -> list[Tensor]:
-    num = len(faults)
+    num, asked = len(faults), MODULUS**2 * requests
     rows = [
-        status_message(
-            [1.0, 0.5 * rank], faults[rank], marks[rank] + MODULUS**2 * requests * (rank == 1), rank, num, CPU
-        )
+        status_message([1.0, 0.5 * rank], faults[rank], marks[rank] + (rank == 1) * asked, rank, num, CPU)
         for rank in range(num)
     ]
     assert all(row.dtype == torch.float32 and row.shape == (2 + 2 * num,) for row in rows)
@@ -91,9 +89,7 @@ def test_finite_tensors_are_told_from_others(dtype: torch.dtype) -> None:
         assert not is_finite(tensor).item()
 
 
-@pytest.mark.parametrize(
-    ("kinds", "words"), [([4, 2, 2], "kind 2 on rank 1"), ([None, None, None], "no rank has found one")]
-)
+@pytest.mark.parametrize(("kinds", "words"), [([4, 2, 2], "kind 2 on rank 1"), ([None] * 3, "no rank has found one")])
 @on_ranks(3)
 def test_the_fault_that_may_have_caused_the_others_is_reported(kinds: list[int | None], words: str) -> None:
     rank = dist.get_rank()

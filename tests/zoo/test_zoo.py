@@ -11,13 +11,13 @@ import torch
 
 from lightning_lowbw.zoo import ByteLanguageModel, DigitsClassifier, DigitsData, StdlibText
 from lightning_lowbw.zoo.text import read_splits
+from tests.tiny import QUIET
 
 TINY_MODEL = {"d_model": 32, "num_layers": 1, "num_heads": 2}
 
 
 def fit(model: pl.LightningModule, data: pl.LightningDataModule, **options: Any) -> pl.Trainer:
-    options |= {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
-    trainer = pl.Trainer(accelerator="cpu", devices=1, enable_model_summary=False, **options)
+    trainer = pl.Trainer(accelerator="cpu", devices=1, **QUIET, **options)
     trainer.fit(model, datamodule=data)
     return trainer
 
