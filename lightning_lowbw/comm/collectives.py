@@ -63,7 +63,7 @@ class TrafficLedger:
     dense_bytes: int = 0
     dense_inter_bytes: int = 0
     exposed_s: float = 0.0
-    has_levels: bool = field(default=False, compare=False)
+    has_levels: bool = field(default=False, repr=False, compare=False)
     _pending: deque[tuple[Any, Any]] = field(
         default_factory=lambda: deque(maxlen=MAX_PENDING), repr=False, compare=False
     )

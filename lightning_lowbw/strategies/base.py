@@ -72,8 +72,6 @@ class BaseStrategy(ParallelStrategy):
     method: Method
     ledger: TrafficLedger
     buffers: SharedBuffers
-    signals: Signals
-    lost_peers: LostPeers
     _is_torn_down = False  # the Trainer has handled what ended it
     _reduction: Reduction  # of gradients, as are the buffers by the engine
     _workers: dict[int, Any]  # by id of the optimizer
@@ -567,10 +565,7 @@ class BaseStrategy(ParallelStrategy):
 
     @override
     def broadcast(self, obj: T, src: int = 0) -> T:
-        if self.is_interrupted:
-            return obj
-        received: T = super().broadcast(obj, src)  # type: ignore[safe-super]
-        return received
+        return obj if self.is_interrupted else super().broadcast(obj, src)  # type: ignore[safe-super]
 
     @override
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
