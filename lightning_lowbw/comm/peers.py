@@ -62,12 +62,12 @@ class Peers:
         is_two_level: whether gradients are summed inside the node before the method sees them, and each rank keeps and
             exchanges its part of what the node has.
         may_grow: whether there may be more participants than there are now.
-        weights: of the participants, where they are not equal; the sum is 1.
+        weights: of the participants; the sum is 1. Empty where they are equal.
     """
 
     is_two_level = may_grow = False
     local_rank, num_local_ranks = 0, 1
-    weights: Sequence[float] | None = None
+    weights: Sequence[float] = ()
 
     def __init__(
         self,

@@ -143,9 +143,7 @@ class Members(Peers):
 
     @property
     def weight(self) -> float:
-        if self.weights is None:
-            return super().weight
-        return self.weights[self.members.rank] / self.num_local_ranks
+        return self.weights[self.members.rank] / self.num_local_ranks if self.weights else super().weight
 
     def begin_all_reduce_(self, tensor: Tensor, *, exact: bool = True) -> TensorWork:
         part = self.members.begin_all_reduce_(self.node.reduce_scatter(tensor)).wait()
@@ -420,7 +418,7 @@ class ElasticSync(LocalSync):
         weights = draw_weights([row.tokens for row in told], self.participants, self.num_averages)
         this_round, average = Round(quorum, told, weights, copies(self.replica.residuals)), None
         if is_averaged := this_round.have_one_anchor and any(weights):
-            self.members.weights = weights if len({*weights}) > 1 else None
+            self.members.weights = weights if len({*weights}) > 1 else ()
         else:
             self._wait_for_members()
             if self._any_in_node(members.has_failed)[0]:  # the rows may be those of a request that was given up

@@ -764,7 +764,7 @@ class SparseMean:
         numels: elements of each whole tensor, by name.
         decode: returns the elements, of some parts after the other: they take more memory than messages.
         device: where they are.
-        weights: of the participants, for `dense`; None where they are equal.
+        weights: of the participants, for `dense`; empty where they are equal.
     """
 
     def __init__(
@@ -773,14 +773,14 @@ class SparseMean:
         numels: Mapping[str, int],
         decode: Callable[[], Iterable[Decoded]],
         device: torch.device,
-        weights: Sequence[float] | None = None,
+        weights: Sequence[float] = (),
     ) -> None:
         self._payload, self._numels, self._decode, self._device = payload, numels, decode, device
         self._weights = weights
 
     def dense(self) -> dict[str, Tensor]:
         """Return it flat, float32, 0 where nobody has sent an element."""
-        if self._weights is None:
+        if not self._weights:
             return self._dense(self._decode)
         # Times N, as the kernels divide by N, or by the number of senders: then also by the mean of their weights.
         scales = len(self._weights) * torch.tensor(self._weights, device=self._device)
