@@ -135,6 +135,16 @@ class Peers:
         """Add to the ledger the traffic of a dense exchange of gradients of this size; communicates nothing."""
         self.ledger.dense_bytes += all_reduce_bytes(nbytes, self.num_ranks)
 
+    @property
+    def reduces_as_ddp(self) -> bool:
+        """Whether an inexact `begin_all_reduce_` is what DDP does by itself: one all-reduce, in the tensor's type."""
+        return not self.is_two_level
+
+    def count_all_reduce(self, nbytes: int) -> None:
+        """Add to the ledger that DDP has all-reduced so many bytes by itself."""
+        self.count_dense(nbytes)
+        self.ledger.record(all_reduce_bytes(nbytes, self.num_ranks), self._all.level)
+
     def begin_all_reduce_(self, tensor: Tensor, *, exact: bool = True) -> TensorWork:
         """Begin to sum a flat tensor over all ranks, in place; all ranks get the same bits.
 

@@ -1,12 +1,14 @@
 """DDP's communication hook: how a bucket is reduced, on gloo as well as on NCCL.
 
-In a dense step the bucket is all-reduced during backward; in a sparse or local one inside the node, or not at all.
+In a dense step the bucket is all-reduced during backward; in a sparse or local one inside the node, or not at all. DDP
+calls no hook before there is a step for which it reduces otherwise than by itself: a hook in Python costs one to two
+percent of a step of 16 ms (benchmarks/results/dense_step.md), and cannot be taken away.
 """
 # No `from __future__ import annotations` here: DDP checks the hook's annotations, which must be real objects.
 
 import time
 from collections.abc import Collection
-from typing import Literal
+from typing import Literal, cast
 
 import torch
 import torch.distributed as dist
@@ -25,7 +27,7 @@ Ranks = Literal["all", "node"]
 
 
 class CommunicationHook:
-    """Reduces DDP's buckets.
+    """Reduces DDP's buckets, where DDP does not do so by itself.
 
     Attributes:
         reduction: over which ranks, in the coming step; None: not at all.
@@ -36,35 +38,56 @@ class CommunicationHook:
         self._ddp: DistributedDataParallel | None = None
         self._peers: Peers | None = None
         self._trained: frozenset[Parameter] = frozenset()  # what DDP reduces
+        self._nbytes = 0  # of all of it
         self.reduction: Ranks | None = "all"
         self.is_timing = False
-        self._last_launch_s: float | None = None  # when the last bucket of a backward pass was sent
+        self._is_registered = False  # whether DDP calls `reduce`
         self._is_manual = False  # whether the user's code calls backward
         self._handles: list[RemovableHandle] = []
         self._means: set[Tensor] = set()  # where it does: parameters whose gradients are means
+        self._last_launch_s: float | None = None  # when the last bucket of a backward pass was sent
+        # Where no hook sees it: when the last gradient was there, first by hooks of all, then by one of that parameter.
+        self._clocks: dict[Parameter, RemovableHandle] = {}
+        self._last: Parameter | None = None
 
     def register(self, ddp: DistributedDataParallel, peers: Peers, *, is_manual: bool) -> None:
-        """Let DDP call `reduce` with each bucket. Stock Lightning registers hooks on CUDA only, silently.
+        """Begin with a model. Stock Lightning registers hooks on CUDA only, silently.
 
         Args:
             ddp: the model whose buckets they are.
             peers: the ranks that reduce them.
             is_manual: whether the user's code calls backward.
         """
-        self._ddp, self._peers, self._is_manual = ddp, peers, is_manual
+        self._ddp, self._peers, self._is_manual, self._is_registered = ddp, peers, is_manual, False
         # Parameters that are frozen now and unfrozen later are not DDP's; the exchange takes care of them.
         self._trained = frozenset(parameter for parameter in ddp.parameters() if parameter.requires_grad)
+        self._nbytes = sum(parameter.nbytes for parameter in self._trained)
         self._means.clear()
         # A plain `loss.backward()` passes by DDP, which Lightning prepares in `manual_backward`.
         for parameter in self._trained if is_manual else ():
             self._handles.append(parameter.register_post_accumulate_grad_hook(self._means.discard))
-        ddp.register_comm_hook(state=None, hook=self.reduce)
+        self._clocks = {each: each.register_post_accumulate_grad_hook(self._note_gradient) for each in self._trained}
+        self._intercept_if_needed()
 
     def release(self) -> None:
         """Leave the parameters as they were before `register`."""
-        self._ddp, self._peers, self._trained = None, None, frozenset()
-        while self._handles:
-            self._handles.pop().remove()
+        self._ddp, self._peers, self._trained, self._last = None, None, frozenset(), None
+        for handle in (*self._handles, *self._clocks.values()):
+            handle.remove()
+        self._handles, self._clocks = [], {}
+
+    def _intercept_if_needed(self) -> None:
+        """Let DDP call `reduce` from now on, if it is to reduce otherwise than by itself."""
+        ddp, peers = self._ddp, self._peers
+        assert ddp is not None
+        assert peers is not None
+        is_needed = self._is_manual or not peers.reduces_as_ddp or (bool(ddp.static_graph) and self.reduction != "all")
+        if is_needed and not self._is_registered:
+            self._is_registered = True
+            for handle in self._clocks.values():
+                handle.remove()
+            self._clocks = {}
+            ddp.register_comm_hook(state=None, hook=self.reduce)
 
     def prepare(self, workers: Collection[Synchronizer]) -> None:
         """Let DDP fill no buckets and search for no unused parameters where it reduces nothing in the coming step."""
@@ -77,6 +100,7 @@ class CommunicationHook:
         reductions = {self._reduction_of(worker) for worker in workers} or {"all"}
         self.reduction = reductions.pop() if len(reductions) == 1 else None
         ddp.require_backward_grad_sync = bool(ddp.static_graph) or self.reduction is not None
+        self._intercept_if_needed()
 
     def _reduction_of(self, worker: Synchronizer) -> Ranks | None:
         """Return over which ranks DDP may reduce a worker's gradients in the coming step.
@@ -104,6 +128,8 @@ class CommunicationHook:
         self._means.difference_update(worker.params if self._means else ())
         if self._peers is not None and not worker.is_local:
             self._peers.ledger.exposed_s += self._wait_s()
+            if reduced and not self._is_registered:
+                self._peers.count_all_reduce(self._nbytes)
         return reduced
 
     def give(self, worker: Synchronizer) -> None:
@@ -141,12 +167,24 @@ class CommunicationHook:
         peers.count_dense(buffer.nbytes)
         return peers.begin_all_reduce_(buffer, exact=False).get_future()
 
+    def _note_gradient(self, parameter: Tensor) -> None:
+        """Take the time at which a gradient is there; in time it is that of the last one, which completes a bucket."""
+        if self.reduction is None:
+            return
+        self._last = cast(Parameter, parameter)
+        if len(self._clocks) == 1:
+            self._waits_for(parameter.device)
+        self._last_launch_s = time.perf_counter()
+
     def _wait_s(self) -> float:
         """Return how long the training has waited since the last bucket was sent; 0 where that is not known.
 
         On a CUDA device the host does not wait: only while steps are timed.
         """
         last, self._last_launch_s = self._last_launch_s, None
+        if self._last is not None and len(self._clocks) > 1:  # the first time
+            for parameter in self._clocks.keys() - {self._last}:
+                self._clocks.pop(parameter).remove()
         if last is None or self._ddp is None or not self._waits_for(self._ddp.device):
             return 0.0
         return time.perf_counter() - last

@@ -18,18 +18,21 @@ import math
 import weakref
 from collections.abc import Callable, Collection, ItemsView, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import lru_cache
+from itertools import groupby
 
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
+from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_lowbw.comm.collectives import Level, TrafficLedger, broadcast_, broadcast_flat_
-from lightning_lowbw.kernels.tensors import as_real, constant, copy_all_, download
+from lightning_lowbw.kernels.tensors import as_real, constant, device_of, download
 from lightning_lowbw.sync.buffers import Layout, Spec, is_check_due, spec_of, unequal
 from lightning_lowbw.sync.synchronizer import Synchronizer
 
@@ -118,6 +121,7 @@ class SharedBuffers:
     def broadcast_(
         self,
         module: nn.Module,
+        found: Mapping[str, Tensor],
         choose: Callable[[], list[str]],
         send_: Callable[[Tensor], object],
         device: torch.device,
@@ -134,6 +138,7 @@ class SharedBuffers:
 
         Args:
             module: that is trained.
+            found: its buffers, those that DDP has looked up.
             choose: returns the names of those that are to be sent.
             send_: overwrites bytes with those of rank 0.
             device: of the message.
@@ -149,7 +154,8 @@ class SharedBuffers:
             self._fits, names = list, choose()
             if not names:
                 return nbytes
-            message = _send_({name: self.layout.specs[name] for name in names}, buffers_of(module), send_, device)
+            buffers = found if found.keys() >= {*names} else buffers_of(module)
+            message = _send_({name: self.layout.specs[name] for name in names}, buffers, send_, device)
             nbytes += message.nbytes - len(names)
             self._fits = download(message[-len(names) :])
             if (self._is_steady and device.type != "cpu") or all(self._fits()):
@@ -235,27 +241,33 @@ def _send_(
     Returns:
         The message; without a wait for the device.
     """
-    names = sorted(specs, key=lambda name: -specs[name][1].itemsize)  # so that each begins at a multiple of its own
-    here = {name: buffers[name] for name in names if name in buffers and spec_of(buffers[name]) == specs[name]}
-    sizes = [math.prod(specs[name][0]) * specs[name][1].itemsize for name in names]
+    order = _order(tuple(specs.items()))
+    sizes = [size for _, _, size in order]
+    are_here = tuple(name in buffers and spec_of(buffers[name]) == spec for name, spec, _ in order)
     own = [
-        as_real(here[name]).reshape(-1).view(torch.uint8)
-        if name in here
-        else torch.zeros(size, dtype=torch.uint8, device=device)
-        for name, size in zip(names, sizes, strict=True)
+        as_real(buffers[name]) if is_here else torch.zeros(size, dtype=torch.uint8, device=device)
+        for (name, _, size), is_here in zip(order, are_here, strict=True)
     ]
-    mine = torch.cat([*own, constant(tuple(name in here for name in names), torch.uint8, device)])
+    alike = [list(of_dtype) for _, of_dtype in groupby(own, key=lambda tensor: tensor.dtype)]
+    rows = [_flatten_dense_tensors(tensors).view(torch.uint8) for tensors in alike]
+    mine = torch.cat([*rows, constant(are_here, torch.uint8, device)])
     message = mine.clone()
     send_(message)
-    fits = message[-len(names) :].repeat_interleave(constant(tuple(sizes), torch.int64, device), output_size=sum(sizes))
-    parts = torch.where(fits.bool(), message[: sum(sizes)], mine[: sum(sizes)]).split(sizes)
-    targets = {name: as_real(buffer) for name, buffer in here.items()}
-    received = {name: part for name, part in zip(names, parts, strict=True) if name in here}
-    copy_all_(
-        list(targets.values()),
-        [part.view(targets[name].dtype).view(targets[name].shape) for name, part in received.items()],
-    )
+    flags = message[-len(order) :]
+    if not (device_of(device).is_synchronous and all(flags.tolist())):
+        fits = flags.repeat_interleave(constant(tuple(sizes), torch.int64, device), output_size=sum(sizes))
+        torch.where(fits.bool(), message[: sum(sizes)], mine[: sum(sizes)], out=message[: sum(sizes)])
+    arrived = message[: sum(sizes)].split([row.numel() for row in rows])
+    for tensors, row in zip(alike, arrived, strict=True):  # what is not here has nowhere to go, and is not looked at
+        torch._foreach_copy_(tensors, _unflatten_dense_tensors(row.view(tensors[0].dtype), tensors))
     return message
+
+
+@lru_cache(maxsize=8)
+def _order(specs: tuple[tuple[str, Spec], ...]) -> list[tuple[str, Spec, int]]:
+    """Return names, specs and bytes: those of one dtype together, and each begins at a multiple of its own size."""
+    ordered = sorted(specs, key=lambda each: (-each[1][1].itemsize, str(each[1][1])))
+    return [(name, (shape, dtype), math.prod(shape) * dtype.itemsize) for name, (shape, dtype) in ordered]
 
 
 def choose_buffers(
@@ -287,7 +299,7 @@ def choose_buffers(
         def send_(message: Tensor) -> None:
             DistributedDataParallel._distributed_broadcast_coalesced(ddp(), [message], *args)
 
-        nbytes = shared.broadcast_(ddp().module, choose, send_, device)
+        nbytes = shared.broadcast_(ddp().module, ddp().named_module_buffers, choose, send_, device)
         if nbytes:
             ledger.record(nbytes, level)
             dense = sum(buffer.nbytes for buffer in buffers)

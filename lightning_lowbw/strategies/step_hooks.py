@@ -156,11 +156,13 @@ class StepHooks:
             trainer: of the fit.
             is_after_hooks: whether Lightning's hooks before a step have been called.
         """
-        exchange = functools.partial(self._exchange, worker, trainer, self._reduction.take(worker))
-        if worker.is_local:  # Lightning alone clips and scales
-            exchange(False)
-        else:
-            exchange_unscaled_(trainer.precision_plugin, worker.optimizer, exchange, is_after_hooks=is_after_hooks)
+        reduced = self._reduction.take(worker)
+        if not worker.takes_reduced(reduced):
+            exchange = functools.partial(self._exchange, worker, trainer, reduced)
+            if worker.is_local:  # Lightning alone clips and scales
+                exchange(False)
+            else:
+                exchange_unscaled_(trainer.precision_plugin, worker.optimizer, exchange, is_after_hooks=is_after_hooks)
         self._reduction.give(worker)
 
     def _exchange(

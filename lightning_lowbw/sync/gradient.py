@@ -203,6 +203,13 @@ class GradientSync(Synchronizer):
             if others:
                 average_gradients_(others, [], self.peers.node, others[0].device)
 
+    def takes_reduced(self, reduced: Collection[Parameter]) -> bool:
+        is_whole = self.compressed is None and self.method.what is self._made_for and self.peers.num_ranks > 1
+        if not is_whole or self.is_prepared or self.params.trained(None, frozenset(reduced)):
+            return False
+        self.is_exchanged = self.is_taken = True
+        return True
+
     @torch.no_grad()
     def check_gradients(self) -> None:
         if not self._rows:

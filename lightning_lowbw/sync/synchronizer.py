@@ -191,6 +191,17 @@ class Synchronizer:
         """Turn the gradients into those the optimizer steps with; return whether the step is to be taken."""
         raise NotImplementedError
 
+    def takes_reduced(self, reduced: Collection[Parameter]) -> bool:
+        """Return whether a step is DDP's, and `exchange` has nothing to do: it is whole, and all has been reduced.
+
+        In place:
+            `.grad` of frozen parameters is dropped.
+
+        Args:
+            reduced: as of `list_gradients`, which has not been called.
+        """
+        return False
+
     def step_exchanged(self) -> None:
         """Step what `exchange` has left for it, directly before the optimizer's step; by hand `step` calls it.
 

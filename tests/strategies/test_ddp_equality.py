@@ -15,6 +15,8 @@ from torch.nn.parallel import distributed as torch_ddp
 from torch.optim import Optimizer
 
 from lightning_lowbw import AveragingSchedule, SparsityWarmup
+from lightning_lowbw.comm.collectives import all_reduce_bytes
+from lightning_lowbw.comm.peers import Peers
 from lightning_lowbw.strategies.communication_hook import CommunicationHook
 from tests.ranks import on_ranks
 from tests.strategies.fits import gathered, make, same, train
@@ -104,8 +106,24 @@ def test_in_sparse_steps_no_bucket_is_filled(make_module: Callable[[], Tiny]) ->
     counter = Counter()
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(CommunicationHook, "reduce", counter.counted(CommunicationHook.reduce))
+        monkeypatch.setattr(Peers, "reduces_as_ddp", False)  # else DDP would not call the hook
         train("dgc, dense at first", make_module(), 6, callbacks=[counter])
     counter.check(3)
+
+
+@on_ranks(2)
+def test_where_ddp_reduces_by_itself_it_calls_no_hook_and_its_wait_and_bytes_are_counted() -> None:
+    trainer: Any = train("dense", Tiny(), 6)
+    numel = sum(each.numel() for each in trainer.lightning_module.parameters() if each.requires_grad)
+    ledger, hooks = trainer.strategy.ledger, list[CommunicationHook]()
+    of_buffers = ledger.sent_bytes - 6 * all_reduce_bytes(4 * numel, 2)
+    assert 6 <= of_buffers / sum(each.nbytes for each in trainer.lightning_module.buffers()) < 8
+    assert 0 < ledger.exposed_s < 10
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(CommunicationHook, "release", lambda hook: hooks.append(hook))
+        monkeypatch.setattr(CommunicationHook, "reduce", None)
+        train("dense", Tiny(), 3)
+    assert len(hooks[0]._clocks) == 1  # of the parameter whose gradient came last
 
 
 # Parameters that the loss does not depend on: DDP searches for them in dense steps, and in no other -------------------
