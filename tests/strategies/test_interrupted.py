@@ -25,6 +25,7 @@ from lightning_lowbw.comm.collectives import TensorWork
 from lightning_lowbw.strategies import checkpoint as files
 from tests.ranks import on_ranks, run_ranks
 from tests.strategies.fits import At, gathered, make, same, train, train_by_step, warned
+from tests.sync.problem import LinkLost, lose_the_link
 from tests.tiny import Tiny, since_lightning_2_5, weights_of
 
 SAVES = (5, 7)  # of ten steps; to one place
@@ -128,14 +129,6 @@ def test_a_rank_killed_while_it_saves_leaves_the_checkpoint_before(name: str, cu
 
 
 # Exceptions in the middle of a step -----------------------------------------------------------------------------------
-
-
-class LinkLost(RuntimeError):
-    pass
-
-
-def lose_the_link(*_: Any) -> None:
-    raise LinkLost
 
 
 @pytest.mark.fault

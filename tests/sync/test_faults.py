@@ -263,14 +263,6 @@ def test_on_a_gpu_all_are_told_in_the_next_exchange_as_of_any_error_of_a_rank(na
 # Steps and averages that fail -----------------------------------------------------------------------------------------
 
 
-class LinkLost(RuntimeError):
-    pass
-
-
-def lose_the_link(*_: Any, **__: Any) -> None:
-    raise LinkLost
-
-
 def lack_memory(*_: Any, **__: Any) -> None:
     raise MemoryError
 
@@ -280,9 +272,9 @@ def fail(patch: pytest.MonkeyPatch, method: lowbw.Method, where: str) -> None:
     if where:
         patch.setattr(codec, where, lack_memory)
     elif isinstance(method.what, lowbw.Quantized):
-        patch.setattr(Collectives, "all_to_all", lose_the_link)
+        patch.setattr(Collectives, "all_to_all", problem.lose_the_link)
     else:
-        patch.setattr(TensorWork, "wait", lose_the_link)
+        patch.setattr(TensorWork, "wait", problem.lose_the_link)
 
 
 @pytest.mark.parametrize(
@@ -299,7 +291,7 @@ def test_an_exchange_that_fails_is_named_and_the_next_one_is_whole(method: lowbw
     problem.backward(parameters, 1)
     with pytest.MonkeyPatch.context() as patch:
         fail(patch, method, where)
-        with pytest.raises((LinkLost, MemoryError)):
+        with pytest.raises((problem.LinkLost, MemoryError)):
             worker.optimizer.step()
     assert digest(parameters.values()) == weights
     assert [dict(group) for group in worker.optimizer.param_groups] == groups
@@ -360,7 +352,7 @@ def test_an_average_that_fails_leaves_each_rank_what_it_had(options: dict[str, A
     with pytest.MonkeyPatch.context() as patch:
         fail(patch, method, where)
         step(worker.when.delay_steps)
-        with pytest.raises((LinkLost, MemoryError)):
+        with pytest.raises((problem.LinkLost, MemoryError)):
             step()
     assert "the average" in worker.state_dict()["torn"]
     step(4)
