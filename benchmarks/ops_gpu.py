@@ -39,8 +39,7 @@ from torch.nn import Parameter
 from torch.optim import SGD, AdamW, Optimizer
 
 import lightning_lowbw
-from lightning_lowbw.comm.collectives import Collectives, TensorWork
-from lightning_lowbw.comm.peers import Peers
+from lightning_lowbw.comm.echoes import echo
 from lightning_lowbw.kernels import dispatch
 from lightning_lowbw.planner import colour_of
 from lightning_lowbw.presets import DGC
@@ -90,40 +89,6 @@ class Row:
     @property
     def median_ms(self) -> float:
         return statistics.median(self.ms)
-
-
-class EchoCollectives(Collectives):
-    """Ranks that all send what this one does; nothing leaves the device. A sum is left as it is: the first rank's."""
-
-    num_ranks, rank = 0, 0  # type: ignore[assignment]
-
-    def begin_all_reduce_(self, tensor: Tensor, *, exact: bool = True) -> TensorWork:
-        return TensorWork(tensor)
-
-    def all_reduce_(self, tensor: Tensor, op: Any = None) -> None:
-        pass
-
-    def broadcast_(self, tensor: Tensor) -> None:
-        pass
-
-    def begin_all_gather(self, message: Tensor, out: Tensor | None = None) -> TensorWork:
-        out = message.new_empty((self.num_ranks, message.numel())) if out is None else out
-        out.view(self.num_ranks, -1).copy_(message)
-        return TensorWork(out)
-
-    def all_gather(self, message: Tensor, out: Tensor | None = None) -> Tensor:
-        return self.begin_all_gather(message, out).wait()
-
-    def all_to_all(self, message: Tensor) -> Tensor:
-        return message.view(self.num_ranks, -1)[:1].repeat(self.num_ranks, 1).view(-1)
-
-
-def echo(num_ranks: int) -> Peers:
-    """Return peers that are echoes of this rank."""
-    peers = Peers()
-    peers._all = peers._between = collectives = EchoCollectives(None, peers.ledger)
-    collectives.num_ranks = num_ranks  # type: ignore[misc]
-    return peers
 
 
 def prepare(device: torch.device) -> None:

@@ -1,4 +1,4 @@
-"""What few bits per value cost: DDP, float16, int8 and int4 for the same steps, on a link that is not throttled.
+"""What few bits per value cost, and low rank: DDP and others for the same steps, on a link that is not throttled.
 
     .venv/bin/python benchmarks/quantized_accuracy.py                       # 10 minutes
     .venv/bin/python benchmarks/quantized_accuracy.py --tasks text --only-seeds 5   # more; other rows stay
@@ -50,9 +50,11 @@ TASKS: dict[str, tuple[Any, Any, int]] = {
 }
 METHODS: dict[str, Any] = {  # what makes the strategy
     "ddp": lambda: "ddp",
+    "bfloat16": lambda: "bfloat16",
     "float16": lambda: Strategy(QuantizedGradients("float16")),
     "int8": lambda: "int8",
     "int4": lambda: "int4",
+    "powersgd": lambda: "powersgd",
 }
 
 

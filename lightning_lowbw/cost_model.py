@@ -32,8 +32,8 @@ and each rank of a node sends its own. Beside the backward pass run whole gradie
 rest comes after it, every k steps, or is hidden by `delay_steps`. Work is memory read and written: `WORK_BYTES` per
 element of a dense payload, and none for TopK, whose pass replaces the optimizer's.
 
-A Lightning strategy times exchanges of a sample instead (`strategies.auto_choice`), latency and work included; the
-bytes of the rest take at least what they take by `Link.seconds`, as here. Not in the model: lost packets, stragglers,
+A Lightning strategy (`strategies.auto_choice`) measures the link and a dense step, and adds to these seconds what the
+payloads compute, from exchanges of a sample without a network. Not in the model: lost packets, stragglers,
 other traffic, the host's time (of a sparse reduce-scatter 0.2 ms for each owner; on an H100 about 43 ms of a step with
 powersgd, docs/plan.md).
 """
@@ -49,12 +49,14 @@ from lightning_lowbw.arguments import code_of
 from lightning_lowbw.comm.collectives import all_gather_bytes, all_gather_rounds, all_reduce_bytes, all_reduce_rounds
 from lightning_lowbw.comm.link import Link
 from lightning_lowbw.comm.peers import BUCKET_BYTES
+from lightning_lowbw.comm.topology import Where
 from lightning_lowbw.compress.payload import FLOAT_BYTES, Message, Shapes, Whole
 from lightning_lowbw.compress.top_k import small_numel
 from lightning_lowbw.method import Method
-from lightning_lowbw.presets import QuantizedGradients
+from lightning_lowbw.presets import PowerSGD, QuantizedGradients
 from lightning_lowbw.schedules.every_step import EveryStep
 
+HALF = "bfloat16"  # DDP that sums buckets in it
 DENSITIES = (0.001, 0.002, 0.004, 0.008, 0.016, 0.032, 0.064, 0.128, 0.256)
 LEAST_TIMES_SENT = 30
 LEAST_TIMES_SENT_ADAM = 60  # with 48, text from scratch lost 0.8 % in 800 steps, with 97 nothing
@@ -183,8 +185,10 @@ strategy=lowbw.Strategy(lowbw.Method(when=lowbw.EveryStep(rampup_begin_step=7, s
 
 def written(method: Method) -> str:
     """Return the code that selects a method, as it can be typed after ``import lightning_lowbw as lowbw``."""
-    is_ddp = method.kind == "whole" and method.where.topology == "flat"
-    return 'strategy="ddp"' if is_ddp else f"strategy=lowbw.Strategy({code_of(method, 'lowbw.')})"
+    names = {Where(): "ddp", Where(inter_dtype=HALF): HALF} if method.kind == "whole" else {}
+    where = method.where if method.where.topology != "flat" else replace(method.where, algorithm=None)
+    named = f'"{names[where]}"' if where in names else f"lowbw.Strategy({code_of(method, 'lowbw.')})"
+    return f"strategy={named}"
 
 
 def ddp(measured: Measured, run: Run, given: Method) -> Candidate:
@@ -193,10 +197,12 @@ def ddp(measured: Measured, run: Run, given: Method) -> Candidate:
     return Candidate(name, Method(where=given.where), measured.dense_s, measured.dense_s)
 
 
-def _every_step(name: str, measured: Measured, run: Run, given: Method) -> Candidate:
-    """Return a payload whose errors are sent in the next step."""
-    method, step_s = EVERY_STEP[name](rampup_begin_step=run.num_done), measured.step_s + measured.exchange_s[name]
-    return Candidate(name, replace(method, where=given.where), step_s, step_s)
+def _every_step(name: str, measured: Measured, run: Run, given: Method) -> Candidate | str:
+    """Return a payload that costs the same in every step; or why its accuracy speaks against it."""
+    if name in NOT_WITH_ADAM and run.is_adam:
+        return NOT_WITH_ADAM[name]
+    step_s = measured.step_s + measured.exchange_s[name]
+    return Candidate(name, EVERY_STEP[name](run.num_done, given), step_s, step_s)
 
 
 def _dgc(measured: Measured, run: Run, given: Method) -> Candidate | str:
@@ -232,13 +238,24 @@ def _warm_up(run: Run, density: float) -> tuple[list[float], int, int]:
     return ([*before, density], num_dense, per_stair) if before and per_stair else ([density], num_dense, 0)
 
 
-# Payloads of gradients that cost what they cost in every step, from the first one after the choice on.
-EVERY_STEP: dict[str, Callable[..., Method]] = {name: partial(QuantizedGradients, name) for name in ("float16", "int8")}
+def _from(make: Callable[..., Method], name: str, num_done: int, given: Method) -> Method:
+    """Return a method with error feedback that begins after the steps that have been taken."""
+    return replace(make(**{name: num_done}), where=given.where)
+
+
+# What costs the same in every step, from the first one after the choice on; of the steps taken and the given method.
+EVERY_STEP: dict[str, Callable[[int, Method], Method]] = {
+    HALF: lambda _, given: Method(where=replace(given.where, inter_dtype="bfloat16")),
+    "int8": partial(_from, partial(QuantizedGradients, "int8"), "rampup_begin_step"),
+    "powersgd": partial(_from, PowerSGD, "start_step"),
+}
+NOT_WITH_ADAM = {"powersgd": "with Adam transformers have lost accuracy by it (benchmarks/results/headline.md)"}
 # In the order of how much they change the training. A reason in place of a candidate is shown to the user.
 CANDIDATES: dict[str, Callable[[Measured, Run, Method], Candidate | str]] = {
     "ddp": ddp,
-    **{name: partial(_every_step, name) for name in EVERY_STEP},
+    **{name: partial(_every_step, name) for name in (HALF, "int8")},
     "dgc": _dgc,
+    "powersgd": partial(_every_step, "powersgd"),
 }
 
 
@@ -304,7 +321,7 @@ class Cost:
     memory_bytes: float
 
 
-def cost_of(method: Method, shapes: Shapes, cluster: Cluster, step_s: float, float_bytes: int = FLOAT_BYTES) -> Cost:
+def cost_of(method: Method, shapes: Shapes, cluster: Cluster, step_s: float, others: Shapes = ()) -> Cost:
     """Return the cost of a method's exchange, after its warm-up; the equations are those of the module.
 
     Args:
@@ -312,7 +329,7 @@ def cost_of(method: Method, shapes: Shapes, cluster: Cluster, step_s: float, flo
         shapes: of the tensors that are trained.
         cluster: where.
         step_s: seconds of a step without communication.
-        float_bytes: per element of whole gradients: 2 with torch's hook that halves them.
+        others: more of them, which are sent whole whatever their sizes are.
 
     Example:
         >>> two_nodes = Cluster(2, 1, Link(latency_s=0.0, bandwidth_bytes_per_s=125e6))
@@ -330,15 +347,17 @@ def cost_of(method: Method, shapes: Shapes, cluster: Cluster, step_s: float, flo
     numel, small = sum(numels), small_numel(numels)
     # What is compressed, and in one all-reduce the status and what is not.
     compressed = [shape for shape in shapes if what.compresses("", math.prod(shape), small)]
+    numel += sum(map(math.prod, others))
     num_whole = numel - sum(map(math.prod, compressed))
     messages = what.messages(compressed, between.num_ranks, num_local, when=when)
-    whole_bytes = (float_bytes if what.sends_all else FLOAT_BYTES) * num_whole
+    narrow = method.inter_dtype if what.sends_all else None
+    whole_bytes = (FLOAT_BYTES if narrow is None else narrow.itemsize) * num_whole
     sent = sum(map(between.of, messages), between.all_reduce(max(1, whole_bytes)))
     exchange_s = cluster.link.seconds(sent.node_bytes, sent.rounds) + inside.seconds(sent.inside_bytes)
     if between.num_ranks > 1 and not what.replaces_step:
         exchange_s += WORK_BYTES * numel / cluster.memory_bytes_per_s
     # What runs beside the backward pass, and what of it is longer than that.
-    in_node = _ring_all_reduce(float_bytes * numel, num_local)
+    in_node = _ring_all_reduce(FLOAT_BYTES * numel, num_local)
     beside_s = inside.seconds(in_node.node_bytes, in_node.rounds)
     if what.sends_all and not when.averages_weights:
         beside_s, exchange_s = beside_s + exchange_s, 0.0
@@ -410,19 +429,27 @@ class Between:
         return Traffic(0, 0, all_gather_bytes(nbytes, self.num_local))
 
 
-def predict(shapes: Shapes, cluster: Cluster, step_s: float, given: Method) -> Measured:
-    """Return what would be measured on a cluster, by the cost model alone.
+def predict(
+    shapes: Shapes, others: Shapes, cluster: Cluster, step_s: float, given: Method, dense_s: float | None = None
+) -> Measured:
+    """Return what would be measured on a cluster, by the cost model.
 
     Args:
-        shapes: of the tensors that are trained.
+        shapes: of the tensors that are trained and compressed in sparse steps.
+        others: of those that are not.
         cluster: where.
         step_s: seconds of a step without communication.
         given: as of `choose`.
+        dense_s: seconds of a dense step, where they have been measured.
     """
-    methods: dict[float | str, Method] = {
-        density: replace(given, when=EveryStep(sparsity=(1.0 - density,))) for density in DENSITIES
-    }
-    methods |= {name: make(topology=given.where.topology) for name, make in EVERY_STEP.items()}
-    add_s = {key: cost_of(method, shapes, cluster, step_s).seconds for key, method in methods.items()}
-    dense_s = step_s + cost_of(Method(where=given.where), shapes, cluster, step_s).seconds
+    methods: dict[float | str, Method] = {name: make(0, given) for name, make in EVERY_STEP.items()}
+    add_s = {name: cost_of(method, [*shapes, *others], cluster, step_s).seconds for name, method in methods.items()}
+    if shapes:
+        for density in DENSITIES:
+            method = replace(given, when=EveryStep(sparsity=(1.0 - density,))).replace(min_numel=1, exclude=())
+            add_s[density] = cost_of(method, shapes, cluster, step_s, others).seconds
+    whole_s = cost_of(Method(where=given.where), shapes, cluster, step_s, others).seconds
+    dense_s = step_s + whole_s if dense_s is None else dense_s
+    # Of a measured wait some was hidden, or the model is wrong: in both cases half the bytes wait for about half of it.
+    add_s[HALF] *= (dense_s - step_s) / whole_s if whole_s > 0 else 1.0
     return Measured(step_s, dense_s, add_s, cluster.link)

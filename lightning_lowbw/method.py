@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -67,10 +66,10 @@ class Method:
     def _check_where(self, where: Where) -> None:
         narrow = f"inter_dtype={where.inter_dtype!r}" if where.inter_dtype != "float32" else ""
         leader = "algorithm='leader'" if where.algorithm == "leader" else ""
-        if (narrow or leader) and asks_for_two_levels(where.topology) is False:
+        if leader and asks_for_two_levels(where.topology) is False:
             raise ConfigurationError(
-                f"{narrow or leader} with topology={where.topology!r}: it is about what nodes of several ranks send "
-                "to each other. Leave it out, or give a topology such as 'auto'."
+                f"{leader} with topology={where.topology!r}: it is about what nodes of several ranks send to each "
+                "other. Leave it out, or give a topology such as 'auto'."
             )
         if leader and not self.what.sends_all:
             raise ConfigurationError(
@@ -92,6 +91,11 @@ class Method:
     def averages_weights(self) -> bool:
         """Whether ranks step alone and average their weights; otherwise they exchange gradients every step."""
         return self.when.averages_weights
+
+    @property
+    def inter_dtype(self) -> torch.dtype | None:
+        """What dense steps send of gradients in a wider type; None is their own."""
+        return None if self.where.inter_dtype == "float32" else getattr(torch, self.where.inter_dtype)
 
     @property
     def exchanges_gradients(self) -> bool:
@@ -156,15 +160,8 @@ class Method:
             **kwargs: of `comm.peers.make_peers`.
         """
         where = self.where
-        inter_dtype = None if where.inter_dtype == "float32" else getattr(torch, where.inter_dtype)
-        peers = make_peers(where.topology, process_group, algorithm=where.algorithm, inter_dtype=inter_dtype, **kwargs)
-        if where.inter_dtype != "float32" and peers.topology.is_flat and peers.num_ranks > 1 and peers.rank == 0:
-            warnings.warn(
-                f"inter_dtype={where.inter_dtype!r} has no effect: each node has one rank, so that this trains as DDP. "
-                f"QuantizedGradients({where.inter_dtype!r}) sends half types between all ranks.",
-                stacklevel=3,
-            )
-        return peers
+        given = {"algorithm": where.algorithm, "inter_dtype": self.inter_dtype, **kwargs}
+        return make_peers(where.topology, process_group, **given)
 
     def make_synchronizer(
         self,

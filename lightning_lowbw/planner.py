@@ -12,13 +12,14 @@ from typing import Any
 from lightning_lowbw.arguments import is_count, is_number
 from lightning_lowbw.comm.link import Link
 from lightning_lowbw.comm.topology import Where
-from lightning_lowbw.compress.top_k import TopK
+from lightning_lowbw.compress.top_k import TopK, small_numel
 from lightning_lowbw.cost_model import (
     CANDIDATES,
     FAST,
     Candidate,
     Cluster,
     Cost,
+    Measured,
     Run,
     Shapes,
     choose,
@@ -34,17 +35,20 @@ from lightning_lowbw.presets import preset
 from lightning_lowbw.schedules.every_step import EveryStep
 
 SIDE = 1024  # of the matrices that stand for a model of which only the number of parameters is known
-FP16_DDP, FP16_HOOK = "ddp, fp16 hook", "DDPStrategy(ddp_comm_hook=default_hooks.fp16_compress_hook)"
-FLAT = ("ddp", FP16_DDP, "float16", "int8", "int4", "powersgd", "dgc", "local_sgd", "diloco", "sparse_loco")
+HALF_DDP = "bfloat16"  # what the others are compared with: DDP as its users have it on a slow network
+FLAT = ("ddp", HALF_DDP, "float16", "int8", "int4", "powersgd", "dgc", "local_sgd", "diloco", "sparse_loco")
 BUDGET = EveryStep().budget
+# What powersgd takes depends on shapes, of which often only the number of elements is known, and on the host.
+RECOMMENDED = tuple(name for name in CANDIDATES if name != "powersgd")
 LEVELS = "_hierarchical"
 ON_TWO_LEVELS = ("hierarchical", *(each + LEVELS for each in FLAT[2:]))
-CURVES = ("ddp", FP16_DDP, "int8", "int4", "powersgd", "dgc", "local_sgd", "sparse_loco")
+CURVES = ("ddp", HALF_DDP, "int8", "int4", "powersgd", "dgc", "local_sgd", "sparse_loco")
 MAX_NODES = 1024
 # One colour per method in every plot. Of what a label contains, the first counts: "ddp, fp16 hook" is fp16.
 COLOURS = {
     "fp16": "tab:red",
     "float16": "tab:red",
+    "bfloat16": "tab:red",
     "int8": "tab:purple",
     "int4": "tab:pink",
     "powersgd": "tab:green",
@@ -78,17 +82,24 @@ class Plan:
     run: Run
 
     def cost(self, name: str) -> Cost | None:
-        """Return the cost of a name for `Trainer(strategy=...)`, or of the baseline; None if the run is too short."""
+        """Return the cost of a name for `Trainer(strategy=...)`; None if the run is too short."""
         base, topology = name.removesuffix(LEVELS), "auto" if name.endswith(LEVELS) else None
-        method = Method() if base in ("ddp", FP16_DDP) else preset(base).at(topology)
+        method = Method() if base == "ddp" else preset(base).at(topology)
         if base == "dgc":
             given = _given(topology or "flat")
-            measured = predict(self.shapes, self.cluster, self.step_s, given)
+            measured = self._predicted(given)
             found = CANDIDATES["dgc"](measured, self.run, given)
             if isinstance(found, str):
                 return None
             method = found.method
-        return cost_of(method, self.shapes, self.cluster, self.step_s, 2 if base == FP16_DDP else 4)
+        return cost_of(method, self.shapes, self.cluster, self.step_s)
+
+    def _predicted(self, given: Method) -> Measured:
+        small = small_numel([*map(math.prod, self.shapes)])
+        kinds: tuple[list[tuple[int, ...]], list[tuple[int, ...]]] = [], []
+        for shape in self.shapes:
+            kinds[not given.what.compresses("", math.prod(shape), small)].append(shape)
+        return predict(*kinds, self.cluster, self.step_s, given)
 
     def names(self) -> tuple[str, ...]:
         """Return the methods of the table."""
@@ -102,15 +113,15 @@ class Plan:
     def recommended(self) -> tuple[str, str]:
         """Return the name of the strategy to use, and why.
 
-        It is what `strategy="lowbw"` would choose, flat or on two levels, with the sentence that it would log; but DDP
-        with torch's fp16 hook, which "lowbw" does not try, is taken where that is as fast.
+        It is what `strategy="lowbw"` would choose, flat or on two levels, with the sentence that it would log; but
+        not powersgd.
         """
         found: list[tuple[str, Candidate, str]] = []
         for topology, ending in {"flat": "", "auto": LEVELS}.items():
             given = _given(topology)
-            measured = predict(self.shapes, self.cluster, self.step_s, given)
+            measured = self._predicted(given)
             why = why_dense(measured, self.run, BUDGET)
-            chosen, sentence = choose(measured, self.run, given, ("ddp",) if why else (*CANDIDATES,), {})
+            chosen, sentence = choose(measured, self.run, given, ("ddp",) if why else RECOMMENDED, {})
             name = chosen.name if chosen.name in ON_TWO_LEVELS else f"{chosen.name}{ending}"
             found.append((name, chosen, f"{measured}: {why}" if why else sentence))
             if why or ON_TWO_LEVELS[0] not in self.names():
@@ -119,8 +130,6 @@ class Plan:
         as_fast = [each for each in found if each[1].mean_s <= most_s]
         # DDP changes nothing; otherwise two levels, which send less between nodes, and divide work and memory.
         name, chosen, sentence = as_fast[0 if as_fast[0][0] == "ddp" else -1]
-        if name != "ddp" and self.seconds(FP16_DDP) <= (1.0 + BUDGET) * chosen.mean_s:
-            return FP16_DDP, f"it takes {ms(self.seconds(FP16_DDP))} a step. Without it: {sentence}"
         return name, sentence
 
     def text(self) -> str:
@@ -131,17 +140,16 @@ class Plan:
             f"{cluster.ranks_per_node} ranks, {number(link.bandwidth_bytes_per_s * 8e-9)} Gb/s, latency "
             f"{ms(link.latency_s)}, {ms(self.step_s)} a step without communication"
         )
-        lines = [_wrapped(setting), "", _row("method", "s per step", "MB sent / node", "MB kept / rank", "x DDP fp16")]
+        lines = [_wrapped(setting), "", _row("method", "s per step", "MB sent / node", "MB kept / rank", "x bfloat16")]
         for name in self.names():
             if cost := self.cost(name):
-                seconds, speed_up = self.seconds(name), self.seconds(FP16_DDP) / self.seconds(name)
+                seconds, speed_up = self.seconds(name), self.seconds(HALF_DDP) / self.seconds(name)
                 kept_mb = number(cost.memory_bytes / 1e6)
                 lines.append(_row(name, number(seconds), number(cost.node_bytes / 1e6), kept_mb, f"{speed_up:.2f}"))
         name, why = self.recommended()
         ending = LEVELS if name.endswith(ON_TWO_LEVELS[0]) else ""
-        advice = {"ddp": "stay with ddp", FP16_DDP: f"stay with ddp, as {FP16_HOOK}"}.get(
-            name, f'Trainer(strategy="{name}"), or "lowbw{ending}", which measures and chooses'
-        )
+        choosing = f'Trainer(strategy="{name}"), or "lowbw{ending}", which measures and chooses'
+        advice = "stay with ddp" if name == "ddp" else choosing
         return "\n".join([*lines, "", _wrapped(f"Recommended: {advice}"), _wrapped(f"Why: {why}."), ""])
 
     def draw(self, path: Path) -> None:

@@ -165,6 +165,7 @@ DILOCO: dict[str, Any] = {"k_steps": 100, "begin_step": 0, "outer": "nesterov"}
 # What a name for `Trainer(strategy=...)` stands for, and what differs from its defaults.
 PRESETS: dict[str, partial[Method]] = {
     "dgc": partial(DGC, sparsity="auto"),
+    "bfloat16": partial(Hierarchical, topology="flat", inter_dtype="bfloat16"),
     "float16": partial(QuantizedGradients, value_dtype="float16"),
     "int8": partial(QuantizedGradients, value_dtype="int8"),
     "int4": partial(QuantizedGradients, value_dtype="int4"),

@@ -14,21 +14,24 @@ import torch
 from lightning.pytorch.strategies import DDPStrategy
 
 import lightning_lowbw
-from benchmarks.ops_gpu import echo
-from lightning_lowbw import EveryStep, Method, QuantizedGradients, TopK, Topology, Where
+from lightning_lowbw import EveryStep, Method, PowerSGD, QuantizedGradients, TopK, Topology, Where
+from lightning_lowbw.comm.echoes import echo
 from lightning_lowbw.comm.link import Link
 from lightning_lowbw.comm.peers import Peers
 from lightning_lowbw.cost_model import (
     CANDIDATES,
     DENSE_SHARE,
     DENSITIES,
+    EVERY_STEP,
     LEAST_TIMES_SENT,
     LEAST_TIMES_SENT_ADAM,
     LEAST_WAIT_S,
     STAIRS_SHARE,
+    Cluster,
     Measured,
     Run,
     choose,
+    cost_of,
     why_dense,
 )
 from lightning_lowbw.strategies import auto_choice
@@ -37,11 +40,11 @@ from tests.ranks import on_ranks
 
 ROOT = Path(__file__).resolve().parents[1]
 GIVEN = Method(when=EveryStep(sparsity="auto"), what=TopK(exclude=("embedding.*",)))
-OF_DGC, OF_LOWBW = ("ddp", "dgc"), ("ddp", "float16", "int8", "dgc")
+OF_DGC, OF_LOWBW = ("ddp", "dgc"), ("ddp", "bfloat16", "int8", "dgc")
 # A model of 25M parameters on two nodes at 1 Gb/s.
 BY_DENSITY = {density: 0.002 + 0.35 * density for density in DENSITIES}
-SLOW = Measured(0.11, 0.93, {**BY_DENSITY, "float16": 0.55, "int8": 0.41}, Link(1e-4, 125e6))
-NO_FASTER = replace(SLOW, exchange_s={**dict.fromkeys(DENSITIES, 0.83), "float16": 0.83, "int8": 0.84})
+SLOW = Measured(0.11, 0.93, {**BY_DENSITY, "bfloat16": 0.55, "int8": 0.41, "powersgd": 0.5}, Link(1e-4, 125e6))
+NO_FASTER = replace(SLOW, exchange_s={**dict.fromkeys(DENSITIES, 0.83), "bfloat16": 0.83, "int8": 0.84})
 LONG = Run(num_done=7, num_steps=100_007)
 FACTS = "a step takes 110 ms without communication and 930 ms with all gradients, the link carries 1,000 Mb/s, "
 FACTS += "latency 0.1 ms: "
@@ -65,10 +68,10 @@ SITUATIONS: dict[str, tuple[Measured, Run, tuple[str, ...], Method, str]] = {
     "too short a run": (SLOW, Run(7, 57), OF_DGC, Method(), f"ddp, 930 ms a step; not dgc, because {OFTEN} 50 steps"),
     "a stream": (SLOW, Run(7), OF_DGC, Method(), "not dgc, because the number of steps is not known: give Trainer(max"),
     "fine-tuning": (SLOW, Run(1007, 2007, True), OF_DGC, sparse(1007, 1, 0.032), "dgc, 123 ms a step"),
-    "no faster": (NO_FASTER, LONG, OF_LOWBW, Method(), "ddp, 930 ms a step; float16 would take 940 ms; int8 would"),
+    "no faster": (NO_FASTER, LONG, OF_LOWBW, Method(), "ddp, 930 ms a step; bfloat16 would take 940 ms; int8 would"),
     "short run of lowbw": (SLOW, Run(7, 57), OF_LOWBW, QuantizedGradients("int8", rampup_begin_step=7),
-        f"int8, 520 ms a step; ddp would take 930 ms; float16 would take 660 ms; not dgc, because {OFTEN} 50 steps are "
-        "left. To write it down: strategy=lowbw.Strategy(lowbw.Method(when=lowbw.EveryStep(rampup_begin_step=7), "
+        f"int8, 520 ms a step; ddp would take 930 ms; bfloat16 would take 660 ms; not dgc, because {OFTEN} 50 steps "
+        "are left. To write it down: strategy=lowbw.Strategy(lowbw.Method(when=lowbw.EveryStep(rampup_begin_step=7), "
         "what=lowbw.Quantized()))"),
     "lowbw": (SLOW, LONG, OF_LOWBW, sparse(5007, 30_000, 0.128, 0.032, 0.008), "dgc, 161 ms a step"),
 }  # fmt: skip
@@ -100,9 +103,9 @@ def test_the_link_is_measured_only_where_it_matters(dense_s: float, steps: int, 
 
 
 def test_what_takes_as_long_is_not_taken_for_it_changes_more() -> None:
-    for seconds, expected in ((0.96, "ddp"), (0.94, "float16")):
+    for seconds, expected in ((0.96, "ddp"), (0.94, "bfloat16")):
         narrow_s = seconds * SLOW.dense_s - SLOW.step_s
-        measured = replace(SLOW, exchange_s={**SLOW.exchange_s, "float16": narrow_s, "int8": narrow_s})
+        measured = replace(SLOW, exchange_s={**SLOW.exchange_s, "bfloat16": narrow_s, "int8": narrow_s})
         assert choose(measured, Run(7, 57), GIVEN, OF_LOWBW, {})[0].name == expected
 
 
@@ -131,7 +134,14 @@ def test_promises(num_steps: int, scale: float, is_adam: bool) -> None:
 
 @pytest.mark.parametrize(
     ("name", "topology"),
-    [("ddp", "flat"), ("ddp", "auto"), ("float16", 2), ("int8", "flat"), ("dgc", Topology(((0, 1), (2, 3))))],
+    [
+        ("ddp", "flat"),
+        ("ddp", "auto"),
+        ("bfloat16", 2),
+        ("powersgd", "flat"),
+        ("int8", "flat"),
+        ("dgc", Topology(((0, 1), (2, 3)))),
+    ],
 )
 def test_what_is_to_be_written_down_can_be_typed(name: str, topology: Any) -> None:
     given = replace(GIVEN, where=Where(topology=topology))
@@ -167,20 +177,25 @@ def test_the_numbers_of_the_documents() -> None:
         assert [phrase in text for phrase in expected] == [True] * len(expected), document
 
 
+def test_powersgd_is_a_candidate_where_its_accuracy_is_measured() -> None:
+    cheap = replace(NO_FASTER, exchange_s={**NO_FASTER.exchange_s, "powersgd": 0.1})
+    names = (*OF_LOWBW, "powersgd")
+    assert choose(cheap, LONG, GIVEN, names, {})[0].method == PowerSGD(start_step=7)
+    found, reason = choose(cheap, replace(LONG, is_adam=True), GIVEN, names, {})
+    assert found.name == "ddp"
+    assert "; not powersgd, because with Adam transformers have lost accuracy" in reason
+
+
 @pytest.mark.parametrize(("exchange", "timed"), [("auto", "all_gather"), ("reduce_scatter", "reduce_scatter")])
 def test_all_densities_are_timed_by_one_collective(exchange: Any, timed: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else their difference would say nothing about elements: among 16 "auto" would take one for each stair."""
     methods = []
-
-    def time_exchanges(method: Method, *_: Any, **options: Any) -> list[tuple[float, int]]:
-        methods.append(method)
-        return [(2.0, 2000), (1.0, 1000)]
-
-    monkeypatch.setattr(auto_choice, "time_exchanges", time_exchanges)
-    link, numels = Link(1e-3, 1e8), ([25_000_000], [1])
+    monkeypatch.setattr(auto_choice, "time_exchange", lambda method, *_: (methods.append(method), 1.0)[1])
+    link, shapes = Link(1e-3, 1e8), ([(5000, 5000)], [(1,)])
     monkeypatch.setattr(auto_choice, "measure_link", lambda *_: link)
-    measure(TopK(exchange=exchange), ["dgc"], numels, echo(16), torch.device("cpu"), Measured(0.1, 1.0, {}, link))
-    assert [method.what.exchange for method in methods] == [timed]
+    given = replace(GIVEN, what=TopK(exchange=exchange))
+    measure(given, ["dgc"], shapes, echo(16), torch.device("cpu"), Measured(0.1, 1.0, {}, link))
+    assert [method.what.exchange for method in methods] == [timed] * 2
 
 
 @pytest.mark.parametrize("what", [TopK(), TopK(chunk=4096, value_dtype="int2")])
@@ -188,10 +203,28 @@ def test_all_densities_are_timed_by_one_collective(exchange: Any, timed: str, mo
 def test_every_candidate_is_measured_and_enters_no_ledger(what: TopK) -> None:
     peers, state = Peers(), torch.get_rng_state()
     timed = Measured(0.1, 0.2, {}, Link(0.0, math.inf))
-    measured = measure(what, tuple(CANDIDATES), ([10**6, 10**6], [100]), peers, torch.device("cpu"), timed)
+    given, shapes = replace(GIVEN, what=what), ([(1000, 1000), (1000, 1000)], [(100,)])
+    measured = measure(given, tuple(CANDIDATES), shapes, peers, torch.device("cpu"), timed)
     assert torch.equal(state, torch.get_rng_state())
     assert (peers.ledger.sent_bytes, peers.ledger.exposed_s) == (0, 0.0)
-    assert measured.exchange_s.keys() == {*DENSITIES, "float16", "int8"}
+    assert measured.exchange_s.keys() == {*DENSITIES, *EVERY_STEP}
     assert all(0 < seconds < 10 for seconds in measured.exchange_s.values())
     by_density = [measured.exchange_s[density] for density in DENSITIES]
     assert by_density == sorted(by_density)
+    assert 0.5 * (timed.dense_s - timed.step_s) < measured.exchange_s["bfloat16"]
+
+
+def test_what_is_predicted_is_bytes_and_rounds_of_the_link_and_half_types_wait_for_half_of_what_was_measured(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    link, shapes = Link(0.01, 1e6), ([(1000, 1000)], [(50,)])
+    monkeypatch.setattr(auto_choice, "measure_link", lambda *_: link)
+    monkeypatch.setattr(auto_choice, "time_work", lambda *_: dict.fromkeys([*DENSITIES, *EVERY_STEP], 0.0))
+    timed, cluster = Measured(0.1, 3.1, {}, link), Cluster(2, 1, link, memory_bytes_per_s=math.inf)
+    measured = measure(GIVEN, tuple(CANDIDATES), shapes, echo(2), torch.device("cpu"), timed)
+    for name, method in (("int8", QuantizedGradients()), ("powersgd", PowerSGD())):
+        expected = cost_of(method, [*shapes[0], *shapes[1]], cluster, 0.1).seconds
+        assert measured.exchange_s[name] == pytest.approx(expected)
+    assert measured.exchange_s["bfloat16"] == pytest.approx(1.5, rel=0.01)
+    sent = [measured.exchange_s[density] - measured.exchange_s[DENSITIES[0]] for density in DENSITIES[1:]]
+    assert sent == sorted(sent)

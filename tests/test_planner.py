@@ -18,7 +18,7 @@ from lightning_lowbw.check import check_ranks, slow
 from lightning_lowbw.comm.link import Link
 from lightning_lowbw.cost_model import Cluster, Run, cost_of
 from lightning_lowbw.errors import ConfigurationError
-from lightning_lowbw.planner import CLUSTER, FP16_DDP, Plan, make_cluster, shapes_of
+from lightning_lowbw.planner import CLUSTER, Plan, make_cluster, shapes_of
 from tests.programs import ROOT, forget_launcher, free_port, run_script
 from tests.ranks import on_ranks, run_ranks
 from tests.sync.problem import same_on_all
@@ -116,10 +116,10 @@ def test_rounds_and_what_hides_them(method: Method, cluster: Cluster, node_bytes
 NUMBERS = dict(zip(CLUSTER, (2, 1, 10.0, 0.1, 200.0, 1000.0, 0.5), strict=True))
 
 
-def test_the_fp16_hook_is_enough_where_nothing_else_is_faster() -> None:
+def test_half_types_are_enough_where_nothing_else_is_faster() -> None:
     plan = Plan(shapes_of(25_600_000), make_cluster({**NUMBERS, "nodes": 4}), 0.11, Run(0, 100_000))
-    assert plan.recommended()[0] == FP16_DDP
-    assert "stay with ddp, as\nDDPStrategy(ddp_comm_hook=" in plan.text()
+    assert plan.recommended()[0] == "bfloat16"
+    assert 'Trainer(strategy="bfloat16"), or "lowbw"' in plan.text()
 
 
 def test_of_two_that_are_as_fast_the_one_on_two_levels() -> None:

@@ -75,7 +75,6 @@ REFUSED: dict[Callable[..., Any], list[tuple[dict[str, Any], str]]] = {
         ({"what": FEW, "when": lowbw.EveryK(delay_steps=2)}, r"delay_steps=2 with Quantized\(.*cannot be hidden"),
         ({"what": FEW, "when": lowbw.EveryK(k_steps=1)}, r"k_steps=1 with Quantized\(.*nothing would be compressed"),
         ({"what": lowbw.TopK(momentum_masking=True), "when": lowbw.EveryK()}, r"momentum_masking=True every k steps"),
-        ({"where": {"inter_dtype": "bfloat16"}}, r"inter_dtype='bfloat16' with topology='flat': .*Leave it out"),
         ({"where": lowbw.Where(topology=[[0], [1]], algorithm="leader")}, r"algorithm='leader' with topology=Topology"),
         ({"when": lowbw.EveryK(), "where": BFLOAT16}, r"'bfloat16' every k.*Quantized\(value_dtype='bfloat16'\)"),
         ({"what": FEW, "where": BFLOAT16}, r"inter_dtype='bfloat16' with Quantized\(.*from step 0: .*begin_step > 0"),
@@ -101,7 +100,7 @@ REFUSED: dict[Callable[..., Any], list[tuple[dict[str, Any], str]]] = {
     ],
     lowbw.LocalSGD: [({"compression": "int2"}, r"value_dtype='int2': choose one of .*int4")],
     lowbw.AdaptiveLocalSGD: [({"k_steps": 2}, r"k_steps=2: the first k is init_k_steps here")],
-    preset: [({"name": "dcg"}, r"method 'dcg': choose one of dgc, float16, int8, int4, ")],
+    preset: [({"name": "dcg"}, r"method 'dcg': choose one of dgc, bfloat16, float16, int8, int4, ")],
     lowbw.SparsityWarmup: [
         ({"begin_epoch": 1, "steps": 5}, "give epochs or steps, not both"),
         ({"epochs": -1}, "epochs=-1"),

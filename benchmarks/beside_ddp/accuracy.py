@@ -7,6 +7,7 @@ import contextlib
 import hashlib
 import importlib.util
 import json
+import math
 import os
 import socket
 import subprocess
@@ -39,15 +40,16 @@ from benchmarks.beside_ddp.tasks import (
     write,
 )
 from benchmarks.harness import as_plain
-from lightning_lowbw import DGCStrategy, EveryStep, Method
+from lightning_lowbw import DGCStrategy, Method
 from lightning_lowbw import cost_model as rule
 from lightning_lowbw.comm.collectives import all_reduce_bytes, all_reduce_rounds
+from lightning_lowbw.comm.echoes import echo
 from lightning_lowbw.comm.link import Link
-from lightning_lowbw.comm.peers import Peers
+from lightning_lowbw.compress.payload import Shapes
 from lightning_lowbw.compress.top_k import MOST_NUMEL, TopK, small_numel
 from lightning_lowbw.cost_model import DENSITIES, Measured
 from lightning_lowbw.strategies import auto_choice
-from lightning_lowbw.strategies.auto_choice import NUM_EXCHANGES, SAMPLE, SMALL_NUMEL, time_exchanges
+from lightning_lowbw.strategies.auto_choice import SAMPLE, SMALL, time_exchange
 
 FIXED = {"rampup_begin_step": 0, "rampup_step": 1, "sparsity": [0.999]}
 METHODS = ("ddp", "dgc 99.9 %", "auto")
@@ -116,11 +118,11 @@ def nominal_values(nominal: dict[str, Any], task: str, link: Link) -> Iterator[l
     def dense_s(numel: int) -> float:
         return time_s(all_reduce_rounds(NUM_RANKS), all_reduce_bytes(4 * numel, NUM_RANKS))
 
-    def measure(what: TopK, _: Any, numels: tuple[list[int], list[int]], *__: Any) -> Measured:
-        sparse, others = numels
+    def measure(given: Any, _: Any, shapes: tuple[Shapes, Shapes], *__: Any) -> Measured:
+        sparse, others = ([math.prod(shape) for shape in each] for each in shapes)
         fixed_s = small_s + dense_s(sum(others))
         work_s = {density: fixed_s + sent_s * density * sum(sparse) for density in DENSITIES}
-        sending_s = {density: time_s(1, what.at(density).nbytes(sparse)) for density in DENSITIES}
+        sending_s = {density: time_s(1, given.what.at(density).nbytes(sparse)) for density in DENSITIES}
         exchange_s: dict[float | str, float] = {density: work_s[density] + sending_s[density] for density in DENSITIES}
         return Measured(step_s, step_s + dense_s(sum(sparse) + sum(others)), exchange_s, link)
 
@@ -241,13 +243,12 @@ def train_all(job: Row, path: Path) -> None:
 
 
 def seconds_of_exchanges(task: str) -> list[float]:
-    """Return what a sparse exchange takes on loopback for the tensors of a task, and for each element that is sent."""
-    num_tensors, least, most = len(list(TASKS[task].make_model().parameters())), DENSITIES[0], DENSITIES[-1]
-    when = EveryStep(0, 2 * NUM_EXCHANGES, (1.0 - most, 1.0 - least))
-    method = Method(when=when, what=TopK(min_numel=SMALL_NUMEL))
-    numels = [*[SMALL_NUMEL] * num_tensors, SAMPLE]
-    (many_s, _), (few_s, _) = time_exchanges(method, numels, Peers(), torch.device("cpu"), num_stairs=2)
-    found = torch.tensor([few_s, max(0.0, many_s - few_s) / SAMPLE / (most - least)], dtype=torch.float64)
+    """Return what a sparse exchange computes for the tensors of a task, and for each element that is sent."""
+    sizes = [*[SMALL] * len(list(TASKS[task].make_model().parameters())), SAMPLE]
+    least, most = DENSITIES[0], DENSITIES[-1]
+    methods = [Method(what=TopK(min_numel=SMALL, density=density)) for density in (least, most)]
+    few_s, many_s = (time_exchange(each, sizes, echo(NUM_RANKS), torch.device("cpu")) for each in methods)
+    found = torch.tensor([few_s, max(0.0, many_s - few_s) / SAMPLE**2 / (most - least)], dtype=torch.float64)
     dist.all_reduce(found, dist.ReduceOp.MAX)
     return list(found.tolist())
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from lightning_lowbw.comm.collectives import Collectives, all_gather_bytes, all_gather_rounds, all_reduce_rounds
 
-NUM_LATENCIES, MAX_TRANSFERS = 5, 32
+NUM_LATENCIES, MAX_TRANSFERS = 3, 32
 BUDGET_S = 0.4  # after which no new transfer is begun
 MIN_BYTES, MAX_BYTES = 1 << 16, 1 << 26
 TARGET_S = 0.012  # of a transfer; half of it will do. The shorter, the more, and the likelier one is not interrupted.
@@ -18,7 +18,7 @@ ENOUGH_BYTES = 1 << 20  # What is less is over before a shaped link slows down, 
 LONG_S = 0.12
 GROWTH = 8.0  # of the size, at most, from one transfer to the next
 # Beside what a transfer takes without a byte: between sites TCP needs some round trips to reach the rate of the link.
-TARGET_TRIPS, LONG_TRIPS, BUDGET_TRIPS = 8.0, 16.0, 48.0
+TARGET_TRIPS, LONG_TRIPS, BUDGET_TRIPS = 2.0, 4.0, 10.0
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ def measure_link(group: dist.ProcessGroup | None = None, device: torch.device | 
     The latency is that of the fastest tiny all-reduce, divided by the rounds of a ring; the bandwidth that of the
     fastest of many short all-gathers, which do no arithmetic: other work on the machine only ever adds time. Of these
     the first half is left out, because a link may let some bytes pass at once after a pause. Under a second on 50 Mb/s,
-    and some 50 round trips more: rank 0 times each transfer, and broadcasts the size of the next one.
+    and some 20 round trips more: rank 0 times each transfer, and says in the next one how long that after it is.
 
     The time of the processor is included: on a fast link and a busy machine the bandwidth is below that of the wire.
 
@@ -80,9 +80,10 @@ def measure_link(group: dist.ProcessGroup | None = None, device: torch.device | 
     trip_s = all_gather_rounds(num_ranks) * latency_s
     target_s, long_s = max(TARGET_S, TARGET_TRIPS * trip_s), max(LONG_S, LONG_TRIPS * trip_s)
     budget_s = BUDGET_S + BUDGET_TRIPS * trip_s
-    started, nbytes, bandwidths = time.perf_counter(), MIN_BYTES, list[float]()
+    started, nbytes, following, bandwidths = time.perf_counter(), MIN_BYTES, MIN_BYTES, list[float]()
     while nbytes:
-        took, received = _timed_all_gather(collectives, nbytes, device), all_gather_bytes(nbytes, num_ranks)
+        took, told = _timed_all_gather(collectives, nbytes, following, device)
+        received = all_gather_bytes(nbytes, num_ranks)
         is_over = time.perf_counter() - started > budget_s
         is_enough = took >= target_s / 2 and (received >= ENOUGH_BYTES // 2 or took >= long_s / 2)
         if is_enough or nbytes == MAX_BYTES or is_over:
@@ -93,13 +94,17 @@ def measure_link(group: dist.ProcessGroup | None = None, device: torch.device | 
         else:
             wanted = max(target_s / took, min(ENOUGH_BYTES / received, long_s / took))
             following = min(MAX_BYTES, int(nbytes * min(GROWTH, wanted)) // 4 * 4)
-        nbytes = int(tell(following)[0][0])
+        nbytes = told
     fastest = max(bandwidths[len(bandwidths) // 2 :], default=0.0)
     return Link(*tell(latency_s, fastest)[0])  # rank 0's, which has measured at least one
 
 
-def _timed_all_gather(collectives: Collectives, nbytes: int, device: torch.device | str) -> float:
+def _timed_all_gather(
+    collectives: Collectives, nbytes: int, following: int, device: torch.device | str
+) -> tuple[float, int]:
+    """Return the seconds of an all-gather, and rank 0's number of bytes of the following one."""
     message = torch.zeros(nbytes, dtype=torch.uint8, device=device)
+    message[:8] = torch.tensor([following]).view(torch.uint8)
     started = time.perf_counter()
-    float(collectives.begin_all_gather(message).wait()[0, 0])  # on CUDA, waits for it
-    return time.perf_counter() - started
+    told = int(collectives.begin_all_gather(message).wait()[0, :8].view(torch.int64))  # on CUDA, waits for it
+    return time.perf_counter() - started, told

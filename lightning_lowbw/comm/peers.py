@@ -63,11 +63,13 @@ class Peers:
             exchanges its part of what the node has.
         may_grow: whether there may be more participants than there are now.
         weights: of the participants; the sum is 1. Empty where they are equal.
+        inter_dtype: what an inexact all-reduce sends between participants of wider tensors; None is the tensor's own.
     """
 
     is_two_level = may_grow = False
     local_rank, num_local_ranks = 0, 1
     weights: Sequence[float] = ()
+    inter_dtype: torch.dtype | None = None
 
     def __init__(
         self,
@@ -138,7 +140,7 @@ class Peers:
     @property
     def reduces_as_ddp(self) -> bool:
         """Whether an inexact `begin_all_reduce_` is what DDP does by itself: one all-reduce, in the tensor's type."""
-        return not self.is_two_level
+        return not self.is_two_level and self.inter_dtype is None
 
     def count_all_reduce(self, nbytes: int) -> None:
         """Add to the ledger that DDP has all-reduced so many bytes by itself."""
@@ -149,9 +151,11 @@ class Peers:
         """Begin to sum a flat tensor over all ranks, in place; all ranks get the same bits.
 
         Args:
-            exact: see `TwoLevelPeers`.
+            exact: whether `inter_dtype` is disregarded, as for tensors in which there are not only gradients.
         """
-        return self._all.begin_all_reduce_(tensor)
+        wire = tensor if exact else _narrowed(tensor, self.inter_dtype)
+        work = self._all.begin_all_reduce_(wire)
+        return work if wire is tensor else TensorWork(tensor, work.work, wire if work.staged is None else work.staged)
 
     def all_reduce_(self, tensor: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> None:
         """Reduce a flat tensor over all ranks, in place; a sum as `begin_all_reduce_`, else one all-reduce."""
@@ -268,7 +272,7 @@ class TwoLevelPeers(Peers):
     ) -> None:
         super().__init__(None, ledger)
         ledger.has_levels = True
-        self.topology, self._inter_dtype = topology, inter_dtype
+        self.topology, self.inter_dtype = topology, inter_dtype
         self._is_led = algorithm == "leader"
         purpose = "averages" if is_hidden else "gradients"
         first, middle, last = (f"{purpose}, {stage}" for stage in STAGES)
@@ -318,7 +322,7 @@ class TwoLevelPeers(Peers):
 
     def begin_all_reduce_(self, tensor: Tensor, *, exact: bool = True) -> TensorWork:
         # The three stages, in order; each is given what the one before returns.
-        between = partial(self._sum_between_, inter_dtype=None if exact else self._inter_dtype)
+        between = partial(self._sum_between_, inter_dtype=None if exact else self.inter_dtype)
         if self._is_led:
             return self._begin(tensor, self._reduce_to_leader, between, partial(self._broadcast_from_leader, tensor))
         return self._begin(tensor, self._node_first.reduce_scatter, between, partial(self._gather_parts_into, tensor))
@@ -378,9 +382,7 @@ class TwoLevelPeers(Peers):
     def _sum_between_(self, tensor: Tensor, inter_dtype: torch.dtype | None) -> Tensor:
         if self._is_led and self.local_rank != 0:
             return tensor
-        # A float16 goes as it is: rounded to bfloat16, 65504 becomes 65536, which is an infinity in float16.
-        is_narrower = inter_dtype is not None and inter_dtype.itemsize < tensor.itemsize
-        wire = tensor.to(inter_dtype) if is_narrower else tensor
+        wire = _narrowed(tensor, inter_dtype)
         self._between_in_turn.begin_all_reduce_(wire).wait()
         return tensor if wire is tensor else tensor.copy_(wire)
 
@@ -395,6 +397,12 @@ class TwoLevelPeers(Peers):
 
     def _gather_in_node(self, out: Tensor, received: Tensor) -> Tensor:
         return self._node_last.begin_all_gather(received.view(-1), out).wait()
+
+
+def _narrowed(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
+    """Return a tensor in a type, if that is narrower than its own; else the tensor itself."""
+    # A float16 goes as it is: rounded to bfloat16, 65504 becomes 65536, which is an infinity in float16.
+    return tensor if dtype is None or dtype.itemsize >= tensor.itemsize else tensor.to(dtype)
 
 
 def make_peers(
@@ -419,7 +427,7 @@ def make_peers(
         process_group: of a flat training; None is the world.
         ledger: where the traffic is written down; a new one if left out.
         algorithm: see `TwoLevelPeers`; None is "sharded" where all nodes have as many ranks, else "leader".
-        inter_dtype: what an inexact all-reduce sends between nodes; None is the tensor's own dtype.
+        inter_dtype: what an inexact all-reduce sends between participants; None is the tensor's own dtype.
         timeout: of the groups that are made for a topology; None is that of the world.
         is_hidden: for averages that are hidden behind steps: with groups of their own, so that the gradients of these
             steps do not wait for them, and with few thread blocks of NCCL between nodes.
@@ -443,7 +451,9 @@ def make_peers(
     if resolved is None or resolved.is_flat:
         if is_hidden and is_world and num_ranks > 1 and dist.get_backend() == "nccl":  # gloo takes no multiprocessors
             process_group = group_of(tuple(range(num_ranks)), "averages", timeout, is_hidden=True)
-        return Peers(process_group, ledger)
+        peers = Peers(process_group, ledger)
+        peers.inter_dtype = inter_dtype
+        return peers
     ledger = TrafficLedger() if ledger is None else ledger
     if resolved.num_nodes == 1:
         return OneNode(resolved, ledger, timeout, is_hidden=is_hidden)

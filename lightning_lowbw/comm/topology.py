@@ -284,7 +284,8 @@ class Where:
         algorithm: of dense all-reduces on two levels: "sharded" (reduce-scatter, all-reduce of the parts, all-gather)
             or "leader" (reduce, all-reduce among the first ranks, broadcast). None takes "sharded" where nodes are of
             one size, else "leader".
-        inter_dtype: "float32", or "bfloat16" for what dense steps send between nodes of gradients in a wider type.
+        inter_dtype: "float32", or "bfloat16" for what dense steps send of gradients in a wider type: between nodes, or
+            when flat between all ranks, as DDP with torch's `bf16_compress_hook`.
 
     Raises:
         ConfigurationError: a value is out of range.
@@ -300,7 +301,7 @@ class Where:
             object.__setattr__(self, "topology", topology)
         if self.inter_dtype == "float16":
             raise ConfigurationError(
-                "inter_dtype='float16': nodes would sum gradients in a type that ends at 65504, and finite ones would "
+                "inter_dtype='float16': gradients would be summed in a type that ends at 65504, and finite ones would "
                 "become infinite. Take 'bfloat16', which has the range of float32, or what=Quantized(value_dtype="
                 "'float16'), which sends later what does not fit."
             )

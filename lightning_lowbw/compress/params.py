@@ -151,12 +151,16 @@ class Params:
 
     def numels_by_kind(self, what: Payload) -> tuple[list[int], list[int]]:
         """Return the elements of each trained parameter that is compressed, and of each other one."""
-        numels: tuple[list[int], list[int]] = [], []
+        sparse, others = self.by_kind(what)
+        return [parameter.numel() for parameter in sparse], [parameter.numel() for parameter in others]
+
+    def by_kind(self, what: Payload) -> tuple[list[Parameter], list[Parameter]]:
+        """Return the trained parameters that are compressed, and the other ones."""
+        kinds: tuple[list[Parameter], list[Parameter]] = [], []
         for parameter in self:
             if parameter.requires_grad:
-                is_taken = parameter.is_floating_point() and self.is_compressed(what, parameter)
-                numels[not is_taken].append(parameter.numel())
-        return numels
+                kinds[not (parameter.is_floating_point() and self.is_compressed(what, parameter))].append(parameter)
+        return kinds
 
     def trained(self, what: Payload | None, skipped: frozenset[Parameter]) -> list[Row]:
         """Return the rows of a step; the same on all ranks, whatever gradients they happen to have.

@@ -2,33 +2,38 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
-from torch.nn import Parameter
-from torch.optim import SGD, Adam, AdamW, Optimizer
+from torch.optim import Adam, AdamW, Optimizer
 
 from lightning_lowbw.arguments import code_of
 from lightning_lowbw.comm.agreement import gather
-from lightning_lowbw.comm.collectives import TrafficLedger, all_reduce_bytes
+from lightning_lowbw.comm.collectives import TrafficLedger
+from lightning_lowbw.comm.echoes import echo
 from lightning_lowbw.comm.link import Link, measure_link
 from lightning_lowbw.comm.peers import Peers
-from lightning_lowbw.compress.payload import Payload
+from lightning_lowbw.compress.payload import Shapes
 from lightning_lowbw.cost_model import (
     DENSITIES,
     EVERY_STEP,
+    FAST,
     Candidate,
+    Cluster,
     Measured,
     Run,
     choose,
     ddp,
     ms,
+    predict,
     slowest,
     why_dense,
     written,
@@ -36,17 +41,17 @@ from lightning_lowbw.cost_model import (
 from lightning_lowbw.errors import ConfigurationError
 from lightning_lowbw.kernels.tensors import device_of
 from lightning_lowbw.method import Method
-from lightning_lowbw.schedules.every_step import EveryStep
 from lightning_lowbw.strategies.checks import num_steps_of_fit, numels_of
+from lightning_lowbw.sync.exchange import exchange_for
 from lightning_lowbw.sync.gradient import GradientSync
 from lightning_lowbw.sync.synchronizer import Synchronizer
 
 NUM_UNTIMED, NUM_TIMED = 2, 4  # optimizer steps; the first ones allocate
 NUM_STEPS = 1 + NUM_UNTIMED + NUM_TIMED  # of the first only the end is known
 WRONG, LEAST_STEPS = 2.0, 20  # a prediction is named where it is wrong by this factor, over so many steps
-SAMPLE, SAMPLE_OF_GPU = 1 << 18, 1 << 22  # elements that are exchanged to measure; of fewer a GPU shows launches only
-SMALL_NUMEL = 64  # of tensors of which only the number counts
-NUM_EXCHANGES = 4  # of each kind; the first one allocates, and finds its threshold
+SAMPLE, SAMPLE_OF_GPU = 512, 2048  # rows of the matrix whose exchange is timed; of a smaller a GPU shows launches only
+SMALL = 64  # of those of which only the number counts
+NUM_EXCHANGES = 4  # of each kind
 OF_AUTO = ("ddp", "dgc")  # the candidates of `sparsity="auto"`
 
 
@@ -89,9 +94,10 @@ class AutoChoice:
 
     def load_state_dict(self, state: Mapping[str, Any] | None, given: Method) -> Method | None:
         """Load the choice of a checkpoint, which is kept; return the method to continue with, None for the present."""
-        if state is None or state["name"] not in self._names or not self.is_open(given):
+        if state is None or state["name"] not in {*self._names, "hierarchical"} or not self.is_open(given):
             return None
-        method = Method(**{**state["method"], "where": given.where})
+        where = replace(given.where, inter_dtype=state["method"]["where"]["inter_dtype"])
+        method = Method(**{**state["method"], "where": where})
         self.chosen = Candidate(state["name"], method, state["last_s"], state["last_s"])
         rank_zero_info(
             f"{self.chosen.name}, {code_of(method)}, as chosen before the checkpoint was saved. A resumed run does not "
@@ -161,6 +167,7 @@ class AutoChoice:
 
         Collective: all ranks, blocking; they may have other times and lengths.
         """
+        started = time.perf_counter()
         given: Any = worker.method  # of now: it may have been replaced while steps were timed
         timed, ends = zip(*gather((medians(self._times), self._end), "times of steps"), strict=True)
         measured = slowest(timed)
@@ -168,14 +175,15 @@ class AutoChoice:
         run = Run(worker.step, min(ends), given.when.pretrained, isinstance(worker.optimizer, (Adam, AdamW)))
         why = why_dense(measured, run, given.when.budget)
         if why is None:
-            here = measure(given.what, self._names, numels_of(workers), worker.peers, worker.device, measured)
+            here = measure(given, self._names, shapes_of(workers), worker.peers, worker.device, measured)
             measured = slowest(gather(here, "times of exchanges"))
             refused = refusals(workers, is_dgc_asked_for=self._names == OF_AUTO)
             found, sentence = choose(measured, run, given, self._names, refused)
         else:
             found = ddp(measured, run, given)
             sentence = f"{measured}: {found.name}, because {why}. To write it down: {written(found.method)}"
-        rank_zero_info(f"{type(trainer.strategy).__name__}: {sentence}.")
+        took_s = time.perf_counter() - started
+        rank_zero_info(f"{type(trainer.strategy).__name__}, chosen in {took_s:.2g} s: {sentence}.")
         return found
 
     @property
@@ -203,6 +211,15 @@ def medians(times: Sequence[tuple[float, float]]) -> Measured:
     return Measured(max(step_s, 1e-6), dense_s, {}, Link(0.0, math.inf))
 
 
+def shapes_of(workers: Sequence[GradientSync]) -> tuple[Shapes, Shapes]:
+    """Return the shapes of the tensors that are sent sparse in sparse steps, and of the other ones that are trained."""
+    found = [worker.params.by_kind(worker.method.what) for worker in workers]
+    sparse, others = (
+        [tuple(each.shape) for of_worker in kind for each in of_worker] for kind in zip(*found, strict=True)
+    )
+    return sparse, others
+
+
 def refusals(workers: Sequence[GradientSync], *, is_dgc_asked_for: bool) -> dict[str, str]:
     """Return which candidates cannot be used in this training, or have not been measured for it, with the reasons.
 
@@ -212,7 +229,8 @@ def refusals(workers: Sequence[GradientSync], *, is_dgc_asked_for: bool) -> dict
     """
     unknown = {type(each.optimizer).__name__ for each in workers if not each.correction.is_complete}
     if unknown and not is_dgc_asked_for:
-        return {"dgc": f"its accuracy is measured with SGD, Adam and AdamW, not with {', '.join(unknown)}"}
+        with_others = f"with SGD, Adam and AdamW, not with {', '.join(unknown)}"
+        return dict.fromkeys(("dgc", "powersgd"), f"its accuracy is measured {with_others}")
     if not numels_of(workers)[0]:
         return {"dgc": "no tensor that is trained has min_numel elements and is not excluded"}
     try:
@@ -227,79 +245,107 @@ def refusals(workers: Sequence[GradientSync], *, is_dgc_asked_for: bool) -> dict
 
 
 def measure(
-    what: Payload,
+    given: Method,
     names: Sequence[str],
-    numels: tuple[Sequence[int], Sequence[int]],
+    shapes: tuple[Shapes, Shapes],
     peers: Peers,
     device: torch.device,
     timed: Measured,
 ) -> Measured:
     """Return `timed` with the link and the exchanges in it, on this rank.
 
-    A few exchanges of a sample are timed; a whole one takes as much longer as it has more elements, and at least what
-    its bytes take on the link, because a link may let a sample pass that it would not let a model pass.
+    The link is measured once; what each exchange takes on it follows from its bytes and rounds (`cost_model.predict`).
+    What it computes is timed without a network. So the number of candidates costs no round trip.
 
     Collective: all ranks. Enters no ledger.
 
     Args:
-        what: the payload of sparse steps.
+        given: as of `cost_model.choose`.
         names: of the candidates.
-        numels: the elements of each tensor that is sent sparse in sparse steps, and of each other one.
+        shapes: of the tensors that are sent sparse in sparse steps, and of the others.
         peers: who takes part.
         device: where the gradients are.
         timed: the times of steps.
     """
-    link, (sparse, others) = measure_link(peers.between.group, device), numels
-    sample = SAMPLE if device.type == "cpu" else SAMPLE_OF_GPU
-    tensors = [*[SMALL_NUMEL] * len(sparse), *[1] * len(others)]
-    exchange_s: dict[float | str, float] = {}
-
-    def dense_s(numel: int) -> float:
-        return link.seconds(all_reduce_bytes(4 * numel // peers.num_local_ranks, peers.num_participants))
-
-    def per_element_s(few: tuple[float, int], many: tuple[float, int], numel: float) -> float:
-        return max(many[0] - few[0], link.seconds(many[1] - few[1]), 0.0) / numel
-
-    for name in names:
-        if name in EVERY_STEP:
-            (few,) = time_exchanges(EVERY_STEP[name](), tensors, peers, device)
-            (many,) = time_exchanges(EVERY_STEP[name](), [*tensors, sample], peers, device)
-            exchange_s[name] = few[0] + (sum(sparse) + sum(others)) * per_element_s(few, many, sample)
-        elif name == "dgc" and sparse:
-            # The pass over all gradients takes no longer than the optimizer's step that it replaces: what counts is the
-            # number of elements that are sent.
-            least, most = DENSITIES[0], DENSITIES[-1]
-            stairs = EveryStep(0, 2 * NUM_EXCHANGES, (1.0 - most, 1.0 - least))
-            method = Method(when=stairs, what=what.sample(SMALL_NUMEL))
-            many, few = time_exchanges(method, [*tensors, sample], peers, device, num_stairs=2)
-            sent_s = sum(sparse) * per_element_s(few, many, sample * (most - least))
-            exchange_s |= {density: few[0] + dense_s(sum(others)) + density * sent_s for density in DENSITIES}
+    link, inside = measure_link(peers.between.group, device), FAST
+    if peers.num_local_ranks > 1:
+        inside = measure_link(peers.node.group, device)
+    of_node = replace(link, bandwidth_bytes_per_s=peers.num_local_ranks * link.bandwidth_bytes_per_s)
+    cluster = Cluster(peers.num_participants, peers.num_local_ranks, of_node, inside, memory_bytes_per_s=math.inf)
+    predicted = predict(*shapes, cluster, timed.step_s, given, timed.dense_s)
+    work_s = time_work(given, names, shapes, (peers.num_participants, peers.num_local_ranks), device)
+    exchange_s = {key: predicted.exchange_s[key] + seconds for key, seconds in work_s.items()}
     return Measured(timed.step_s, timed.dense_s, exchange_s, link)
 
 
-def time_exchanges(
-    method: Method, numels: Sequence[int], peers: Peers, device: torch.device, num_stairs: int = 1
-) -> list[tuple[float, int]]:
-    """Return the seconds and bytes of an exchange of gradients, for each stair of the schedule.
+def time_work(
+    given: Method,
+    names: Sequence[str],
+    shapes: tuple[Shapes, Shapes],
+    of_ranks: tuple[int, int],
+    device: torch.device,
+) -> dict[float | str, float]:
+    """Return the seconds that a rank computes in an exchange of each candidate; nothing is communicated.
 
-    Collective: all ranks.
+    Args:
+        given: as of `measure`, as are the following.
+        names: of the candidates.
+        shapes: of the tensors.
+        of_ranks: the number of participants, and of the parts in which a node exchanges a tensor.
+        device: where the gradients are.
     """
-    named = [(str(number), Parameter(torch.zeros(numel, device=device))) for number, numel in enumerate(numels)]
+    num_participants, num_parts = of_ranks
+    numels = [sum(map(math.prod, each)) / num_parts for each in shapes]
+    peers, sample = echo(num_participants), SAMPLE if device.type == "cpu" else SAMPLE_OF_GPU
+    work_s: dict[float | str, float] = {}
+
+    def time_s(method: Method, *sizes: int) -> float:
+        return time_exchange(method, [SMALL] * sum(map(len, shapes)) + [*sizes], peers, device)
+
+    for name in names:
+        if name == "dgc" and shapes[0]:
+            # The pass over all gradients takes no longer than the optimizer's step that it replaces: what counts is the
+            # number of elements that are sent.
+            least, most = DENSITIES[0], DENSITIES[-1]
+            what = given.what.sample(SMALL * SMALL)
+            few_s, many_s = (time_s(Method(what=what.at(density)), sample) for density in (least, most))
+            of_sent_s = max(0.0, many_s - few_s) / (sample * sample * (most - least))
+            work_s |= {density: few_s + density * numels[0] * of_sent_s for density in DENSITIES}
+        elif name == "bfloat16":
+            work_s[name] = sum(numels) / (sample * sample) * time_rounding(sample * sample, device)
+        elif name in EVERY_STEP:
+            few_s, many_s = time_s(EVERY_STEP[name](0, given)), time_s(EVERY_STEP[name](0, given), sample)
+            work_s[name] = few_s + sum(numels) / (sample * sample) * max(0.0, many_s - few_s)
+    return work_s
+
+
+def time_exchange(method: Method, sizes: Sequence[int], peers: Peers, device: torch.device) -> float:
+    """Return the seconds of an exchange of square matrices; among echoes what it computes."""
+    exchange = exchange_for(method.what, peers, method.when)
+    assert exchange is not None
     generator = torch.Generator(device).manual_seed(0)  # the training's own goes on as if nothing had been measured
-    noise = torch.randn(max(numels), generator=generator, device=device)
-    found: list[tuple[float, int]] = []
-    with peers.ledger.paused():
-        worker = method.make_synchronizer(SGD([each for _, each in named], lr=0.0, momentum=0.9), named, peers)
-        for _ in range(num_stairs * NUM_EXCHANGES):
-            for _, parameter in named:
-                parameter.grad = noise[: parameter.numel()].clone()
-            before, started = _slow_bytes(peers), time.perf_counter()
-            worker.exchange(applies=True)
-            float(named[-1][1].detach()[0])  # on CUDA, waits for it
-            found.append((time.perf_counter() - started, _slow_bytes(peers) - before))
-            worker.after_step()
-    return [min(found[first + 1 : first + NUM_EXCHANGES]) for first in range(0, len(found), NUM_EXCHANGES)]
+    noise = torch.randn(max(sizes) ** 2, generator=generator, device=device)
+    weights = {str(number): torch.zeros(size, size, device=device) for number, size in enumerate(sizes)}
+
+    def run() -> None:
+        signal = {name: noise[: weight.numel()].clone().view_as(weight) for name, weight in weights.items()}
+        mean, _ = exchange.prepare(signal).send().wait()
+        mean.step_({name: (signal[name].view(-1), weight.view(-1), 0.0) for name, weight in weights.items()})
+
+    return least_s(run, device)
 
 
-def _slow_bytes(peers: Peers) -> int:
-    return peers.ledger.of_slow_network[0]
+def time_rounding(numel: int, device: torch.device) -> float:
+    """Return the seconds that rounding elements to bfloat16 and back takes."""
+    values = torch.zeros(numel, device=device)
+    return least_s(lambda: values.copy_(values.to(torch.bfloat16)), device)
+
+
+def least_s(run: Callable[[], object], device: torch.device) -> float:
+    """Return the seconds of the fastest of some runs but the first, which allocates, and finds thresholds."""
+    clock = []
+    for _ in range(NUM_EXCHANGES):
+        run()
+        device_of(device).synchronize()
+        clock.append(time.perf_counter())
+    return min(after - before for before, after in itertools.pairwise(clock))

@@ -188,6 +188,11 @@ class Strategy(CheckpointedStrategy, DDPStrategy):
         if method.hides_averages:
             self._worker_peers = method.make_peers(group, ledger=self.ledger, timeout=self._timeout, is_hidden=True)
 
+    @override
+    def adopt(self, method: Method) -> None:
+        self.peers.inter_dtype = method.inter_dtype
+        super().adopt(method)
+
     @property
     def _ddp(self) -> DistributedDataParallel:
         """The model, in a fit."""

@@ -214,6 +214,7 @@ NAMES = {
     "adaptive_local_sgd": lowbw.AdaptiveLocalSGDStrategy,
     "lowbw": lowbw.AutoStrategy,
     **dict.fromkeys(LOCAL, lowbw.LocalSGDStrategy),
+    "bfloat16": lowbw.HierarchicalStrategy,
     **dict.fromkeys(("float16", "int8", "int4", "powersgd", "streaming_diloco"), lowbw.Strategy),
 }
 NAMES |= {f"{name}_hierarchical": cls for name, cls in NAMES.items()} | {"hierarchical": lowbw.HierarchicalStrategy}
@@ -251,7 +252,7 @@ def test_registering_again_changes_nothing() -> None:
 
 # Who waits for a whole device or stream: the timers of `sparsity="auto"`, and gloo's thread, which reads from the host.
 # And for one event: numbers that are read a step late.
-SYNCHRONISING = {"strategies/auto_choice.py": 1, "strategies/communication_hook.py": 1, "kernels/tensors.py": 5}
+SYNCHRONISING = {"strategies/auto_choice.py": 2, "strategies/communication_hook.py": 1, "kernels/tensors.py": 5}
 
 
 def test_nothing_else_waits_for_a_device() -> None:

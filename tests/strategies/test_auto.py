@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import time
 from functools import partial
 from pathlib import Path
@@ -16,7 +17,16 @@ from lightning.pytorch.callbacks import LearningRateFinder
 from lightning.pytorch.strategies import DDPStrategy
 from torch.optim import SGD, AdamW, RMSprop
 
-from lightning_lowbw import AutoStrategy, DGCStrategy, QuantizedGradients, SparsityWarmup, Strategy, cost_model
+from lightning_lowbw import (
+    AutoStrategy,
+    DGCStrategy,
+    Method,
+    QuantizedGradients,
+    SparsityWarmup,
+    Strategy,
+    Where,
+    cost_model,
+)
 from lightning_lowbw.comm.peers import Peers
 from lightning_lowbw.cost_model import Measured, Run
 from lightning_lowbw.strategies import auto_choice, checks
@@ -28,11 +38,14 @@ from tests.tiny import Tiny, TwoOptimizers, make_data, make_trainer, sgd, since_
 
 STEPS, END = 130, 20  # a run is planned for STEPS, and stopped after END: all is chosen by then
 LATER = NUM_STEPS + 6
-SLOW = make_measured(0.1, 1.0, 0.05, float16=0.6, int8=0.4)
-NO_DGC = make_measured(0.1, 1.0, 1.2, float16=0.6, int8=0.4)
+SLOW = make_measured(0.1, 1.0, 0.05, bfloat16=0.6, int8=0.4)
+NO_DGC = make_measured(0.1, 1.0, 1.2, bfloat16=0.6, int8=0.4)
+HALF = make_measured(0.1, 1.0, 1.2, bfloat16=0.4, int8=0.4)
+HALF_DDP = Method(where=Where(inter_dtype="bfloat16"))
 DGC: dict[str, Any] = {"rampup_begin_step": NUM_STEPS, "sparsity": [0.744]}
 CASES: dict[str, tuple[Measured, Any]] = {  # what is measured, and the strategy that this is the same as
     "ddp": (dataclasses.replace(SLOW, dense_s=0.101), DDPStrategy),
+    "bfloat16": (HALF, lambda: Strategy(Method())),  # which adopts it after as many steps
     "int8": (NO_DGC, lambda: Strategy(QuantizedGradients("int8", rampup_begin_step=NUM_STEPS))),
     "dgc": (SLOW, lambda: DGCStrategy(**DGC)),
 }
@@ -90,19 +103,24 @@ def fit(
     return SimpleNamespace(weights=weights, warned=warnings, said=said, num_measured=len(asked), method=method)
 
 
+def adopt_half(trainer: Any, _: Any) -> None:
+    trainer.strategy.adopt(HALF_DDP)
+
+
 @pytest.mark.parametrize("case", CASES)
 @on_ranks(2)
 def test_it_becomes_what_it_has_chosen_and_a_resume_keeps_it(case: str, tmp_path: Path) -> None:
     path = f"{tmp_path}/some.ckpt"
     found = fit(case, path=path)
-    assert found.weights == fit(case, CASES[case][1]()).weights
+    callbacks = (At((NUM_STEPS,), adopt_half),) if case == "bfloat16" else ()
+    assert found.weights == fit(case, CASES[case][1](), callbacks=callbacks).weights
     assert found.num_measured == int(case != "ddp")
     other = "ddp" if case != "ddp" else "dgc"  # it would choose now
     later = fit(other, resume=path)
     assert (later.num_measured, later.weights, later.method) == (0, found.weights, found.method)
     if dist.get_rank() == 0:
         said, *_ = found.said
-        assert said.startswith("AutoStrategy: a step takes 100 ms without communication and ")
+        assert re.match(r"AutoStrategy, chosen in [\d.e-]+ s: a step takes 100 ms without communication and ", said)
         assert f": {case}, " in said
         assert said.count("To write it down: strategy=") == 1
         assert "as chosen before the checkpoint was saved. A resumed run does not choose again" in later.said[0]
@@ -155,7 +173,9 @@ class Small(Tiny):
 def test_it_does_not_take_what_cannot_be_used_or_is_not_measured(model: Any, words: str) -> None:
     module, method = model(), AutoStrategy().method
     worker = method.make_synchronizer(module.configure_optimizers(), module.named_parameters(), Peers())
-    assert words in refusals([worker], is_dgc_asked_for=False)["dgc"]
+    refused = refusals([worker], is_dgc_asked_for=False)
+    assert words in refused["dgc"]
+    assert ("powersgd" in refused) == ("RMSprop" in words)
 
 
 @pytest.mark.parametrize(("num_ranks", "knobs", "word"), [(1, {}, "one rank"), (2, {"topology": 2}, "one node")])

@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import SGD, Adam, AdamW, Optimizer, RMSprop
 
-from benchmarks.ops_gpu import echo
 from lightning_lowbw import EveryStep, Method
+from lightning_lowbw.comm.echoes import echo
 from lightning_lowbw.comm.link import Link
 from lightning_lowbw.compress.top_k import TopK
 from lightning_lowbw.cost_model import Measured
@@ -167,7 +167,7 @@ def measured(dtype: torch.dtype) -> tuple[set[str], set[str]]:
     seen.clear()
     assert isinstance(method.what, TopK)
     timed = Measured(1.0, 2.0, {}, Link(0.0, 1.0))
-    measure(method.what, ("dgc",), ([2000, 3000], [7]), peers, worker.device, timed)
+    measure(method, ("dgc",), ([(2000,), (3000,)], [(7,)]), peers, worker.device, timed)
     return at_start, {*seen}
 
 

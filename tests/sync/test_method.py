@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import pickle
-import warnings
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -98,15 +97,18 @@ def test_a_process_group_and_a_topology_exclude_each_other() -> None:
         Method().attach(sgd, [("weight", parameter)], topology=NODES, process_group=group)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("topology", ["flat", "auto"])
 @on_ranks()
-def test_half_types_between_nodes_that_are_ranks_are_not_ignored_silently() -> None:
+def test_half_types_are_sent_between_ranks_that_are_nodes(topology: Any) -> None:
     os.environ["GROUP_RANK"] = str(dist.get_rank())  # as torchrun says it
-    weight = torch.nn.Parameter(torch.ones(8))
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        Hierarchical(inter_dtype="bfloat16").attach(torch.optim.SGD([weight], lr=0.1), [("w", weight)])
-    assert len(caught) == (dist.get_rank() == 0)
-    assert all("inter_dtype='bfloat16' has no effect" in str(warning.message) for warning in caught)
+    weight, gradient = torch.nn.Parameter(torch.zeros(8)), torch.linspace(0.1, 1.0, 8)
+    sgd = torch.optim.SGD([weight], lr=1.0)
+    worker = Hierarchical(topology, inter_dtype="bfloat16").attach(sgd, [("w", weight)])
+    weight.grad = gradient * (1 + dist.get_rank())
+    sgd.step()
+    halves = [(gradient * (1 + rank) / 2).to(torch.bfloat16) for rank in range(2)]
+    assert torch.equal(weight.detach(), -(halves[0] + halves[1]).float())
+    assert worker.peers.ledger.sent_bytes < 8 * 4 + 200  # and a status
 
 
 @on_ranks()
@@ -120,10 +122,10 @@ def test_attaching_fails_on_all_ranks_or_on_none() -> None:
 
 
 def test_a_mapping_gets_its_topology_before_it_is_checked() -> None:
-    """Both may be in a YAML file side by side: a half type between nodes makes sense with the topology only."""
-    given = {"what": {"payload": "whole"}, "where": {"inter_dtype": "bfloat16"}}
-    assert as_method(given, "auto") == Method(where=Where(topology="auto", inter_dtype="bfloat16"))
-    with pytest.raises(ConfigurationError, match="inter_dtype='bfloat16' with topology='flat'"):
+    """Both may be in a YAML file side by side: a leader makes sense with the topology only."""
+    given = {"what": {"payload": "whole"}, "where": {"algorithm": "leader"}}
+    assert as_method(given, "auto") == Method(where=Where(topology="auto", algorithm="leader"))
+    with pytest.raises(ConfigurationError, match="algorithm='leader' with topology='flat'"):
         as_method(given)
 
 

@@ -1,0 +1,59 @@
+"""Peers that are echoes of this rank: what an exchange computes, without a network."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_lowbw.comm.collectives import Collectives, TensorWork
+from lightning_lowbw.comm.peers import Peers
+
+
+class EchoCollectives(Collectives):
+    """Ranks that all send what this one does; nothing leaves the device. A sum is left as it is: the first rank's.
+
+    Args:
+        num_ranks: how many there are.
+    """
+
+    def __init__(self, num_ranks: int) -> None:
+        super().__init__(is_alone=True)
+        self.num_ranks = num_ranks
+
+    @override
+    def begin_all_reduce_(self, tensor: Tensor, *, exact: bool = True) -> TensorWork:
+        return TensorWork(tensor)
+
+    @override
+    def all_reduce_(self, tensor: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> None:
+        pass
+
+    @override
+    def broadcast_(self, tensor: Tensor) -> None:
+        pass
+
+    @override
+    def begin_all_gather(self, message: Tensor, out: Tensor | None = None) -> TensorWork:
+        out = message.new_empty((self.num_ranks, message.numel())) if out is None else out
+        out.view(self.num_ranks, -1).copy_(message)
+        return TensorWork(out)
+
+    @override
+    def all_gather(self, message: Tensor, out: Tensor | None = None) -> Tensor:
+        return self.begin_all_gather(message, out).wait()
+
+    @override
+    def all_to_all(self, message: Tensor) -> Tensor:
+        return message.view(self.num_ranks, -1)[:1].repeat(self.num_ranks, 1).view(-1)
+
+
+def echo(num_ranks: int) -> Peers:
+    """Return peers that are echoes of this rank."""
+    peers: Any = Peers()
+    peers._all = peers._between = EchoCollectives(num_ranks)
+    peers.node = Collectives(is_alone=True)
+    result: Peers = peers
+    return result
