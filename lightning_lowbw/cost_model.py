@@ -53,7 +53,7 @@ from lightning_lowbw.comm.topology import Where
 from lightning_lowbw.compress.payload import FLOAT_BYTES, Message, Shapes, Whole
 from lightning_lowbw.compress.top_k import small_numel
 from lightning_lowbw.method import Method
-from lightning_lowbw.presets import PowerSGD, QuantizedGradients
+from lightning_lowbw.presets import QuantizedGradients
 from lightning_lowbw.schedules.every_step import EveryStep
 
 HALF = "bfloat16"  # DDP that sums buckets in it
@@ -197,10 +197,8 @@ def ddp(measured: Measured, run: Run, given: Method) -> Candidate:
     return Candidate(name, Method(where=given.where), measured.dense_s, measured.dense_s)
 
 
-def _every_step(name: str, measured: Measured, run: Run, given: Method) -> Candidate | str:
-    """Return a payload that costs the same in every step; or why its accuracy speaks against it."""
-    if name in NOT_WITH_ADAM and run.is_adam:
-        return NOT_WITH_ADAM[name]
+def _every_step(name: str, measured: Measured, run: Run, given: Method) -> Candidate:
+    """Return a payload that costs the same in every step."""
     step_s = measured.step_s + measured.exchange_s[name]
     return Candidate(name, EVERY_STEP[name](run.num_done, given), step_s, step_s)
 
@@ -238,24 +236,16 @@ def _warm_up(run: Run, density: float) -> tuple[list[float], int, int]:
     return ([*before, density], num_dense, per_stair) if before and per_stair else ([density], num_dense, 0)
 
 
-def _from(make: Callable[..., Method], name: str, num_done: int, given: Method) -> Method:
-    """Return a method with error feedback that begins after the steps that have been taken."""
-    return replace(make(**{name: num_done}), where=given.where)
-
-
 # What costs the same in every step, from the first one after the choice on; of the steps taken and the given method.
 EVERY_STEP: dict[str, Callable[[int, Method], Method]] = {
     HALF: lambda _, given: Method(where=replace(given.where, inter_dtype="bfloat16")),
-    "int8": partial(_from, partial(QuantizedGradients, "int8"), "rampup_begin_step"),
-    "powersgd": partial(_from, PowerSGD, "start_step"),
+    "int8": lambda num_done, given: replace(QuantizedGradients(rampup_begin_step=num_done), where=given.where),
 }
-NOT_WITH_ADAM = {"powersgd": "with Adam transformers have lost accuracy by it (benchmarks/results/headline.md)"}
 # In the order of how much they change the training. A reason in place of a candidate is shown to the user.
 CANDIDATES: dict[str, Callable[[Measured, Run, Method], Candidate | str]] = {
     "ddp": ddp,
-    **{name: partial(_every_step, name) for name in (HALF, "int8")},
+    **{name: partial(_every_step, name) for name in EVERY_STEP},
     "dgc": _dgc,
-    "powersgd": partial(_every_step, "powersgd"),
 }
 
 

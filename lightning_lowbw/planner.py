@@ -38,8 +38,6 @@ SIDE = 1024  # of the matrices that stand for a model of which only the number o
 HALF_DDP = "bfloat16"  # what the others are compared with: DDP as its users have it on a slow network
 FLAT = ("ddp", HALF_DDP, "float16", "int8", "int4", "powersgd", "dgc", "local_sgd", "diloco", "sparse_loco")
 BUDGET = EveryStep().budget
-# What powersgd takes depends on shapes, of which often only the number of elements is known, and on the host.
-RECOMMENDED = tuple(name for name in CANDIDATES if name != "powersgd")
 LEVELS = "_hierarchical"
 ON_TWO_LEVELS = ("hierarchical", *(each + LEVELS for each in FLAT[2:]))
 CURVES = ("ddp", HALF_DDP, "int8", "int4", "powersgd", "dgc", "local_sgd", "sparse_loco")
@@ -113,15 +111,14 @@ class Plan:
     def recommended(self) -> tuple[str, str]:
         """Return the name of the strategy to use, and why.
 
-        It is what `strategy="lowbw"` would choose, flat or on two levels, with the sentence that it would log; but
-        not powersgd.
+        It is what `strategy="lowbw"` would choose, flat or on two levels, with the sentence that it would log.
         """
         found: list[tuple[str, Candidate, str]] = []
         for topology, ending in {"flat": "", "auto": LEVELS}.items():
             given = _given(topology)
             measured = self._predicted(given)
             why = why_dense(measured, self.run, BUDGET)
-            chosen, sentence = choose(measured, self.run, given, ("ddp",) if why else RECOMMENDED, {})
+            chosen, sentence = choose(measured, self.run, given, ("ddp",) if why else (*CANDIDATES,), {})
             name = chosen.name if chosen.name in ON_TWO_LEVELS else f"{chosen.name}{ending}"
             found.append((name, chosen, f"{measured}: {why}" if why else sentence))
             if why or ON_TWO_LEVELS[0] not in self.names():

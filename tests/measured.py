@@ -13,7 +13,7 @@ from lightning_lowbw.strategies import auto_choice
 
 def make_measured(step_s: float, dense_s: float, by_density: dict[float, float] | float, **others: float) -> Measured:
     """Return times on a link of 80 Mb/s; one of `by_density` is of all densities."""
-    narrow = {"bfloat16": dense_s - step_s, "powersgd": dense_s - step_s}
+    narrow = {"bfloat16": dense_s - step_s}
     sparse = by_density if isinstance(by_density, dict) else dict.fromkeys(DENSITIES, by_density)
     return Measured(step_s, dense_s, {**sparse, **narrow, **others}, Link(1e-4, 1e7))
 

@@ -14,7 +14,7 @@ import torch
 from lightning.pytorch.strategies import DDPStrategy
 
 import lightning_lowbw
-from lightning_lowbw import EveryStep, Method, PowerSGD, QuantizedGradients, TopK, Topology, Where
+from lightning_lowbw import EveryStep, Method, QuantizedGradients, TopK, Topology, Where
 from lightning_lowbw.comm.echoes import echo
 from lightning_lowbw.comm.link import Link
 from lightning_lowbw.comm.peers import Peers
@@ -43,7 +43,7 @@ GIVEN = Method(when=EveryStep(sparsity="auto"), what=TopK(exclude=("embedding.*"
 OF_DGC, OF_LOWBW = ("ddp", "dgc"), ("ddp", "bfloat16", "int8", "dgc")
 # A model of 25M parameters on two nodes at 1 Gb/s.
 BY_DENSITY = {density: 0.002 + 0.35 * density for density in DENSITIES}
-SLOW = Measured(0.11, 0.93, {**BY_DENSITY, "bfloat16": 0.55, "int8": 0.41, "powersgd": 0.5}, Link(1e-4, 125e6))
+SLOW = Measured(0.11, 0.93, {**BY_DENSITY, "bfloat16": 0.55, "int8": 0.41}, Link(1e-4, 125e6))
 NO_FASTER = replace(SLOW, exchange_s={**dict.fromkeys(DENSITIES, 0.83), "bfloat16": 0.83, "int8": 0.84})
 LONG = Run(num_done=7, num_steps=100_007)
 FACTS = "a step takes 110 ms without communication and 930 ms with all gradients, the link carries 1,000 Mb/s, "
@@ -138,7 +138,6 @@ def test_promises(num_steps: int, scale: float, is_adam: bool) -> None:
         ("ddp", "flat"),
         ("ddp", "auto"),
         ("bfloat16", 2),
-        ("powersgd", "flat"),
         ("int8", "flat"),
         ("dgc", Topology(((0, 1), (2, 3)))),
     ],
@@ -177,15 +176,6 @@ def test_the_numbers_of_the_documents() -> None:
         assert [phrase in text for phrase in expected] == [True] * len(expected), document
 
 
-def test_powersgd_is_a_candidate_where_its_accuracy_is_measured() -> None:
-    cheap = replace(NO_FASTER, exchange_s={**NO_FASTER.exchange_s, "powersgd": 0.1})
-    names = (*OF_LOWBW, "powersgd")
-    assert choose(cheap, LONG, GIVEN, names, {})[0].method == PowerSGD(start_step=7)
-    found, reason = choose(cheap, replace(LONG, is_adam=True), GIVEN, names, {})
-    assert found.name == "ddp"
-    assert "; not powersgd, because with Adam transformers have lost accuracy" in reason
-
-
 @pytest.mark.parametrize(("exchange", "timed"), [("auto", "all_gather"), ("reduce_scatter", "reduce_scatter")])
 def test_all_densities_are_timed_by_one_collective(exchange: Any, timed: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else their difference would say nothing about elements: among 16 "auto" would take one for each stair."""
@@ -222,9 +212,8 @@ def test_what_is_predicted_is_bytes_and_rounds_of_the_link_and_half_types_wait_f
     monkeypatch.setattr(auto_choice, "time_work", lambda *_: dict.fromkeys([*DENSITIES, *EVERY_STEP], 0.0))
     timed, cluster = Measured(0.1, 3.1, {}, link), Cluster(2, 1, link, memory_bytes_per_s=math.inf)
     measured = measure(GIVEN, tuple(CANDIDATES), shapes, echo(2), torch.device("cpu"), timed)
-    for name, method in (("int8", QuantizedGradients()), ("powersgd", PowerSGD())):
-        expected = cost_of(method, [*shapes[0], *shapes[1]], cluster, 0.1).seconds
-        assert measured.exchange_s[name] == pytest.approx(expected)
+    expected = cost_of(QuantizedGradients(), [*shapes[0], *shapes[1]], cluster, 0.1).seconds
+    assert measured.exchange_s["int8"] == pytest.approx(expected)
     assert measured.exchange_s["bfloat16"] == pytest.approx(1.5, rel=0.01)
     sent = [measured.exchange_s[density] - measured.exchange_s[DENSITIES[0]] for density in DENSITIES[1:]]
     assert sent == sorted(sent)

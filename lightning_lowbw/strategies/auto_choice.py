@@ -229,8 +229,7 @@ def refusals(workers: Sequence[GradientSync], *, is_dgc_asked_for: bool) -> dict
     """
     unknown = {type(each.optimizer).__name__ for each in workers if not each.correction.is_complete}
     if unknown and not is_dgc_asked_for:
-        with_others = f"with SGD, Adam and AdamW, not with {', '.join(unknown)}"
-        return dict.fromkeys(("dgc", "powersgd"), f"its accuracy is measured {with_others}")
+        return {"dgc": f"its accuracy is measured with SGD, Adam and AdamW, not with {', '.join(unknown)}"}
     if not numels_of(workers)[0]:
         return {"dgc": "no tensor that is trained has min_numel elements and is not excluded"}
     try:

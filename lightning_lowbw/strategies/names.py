@@ -198,9 +198,9 @@ class HierarchicalStrategy(Strategy):
 class AutoStrategy(Strategy):
     """Take a few dense steps, measure them and the link, and continue with the fastest method, or one nearly as fast.
 
-    The choice is among DDP, DDP in bfloat16, int8 gradients, deep gradient compression and PowerSGD, of these with the
-    optimizers with which their accuracy has been measured; see `lightning_lowbw.cost_model`. One line logs the choice,
-    the reason, and the code that selects it. All ranks make the same choice, once; a resume keeps it.
+    The choice is among DDP, DDP in bfloat16, int8 gradients, and deep gradient compression, for optimizers with which
+    its accuracy has been measured; see `lightning_lowbw.cost_model`. One line logs the choice, the reason, and the code
+    that selects it. All ranks make the same choice, once; a resume keeps it.
 
     Args:
         budget: the fraction by which a step may exceed the shortest, if the method changes the gradients less. Also the

@@ -173,9 +173,7 @@ class Small(Tiny):
 def test_it_does_not_take_what_cannot_be_used_or_is_not_measured(model: Any, words: str) -> None:
     module, method = model(), AutoStrategy().method
     worker = method.make_synchronizer(module.configure_optimizers(), module.named_parameters(), Peers())
-    refused = refusals([worker], is_dgc_asked_for=False)
-    assert words in refused["dgc"]
-    assert ("powersgd" in refused) == ("RMSprop" in words)
+    assert words in refusals([worker], is_dgc_asked_for=False)["dgc"]
 
 
 @pytest.mark.parametrize(("num_ranks", "knobs", "word"), [(1, {}, "one rank"), (2, {"topology": 2}, "one node")])
