@@ -138,11 +138,11 @@ def train(
     }
 
 
-def train_all(tasks: list[str], seeds: list[int], path: Path) -> None:
+def train_all(tasks: list[str], seeds: list[int], methods: list[str], path: Path) -> None:
     """One rank: train each task with each seed and method in turn; rank 0 writes the rows."""
     torch.set_num_threads(1)  # of each rank its core
     rows = []
-    for task, seed, method in itertools.product(tasks, seeds, METHODS):
+    for task, seed, method in itertools.product(tasks, seeds, methods):
         make_model, make_data, num_steps = TASKS[task]
         run = train(METHODS[method], seed, num_steps, make_data(), make_model=make_model)
         kept = {key: run[key] for key in ("seed", "test_accuracy", "val_loss")}
@@ -194,12 +194,12 @@ def note(results: dict[str, Any]) -> str:
     )
 
 
-def measure(tasks: list[str], seeds: list[int]) -> None:
-    """Start the ranks, keep what there is of other tasks and seeds and write the results."""
+def measure(tasks: list[str], seeds: list[int], methods: list[str]) -> None:
+    """Start the ranks, keep what there is of other tasks, seeds and methods, and write the results."""
     result = RESULTS / "quantized_accuracy.json"
     rows = json.loads(result.read_text())["rows"] if result.exists() else []
-    command = [__file__, "--tasks", *tasks, "--only-seeds", *map(str, seeds), "--rank-output"]
-    rows = [row for row in rows if row["task"] not in tasks or row["seed"] not in seeds]
+    command = [__file__, "--tasks", *tasks, "--only-seeds", *map(str, seeds), "--methods", *methods, "--rank-output"]
+    rows = [row for row in rows if row["task"] not in tasks or row["seed"] not in seeds or row["method"] not in methods]
     rows += run_in_lab([None] * 2, command, timeout_s=3600.0)
     results = {"environment": describe_environment(), "command": shlex.join(sys.argv), "rows": rows}
     result.write_text(json.dumps(results, indent=1) + "\n")
@@ -217,12 +217,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tasks", nargs="+", default=list(TASKS), choices=TASKS)
     parser.add_argument("--only-seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
+    parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=METHODS, help="ddp is one of them")
     parser.add_argument("--rank-output", type=Path, help=argparse.SUPPRESS)  # in the ranks
     options = parser.parse_args()
     if options.rank_output is not None:
-        train_all(options.tasks, options.only_seeds, options.rank_output)
+        train_all(options.tasks, options.only_seeds, options.methods, options.rank_output)
     else:
-        measure(options.tasks, options.only_seeds)
+        measure(options.tasks, options.only_seeds, options.methods)
 
 
 if __name__ == "__main__":
