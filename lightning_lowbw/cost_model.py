@@ -26,6 +26,9 @@ The cost model (`cost_of`), for M nodes of G ranks, W = M G, each node with one 
 | ring all-gather of m bytes of each rank | (W - 1) m | W - 1 |
 | all-to-all of m bytes from each rank to each | G (W - G) m | 1 |
 
+Tensors that are sent whole, of B bytes, go in the first of a payload's messages: (W - 1) B more, and no round; many are
+all-reduced meanwhile (`comm.peers.is_apart`).
+
 Flat rings cross the link of a node once. In an all-to-all W - G senders meet at each node: what all its ranks receive
 passes through its link. On two levels M participants exchange each of G parts: B is that of the node, m that of a part,
 and each rank of a node sends its own. Beside the backward pass run whole gradients, and the sum inside the node; the
@@ -48,7 +51,7 @@ from functools import partial
 from lightning_lowbw.arguments import code_of
 from lightning_lowbw.comm.collectives import all_gather_bytes, all_gather_rounds, all_reduce_bytes, all_reduce_rounds
 from lightning_lowbw.comm.link import Link
-from lightning_lowbw.comm.peers import BUCKET_BYTES
+from lightning_lowbw.comm.peers import BUCKET_BYTES, is_apart
 from lightning_lowbw.comm.topology import Where
 from lightning_lowbw.compress.payload import FLOAT_BYTES, Message, Shapes, Whole
 from lightning_lowbw.compress.top_k import small_numel
@@ -335,14 +338,16 @@ def cost_of(method: Method, shapes: Shapes, cluster: Cluster, step_s: float, oth
         what = what.at(1.0 - when.stairs[-1]) if when.stairs[-1] else Whole()
     numels = [*map(math.prod, shapes)]
     numel, small = sum(numels), small_numel(numels)
-    # What is compressed, and in one all-reduce the status and what is not.
+    # What is compressed; and what is not, in one of its messages or in an all-reduce.
     compressed = [shape for shape in shapes if what.compresses("", math.prod(shape), small)]
     numel += sum(map(math.prod, others))
     num_whole = numel - sum(map(math.prod, compressed))
     messages = what.messages(compressed, between.num_ranks, num_local, when=when)
     narrow = method.inter_dtype if what.sends_all else None
     whole_bytes = (FLOAT_BYTES if narrow is None else narrow.itemsize) * num_whole
-    sent = sum(map(between.of, messages), between.all_reduce(max(1, whole_bytes)))
+    carriers = [] if when.averages_weights and num_whole else [each for each in messages if each.carries_status]
+    beside = between.beside(carriers[0], whole_bytes) if carriers else between.all_reduce(max(1, whole_bytes))
+    sent = sum(map(between.of, messages), beside)
     exchange_s = cluster.link.seconds(sent.node_bytes, sent.rounds) + inside.seconds(sent.inside_bytes)
     if between.num_ranks > 1 and not what.replaces_step:
         exchange_s += WORK_BYTES * numel / cluster.memory_bytes_per_s
@@ -402,6 +407,15 @@ class Between:
     def all_reduce(self, nbytes: int) -> Traffic:
         """Sum so many bytes of each node, in buckets."""
         return _ring_all_reduce(nbytes, self.num_ranks)
+
+    def beside(self, message: Message, nbytes: int) -> Traffic:
+        """Send so many bytes of each node whole in a message, or all-reduce them meanwhile."""
+        num_ranks, num_bytes = self.num_ranks, all_reduce_bytes(nbytes, self.num_ranks)
+        if message.collective == "all_reduce":
+            return Traffic(num_bytes)
+        if is_apart(nbytes, num_ranks):
+            return Traffic(num_bytes, all_reduce_rounds(num_ranks) - self.of(message).rounds)
+        return Traffic(all_gather_bytes(nbytes, num_ranks))
 
     def all_gather(self, nbytes: int) -> Traffic:
         """Hand a part's message to all."""

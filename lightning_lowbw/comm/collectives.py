@@ -12,6 +12,7 @@ thread may still release a tensor. It then needs the GIL, Python ends the thread
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -34,6 +35,8 @@ Level = Literal["intra", "inter"]
 
 # Thread blocks, each of which holds a multiprocessor as long as the link takes. Many more than a slow network needs.
 MAX_CTAS = 4
+# Bytes, of two ranks: with larger ones an all-reduce of gloo is as fast, in half the memory.
+MOST_SWAPPED = 1 << 18
 # Pairs of CUDA events that have not been read yet; older ones are dropped rather than waited for.
 MAX_PENDING = 256
 
@@ -140,7 +143,7 @@ def reduce_scatter_bytes(nbytes: int, num_ranks: int) -> int:
 def sent_bytes(messages: Iterable[tuple[str, int]], num_ranks: int) -> int:
     """Return the bytes a rank sends between participants, for `compress.payload.Message`s."""
     formulas = {"all_reduce": all_reduce_bytes, "all_gather": all_gather_bytes, "all_to_all": all_gather_bytes}
-    return sum(formulas[kind](nbytes, num_ranks) for kind, nbytes in messages if kind in formulas)
+    return sum(formulas[kind](nbytes, num_ranks) for kind, nbytes, *_ in messages if kind in formulas)
 
 
 def all_reduce_rounds(num_ranks: int) -> int:
@@ -256,6 +259,29 @@ def on_wire(tensor: Tensor, group: dist.ProcessGroup | None, *, is_sum: bool) ->
     return tensor if is_taken else tensor.cpu()
 
 
+_abandoned: list[list[Any]] = []
+
+
+class Works:
+    """Works of gloo that are waited for together.
+
+    Where nobody has, because a step has failed, they are kept: gloo does not get over a message for a buffer that is
+    gone, and what comes later on the connection would never arrive.
+    """
+
+    def __init__(self, works: Iterable[Any]) -> None:
+        self._works = list(works)
+
+    def wait(self) -> None:
+        while self._works:
+            self._works[0].wait()
+            del self._works[0]
+
+    def __del__(self) -> None:
+        if self._works:
+            _abandoned.append(self._works)
+
+
 @dataclass(frozen=True)
 class TensorWork:
     """Work on a tensor that has been begun."""
@@ -263,6 +289,7 @@ class TensorWork:
     tensor: Tensor
     work: Any = None  # torch.distributed's, or a future; None if there was nothing to do
     staged: Tensor | None = None  # where messages arrive, if not in the tensor
+    sums: bool = False  # whether these are several, to be summed
 
     def wait(self) -> Tensor:
         """Wait for it (on CUDA the current stream does), and return the tensor."""
@@ -285,7 +312,9 @@ class TensorWork:
         return future
 
     def _filled(self) -> Tensor:
-        if self.staged is not None:
+        if self.sums and self.staged is not None:
+            torch.sum(self.staged, 0, out=self.tensor)
+        elif self.staged is not None:
             self.tensor.view(-1).copy_(self.staged)
         return self.tensor
 
@@ -351,7 +380,7 @@ class Collectives:
     ) -> None:
         self._group = WeakGroup(group)
         self.ledger = TrafficLedger() if ledger is None else ledger
-        self.level, self.is_alone = level, is_alone
+        self.level, self.is_alone, self._tags = level, is_alone, itertools.count(1)
         # Kept: torch looks them up in many dictionaries, and a step asks a dozen times.
         is_one = is_alone or not dist.is_initialized()
         self.num_ranks = 1 if is_one else dist.get_world_size(group)
@@ -379,6 +408,18 @@ class Collectives:
             return TensorWork(tensor)
         self._record(all_reduce_bytes(tensor.nbytes, self.num_ranks))
         return begin_all_reduce_(tensor, self.group)
+
+    def begin_sum_(self, tensor: Tensor, *, exact: bool = True) -> TensorWork:
+        """Begin `begin_all_reduce_`, where nobody asks for a future of DDP.
+
+        An all-reduce of gloo waits for two round trips between two ranks. Small tensors are swapped, and summed here,
+        which is one: as many bytes, and the same bits.
+        """
+        is_small = self.num_ranks == 2 and tensor.nbytes <= MOST_SWAPPED and tensor.device.type == "cpu"
+        if not (is_small and is_gloo(self.group, tensor.device)):
+            return self.begin_all_reduce_(tensor)
+        gathered = self.begin_all_gather(tensor)
+        return TensorWork(tensor, gathered, gathered.tensor, sums=True)
 
     def all_reduce_(self, tensor: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> None:
         """Reduce a flat tensor over the ranks, in place; by default the sum.
@@ -411,17 +452,8 @@ class Collectives:
             message: see `begin_all_gather`.
             out: see `begin_all_gather`.
         """
-        # Of NCCL's all-gather both ways are busy at once; of gloo's often not, see `_swap`.
-        if self.num_ranks == 1 or not is_gloo(self.group, message.device):
-            with self.ledger.waiting(message.device):
-                return self.begin_all_gather(message, out).wait()
-        out = message.new_empty((self.num_ranks, message.numel())) if out is None else out
-        staged = self._staged(message)
-        received = staged.new_empty((self.num_ranks, staged.numel())) if staged.device != out.device else out
         with self.ledger.waiting(message.device):
-            self._swap([staged] * self.num_ranks, list(received.view(self.num_ranks, -1)))
-        self._record(all_gather_bytes(message.nbytes, self.num_ranks))
-        return out if received is out else out.copy_(received.view(out.shape))
+            return self.begin_all_gather(message, out).wait()
 
     def begin_all_gather(self, message: Tensor, out: Tensor | None = None) -> TensorWork:
         """Begin `all_gather`.
@@ -443,6 +475,9 @@ class Collectives:
         sent = self._staged(message)
         received = None if sent.device == out.device else sent.new_empty(out.numel())
         target = out.view(-1) if received is None else received
+        if is_gloo(self.group, message.device):
+            rows = list(target.view(num_ranks, -1))
+            return TensorWork(out, self._begin_swap([sent] * num_ranks, rows), received)
         # The second name is that up to torch 2.12, and warns from 2.13 on.
         gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
         work = gather(target.view(torch.uint8), sent.view(torch.uint8), group=self.group, async_op=True)
@@ -507,33 +542,32 @@ class Collectives:
         received = torch.empty_like(staged)
         if is_gloo(self.group, message.device):
             num_ranks = self.num_ranks
-            self._swap(list(staged.view(num_ranks, -1)), list(received.view(num_ranks, -1)))
+            self._begin_swap(list(staged.view(num_ranks, -1)), list(received.view(num_ranks, -1))).wait()
         else:
             dist.all_to_all_single(received, staged, group=self.group)
         return received.to(message.device)
 
-    def _swap(self, outgoing: Sequence[Tensor], received: Sequence[Tensor]) -> None:
-        """Send each rank a tensor, and receive one from each, both ways at once.
+    def _begin_swap(self, outgoing: Sequence[Tensor], received: Sequence[Tensor]) -> Works:
+        """Begin to send each rank a tensor, and to receive one from each, both ways at once: one round trip.
 
-        gloo's own all-to-all and all-gather often send one way after the other: between two ranks they share a
-        connection, on which the announcement that a rank is ready to receive waits behind the message it is sending.
-        So everything is received first, and sent then.
+        gloo's own all-gather is a ring, of a round trip for each other rank; and it often sends one way after the
+        other, as its all-to-all does: between two ranks they share a connection, on which the announcement that a rank
+        is ready to receive waits behind the message it is sending. So everything is received first, and sent then.
         """
         this_rank, num_ranks = self.rank, self.num_ranks
         group = dist.group.WORLD if self.group is None else self.group
         assert group is not None
         received[this_rank].copy_(outgoing[this_rank])
+        tag = next(self._tags)  # as torch's collectives have: one that nobody has waited for is not taken for another
         # Not all to the same rank first.
         others = [(this_rank + distance) % num_ranks for distance in range(1, num_ranks)]
         # All receives are posted before any send: two ranks that send first would wait for one another.
         works = [
-            begin(tensors[rank].view(torch.uint8), dist.get_global_rank(group, rank), group=self.group)
+            begin(tensors[rank].view(torch.uint8), dist.get_global_rank(group, rank), group=self.group, tag=tag)
             for begin, tensors in ((dist.irecv, received), (dist.isend, outgoing))
             for rank in others
         ]
-        for work in works:
-            assert work is not None  # as for a rank that is not of the group
-            work.wait()
+        return Works(works)
 
     def _staged(self, tensor: Tensor) -> Tensor:
         if tensor.stride(0) != 1:  # `contiguous` leaves a single element as it is, and then it has no view as bytes

@@ -27,6 +27,8 @@ class EchoCollectives(Collectives):
     def begin_all_reduce_(self, tensor: Tensor, *, exact: bool = True) -> TensorWork:
         return TensorWork(tensor)
 
+    begin_sum_ = begin_all_reduce_
+
     @override
     def all_reduce_(self, tensor: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> None:
         pass

@@ -38,12 +38,27 @@ from lightning_lowbw.kernels.tensors import allocate, as_real, copy_all_, split_
 
 STAGES = "first in the node", "between nodes", "last in the node"  # of an operation on two levels
 BUCKET_BYTES = 25 * 2**20  # as DDP's
+BESIDE_BYTES = 1 << 17  # bandwidth times latency, 100 Mb/s x 10 ms; a constant, because all ranks decide alike
 
 
 def part_of(numel: int, local_rank: int, num_local_ranks: int) -> slice:
     """Return the part of a flat tensor that one of a node's ranks keeps; the last ones may be shorter, or empty."""
     size = -(-numel // num_local_ranks)
     return slice(min(local_rank * size, numel), min((local_rank + 1) * size, numel))
+
+
+def is_apart(nbytes: int, num_participants: int) -> bool:
+    """Return whether tensors that are sent whole are all-reduced while a message is gathered, and not in it.
+
+    Of B bytes, a message to all carries (N - 1) B over the link of a participant, and needs no round that it has not
+    anyway; an all-reduce 2 (N - 1) / N B, and N - 1 rounds more. So they are in the message where
+    (N - 2) B <= N * bandwidth * latency, and where they are no more than a bucket, for the memory.
+
+    Examples:
+        >>> is_apart(1 << 24, 2), is_apart(1 << 30, 2), is_apart(1 << 17, 64), is_apart(1 << 18, 64)
+        (False, True, False, True)
+    """
+    return (num_participants - 2) * nbytes > num_participants * BESIDE_BYTES or nbytes > BUCKET_BYTES
 
 
 class Peers:
@@ -157,6 +172,11 @@ class Peers:
         work = self._all.begin_all_reduce_(wire)
         return work if wire is tensor else TensorWork(tensor, work.work, wire if work.staged is None else work.staged)
 
+    def begin_sum_(self, tensor: Tensor, *, exact: bool = True) -> TensorWork:
+        """Begin `begin_all_reduce_`, where nobody asks for a future of DDP."""
+        is_narrowed = not exact and self.inter_dtype is not None
+        return self.begin_all_reduce_(tensor, exact=exact) if is_narrowed else self._all.begin_sum_(tensor)
+
     def all_reduce_(self, tensor: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> None:
         """Reduce a flat tensor over all ranks, in place; a sum as `begin_all_reduce_`, else one all-reduce."""
         self._all.all_reduce_(tensor, op)
@@ -229,6 +249,8 @@ class OneNode(Peers):
 
     def begin_all_reduce_(self, tensor: Tensor, *, exact: bool = True) -> TensorWork:
         return self.node.begin_all_reduce_(tensor)
+
+    begin_sum_ = begin_all_reduce_
 
 
 class TwoLevelPeers(Peers):
@@ -326,6 +348,8 @@ class TwoLevelPeers(Peers):
         if self._is_led:
             return self._begin(tensor, self._reduce_to_leader, between, partial(self._broadcast_from_leader, tensor))
         return self._begin(tensor, self._node_first.reduce_scatter, between, partial(self._gather_parts_into, tensor))
+
+    begin_sum_ = begin_all_reduce_
 
     def all_reduce_(self, tensor: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> None:
         if op != dist.ReduceOp.SUM:
@@ -508,10 +532,10 @@ class MeanWork:
             extra = 0 if self._buckets else control.numel()
             numel = sum(bucket.sizes)
             message = torch.empty(numel + extra, dtype=bucket.dtype, device=control.device)
-            _fill(message[:numel], bucket.sizes, parts, peers.weight)
+            fill_(message[:numel], bucket.sizes, parts, peers.weight)
             if extra:
                 message[numel:].copy_(control)
-            work = peers.begin_all_reduce_(message, exact=exact or not parts)
+            work = peers.begin_sum_(message, exact=exact or not parts)
             self._buckets.append((bucket, message, work))
 
     def wait(self) -> tuple[list[Tensor], Tensor]:
@@ -534,7 +558,7 @@ class MeanWork:
         return means, first[-self._num_extra :].to(torch.float32)
 
 
-def _fill(room: Tensor, sizes: list[int], tensors: Sequence[Tensor], weight: float) -> None:
+def fill_(room: Tensor, sizes: list[int], tensors: Sequence[Tensor], weight: float) -> None:
     """Concatenate tensors, times the weight; in the wide type, because they may be narrow."""
     parts = [tensor if tensor.dim() == 1 else tensor.reshape(-1) for tensor in tensors]
     if room.device.type != "cpu" and parts:  # few launches, whatever their number

@@ -21,10 +21,14 @@ class Message(NamedTuple):
     """What a payload hands to a collective. The bytes are those of what is summed, or of what a rank sends to others.
 
     "gather_in_node" is an all-gather between the ranks of a node; the others are between participants.
+
+    Attributes:
+        carries_status: whether the status of a step, and the tensors that are sent whole, go in it.
     """
 
     collective: Literal["all_reduce", "all_gather", "all_to_all", "gather_in_node"]
     nbytes: int
+    carries_status: bool = False
 
 
 @dataclass(frozen=True)
@@ -43,7 +47,6 @@ class Payload(ABC):
         keeps_parts: whether each rank of a node keeps back its part of every tensor only; else all of it.
         can_be_hidden: whether its exchange sends everything when it begins, so that local steps can be taken before it
             is waited for.
-        carries_status: whether its message has room for the status of a round (`sync.status`).
         takes_weights: whether its mean can count participants unequally, as in elastic rounds.
         replaces_step: whether the pass that compresses does the work of the optimizer's step.
         fixed: names of fields that cannot change during a training.
@@ -55,7 +58,6 @@ class Payload(ABC):
     corrects: ClassVar[bool] = False
     keeps_parts: ClassVar[bool] = True
     can_be_hidden: ClassVar[bool] = False
-    carries_status: ClassVar[bool] = False
     takes_weights: ClassVar[bool] = False
     replaces_step: ClassVar[bool] = False
     fixed: ClassVar[tuple[str, ...]] = ()

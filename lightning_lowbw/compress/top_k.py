@@ -77,7 +77,7 @@ class TopK(Payload, key="top_k"):
         value_dtype: "float32", "bfloat16", "float16", "int8", "int4" or "int2", for the values on the wire; rounding
             errors are sent later. The integers number levels between the extremes of a block, see `compress.codec`;
             under the same names `Quantized` sends multiples of a scale.
-        min_numel: tensors with fewer elements are sent dense, all of them fused into one all-reduce. None: as
+        min_numel: tensors with fewer elements are sent dense, all of them fused, in the same message. None: as
             `small_numel` says.
         exclude: names of parameters that are always sent dense; shell patterns such as ``"*.bias"``.
         decay: the factor of the residual from one round to the next, in [0, 1]; 1: no decay.
@@ -109,7 +109,7 @@ class TopK(Payload, key="top_k"):
     exchange: str = "auto"
     momentum_masking: bool | None = None
 
-    takes_density = corrects = can_be_hidden = carries_status = takes_weights = replaces_step = uses_kernels = True
+    takes_density = corrects = can_be_hidden = takes_weights = replaces_step = uses_kernels = True
     fixed = ("exchange", "mean_over")  # how elements are summed
 
     def __post_init__(self) -> None:
@@ -234,7 +234,10 @@ class TopK(Payload, key="top_k"):
             collective = self.collective(parts, num_participants, num_parts)
         if collective == "all_gather":
             nbytes = self.nbytes(parts)
-            return [Message("all_gather", nbytes), Message("gather_in_node", num_participants * nbytes)]
+            return [
+                Message("all_gather", nbytes, carries_status=True),
+                Message("gather_in_node", num_participants * nbytes),
+            ]
         # What `compress.sparse_sum` sends: the elements to their owners, then the largest sums to all.
         scattered, gathered = message_sizes(self.codec, sum(parts), sum(self.nums_sent(parts)), num_participants)
         return [Message("all_to_all", scattered), Message("all_gather", gathered)]

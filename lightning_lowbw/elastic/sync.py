@@ -81,6 +81,8 @@ class MemberCollectives(Collectives):
         self._run(lambda group: group.allreduce([staged]), all_reduce_bytes(tensor.nbytes, self.num_ranks))
         return TensorWork(tensor if staged is tensor else tensor.copy_(staged))
 
+    begin_sum_ = begin_all_reduce_
+
     def begin_all_gather(self, message: Tensor, out: Tensor | None = None) -> TensorWork:
         sent = message.contiguous().cpu()
         rows = sent.new_zeros(self.num_ranks, sent.numel())
@@ -148,6 +150,8 @@ class Members(Peers):
     def begin_all_reduce_(self, tensor: Tensor, *, exact: bool = True) -> TensorWork:
         part = self.members.begin_all_reduce_(self.node.reduce_scatter(tensor)).wait()
         return TensorWork(tensor.copy_(self.node.gather_parts(part, tensor.numel())) if self.is_two_level else part)
+
+    begin_sum_ = begin_all_reduce_
 
     def begin_gather(self, message: Tensor) -> TensorWork:
         received = self.members.all_gather(message)

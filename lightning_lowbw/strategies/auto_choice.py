@@ -328,7 +328,7 @@ def time_exchange(method: Method, sizes: Sequence[int], peers: Peers, device: to
 
     def run() -> None:
         signal = {name: noise[: weight.numel()].clone().view_as(weight) for name, weight in weights.items()}
-        mean, _ = exchange.prepare(signal).send().wait()
+        mean = exchange.prepare(signal).send().wait().mean
         mean.step_({name: (signal[name].view(-1), weight.view(-1), 0.0) for name, weight in weights.items()})
 
     return least_s(run, device)

@@ -114,6 +114,6 @@ def means_by_bucket(
     """
     names, exchange = list(tensors), WholeExchange(peers)
     for bucket in fill_buckets(tuple((real.dtype, real.numel()) for real in map(as_real, tensors.values()))):
-        mean, total = exchange.prepare({names[i]: tensors[names[i]] for i in bucket.members}).send(status).wait()
-        yield mean.dense(), total
-        del mean  # memory for the next
+        arrived = exchange.prepare({names[i]: tensors[names[i]] for i in bucket.members}).send(status).wait()
+        yield arrived.mean.dense(), arrived.status
+        del arrived  # memory for the next

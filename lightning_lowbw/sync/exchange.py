@@ -1,32 +1,35 @@
 """How tensors of all ranks become their mean: one interface, an implementation for each payload.
 
     prepared = exchange.prepare(signal)       # e = e + signal, or a correction of it; choose, and take out of e
-    pending = prepared.send(status)           # encode; one message
-    mean, status = pending.wait()             # 1/N of the sum, in one order: the same bits on all ranks
-    mean.step_(steps)                         # w = w - rate mean; or mean.dense()
+    pending = prepared.send(status, whole)    # encode; one message
+    arrived = pending.wait()                  # 1/N of the sum, in one order: the same bits on all ranks
+    arrived.mean.step_(steps)                 # w = w - rate mean; or mean.dense()
 
 A signal is the gradients of a step, or the changes of the weights since the last average: by name, in one order on all
-ranks. A status (`sync.status`) rides on the exchange where it is given; the sum over all ranks comes back. What is
-not sent, and rounding errors, stay in the residuals e.
+ranks. A status (`sync.status`), and small tensors that are sent whole, go in the same message where they are given:
+then the step waits for one message, and nothing has been applied when the status is read. What is not sent, and
+rounding errors, stay in the residuals e.
 
 `Whole` sends every element (`WholeExchange`), `TopK` the k largest (`TopKExchange`); others are a file each.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from itertools import accumulate, groupby, product
+from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from lightning_lowbw.comm.peers import MeanWork, Peers, part_of
+from lightning_lowbw.comm.peers import MeanWork, Peers, fill_, fill_buckets, is_apart, part_of
 from lightning_lowbw.compress.codec import MAX_NUMEL
-from lightning_lowbw.compress.payload import Payload
+from lightning_lowbw.compress.payload import FLOAT_BYTES, Payload
 from lightning_lowbw.compress.selection import Residuals, Selection
 from lightning_lowbw.compress.sparse_sum import Sparse, SparseSum, even_boundaries
 from lightning_lowbw.compress.top_k import TopK
@@ -35,7 +38,7 @@ from lightning_lowbw.kernels import dispatch
 from lightning_lowbw.kernels.dispatch import averages_for
 from lightning_lowbw.kernels.reference import Arrival, Segment, add_, flat
 from lightning_lowbw.kernels.table import DTYPES
-from lightning_lowbw.kernels.tensors import allocate
+from lightning_lowbw.kernels.tensors import allocate, constant, split_front
 from lightning_lowbw.schedules.schedule import Schedule
 from lightning_lowbw.sync.status import Fault
 
@@ -64,11 +67,29 @@ class Mean(Protocol):
         ...
 
 
+class Arrived(NamedTuple):
+    """What the messages of all ranks have brought.
+
+    Attributes:
+        mean: of what the payload compresses.
+        status: the sum of the statuses; empty where none was given.
+        whole: means of what was sent whole in the same message: `wide_dtype`, in the shapes of the tensors.
+    """
+
+    mean: Mean
+    status: Tensor
+    whole: Mapping[str, Tensor] = MappingProxyType({})
+
+
 class Pending(Protocol):
     """A message that has been sent."""
 
-    def wait(self) -> tuple[Mean, Tensor]:
-        """Wait for those of all; return the mean, and the sum of the statuses: empty where none was given."""
+    def wait(self) -> Arrived:
+        """Wait for the messages of all ranks."""
+        ...
+
+    def take_back(self) -> bool:
+        """Put back into the residuals what has been sent, where the mean is not applied; return whether all is back."""
         ...
 
 
@@ -80,9 +101,11 @@ class Prepared(Protocol):
 
     Attributes:
         faults: where tensors were checked: whether one has an inf or NaN, or has left one in its residual.
+        is_added: whether the signal has entered the residuals, where it stays if it is dropped.
     """
 
     faults: Faulty | None
+    is_added: bool
 
     @property
     def names(self) -> Collection[str]:
@@ -93,18 +116,19 @@ class Prepared(Protocol):
         """Prepare tensors that were announced as None; return the faults of these."""
         ...
 
-    def send(self, status: Tensor | None = None) -> Pending:
+    def send(self, status: Tensor | None = None, whole: Signal | None = None) -> Pending:
         """Send what has been prepared.
 
         Collective: all ranks, with the same names.
 
         Args:
-            status: None, except where the payload is `TopK` or `Whole`.
+            status: float32, 1-d; None, except where `Exchange.carries_status`, or the payload is `Whole`.
+            whole: real tensors that are sent whole in the same message; only where `Exchange.carries_status`.
         """
         ...
 
-    def drop(self) -> None:
-        """Put back into the residuals what has been taken out of them, and not been sent."""
+    def drop(self) -> bool:
+        """Put back into the residuals what was taken out of them, also what was sent; return whether all is back."""
         ...
 
 
@@ -152,6 +176,14 @@ class Exchange(Protocol):
                 order; on two levels equal on the ranks of a node. None: not known yet, see `Prepared.add`.
             correction: for `TopK` of gradients, which are then checked for inf and NaN.
             is_late: whether the status of this step has gone, so that the faults are read in the next one.
+        """
+        ...
+
+    def carries_status(self, numels: Sequence[int]) -> bool:
+        """Return whether the status of a step, and tensors that are sent whole, go in the message of its gradients.
+
+        Args:
+            numels: elements of the tensors that are compressed.
         """
         ...
 
@@ -227,6 +259,23 @@ class DenseMean:
                 out.copy_(mean)
 
 
+class LateMean(ABC):
+    """A mean for which another message is exchanged when it is asked for, once: after the status has been read."""
+
+    _mean: DenseMean | None = None
+
+    @abstractmethod
+    def finish(self) -> DenseMean:
+        """Exchange that message, and return the mean; collective."""
+
+    def dense(self) -> dict[str, Tensor]:
+        self._mean = self._mean or self.finish()
+        return self._mean.dense()
+
+    def step_(self, steps: Mapping[str, Step]) -> None:
+        DenseMean(self.dense()).step_(steps)
+
+
 @dataclass(frozen=True)
 class Deferred:
     """A message that is exchanged when it is waited for; or has been waited for."""
@@ -234,8 +283,11 @@ class Deferred:
     run: Callable[[], Mean]
     status: Tensor = field(default_factory=partial(torch.empty, 0))
 
-    def wait(self) -> tuple[Mean, Tensor]:
-        return self.run(), self.status
+    def wait(self) -> Arrived:
+        return Arrived(self.run(), self.status)
+
+    def take_back(self) -> bool:
+        return True
 
 
 class PreparedWhole:
@@ -243,15 +295,18 @@ class PreparedWhole:
 
     Args:
         signal: see `Exchange.prepare`.
-        begin: sends the tensors that are known, and a status.
+        begin: sends the tensors that are known, a status, and other tensors whole.
     """
 
-    faults = None
+    faults, is_added = None, False
 
     def __init__(
-        self, signal: Mapping[str, Tensor | None], begin: Callable[[dict[str, Tensor], Tensor | None], Pending]
+        self,
+        signal: Mapping[str, Tensor | None],
+        begin: Callable[[dict[str, Tensor], Tensor | None, Signal | None], Pending],
     ) -> None:
         self._signal, self._begin = dict(signal), begin
+        self._sent: Pending | None = None
 
     @property
     def names(self) -> Collection[str]:
@@ -264,11 +319,12 @@ class PreparedWhole:
     def add(self, signal: Signal) -> None:
         self._signal.update(signal)
 
-    def send(self, status: Tensor | None = None) -> Pending:
-        return self._begin(self._known, status)
+    def send(self, status: Tensor | None = None, whole: Signal | None = None) -> Pending:
+        self._sent = self._begin(self._known, status, whole)
+        return self._sent
 
-    def drop(self) -> None:
-        pass
+    def drop(self) -> bool:
+        return self._sent is None or self._sent.take_back()
 
 
 @dataclass(frozen=True)
@@ -278,9 +334,12 @@ class PendingWhole:
     names: list[str]
     work: MeanWork
 
-    def wait(self) -> tuple[DenseMean, Tensor]:
+    def wait(self) -> Arrived:
         means, status = self.work.wait()
-        return DenseMean(dict(zip(self.names, means, strict=True))), status
+        return Arrived(DenseMean(dict(zip(self.names, means, strict=True))), status)
+
+    def take_back(self) -> bool:
+        return True
 
 
 class WholeExchange:
@@ -297,7 +356,7 @@ class WholeExchange:
     def prepare(self, signal: Signal) -> PreparedWhole:
         return PreparedWhole(signal, self._send)
 
-    def _send(self, signal: Signal, status: Tensor | None) -> PendingWhole:
+    def _send(self, signal: Signal, status: Tensor | None, whole: Signal | None) -> PendingWhole:
         assert status is not None
         return PendingWhole(list(signal), MeanWork(list(signal.values()), status, self._peers, exact=self._exact))
 
@@ -351,36 +410,50 @@ class TopKExchange:
             self._flags = torch.empty(num, dtype=torch.bool, device=device)
         return self._flags.zero_()
 
-    def send(self, selected: dict[str, Sparse], numels: Mapping[str, int], status: Tensor | None) -> Pending:
+    def carries_status(self, numels: Sequence[int]) -> bool:
+        return True
+
+    def send(
+        self,
+        selected: dict[str, Sparse],
+        numels: Mapping[str, int],
+        status: Tensor | None = None,
+        whole: Signal | None = None,
+    ) -> Pending:
         """Send elements.
 
         In place:
             The residuals: what is rounded away goes back into them.
 
         Wire:
-            `TopK.nbytes` of this rank's parts, padded to the longest of the ranks of a node; then the status. An
-            all-gather, on two levels another one inside the node.
+            `TopK.nbytes` of this rank's parts, padded to the longest of the ranks of a node; then the status, and this
+            rank's part of the whole tensors (`Beside`). An all-gather, on two levels another one inside the node.
 
         Args:
             selected: elements by tensor, already subtracted from the residual; empty parts are absent.
             numels: elements of each whole tensor.
             status: see `Prepared.send`.
+            whole: see `Prepared.send`; on two levels equal on the ranks of a node.
         """
         message = torch.empty(0, dtype=torch.uint8, device=self._device)
+        residuals = [self.residuals[name] for name in selected]
         if selected:
-            residuals = [self.residuals[name] for name in selected]
-            sizes_here = [residual.numel() for residual in residuals]
-            message = self.payload.codec.encode(list(selected.values()), sizes_here, residuals)
+            message = self.payload.codec.encode(list(selected.values()), _numels(residuals), residuals)
             selected.clear()  # memory for the messages of all
+        num_bytes = message.numel()
         messages = Messages.of(self.payload, numels, self.peers)
         if missing := max(messages.sizes) - message.numel():
             message = pad(message, (0, missing))
-        if status is not None:
-            message = torch.cat([message, status.view(torch.uint8)])
+        beside = Beside(status, whole, self.peers, self._device)
+        if beside.parts:
+            message = torch.cat([message, *beside.parts])
+            beside.parts.clear()
         damaged = torch.zeros((), dtype=torch.bool, device=self._device) if self.fault is None else self.fault
         if damaged.device.type != "cpu" or dispatch.uses_triton(damaged.device):  # else decoding raises
             self.fault = damaged
-        return PendingTopK(messages, self.peers, self.peers.begin_gather(message), status is not None, damaged)
+        work = self.peers.begin_gather(message)
+        beside.begin()
+        return PendingTopK(messages, self.peers, work, beside, damaged, message[:num_bytes], residuals)
 
     def describe_fault(self, step: int, kept: str, here: str) -> Fault:
         return Fault(
@@ -429,7 +502,9 @@ class PreparedTopK:
         self._numels: dict[str, int] = {}  # of the whole tensors
         # Selected elements by tensor, already subtracted from the residual; empty parts are absent.
         self._selected: dict[str, Sparse] = {}
-        self.faults = self.add({name: tensor for name, tensor in signal.items() if tensor is not None})
+        self._sent: Pending | None = None
+        known = {name: tensor for name, tensor in signal.items() if tensor is not None}
+        self.faults, self.is_added = self.add(known), bool(known)
 
     @property
     def names(self) -> Collection[str]:
@@ -474,16 +549,18 @@ class PreparedTopK:
         self._numels |= {name: tensor.numel() for name, tensor in signal.items()}
         return faults
 
-    def send(self, status: Tensor | None = None) -> Pending:
+    def send(self, status: Tensor | None = None, whole: Signal | None = None) -> Pending:
         numels = {name: self._numels[name] for name in self._order if name in self._numels}
         selected = {name: self._selected.pop(name) for name in numels if name in self._selected}
-        return self._exchange.send(selected, numels, status)
+        self._sent = self._exchange.send(selected, numels, status, whole)
+        return self._sent
 
-    def drop(self) -> None:
+    def drop(self) -> bool:
         for name, (positions, values) in self._selected.items():
             residual = self._exchange.residuals[name]
             residual.index_add_(0, positions, values.to(residual.dtype))
         self._selected.clear()
+        return self._sent is None or self._sent.take_back()
 
 
 def _part(tensor: Tensor, peers: Peers) -> Tensor:
@@ -511,16 +588,24 @@ class ReduceScatterExchange(TopKExchange):
     numels: tuple[int, ...] = ()
     boundaries: tuple[int, ...] = ()
 
-    def send(self, selected: dict[str, Sparse], numels: Mapping[str, int], status: Tensor | None) -> Pending:
+    def carries_status(self, numels: Sequence[int]) -> bool:
+        return self.payload.collective(numels, self.peers.between.num_ranks) == "all_gather"
+
+    def send(
+        self,
+        selected: dict[str, Sparse],
+        numels: Mapping[str, int],
+        status: Tensor | None = None,
+        whole: Signal | None = None,
+    ) -> Pending:
         """Sum at the owners: an all-to-all and an all-gather; blocking.
 
         In place:
             The residuals, to which elements that do not fit, sums that wait, and rounding errors are added.
         """
         ranks, sizes = self.peers.between, tuple(numels[name] for name in selected)
-        if self.payload.collective(sizes, ranks.num_ranks) == "all_gather":
-            return super().send(selected, numels, status)
-        assert status is None
+        if status is not None or self.carries_status(sizes):
+            return super().send(selected, numels, status, whole)
         parts, counts = list(selected.values()), self.payload.nums_sent(sizes)
         if (sizes, ranks.num_ranks) != (self.numels, len(self.boundaries) - 1):
             self.numels, self.boundaries = sizes, even_boundaries(sizes, counts, ranks.num_ranks)
@@ -663,26 +748,116 @@ class PendingTopK:
         messages: what they contain.
         peers: who takes part.
         work: the all-gather.
-        has_status: whether a status is behind the elements.
+        beside: what is behind the elements.
         damaged: set where a message has invalid positions; on a CPU an error is raised instead.
+        elements: of this rank's message.
+        residuals: out of which they have been taken.
     """
 
-    def __init__(self, messages: Messages, peers: Peers, work: Any, has_status: bool, damaged: Tensor) -> None:
+    def __init__(
+        self,
+        messages: Messages,
+        peers: Peers,
+        work: Any,
+        beside: Beside,
+        damaged: Tensor,
+        elements: Tensor,
+        residuals: Sequence[Tensor],
+    ) -> None:
         self._messages, self._peers, self._work, self._damaged = messages, peers, work, damaged
-        self._has_status, self._gathered = has_status, list[Tensor]()
+        self._beside, self._elements, self._residuals = beside, elements, residuals
+        self._gathered: list[Tensor] = []
 
-    def wait(self) -> tuple[SparseMean, Tensor]:
+    def wait(self) -> Arrived:
         if not self._gathered:
             with self._peers.ledger.waiting(self._damaged.device):
                 self._gathered.append(self._work.wait())
         (gathered,), messages, damaged = self._gathered, self._messages, self._damaged
         decode, weights = (lambda: messages.decode(gathered, damaged)), self._peers.weights
         mean = SparseMean(messages.payload, messages.numels, decode, damaged.device, weights)
-        if not self._has_status:
-            return mean, torch.empty(0)
-        statuses = gathered[..., max(messages.sizes) :].contiguous().view(torch.float32).flatten(0, 1)
-        first, *others = statuses
-        return mean, sum(others, first)  # in one order: the same bits everywhere
+        return Arrived(mean, *self._beside.read(gathered[..., max(messages.sizes) :]))
+
+    def take_back(self) -> bool:
+        if not self._residuals:
+            return True
+        payload, numels = self._messages.payload, _numels(self._residuals)
+        positions, values = payload.decode(self._elements.view(1, 1, -1), numels)
+        counts = payload.nums_sent(numels)
+        parts = zip(positions.view(-1).split(counts), values.view(-1).split(counts), strict=True)
+        for residual, (where, sent) in zip(self._residuals, parts, strict=True):
+            residual.index_add_(0, where, sent.to(residual.dtype))
+        return True
+
+
+def _numels(tensors: Iterable[Tensor]) -> list[int]:
+    return [tensor.numel() for tensor in tensors]
+
+
+class Beside:
+    """What goes behind the elements of a message: a status, and tensors that are sent whole.
+
+    Whole tensors that would be dear in it (`comm.peers.is_apart`) are all-reduced, begun before it is waited for.
+
+    Args:
+        status: see `Prepared.send`; None: there is nothing behind the elements.
+        whole: real, of any floating dtypes and layouts; read now. On two levels equal on the ranks of a node.
+        peers: who takes part.
+        device: of the message.
+
+    Attributes:
+        parts: of the message: uint8, 1-d: the status, and 1/N of this rank's part of the whole tensors in `wide_dtype`,
+            padded to the longest part of the node.
+    """
+
+    def __init__(self, status: Tensor | None, whole: Signal | None, peers: Peers, device: torch.device) -> None:
+        whole, num = whole or {}, peers.num_participants
+        self._shapes, values = {name: tensor.shape for name, tensor in whole.items()}, list(whole.values())
+        self._peers, self._apart = peers, list[Tensor]()
+        self._work: MeanWork | None = None
+        if values and is_apart(sum(value.numel() for value in values) * FLOAT_BYTES, num):
+            self._apart, values = values, []
+        sections = [] if status is None else [status]
+        self._buckets = fill_buckets(tuple((value.dtype, value.numel()) for value in values)) if values else []
+        for dtype, members, sizes in self._buckets:
+            joined = allocate(sum(sizes), dtype, device)
+            fill_(joined, sizes, [values[index] for index in members], 1.0 / num)
+            part, longest = joined[peers.part(joined.numel())], peers.part(joined.numel(), 0).stop
+            sections.append(pad(part, (0, longest - part.numel())) if longest > part.numel() else part)
+        self._sections = [(section.dtype, section.numel()) for section in sections]
+        self.parts = [section.view(torch.uint8) for section in sections]
+
+    def begin(self) -> None:
+        """Begin the all-reduce, if there is one: after the message, which has the status."""
+        if self._apart:
+            control = constant((0.0,), torch.float32, self._apart[0].device)
+            self._work = MeanWork(self._apart, control, self._peers)
+
+    def read(self, received: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return the sum of the statuses, and the means by name: `wide_dtype`, in the shapes of the tensors.
+
+        Args:
+            received: `parts` of all ranks: uint8, shape (local ranks, participants, bytes).
+        """
+        sums, begin = list[Tensor](), 0
+        for dtype, group in groupby(self._sections, key=lambda section: section[0]):
+            numels = [numel for _, numel in group]
+            end = begin + sum(numels) * dtype.itemsize
+            rows = received[..., begin:end]
+            if any(number % dtype.itemsize for number in (rows.storage_offset(), *rows.stride()[:-1])):
+                rows = rows.clone(memory_format=torch.contiguous_format)
+            sums += rows.view(dtype).sum(1).split(numels, dim=1)
+            begin = end
+        if not sums:
+            return torch.empty(0), {}
+        status, *joined = sums
+        status = status[0] if len(status) == 1 else status.sum(0)
+        if self._work is not None:
+            return status, dict(zip(self._shapes, self._work.wait()[0], strict=True))
+        means = [status] * len(self._shapes)
+        for (_, members, sizes), parts in zip(self._buckets, joined, strict=True):
+            for index, mean in zip(members, split_front(parts.flatten(), sizes), strict=True):
+                means[index] = mean
+        return status, {n: mean.view(shape) for (n, shape), mean in zip(self._shapes.items(), means, strict=True)}
 
 
 ELEMENT_BYTES = 8  # a position in int32, a value in float32

@@ -97,8 +97,8 @@ class Average:
 
     def wait_for_whole(self) -> tuple[dict[str, Tensor], Tensor]:
         """Wait for the means of the tensors that are averaged whole, and for the status."""
-        mean, status = (self.whole or self.changes).wait()
-        return mean.dense() if self.whole is not None else {}, status
+        arrived = (self.whole or self.changes).wait()
+        return arrived.mean.dense() if self.whole is not None else {}, arrived.status
 
 
 def check_marks(status: Status, average: Average, *, batch: int, step: int, group: dist.ProcessGroup | None) -> None:

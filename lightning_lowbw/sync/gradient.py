@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -34,7 +35,7 @@ from torch.optim import optimizer as torch_optimizer
 from torch.utils.hooks import RemovableHandle
 
 from lightning_lowbw.comm.peers import Peers, average_gradients_, mean_over, wide_dtype
-from lightning_lowbw.compress.corrections import ErrorFeedback, correction_for
+from lightning_lowbw.compress.corrections import ErrorFeedback, KeptState, correction_for
 from lightning_lowbw.compress.params import Row, by_group, check_shapes
 from lightning_lowbw.errors import WITHOUT_RESIDUALS, ConfigurationError, DisagreementError, NonFiniteGradientError
 from lightning_lowbw.kernels.reference import are_not_finite
@@ -88,6 +89,8 @@ class GradientSync(Synchronizer):
         # `.grad`, for `step_exchanged`; then these gradients, which the optimizer is not to see until it has stepped.
         self._rows: list[Row] = []
         self._prepared: Prepared | None = None
+        # Of it the rows without a gradient here, in case that no rank has used them: what zeros in its place change.
+        self._zeros: dict[str, tuple[Row, KeptState | None, Tensor | None]] = {}
         self._unstepped: list[Row] = []
         self._hidden: list[tuple[Parameter, Tensor]] = []
         self._showing: RemovableHandle | None = None  # a hook that gives these back before other hooks look
@@ -218,17 +221,22 @@ class GradientSync(Synchronizer):
         if unchecked:
             flags = are_not_finite([row.gradient for row in unchecked])
             self._note(([row.name for row in unchecked], flags))
+        self._refuse_sparse_layouts()
+        self.fault = self._faults.any(self.device)
+
+    def _refuse_sparse_layouts(self) -> None:
         for row in self._rows:
             if row.has_sparse_layout:
                 row.parameter.grad = None  # clipping would fail on this rank alone
                 self._faults.add(torch.ones((), dtype=torch.bool), [row.name], self._describe_sparse)
-        self.fault = self._faults.any(self.device)
 
     def _note(self, found: Faulty | None) -> None:
         """Note whether gradients of this step, or sums with their residuals, have an inf or NaN."""
         if found is not None:
+            # Clipping spreads an inf to all tensors: whose it was is known already.
+            are_known = self._checked.issuperset(set(found[0]) - self._zeros.keys())
             self._checked.update(found[0])
-            self._faults.add(found[1], found[0], self._describe_nonfinite)
+            self._faults.add(found[1], found[0], self._describe_sum if are_known else self._describe_nonfinite)
 
     @torch.no_grad()
     def exchange(self, *, skip_nonfinite: bool = False, applies: bool = False) -> bool:
@@ -240,16 +248,17 @@ class GradientSync(Synchronizer):
             `.grad` of the optimizer's parameters, the momentum buffers, the residuals. With `applies` sparse parameters
             are stepped, including AdamW's decay, if there is a correction; else by `step_exchanged`.
 
-        Collective: all ranks; one all-reduce, in the sparse phase one all-gather after it (an all-to-all and an
-        all-gather, if the payload says so); blocking. On two levels the ranks of a node gather the messages after
-        that. Values in few bits add an all-to-all and an all-gather.
+        Collective: all ranks, blocking. In the dense phase one all-reduce; then the messages of the payload, of which
+        the first has the status and what is sent whole: for TopK one all-gather. With `skip_nonfinite`, and in a sparse
+        reduce-scatter, an all-reduce comes before them. On two levels the ranks of a node gather the messages.
 
         Wire:
             Dense: the tensors with fewer than `min_numel` elements, one number per parameter and two per rank.
             Sparse: `TopK.nbytes` of each rank's parts.
 
         Args:
-            skip_nonfinite: return False if a gradient has an inf or NaN, instead of raising.
+            skip_nonfinite: return False if a gradient has an inf or NaN, instead of raising: then nothing has changed.
+                Else what this step has added to the residuals stays there, and the next step adds to it.
             applies: step sparse tensors here, at the elements that were sent, if the optimizer would do nothing else
                 with them: then no dense gradient is made, and `.grad` is None afterwards. Else their dense gradients
                 are there, until `step_exchanged`.
@@ -280,38 +289,92 @@ class GradientSync(Synchronizer):
             return self._exchange_alone(skip_nonfinite) if self.peers.num_participants == 1 else True
         # clip: the caller has, by `clip_factor`
         # decay, correct, select, mask: in one pass, which finds inf and NaN, too, where nobody has looked for them yet
+        is_one = self._sends_one_message and not skip_nonfinite  # what is skipped must not enter the residuals
+        faults: Faulty | None = None
+        if is_one or (self.is_sparse and self.fault is None):
+            has_told = self.node_flags is not None  # the node's ranks have agreed on the status
+            faults = self._prepare(takes_zeros=is_one, is_late=has_told).faults
+            if not has_told:
+                self._note(faults)
+            self.fault = None
         if self.fault is None:
-            if self.is_sparse:
-                self._note(self._prepare().faults)
             self.check_gradients()
-        # what is sent whole, and the status: one all-reduce, before anything is applied
-        means, status = self._average_whole()
+        # average: 1/N of the sum of what all ranks have sent; nothing is applied before the status has been read
+        prepared, whole, message = self._prepared, self._whole(), self._message()
+        if is_one and prepared is not None:
+            is_torn, self._is_torn = self._is_torn, True
+            pending = prepared.send(message, whole)
+            self._is_torn = is_torn  # what has been sent can be put back
+            mean, numbers, means = pending.wait()
+        else:
+            exact = self.is_sparse or self.method.where.inter_dtype == "float32"
+            mean, numbers, _ = WholeExchange(self.peers, exact=exact).prepare(whole).send(message).wait()
+            means = mean.dense()
+        status = Status.read(numbers, self.peers.num_ranks)
+        self.agree_on(status.requests)
         if not self._is_agreed(status, skip_nonfinite):
             return False
+        if self.node_flags is not None and faults is not None:
+            self._late = [faults]
         # Parameters that no rank has used are not changed, as in DDP; one that only others have used has a zero here.
         rows = [row for row, number in zip(self._rows, status.sums, strict=True) if round(number)]
         for row in rows:
+            self._zeros.pop(row.name, None)
             if row.parameter.grad is None:
                 row.parameter.grad = torch.zeros_like(row.parameter)
-        whole = [row for row in rows if row.name in means]
-        copy_all_([row.in_order(row.gradient) for row in whole], [means[row.name] for row in whole])
+        averaged = [row for row in rows if row.name in means]
+        copy_all_([row.in_order(row.gradient) for row in averaged], [means[row.name] for row in averaged])
         if self.peers.num_participants == 1:
             return self._exchange_alone(skip_nonfinite=False)
         # Of an empty shard the peers have none either.
-        if rows := [row for row in rows if row.is_compressed and row.parameter.numel()]:
-            prepared, is_late = self._prepared, self._prepared is None
-            if prepared is None:
-                prepared = self._prepare(is_late=True)
-            # The velocity goes on where the gradient is that zero.
-            known, self._is_torn = prepared.names, True
-            added = prepared.add({row.name: row.in_order(row.gradient) for row in rows if row.name not in known})
-            # The status of this step has gone: what is found from here on is told with the next one.
-            self._late = [found for found in (prepared.faults if is_late else None, added) if found is not None]
-            # average: 1/N of the sum of what all have sent
-            mean, _ = prepared.send().wait()
-            self._is_torn, self._prepared = False, None
+        rows = [row for row in rows if row.is_compressed and row.parameter.numel()]
+        self._is_torn |= is_one
+        if rows and not is_one:
+            mean = self._exchange_late(rows)
+        self._prepared = None
+        if rows:
             self._step_(mean, rows, applies)
+        self._is_torn = False
+        self._take_back_zeros()
         return True
+
+    @property
+    def _sends_one_message(self) -> bool:
+        """Whether the status, and what is sent whole, go in the message of the coming step's gradients."""
+        if self.reduces_in_backward or self.compressed is None:
+            return False
+        self.compressed.payload = self.method.what.at(self.density)
+        numels = [row.parameter.numel() for row in self._rows if row.is_compressed and row.parameter.numel()]
+        return bool(numels) and self.compressed.carries_status(numels)
+
+    def _exchange_late(self, rows: Sequence[Row]) -> Mean:
+        """Exchange gradients after the status; the faults found from here on are told with that of the next step."""
+        prepared, is_late = self._prepared, self._prepared is None
+        if prepared is None:
+            prepared = self._prepare(is_late=True)
+        # The velocity goes on where the gradient is a zero in place of none.
+        known, self._is_torn = prepared.names, True
+        added = prepared.add({row.name: row.in_order(row.gradient) for row in rows if row.name not in known})
+        self._late = [found for found in (prepared.faults if is_late else None, added) if found is not None]
+        return prepared.send().wait().mean
+
+    def _take_back_zeros(self) -> None:
+        """Undo what zeros in place of a gradient have changed, where no rank has used the parameter.
+
+        In place:
+            `.grad`, residuals, velocities, and the optimizer's other state.
+        """
+        for name, (row, state, residual) in self._zeros.items():
+            row.parameter.grad = None
+            self.correction.restore_(row.parameter, state)
+            assert self.compressed is not None
+            if residual is not None:
+                wide = [name] if residual.dtype == torch.float64 else []
+                self.compressed.residuals.ensure({name: residual.numel()}, residual.device, wide)
+                self.compressed.residuals[name].copy_(residual)
+            elif name in self.residuals:
+                self.compressed.residuals.pop(name)
+        self._zeros.clear()
 
     def _is_agreed(self, status: Status, skip_nonfinite: bool) -> bool:
         """Return whether the step is to be taken: all ranks are at one batch with one set of weights, without a fault.
@@ -336,55 +399,60 @@ class GradientSync(Synchronizer):
         self._late.clear()  # all have been told
         return True
 
-    def _average_whole(self) -> tuple[Mapping[str, Tensor], Status]:
-        """Average the tensors that are sent whole: in dense steps all that DDP has not.
-
-        Collective: all ranks, blocking; one all-reduce.
-        """
-        assert self.fault is not None
-        peers, is_dense, is_sparse = self.peers, self.reduces_in_backward, self.is_sparse
-        whole = {
+    def _whole(self) -> dict[str, Tensor]:
+        """Return the gradients that are sent whole: in dense steps all that DDP has not reduced."""
+        return {
             row.name: row.in_order(torch.zeros_like(row.parameter) if row.is_missing else row.gradient)
             for row in self._rows
             if not row.is_compressed
         }
+
+    def _message(self) -> Tensor:
+        """Return this rank's status."""
+        assert self.fault is not None
+        peers, fault = self.peers, self.fault
         peers.count_dense(sum(row.parameter.nbytes for row in self._rows))
-        used = [float(row.parameter.grad is not None) for row in self._rows]
-        begins = not (is_dense or self._has_compressed)  # a rank may have left out what DDP has reduced up to now
+        used = [float(row.parameter.grad is not None and row.name not in self._zeros) for row in self._rows]
+        # A rank may have left out what DDP has reduced up to now.
+        begins = not (self.reduces_in_backward or self._has_compressed)
         compares = begins or self.step % CHECK_EVERY_STEPS == 0
         weights = (row.parameter for row in self._rows) if compares else None
-        fault = self.fault
         requests: Tensor | int = self.requests
         if self.node_flags is not None:
             found, stop, save, last, minus_first = self.node_flags.unbind()
             fault, requests = found + last + minus_first, STOP * stop + SAVE * save
         mark = make_mark(self.batch, weights, requests)
-        message = status_message(used, fault, mark, peers.rank, peers.num_ranks, fault.device)
-        exact = is_sparse or self.method.where.inter_dtype == "float32"
-        mean, numbers = WholeExchange(peers, exact=exact).prepare(whole).send(message).wait()
-        status = Status.read(numbers, peers.num_ranks)
-        self.agree_on(status.requests)
-        return mean.dense(), status
+        return status_message(used, fault, mark, peers.rank, peers.num_ranks, fault.device)
 
-    def _prepare(self, *, is_late: bool = False) -> Prepared:
+    def _prepare(self, *, takes_zeros: bool = False, is_late: bool = False) -> Prepared:
         """Prepare the gradients that are compressed, of those that this rank has.
 
         In place:
             Residuals and velocities; inf and NaN do not enter them, the faults say where there are any.
 
         Args:
+            takes_zeros: whether zeros are prepared where this rank has no gradient, in case that another rank has one.
             is_late: see `Exchange.prepare`.
         """
         what, exchange, correction = self.method.what, self.compressed, None
         rows = [row for row in self._rows if row.is_compressed]
         assert exchange is not None
+        if takes_zeros:
+            self._refuse_sparse_layouts()
+            for row in rows:
+                if row.is_missing:
+                    residual = exchange.residuals[row.name].clone() if row.name in exchange.residuals else None
+                    self._zeros[row.name] = row, self.correction.kept(row.parameter), residual
+                    row.parameter.grad = torch.zeros_like(row.parameter)
         exchange.payload = what.at(self.density)
         if what.corrects:
             correction = self.correction
             correction.begin_step(rows, self.peers.part, exchange.payload)  # also empty shards: it masks alike on all
         signal = {r.name: None if r.is_missing else r.in_order(r.gradient) for r in rows if r.parameter.numel()}
-        self._is_torn = any(gradient is not None for gradient in signal.values())
+        has_gradient = any(gradient is not None and name not in self._zeros for name, gradient in signal.items())
+        self._is_torn = has_gradient  # also where this fails
         self._prepared = exchange.prepare(signal, correction, is_late=is_late)
+        self._is_torn = has_gradient and self._prepared.is_added
         return self._prepared
 
     def _step_(self, mean: Mean, rows: Sequence[Row], applies: bool) -> None:
@@ -571,7 +639,7 @@ class GradientSync(Synchronizer):
             4,
             NonFiniteGradientError,
             f"Step {self.step}: the gradient of {name!r} on {self.here} is not finite"
-            f"{', or too large to be added to the residual' if is_added else ''}. Nothing was exchanged. Lower the "
+            f"{', or too large to be added to the residual' if is_added else ''}. Nothing was applied. Lower the "
             f"learning rate, clip the gradient, {warm_up}or look at the data there; with a GradScaler "
             "(precision='16-mixed') such steps are skipped.",
             is_skipped=True,
@@ -585,6 +653,9 @@ class GradientSync(Synchronizer):
 
     def _describe_late(self, name: str) -> Fault:
         return overflow(1, self.step, f"the gradient of {name!r} on {self.here}, added to the residual,")
+
+    def _describe_sum(self, name: str) -> Fault:
+        return replace(self._describe_late(name), rank_of_kind=5)  # after the gradients themselves
 
     def forget_late_faults(self) -> None:
         super().forget_late_faults()
@@ -629,8 +700,9 @@ class GradientSync(Synchronizer):
     def _end_step(self) -> None:
         """Forget the step; where it has failed before a message, what it took out of the residuals goes back."""
         if self._prepared is not None:
-            self._prepared.drop()
+            self._is_torn |= not self._prepared.drop()
             self._prepared = None
+        self._take_back_zeros()
         if self._is_torn:
             self.torn, self._is_torn = f"the exchange of gradients after step {self.step}", False
         self._rows, self._unstepped, self.fault, self._faults = [], [], None, Faults()

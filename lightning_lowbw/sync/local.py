@@ -443,7 +443,7 @@ class LocalSync(Synchronizer):
             sums: over the ranks, of the status.
             moved: parameters that have been trained since the average was begun.
         """
-        changes, resized = average.changes.wait()[0].dense(), set[str]()
+        changes, resized = average.changes.wait().mean.dense(), set[str]()
         if average.takes_buffers:
             if sums.num_resized:
                 resized = self.buffers.compare(self.peers, self.device, average.unsent)

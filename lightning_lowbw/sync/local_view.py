@@ -248,7 +248,7 @@ class NodeShards:
             return ()
         view.pull_gradients()
         worker.list_gradients()
-        worker.check_gradients()  # in each step, because a shard accumulates only what is finite in all
+        worker.check_gradients()  # in each step, because what is not finite in one is a fault of all
         if worker.peers.num_ranks > 1:
             agree_in_node(worker, None if self._node is None else self._node())
         return ()

@@ -31,7 +31,6 @@ import torch
 from torch import Tensor
 
 from lightning_lowbw.arguments import check_one_of, names_arguments
-from lightning_lowbw.comm.collectives import Collectives
 from lightning_lowbw.comm.peers import Peers
 from lightning_lowbw.compress.payload import FLOAT_BYTES, Message, Payload, Shapes
 from lightning_lowbw.compress.selection import Residuals
@@ -39,7 +38,16 @@ from lightning_lowbw.kernels.dispatch import NO_KERNELS, Uses, blocks_for
 from lightning_lowbw.kernels.reference import SCALED
 from lightning_lowbw.kernels.tensors import allocate, copy_all_, split_front
 from lightning_lowbw.schedules.schedule import Schedule
-from lightning_lowbw.sync.exchange import Correction, Deferred, DenseMean, PreparedWhole, exchanges
+from lightning_lowbw.sync.exchange import (
+    Arrived,
+    Beside,
+    Correction,
+    DenseMean,
+    LateMean,
+    PreparedWhole,
+    Signal,
+    exchanges,
+)
 from lightning_lowbw.sync.status import Fault, overflow
 
 RANGE = 1 << 18  # values, 1 MiB: they stay in the second cache, and are many beside the cost of a call
@@ -168,9 +176,13 @@ FORMATS: dict[str, QuantizedFormat] = {  # by their public names; a file with an
 def quantized_mean_bytes(numel: int, num_ranks: int, value_format: QuantizedFormat) -> int:
     """Return the bytes a rank sends for a mean of vectors in few bits: 2 (W - 1) parts of ceil(numel / W) values.
 
+    Of two ranks each sends its whole vector to the other.
+
     On two levels that of a part of ceil(numel / ranks of a node) elements, between nodes; and in a node, to gather the
     parts of the mean, `all_gather_bytes` of a part in the vector's own dtype.
     """
+    if num_ranks == 2:
+        return value_format.nbytes(numel)
     return 2 * (num_ranks - 1) * value_format.nbytes(-(-numel // num_ranks))
 
 
@@ -204,13 +216,12 @@ class Quantized(Payload, key="quantized"):
         return replace(NO_KERNELS, scaled_bits=(value_format.bits,) if isinstance(value_format, LinearFormat) else ())
 
     def messages(self, shapes: Shapes, num_participants: int, num_parts: int = 1, *, when: Schedule) -> list[Message]:
-        part = -(-sum(map(math.prod, shapes)) // num_parts)
-        nbytes = FORMATS[self.value_dtype].nbytes(-(-part // num_participants))  # to its owner, and back as a mean
-        return [
-            Message("all_to_all", nbytes),
-            Message("all_gather", nbytes),
-            Message("gather_in_node", FLOAT_BYTES * part),
-        ]
+        part, nbytes = -(-sum(map(math.prod, shapes)) // num_parts), FORMATS[self.value_dtype].nbytes
+        in_node = Message("gather_in_node", FLOAT_BYTES * part)
+        if num_participants == 2:
+            return [Message("all_gather", nbytes(part), carries_status=True), in_node]
+        of_owner = nbytes(-(-part // num_participants))  # to its owner, and back as a mean
+        return [Message("all_to_all", of_owner, carries_status=True), Message("all_gather", of_owner), in_node]
 
 
 @exchanges(Quantized)
@@ -223,40 +234,21 @@ class QuantizedExchange:
     """
 
     def __init__(self, payload: Quantized, peers: Peers) -> None:
-        self.payload, self._peers = payload, peers
+        self.payload, self.peers = payload, peers
         self.residuals = Residuals()
         self.fault: Tensor | None = None
 
     def prepare(
         self, signal: Mapping[str, Tensor | None], correction: Correction | None = None, *, is_late: bool = False
     ) -> PreparedWhole:
-        """Prepare tensors: any floating dtype and shape.
+        """Prepare tensors: any floating dtype and shape."""
+        return PreparedWhole(signal, partial(PendingQuantized, self))
 
-        The two messages depend on each other: all is done in `wait`, which is called once.
-
-        In place:
-            The residuals; and the signal, where it is contiguous, becomes the mean.
-
-        Wire:
-            `quantized_mean_bytes` of all elements together: an all-to-all, and an all-gather.
-        """
-        return PreparedWhole(signal, lambda tensors, _: Deferred(partial(self._average_, tensors)))
+    def carries_status(self, numels: Sequence[int]) -> bool:
+        return True
 
     def describe_fault(self, step: int, kept: str, here: str) -> Fault:
         return overflow(3, step, f"{kept} on {here}")
-
-    def _average_(self, tensors_by_name: dict[str, Tensor]) -> DenseMean:
-        signal = {name: tensor.reshape(-1) for name, tensor in tensors_by_name.items()}
-        tensors = list(signal.values())
-        parts = {name: self._peers.part(each.numel()) for name, each in signal.items()}
-        numels = {name: part.stop - part.start for name, part in parts.items()}
-        wide = [name for name, each in signal.items() if each.dtype == torch.float64]
-        self.residuals.ensure(numels, tensors[0].device, wide)
-        value_format = FORMATS[self.payload.value_dtype]
-        residuals = [self.residuals[name] for name in signal]
-        left = quantized_mean_(tensors, residuals, tensors, value_format, self._peers)
-        self.fault = left * 0 != 0  # NaN of a NaN, and of an infinity
-        return DenseMean(signal)
 
     def to(self, device: torch.device) -> None:
         self.residuals.to(device)
@@ -269,101 +261,141 @@ class QuantizedExchange:
         pass
 
 
-# The mean of flat tensors --------------------------------------------------------------------------------------------
+class PendingQuantized(LateMean):
+    """The first message: the parts of this rank's vector in few bits, for their owners; between two, all for the other.
 
-
-def quantized_mean_(
-    signals: Sequence[Tensor],
-    residuals: Sequence[Tensor],
-    means: Sequence[Tensor],
-    value_format: QuantizedFormat,
-    peers: Peers,
-) -> Tensor:
-    """Average tensors over the participants, sent in few bits; rounding errors stay in the residuals.
-
-    On two levels the signals are those of nodes: each rank of a node does this for its part of every tensor, and the
-    means are gathered in the node. With a single participant the mean is signal plus residual: nothing is sent, nothing
-    rounded.
+    Behind them a status, and what is sent whole (`Beside`). Among more than two participants the second message has the
+    means of the owners. On two levels each rank of a node does this for its part of every tensor, and the means are
+    gathered in the node. With a single participant the mean is signal plus residual: nothing is sent or rounded.
 
     In place:
-        The residuals; and the means, with the same bits on all ranks.
+        The residuals; with the mean the signal, where it is contiguous, which becomes the mean: the same bits on all
+        ranks.
 
-    Collective: all ranks with signals of the same sizes, on the ranks of a node equal ones; blocking; an all-to-all and
-    an all-gather, on two levels one more all-gather in the node.
+    Collective: all ranks with tensors of the same sizes, on the ranks of a node equal ones.
 
     Wire:
         `quantized_mean_bytes` of all elements together: for int8 a quarter, for int4 an eighth of
-        the float32 all-reduce, and a scale per 128 values.
+        the float32 all-reduce, and a scale per 128 values. An all-to-all and an all-gather; between two one all-gather.
 
     Args:
-        signals: 1-d, floating; sums are in float32, or wider if a signal is.
-        residuals: one per signal, of the size of this rank's part of it (`Peers.part`): what its last calls have left.
-            Sent plus unsent, both summed over the ranks that are about one part, are their signals.
-        means: where the mean of each is written, of its size; may be the signals.
-        value_format: of `FORMATS`.
-        peers: the ranks.
-
-    Returns:
-        The sum of what this rank's rounding has left: not finite where a residual is not, as where sums of large
-        signals overflow; a scalar on their device.
-
-    Raises:
-        ConfigurationError: on all ranks; see `Peers.check_parts`.
+        exchange: that has the residuals.
+        signal: by name; sums are in float32, or wider if a tensor is.
+        status: see `Prepared.send`.
+        whole: see `Prepared.send`.
     """
-    longest = sum(part.numel() for part in _parts(signals, peers, 0))
-    if longest == 0:
-        return signals[0].new_zeros(())
-    dtype = reduce(torch.promote_types, (signal.dtype for signal in signals), torch.float32)
-    own_signals, own_means = (Joined(_parts(each, peers)) for each in (signals, means))
-    left = _average_part_(own_signals, Joined(residuals), own_means, longest, dtype, value_format, peers.between)
-    if peers.num_local_ranks > 1:
-        row = own_means.read(0, longest, dtype)
-        rows = peers.gather_parts_in_node(row, longest * peers.num_local_ranks).view(-1, longest)
-        for local_rank, row in enumerate(rows):
-            Joined(_parts(means, peers, local_rank)).write_(0, row)
-    return left
 
+    def __init__(
+        self, exchange: QuantizedExchange, signal: Mapping[str, Tensor], status: Tensor | None, whole: Signal | None
+    ) -> None:
+        self._exchange, self._peers, self._is_pending = exchange, exchange.peers, True
+        self._signal = {name: tensor.reshape(-1) for name, tensor in signal.items()}
+        self._tensors = list(self._signal.values())
+        self._format, self._device = FORMATS[exchange.payload.value_dtype], self._tensors[0].device
+        wide = [name for name, each in signal.items() if each.dtype == torch.float64]
+        parts = self._parts()
+        numels = {name: part.numel() for name, part in zip(signal, parts, strict=True)}
+        exchange.residuals.ensure(numels, self._device, wide)
+        self._signals, self._residuals = Joined(parts), Joined([exchange.residuals[name] for name in signal])
+        self._dtype = reduce(torch.promote_types, (each.dtype for each in self._tensors), torch.float32)
+        self._left = torch.zeros((), dtype=self._dtype, device=self._device)
+        self._numel, num = sum(part.numel() for part in self._parts(0)), self._peers.num_participants
+        # Of the part that a rank owns; of two ranks each sends all to the other.
+        self._num_rows, self._size = (1, self._numel) if num == 2 else (num, -(-self._numel // num))
+        self._beside = Beside(status, whole, self._peers, self._device)
+        self._beside.begin()
+        self._message = self._encode() if num > 1 and self._numel else torch.empty(0)
+        self._received: Tensor | None = None
+        self._told: tuple[Tensor, dict[str, Tensor]] | None = None  # what was beside it
 
-def _average_part_(
-    signals: Joined,
-    residuals: Joined,
-    means: Joined,
-    numel: int,
-    dtype: torch.dtype,
-    value_format: QuantizedFormat,
-    between: Collectives,
-) -> Tensor:
-    """Average one vector over the ranks of a group: `numel` elements, of which the last may be filling."""
-    num_ranks, device = between.num_ranks, signals.device
-    left = torch.zeros((), dtype=dtype, device=device)
-    if num_ranks == 1:
-        whole = residuals.read(0, numel, dtype)
-        signals.add_to_(0, whole)
-        means.write_(0, whole)
-        residuals.write_(0, torch.zeros_like(whole))
-        return left
-    size = -(-numel // num_ranks)  # of the part that a rank owns
-    nbytes = value_format.nbytes(size)
-    message = torch.empty((num_ranks, nbytes), dtype=torch.uint8, device=device)
-    for rows, start, stop in _ranges(num_ranks, size, device):
-        first, num_values = rows.start * size + start, (rows.stop - rows.start) * (stop - start)
-        values = residuals.read(first, num_values, dtype)
-        signals.add_to_(first, values)
-        value_format.write_(message[rows], size, start, values.view(-1, stop - start))
-        residuals.write_(first, values)
-        left += values.sum()  # while it is in the cache
-    received = between.all_to_all(message.view(-1)).view(num_ranks, nbytes)
-    answer = torch.empty((1, nbytes), dtype=torch.uint8, device=device)
-    for _, start, stop in _ranges(1, size, device, num_read=num_ranks):
-        mean = value_format.read(received, size, start, stop).to(dtype).sum(0, keepdim=True).div_(num_ranks)
-        value_format.write_(answer, size, start, mean)
-        # N times, because a residual enters the mean divided by N.
-        residuals.add_(between.rank * size + start, mean.view(-1).mul_(num_ranks))
-        left += mean.sum()
-    gathered = between.all_gather(answer.view(-1), message)
-    for rows, start, stop in _ranges(num_ranks, size, device):
-        means.write_(rows.start * size + start, value_format.read(gathered[rows], size, start, stop).reshape(-1))
-    return left
+    def _parts(self, local_rank: int | None = None) -> list[Tensor]:
+        """Return what a rank of a node exchanges of each tensor: all of it when flat."""
+        if self._peers.num_local_ranks == 1:  # without views: those of hundreds of tensors take milliseconds
+            return self._tensors
+        return [tensor[self._peers.part(tensor.numel(), local_rank)] for tensor in self._tensors]
+
+    def _encode(self) -> Tensor:
+        """Return the message; what it rounds stays in the residual."""
+        nbytes, parts, size = self._format.nbytes(self._size), self._beside.parts, self._size
+        row_bytes = nbytes + sum(part.numel() for part in parts)
+        message = torch.empty((self._num_rows, row_bytes), dtype=torch.uint8, device=self._device)
+        if parts:
+            message[:, nbytes:] = torch.cat(parts)
+            parts.clear()
+        for rows, start, stop in _ranges(self._num_rows, size, self._device):
+            first, num_values = rows.start * size + start, (rows.stop - rows.start) * (stop - start)
+            values = self._residuals.read(first, num_values, self._dtype)
+            self._signals.add_to_(first, values)
+            self._format.write_(message[rows, :nbytes], size, start, values.view(-1, stop - start))
+            self._residuals.write_(first, values)
+            self._left += values.sum()  # while it is in the cache
+        return message
+
+    def wait(self) -> Arrived:
+        if self._told is None and self._message.numel():
+            exchanged = self._peers.between.all_gather if self._num_rows == 1 else self._peers.between.all_to_all
+            self._received = exchanged(self._message.view(-1)).view(self._peers.num_participants, -1)
+            besides = self._received[:, self._format.nbytes(self._size) :].unsqueeze(0)
+            if self._peers.num_local_ranks > 1 and besides.numel():
+                besides = self._peers.node.all_gather(besides.reshape(-1)).view(-1, *besides.shape[1:])
+            self._told = self._beside.read(besides)
+        return Arrived(self, *(self._told or (torch.empty(0), {})))
+
+    def finish(self) -> DenseMean:
+        """Average what has been received; among more than two participants exchange the means of all owners."""
+        self._is_pending, size, value_format, between = False, self._size, self._format, self._peers.between
+        if self._received is None:  # of one participant
+            if self._numel:
+                whole = self._residuals.read(0, self._numel, self._dtype)
+                self._signals.add_to_(0, whole)
+                self._signals.write_(0, whole)
+                self._residuals.write_(0, torch.zeros_like(whole))
+            return self._gathered()
+        received = self._received[:, : value_format.nbytes(size)]
+        if self._num_rows == 1:
+            for _, start, stop in _ranges(1, size, self._device, num_read=2):
+                halves = value_format.read(received, size, start, stop).mul_(0.5)  # whose sum does not overflow
+                self._signals.write_(start, halves.sum(0))
+            return self._gathered()
+        answer = torch.empty((1, received.shape[1]), dtype=torch.uint8, device=self._device)
+        for _, start, stop in _ranges(1, size, self._device, num_read=len(received)):
+            mean = value_format.read(received, size, start, stop).to(self._dtype).sum(0, keepdim=True)
+            value_format.write_(answer, size, start, mean.div_(len(received)))
+            # N times, because a residual enters the mean divided by N.
+            self._residuals.add_(between.rank * size + start, mean.view(-1).mul_(len(received)))
+            self._left += mean.sum()
+        room = self._message.view(-1)[: received.numel()]
+        gathered = between.all_gather(answer.view(-1), room.view(received.shape))
+        for rows, start, stop in _ranges(len(received), size, self._device):
+            values = value_format.read(gathered[rows], size, start, stop)
+            self._signals.write_(rows.start * size + start, values.reshape(-1))
+        return self._gathered()
+
+    def _gathered(self) -> DenseMean:
+        """Return the means, on two levels of what the ranks of the node have; note whether something is infinite."""
+        self._message, self._received = torch.empty(0), None  # memory for what is gathered
+        self._exchange.fault = self._left * 0 != 0  # NaN of a NaN, and of an infinity
+        if self._peers.num_local_ranks > 1 and self._numel:
+            row = self._signals.read(0, self._numel, self._dtype)
+            rows = self._peers.gather_parts_in_node(row, self._numel * self._peers.num_local_ranks)
+            for local_rank, row in enumerate(rows.view(-1, self._numel)):
+                Joined(self._parts(local_rank)).write_(0, row)
+        return DenseMean(self._signal)
+
+    def take_back(self) -> bool:
+        if not (self._is_pending and self._message.numel()):  # the signal may have become the mean
+            return not self._message.numel()
+        nbytes, size, is_back = self._format.nbytes(self._size), self._size, True
+        for rows, start, stop in _ranges(self._num_rows, size, self._device):
+            # e = e + sent - signal. Of a block with an infinite gradient, which is the fault, nothing is kept.
+            sent = self._format.read(self._message[rows, :nbytes], size, start, stop).reshape(-1)
+            first = rows.start * size + start
+            signal = torch.zeros_like(sent)
+            self._signals.add_to_(first, signal)
+            kept = self._residuals.read(first, sent.numel(), self._dtype) + sent - signal
+            is_back &= bool(kept.isfinite().all())
+            self._residuals.write_(first, kept.nan_to_num_(0.0, 0.0, 0.0))
+        return is_back
 
 
 def _ranges(num_rows: int, size: int, device: torch.device, num_read: int = 1) -> Iterator[tuple[slice, int, int]]:
@@ -373,13 +405,6 @@ def _ranges(num_rows: int, size: int, device: torch.device, num_read: int = 1) -
     for row in range(0, num_rows, together):
         for start in range(0, size, step):
             yield slice(row, min(row + together, num_rows)), start, min(start + step, size)
-
-
-def _parts(tensors: Sequence[Tensor], peers: Peers, local_rank: int | None = None) -> list[Tensor]:
-    """Return what a rank of a node exchanges of each tensor: all of it when flat."""
-    if peers.num_local_ranks == 1:  # without views: those of hundreds of tensors take milliseconds
-        return list(tensors)
-    return [tensor[peers.part(tensor.numel(), local_rank)] for tensor in tensors]
 
 
 class Joined:

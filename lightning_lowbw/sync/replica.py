@@ -84,12 +84,12 @@ class Replica:
 
     @property
     def sends_changes_only(self) -> bool:
-        """Whether an average consists of one message, of the payload's, which can contain a status; on all ranks."""
-        if self.exchange is None or not self.exchange.payload.carries_status or self.buffers.start:
+        """Whether an average consists of the payload's messages, the first of which can have a status; on all ranks."""
+        if self.exchange is None or self.buffers.start:
             return False
         # One small tensor that is sent whole takes a second message, and the status goes on that.
         trained = [p for fragment in self.fragments for p in fragment.parameters if p.requires_grad and p.numel()]
-        return all(map(self.compresses, trained))
+        return all(map(self.compresses, trained)) and self.exchange.carries_status([p.numel() for p in trained])
 
     def sent_bytes(self, parameter: Parameter) -> int:
         """Return the bytes that an average sends for a parameter, by the formulas of the flat collectives."""
@@ -127,7 +127,7 @@ class Replica:
         for fragment in self.fragments:
             if (average := fragment.work) is not None:
                 average.wait_for_whole()
-                changes = average.changes.wait()[0].dense()
+                changes = average.changes.wait().mean.dense()
                 for parameter, snapshot in zip(average.parameters, average.snapshots or (), strict=True):
                     if (name := self.params.name_of(parameter)) in changes:
                         dtype, residual = as_real(parameter).dtype, self.residuals[name]

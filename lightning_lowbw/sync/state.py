@@ -180,7 +180,7 @@ def load_replica_(replica: Replica, optimizer: Optimizer, state: Mapping[str, An
 def _average_state(average: Average, name_of: Callable[[Parameter], str]) -> dict[str, Any]:
     """Wait for an average, and return it on the CPU; it may be waited for again."""
     means, status = average.wait_for_whole()
-    changes = average.changes.wait()[0].dense()
+    changes = average.changes.wait().mean.dense()
     # So that it may be waited for again.
     average.whole = Deferred(lambda: DenseMean(means), status)
     average.changes = Deferred(lambda: DenseMean(changes))

@@ -322,7 +322,7 @@ class Synchronizer:
             return
         faults = self.late_faults()
         message = status_message((), faults.any(self.device), 0, peers.rank, peers.num_ranks, self.device)
-        status = Status.read(WholeExchange(peers).prepare({}).send(message).wait()[1], peers.num_ranks)
+        status = Status.read(WholeExchange(peers).prepare({}).send(message).wait().status, peers.num_ranks)
         if status.is_faulty:
             raise_fault(first_fault(faults.first(), self.fault_group))
         self.forget_late_faults()

@@ -175,7 +175,7 @@ def test_an_exchange_of_three_ranks_loses_nothing() -> None:
             drawn = [torch.randn(numel, generator=seed) for numel, seed in zip(NUMELS, seeds, strict=True)]
             gradients = {str(number): gradient for number, gradient in enumerate(drawn)}
             gradients["4"][200:] = 0.0
-            means = exchange.prepare(gradients).send().wait()[0].dense()
+            means = exchange.prepare(gradients).send().wait().mean.dense()
             for total, mean, mine, gradient in zip(applied, means.values(), made, gradients.values(), strict=True):
                 total += mean.double() * peers.num_ranks
                 mine += gradient

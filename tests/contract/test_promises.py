@@ -11,13 +11,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_lowbw import EveryK, EveryStep, Method, TopK, Whole
+from lightning_lowbw import EveryK, EveryStep, LowRank, Method, Quantized, TopK, Whole
 from lightning_lowbw.comm.agreement import digest
 from lightning_lowbw.comm.collectives import TrafficLedger, all_reduce_bytes
 from lightning_lowbw.sync.state import merge_states
 from tests.contract.rows import ROWS, Row
 from tests.contract.training import STEPS, STOPS, attach, backward_of, count, looked_at, step, train, trained
-from tests.contract.volumes import FLOAT_BYTES, NUMEL, wire_bytes
+from tests.contract.volumes import FLOAT_BYTES, NUMEL, Volumes, wire_bytes
 from tests.ranks import run_ranks
 from tests.sync.problem import AWKWARD, CLOSE, Parameters, backward, in_memory, loss_of, make_parameters, weights_of
 
@@ -63,6 +63,19 @@ def test_measured_bytes_are_those_of_the_payload_s_formula(name: str) -> None:
         expected = wire_bytes(row, STEPS, turns, result.fragments)
         is_late = row.method.hides_averages and row.method.where.topology != "flat"  # counted when they have arrived
         assert result.wire_bytes[-1 if is_late else 0 :] == expected[-1 if is_late else 0 :]
+
+
+@pytest.mark.parametrize("name", [name for name, row in ROWS.items() if not row.method.averages_weights])
+def test_a_step_waits_only_for_messages_that_depend_on_one_another(name: str) -> None:
+    """Status and whole tensors go in the first one; a second one has means of what the first has brought."""
+    row = ROWS[name]
+    what, num_nodes = row.method.what, Volumes(row).num_participants
+    if isinstance(what, TopK):
+        num = 3 if what.exchange == "reduce_scatter" else 1
+    else:
+        num = 2 if isinstance(what, LowRank) or (isinstance(what, Quantized) and num_nodes > 2) else 1
+    for result in trained(name):
+        assert result.num_messages[row.method.when.begin_step :] == [num] * (STEPS - row.method.when.begin_step)
 
 
 PLAIN_LR = 0.05

@@ -82,6 +82,7 @@ class Trained:
         num_averages: those that it has reported after each step.
         fragments: the parameters that are averaged together.
         wire_bytes: sent after each step, on two levels between nodes, by the ledger.
+        num_messages: collectives in each step, on two levels between nodes, by the ledger.
         dense_bytes: what DDP would have sent, by the ledger.
         sent_bytes: by the ledger, with those of `finish`.
         given_bytes: the same, by what torch.distributed was given.
@@ -95,6 +96,7 @@ class Trained:
     num_averages: list[int]
     fragments: list[list[str]]
     wire_bytes: list[int]
+    num_messages: list[int]
     dense_bytes: int
     sent_bytes: int
     given_bytes: int
@@ -143,6 +145,10 @@ def train(name: str, look: bool = False, saved: dict[int, bytes] | None = None) 
     start, volumes, ledger = digest(parameters.values()), list[int](), worker.peers.ledger
     lists: dict[str, list[Any]] = {key: [] for key in ("weights", "everything", "shown", "k_steps", "num_averages")}
     wire_bytes: list[int] = []
+    levels, record = list[str](), ledger.record
+    is_between = ("inter",) if worker.peers.is_two_level else ("inter", None)
+    vars(ledger)["record"] = lambda nbytes, level=None: (levels.append(level), record(nbytes, level))
+    num_messages: list[int] = []
     if not look:
         count(volumes)
     for number in range(STEPS):
@@ -167,6 +173,8 @@ def train(name: str, look: bool = False, saved: dict[int, bytes] | None = None) 
             lists["num_averages"].append(worker.num_averages)
         lists["weights"].append(digest(parameters.values()))
         lists["everything"].append(everything(worker, parameters, buffers))
+        num_messages.append(sum(level in is_between for level in levels))
+        levels.clear()
         wire_bytes.append(ledger.of_slow_network[0])
     lists["everything"].append(digest(tensors_of(worker.state_dict())))
     fragments = worker.fragments if isinstance(worker, LocalSync) else []
@@ -178,6 +186,7 @@ def train(name: str, look: bool = False, saved: dict[int, bytes] | None = None) 
         has_moved=lists["weights"][-1] != start,
         fragments=[[worker.name_of(each) for each in fragment.parameters] for fragment in fragments],
         wire_bytes=wire_bytes,
+        num_messages=num_messages,
         dense_bytes=dense_bytes,
         sent_bytes=ledger.sent_bytes,
         given_bytes=sum(volumes),

@@ -52,23 +52,27 @@ class Volumes:
         what = what if density is None else what.at(density)
         return all_gather_bytes(what.nbytes(self.parts(numels)), self.num_participants)
 
-    def low_rank(self, what: LowRank, names: Iterable[str]) -> int:
-        """Return the bytes of two thin matrices, in two messages; with the first one goes what does not pay."""
+    def low_rank(self, what: LowRank, names: Iterable[str], control: int) -> int:
+        """Return the bytes of two thin matrices, in two messages; with the first go what does not pay, and a status."""
         lefts = rights = 0
         for shape in map(AWKWARD.__getitem__, names):
             n, m = shape[0] if shape else 1, math.prod(shape[1:])
             rank = min(what.rank, n, m)
             pays = 2 * (n + m) * rank < n * m
             lefts, rights = lefts + (n * rank if pays else n * m), rights + (m * rank if pays else 0)
-        return self.whole(lefts) + self.whole(rights)
+        return self.whole(lefts + max(1, control)) + self.whole(rights + 1)
 
-    def compressed(self, names: Iterable[str]) -> int:
+    def beside(self, numel: int) -> int:
+        """Return the bytes of elements that go in a message to all, each rank's part of them, and of a status."""
+        return FLOAT_BYTES * (self.num_participants - 1) * numel
+
+    def compressed(self, names: Iterable[str], control: int = 0) -> int:
         """Return the bytes of tensors that a payload sends in one way always: a new one has its line here."""
         what = self.what
         if isinstance(what, Quantized):
-            return self.quantized(what.value_dtype, [NUMELS[name] for name in names])
+            return self.quantized(what.value_dtype, [NUMELS[name] for name in names]) + self.beside(control)
         assert isinstance(what, LowRank)
-        return self.low_rank(what, names)
+        return self.low_rank(what, names, control)
 
     def of_gradients(self, when: EveryStep, step: int) -> int:
         """Return the bytes of the step with this number, from 0."""
@@ -76,12 +80,12 @@ class Volumes:
         if isinstance(what, Whole) or step < when.rampup_begin_step:
             return self.whole(NUMEL + control)
         if not isinstance(what, TopK):
-            return self.whole(control) + self.compressed(NUMELS)
+            return self.compressed(NUMELS, control)
         density = when.density(step, what.density)
         assert density < 1.0
         sparse = [numel for name, numel in NUMELS.items() if what.compresses(name, numel, 1)]
         others = [numel for name, numel in NUMELS.items() if not what.compresses(name, numel, 1)]
-        return self.whole(sum(others) + control) + self.sparse(what, sparse, density)
+        return self.beside(self.parts([sum(others)])[0] + control) + self.sparse(what, sparse, density)
 
     def of_average(self, when: EveryK, names: Sequence[str], with_buffers: bool) -> int:
         """Return the bytes of the average of some parameters, except integer buffers."""

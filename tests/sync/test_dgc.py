@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import Parameter
-from torch.optim import SGD
+from torch.optim import SGD, Adam, RMSprop
 
-from lightning_lowbw import DGC, Method
+from lightning_lowbw import DGC, Method, PowerSGD, QuantizedGradients
 from lightning_lowbw.comm import peers
 from lightning_lowbw.comm.agreement import digest
 from lightning_lowbw.comm.peers import part_of
@@ -220,6 +220,44 @@ def test_unused_frozen_unfrozen_and_added_parameters() -> None:
         options |= OF_ADDED if name == "added" else SETTINGS
         expected, _ = problem.by_the_paper({name: shape}, FLAT, densities, **options)
         torch.testing.assert_close(parameters[name].detach(), expected[name], **CLOSE)
+
+
+ADAM, RMSPROP = partial(Adam, lr=0.05, amsgrad=True), partial(RMSprop, lr=0.05, momentum=0.9)
+WITHOUT: list[tuple[Method, Any, Nodes]] = [
+    (BY_THE_PAPER, problem.MOMENTUM, NODES["blocks"]),
+    (BY_THE_PAPER, ADAM, FLAT),
+    (BY_THE_PAPER, ADAM, NODES["blocks"]),
+    (BY_THE_PAPER, RMSPROP, FLAT),
+    (QuantizedGradients("int4"), problem.ADAMW, FLAT),
+    (QuantizedGradients("int4"), problem.ADAMW, THREE),
+    (PowerSGD(start_step=0), problem.MOMENTUM, FLAT),
+]
+
+
+@pytest.mark.parametrize(("num_ranks", "method", "make", "nodes"), [(sum(map(len, w[2])), *w) for w in WITHOUT])
+@on_ranks()
+def test_what_no_rank_uses_keeps_its_state(num_ranks: int, method: Method, make: Any, nodes: Nodes) -> None:
+    """The message has it, as other ranks may have used it: what that has changed is undone."""
+    parameters = problem.make_parameters({"matrix": (20, 10), "other": (15, 10), "late": (15, 10)})
+    topology = nodes if len(nodes) < num_ranks else "flat"
+    worker: Any = method.attach(make(parameters.values()), parameters.items(), topology=topology)
+
+    def kept() -> list[Tensor]:
+        own = [worker.residuals["matrix"], *worker.correction.parts.values()][: 1 + bool(worker.correction.parts)]
+        of_optimizer = worker.optimizer.state[parameters["matrix"]].values()
+        return [tensor.clone() for tensor in (parameters["matrix"].detach(), *own, *of_optimizer)]
+
+    for step in range(3):
+        problem.take_step(worker, parameters, step, ["late"])
+    before = kept()
+    problem.take_step(worker, parameters, 3, ["matrix", "late"])
+    assert all(map(torch.equal, kept(), before))
+    assert (parameters["matrix"].grad, parameters["late"].grad) == (None, None)
+    assert "late" not in worker.residuals
+    assert parameters["late"] not in worker.optimizer.state
+    problem.take_step(worker, parameters, 4)
+    problem.same_on_all(digest(parameters.values()))
+    assert not torch.equal(kept()[0], before[0])
 
 
 def train_with_changes(keeps: bool) -> list[Tensor]:

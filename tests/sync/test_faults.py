@@ -69,6 +69,8 @@ def test_a_bad_gradient_on_one_rank_is_told_on_all_or_skipped_by_all(
     """Two good steps, one with a bad element on one rank, which is looked for before clipping, two good ones."""
     worker, parameters = attach(method)
     problem.train_on(worker, parameters, range(2))
+    is_culprit, weights = dist.get_rank() == CULPRIT, digest(parameters.values())
+    residuals = {name: residual.clone() for name, residual in worker.residuals.items()}
     before, groups = digest(everything(worker, parameters)), [dict(group) for group in worker.optimizer.param_groups]
     worker.optimizer.zero_grad()
     problem.backward(parameters, 2)
@@ -89,9 +91,18 @@ def test_a_bad_gradient_on_one_rank_is_told_on_all_or_skipped_by_all(
         assert f"Step 2: the gradient of '{name}' on rank {CULPRIT} is not finite" in str(message)
         assert ("give it a warm-up (there is none" in str(message)) == (method == METHOD and name != "bias")
         assert worker.step == 2
-    assert digest(everything(worker, parameters)) == before
+    # Of DGC what is finite is in the residuals when the status is read; of int8 they are as before but for rounding.
+    is_added = method == METHOD and not skips
+    assert digest(parameters.values()) == weights
+    assert all(bool(tensor.isfinite().all()) for tensor in everything(worker, parameters))
+    if method == lowbw.QuantizedGradients():
+        for name, residual in worker.residuals.items():
+            assert (residual - residuals[name]).abs().max() < 1e-2 * residuals[name].abs().max() or is_culprit
+    elif not is_added:
+        assert digest(everything(worker, parameters)) == before
     assert [dict(group) for group in worker.optimizer.param_groups] == groups
-    assert worker.state_dict()["torn"] == ""
+    is_lost = method == lowbw.QuantizedGradients() and is_culprit and not skips  # of the blocks with an inf
+    assert bool(worker.state_dict()["torn"]) == (is_added or is_lost)
     problem.train_on(worker, parameters, (3, 4))
     assert all(parameter.isfinite().all() for parameter in parameters.values())
     same_on_all(digest(parameters.values()))
@@ -181,7 +192,7 @@ def overflow_changes(value_dtype: str, ends: str, nodes: Nodes) -> list[str]:
     return said
 
 
-FEW_BITS = [(2, "float16", "next"), (2, "int4", "next"), (2, "float16", "finish"), (2, "int4", "consensus")]
+FEW_BITS = [(2, "float16", "next"), (3, "int4", "next"), (2, "float16", "finish"), (3, "int4", "consensus")]
 
 
 @pytest.mark.fault
@@ -189,10 +200,10 @@ FEW_BITS = [(2, "float16", "next"), (2, "int4", "next"), (2, "float16", "finish"
 @on_ranks()
 def test_what_is_kept_of_changes_too_large_is_told(num_ranks: int, value_dtype: str, ends: str) -> None:
     """The weights agree then, and may be finite: of 3e38 float16 sends 65504, and the rest adds up to an infinity."""
-    *before, said = same_on_all(overflow_changes(value_dtype, ends, () if num_ranks == 2 else NODES["blocks"]))
+    *before, said = same_on_all(overflow_changes(value_dtype, ends, NODES["blocks"] if num_ranks == 4 else ()))
     assert before == ([""] if ends == "next" else [])
     who = "rank 1" if value_dtype == "float16" else "rank 0"
-    who = who if num_ranks == 2 else "node 0 (ranks [0, 1])"
+    who = "node 0 (ranks [0, 1])" if num_ranks == 4 else who
     assert f"what was kept of earlier changes of the weights on {who} has become too large for float32" in said
     assert f"Step {4 if ends == 'next' else 2}: " in said
 
@@ -208,8 +219,9 @@ def test_what_is_kept_of_gradients_too_large_is_told(dtype: str) -> None:
         for _ in range(3):
             weight.grad = torch.full((300,), value)
             said.append(message_of(optimizer.step, lowbw.NonFiniteGradientError) or "")  # type: ignore[arg-type]
-        told = "what was kept of earlier gradients on rank 0 has become too large for float32. " in said[-1]
-        assert told or (value < 1e31 and said == ["", "", ""]) or "a sum was not finite" in said[-1]
+        told = "what was kept of earlier gradients on rank 0 has become too large for float32. "
+        is_right = not any(said) and (value < 1e31 or bool(((weight + 0.9).abs() < 0.01).all()))
+        assert is_right or any(told in each or "a sum was not finite" in each for each in said)
         assert said[0] == ""
 
 
@@ -272,7 +284,7 @@ def fail(patch: pytest.MonkeyPatch, method: lowbw.Method, where: str) -> None:
     if where:
         patch.setattr(codec, where, lack_memory)
     elif isinstance(method.what, lowbw.Quantized):
-        patch.setattr(Collectives, "all_to_all", problem.lose_the_link)
+        patch.setattr(Collectives, "all_gather", problem.lose_the_link)
     else:
         patch.setattr(TensorWork, "wait", problem.lose_the_link)
 
@@ -295,7 +307,9 @@ def test_an_exchange_that_fails_is_named_and_the_next_one_is_whole(method: lowbw
             worker.optimizer.step()
     assert digest(parameters.values()) == weights
     assert [dict(group) for group in worker.optimizer.param_groups] == groups
-    assert worker.state_dict()["torn"] == "the exchange of gradients after step 1"
+    # What few bits have left in the residuals is put back.
+    is_torn = not isinstance(method.what, lowbw.Quantized)
+    assert worker.state_dict()["torn"] == ("the exchange of gradients after step 1" if is_torn else "")
     problem.train_on(worker, parameters, (1, 2))
     assert all(tensor.isfinite().all() for tensor in everything(worker, parameters))
     assert (worker.step, worker.state_dict()["torn"]) == (3, "")

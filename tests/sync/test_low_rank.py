@@ -114,7 +114,7 @@ def test_a_gradient_of_zeros_does_not_end_the_exchange_of_what_comes_later() -> 
     sent, matrix = torch.zeros(32, 32), torch.zeros(32, 32)
     matrix[2:, 2:] = torch.randn(30, 30, generator=torch.Generator().manual_seed(0))
     for step in range(30):
-        sent += exchange.average({"matrix": matrix * min(step, 1)}).dense()["matrix"].view(32, 32)
+        sent += exchange.prepare({"matrix": matrix * min(step, 1)}).send().wait().mean.dense()["matrix"].view(32, 32)
     assert sent.norm() > 0.5 * 29 * matrix.norm()
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,7 +50,10 @@ class RoundedExchange:
     def prepare(
         self, signal: Mapping[str, Tensor | None], correction: Correction | None = None, *, is_late: bool = False
     ) -> PreparedWhole:
-        return PreparedWhole(signal, lambda tensors, _: Deferred(lambda: self._average(tensors)))
+        return PreparedWhole(signal, lambda tensors, *_: Deferred(lambda: self._average(tensors)))
+
+    def carries_status(self, numels: Sequence[int]) -> bool:
+        return False
 
     def _average(self, tensors: dict[str, Tensor]) -> DenseMean:
         self.residuals.ensure({name: each.numel() for name, each in tensors.items()}, torch.device("cpu"))

@@ -20,9 +20,9 @@ from torch.optim import SGD, AdamW
 from lightning_lowbw import ConfigurationError, LocalSGD, Method, QuantizedGradients
 from lightning_lowbw.comm.agreement import digest
 from lightning_lowbw.comm.collectives import all_gather_bytes
-from lightning_lowbw.comm.peers import make_peers, part_of
+from lightning_lowbw.comm.peers import Peers, make_peers, part_of
 from lightning_lowbw.sync import quantized
-from lightning_lowbw.sync.quantized import FORMATS, quantized_mean_bytes
+from lightning_lowbw.sync.quantized import FORMATS, Quantized, QuantizedExchange, quantized_mean_bytes
 from tests.oracle import OracleQuantized
 from tests.ranks import on_ranks, run_ranks
 from tests.sync import problem
@@ -74,6 +74,18 @@ def test_training_is_that_of_the_definition(case: str) -> None:
         assert bool(kept.any())
 
 
+def exchange_with(value_dtype: str, peers: Peers, residuals: list[Tensor]) -> QuantizedExchange:
+    """Return an exchange that keeps these residuals, under the names "0", "1" and so on."""
+    exchange = QuantizedExchange(Quantized(value_dtype=value_dtype), peers)
+    exchange.residuals.load({str(number): residual for number, residual in enumerate(residuals)})
+    return exchange
+
+
+def mean_of(exchange: QuantizedExchange, signals: list[Tensor]) -> list[Tensor]:
+    signal = {str(number): tensor.clone() for number, tensor in enumerate(signals)}
+    return list(exchange.prepare(signal).send().wait().mean.dense().values())
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @on_ranks()
 def test_ranges_and_the_borders_of_tensors_change_nothing_and_nothing_is_lost(dtype: torch.dtype) -> None:
@@ -83,11 +95,10 @@ def test_ranges_and_the_borders_of_tensors_change_nothing_and_nothing_is_lost(dt
             patch.setattr(quantized, "RANGE", length)
             generator = torch.Generator().manual_seed(dist.get_rank())
             signals = [torch.randn(numel, generator=generator, dtype=dtype) for numel in numels]
-            given = [signal.clone() for signal in signals]
-            residuals, means = ([torch.full_like(signal, 1e-3) for signal in signals] for _ in range(2))
-            quantized.quantized_mean_(signals, residuals, means, FORMATS["int4"], make_peers())
-        assert all(map(torch.equal, signals, given))
-        of_ranks = torch.stack([torch.cat(given) + 1e-3, torch.cat(residuals)])
+            exchange = exchange_with("int4", make_peers(), [torch.full_like(signal, 1e-3) for signal in signals])
+            means = mean_of(exchange, signals)
+        residuals = list(exchange.residuals.values())
+        of_ranks = torch.stack([torch.cat(signals) + 1e-3, torch.cat(residuals)])
         dist.all_reduce(of_ranks)
         asked, kept = of_ranks / 2
         torch.testing.assert_close(torch.cat(means) + kept, asked, rtol=1e-5, atol=1e-5)
@@ -114,20 +125,16 @@ def test_sent_and_unsent_are_what_was_given_in_the_bytes_of_the_formula(topology
     participant, num_local = problem.node_of(peers.rank, nodes), len(nodes[0])
     for name, numel, dtype in product(LIMITS, (0, 1, 3, 130, 1001), (torch.float32, torch.float64)):
         means, before = [], peers.ledger.sent_bytes
-        unsent = torch.zeros(numel)[peers.part(numel)].clone()
+        exchange = exchange_with(name, peers, [torch.zeros(numel)[peers.part(numel)].clone()])
         for step in range(2):
-            vector, mean = vector_of(participant, step, numel, dtype), torch.empty(numel, dtype=dtype)
-            kept = vector.clone()
-            quantized.quantized_mean_([vector], [unsent], [mean], FORMATS[name], peers)
-            assert vector.equal(kept)
-            means.append(mean)
+            means += mean_of(exchange, [vector_of(participant, step, numel, dtype)])
         problem.same_on_all(digest(means))
         part = -(-numel // num_local)
         intra = all_gather_bytes(part * dtype.itemsize, num_local)
         inter = quantized_mean_bytes(part, len(nodes), FORMATS[name])
         assert peers.ledger.sent_bytes - before == 2 * (inter + intra)
         of_all = torch.zeros(numel)
-        of_all[peers.part(numel)] = unsent
+        of_all[peers.part(numel)] = exchange.residuals["0"]
         dist.all_reduce(of_all)
         given = sum(vector_of(p, step, numel, dtype) for p in range(len(nodes)) for step in range(2)) / len(nodes)
         taken = sum(means)
