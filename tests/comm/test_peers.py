@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from lightning_lowbw import ConfigurationError, Topology
-from lightning_lowbw.comm.collectives import MAX_CTAS, Collectives, TensorWork
+from lightning_lowbw.comm.collectives import MAX_CTAS, Collectives, TensorWork, all_reduce_bytes
 from lightning_lowbw.comm.peers import MeanWork, Peers, average_gradients_, make_peers
 from tests.ranks import on_ranks, run_ranks
 from tests.sync.problem import same_on_all
@@ -198,6 +198,19 @@ class Nccl:
 
 
 Made = list[tuple[list[int], int | None, bool]]
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+@on_ranks()
+def test_a_mean_is_sent_in_the_narrow_dtype_where_it_need_not_be_exact(num_ranks: int) -> None:
+    peers, tensor = make_peers(inter_dtype=torch.bfloat16), torch.full((1000,), 1.0 + dist.get_rank())
+    for exact, itemsize in ((True, 4), (False, 2)):
+        before = peers.ledger.sent_bytes
+        (mean,), control = MeanWork([tensor], torch.ones(1), peers, exact=exact).wait()
+        expected = all_reduce_bytes(1000 * itemsize + 4, num_ranks)
+        assert abs(peers.ledger.sent_bytes - before - expected) <= 8
+        assert control.tolist() == [num_ranks]
+        torch.testing.assert_close(mean, torch.full((1000,), (1 + num_ranks) / 2))
 
 
 def make_groups(cases: list[tuple[Any, bool]]) -> list[Made]:

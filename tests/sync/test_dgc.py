@@ -222,6 +222,23 @@ def test_unused_frozen_unfrozen_and_added_parameters() -> None:
         torch.testing.assert_close(parameters[name].detach(), expected[name], **CLOSE)
 
 
+@on_ranks()
+def test_where_the_status_goes_is_asked_at_the_density_of_the_step() -> None:
+    asked: list[float] = []
+
+    def ask(self: Any, numels: Any) -> bool:
+        asked.append(self.payload.density)
+        return True
+
+    parameters = problem.make_parameters({"matrix": (20, 10)})
+    worker = make_method({}).attach(SGD(parameters.values(), lr=0.1), parameters.items())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(exchange.TopKExchange, "carries_status", ask)
+        for step in range(STEPS):
+            problem.take_step(worker, parameters, step)
+    assert asked == pytest.approx([0.5, 0.5, 0.1, 0.1, 0.03, 0.03])
+
+
 ADAM, RMSPROP = partial(Adam, lr=0.05, amsgrad=True), partial(RMSprop, lr=0.05, momentum=0.9)
 WITHOUT: list[tuple[Method, Any, Nodes]] = [
     (BY_THE_PAPER, problem.MOMENTUM, NODES["blocks"]),

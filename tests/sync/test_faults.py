@@ -23,6 +23,7 @@ from lightning_lowbw.compress.top_k import Compression
 from lightning_lowbw.sync import exchange as exchanges
 from lightning_lowbw.sync.exchange import DenseMean, PendingWhole
 from lightning_lowbw.sync.local import LocalSync
+from lightning_lowbw.sync.local_view import agree_in_node
 from lightning_lowbw.sync.quantized import FORMATS
 from tests.ranks import on_ranks
 from tests.sync import problem
@@ -167,6 +168,46 @@ def test_finite_gradients_whose_sum_is_not_are_told(num_ranks: int) -> None:
         assert f"the gradient of 'matrix' {place}" in said
         assert "added to the residual, has become too large for float32" in said
         assert step == 2 or not ends
+
+
+@on_ranks()
+def test_shards_tell_in_the_next_step_what_their_residuals_have_become() -> None:
+    """The ranks of a node agree on the status before the gradients are added to the residuals."""
+    worker, parameters = attach()
+    said = []
+    for step in range(3):
+        worker.optimizer.zero_grad()
+        problem.backward(parameters, step)
+        parameters["matrix"].grad.fill_(3e38)  # type: ignore[union-attr]
+
+        def exchange() -> None:
+            with worker.stepping():
+                worker.list_gradients()
+                worker.check_gradients()
+                agree_in_node(worker, None)
+                worker.exchange()
+
+        said.append(message_of(exchange, lowbw.NonFiniteGradientError) or "")
+    assert said[:2] == ["", ""]
+    assert "added to the residual, has become too large for float32" in said[2]
+
+
+@on_ranks()
+def test_after_clipping_the_tensor_is_named_that_was_not_finite() -> None:
+    """An inf spreads to all tensors; another one has no gradient."""
+    worker, parameters = attach()
+    take_step(worker, parameters, 0)
+    worker.optimizer.zero_grad()
+    problem.backward(parameters, 1, ["bias"])
+    parameters["conv"].grad[0, 0, 0, 0] = torch.inf  # type: ignore[index]
+
+    def exchange() -> None:
+        with worker.stepping():
+            worker.prepare()
+            torch.nn.utils.clip_grad_norm_(parameters.values(), 1.0)
+            worker.exchange()
+
+    assert "the gradient of 'conv' on rank 0 is not finite" in str(message_of(exchange, lowbw.NonFiniteGradientError))
 
 
 def overflow_changes(value_dtype: str, ends: str, nodes: Nodes) -> list[str]:
