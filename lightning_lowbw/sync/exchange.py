@@ -27,9 +27,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from lightning_lowbw.comm.peers import MeanWork, Peers, fill_, fill_buckets, is_apart, part_of
+from lightning_lowbw.comm.peers import MeanWork, Peers, part_of
 from lightning_lowbw.compress.codec import MAX_NUMEL
-from lightning_lowbw.compress.payload import FLOAT_BYTES, Payload
+from lightning_lowbw.compress.payload import Payload
 from lightning_lowbw.compress.selection import Residuals, Selection
 from lightning_lowbw.compress.sparse_sum import Sparse, SparseSum, even_boundaries
 from lightning_lowbw.compress.top_k import TopK
@@ -38,8 +38,9 @@ from lightning_lowbw.kernels import dispatch
 from lightning_lowbw.kernels.dispatch import averages_for
 from lightning_lowbw.kernels.reference import Arrival, Segment, add_, flat
 from lightning_lowbw.kernels.table import DTYPES
-from lightning_lowbw.kernels.tensors import allocate, constant, split_front
+from lightning_lowbw.kernels.tensors import allocate
 from lightning_lowbw.schedules.schedule import Schedule
+from lightning_lowbw.sync.beside import Beside
 from lightning_lowbw.sync.status import Fault
 
 Signal = Mapping[str, Tensor]
@@ -791,73 +792,6 @@ class PendingTopK:
 
 def _numels(tensors: Iterable[Tensor]) -> list[int]:
     return [tensor.numel() for tensor in tensors]
-
-
-class Beside:
-    """What goes behind the elements of a message: a status, and tensors that are sent whole.
-
-    Whole tensors that would be dear in it (`comm.peers.is_apart`) are all-reduced, begun before it is waited for.
-
-    Args:
-        status: see `Prepared.send`; None: there is nothing behind the elements.
-        whole: real, of any floating dtypes and layouts; read now. On two levels equal on the ranks of a node.
-        peers: who takes part.
-        device: of the message.
-
-    Attributes:
-        parts: of the message: uint8, 1-d: the status, and 1/N of this rank's part of the whole tensors in `wide_dtype`,
-            padded to the longest part of the node.
-    """
-
-    def __init__(self, status: Tensor | None, whole: Signal | None, peers: Peers, device: torch.device) -> None:
-        whole, num = whole or {}, peers.num_participants
-        self._shapes, values = {name: tensor.shape for name, tensor in whole.items()}, list(whole.values())
-        self._peers, self._apart = peers, list[Tensor]()
-        self._work: MeanWork | None = None
-        if values and is_apart(sum(value.numel() for value in values) * FLOAT_BYTES, num):
-            self._apart, values = values, []
-        sections = [] if status is None else [status]
-        self._buckets = fill_buckets(tuple((value.dtype, value.numel()) for value in values)) if values else []
-        for dtype, members, sizes in self._buckets:
-            joined = allocate(sum(sizes), dtype, device)
-            fill_(joined, sizes, [values[index] for index in members], 1.0 / num)
-            part, longest = joined[peers.part(joined.numel())], peers.part(joined.numel(), 0).stop
-            sections.append(pad(part, (0, longest - part.numel())) if longest > part.numel() else part)
-        self._sections = [(section.dtype, section.numel()) for section in sections]
-        self.parts = [section.view(torch.uint8) for section in sections]
-
-    def begin(self) -> None:
-        """Begin the all-reduce, if there is one: after the message, which has the status."""
-        if self._apart:
-            control = constant((0.0,), torch.float32, self._apart[0].device)
-            self._work = MeanWork(self._apart, control, self._peers)
-
-    def read(self, received: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return the sum of the statuses, and the means by name: `wide_dtype`, in the shapes of the tensors.
-
-        Args:
-            received: `parts` of all ranks: uint8, shape (local ranks, participants, bytes).
-        """
-        sums, begin = list[Tensor](), 0
-        for dtype, group in groupby(self._sections, key=lambda section: section[0]):
-            numels = [numel for _, numel in group]
-            end = begin + sum(numels) * dtype.itemsize
-            rows = received[..., begin:end]
-            if any(number % dtype.itemsize for number in (rows.storage_offset(), *rows.stride()[:-1])):
-                rows = rows.clone(memory_format=torch.contiguous_format)
-            sums += rows.view(dtype).sum(1).split(numels, dim=1)
-            begin = end
-        if not sums:
-            return torch.empty(0), {}
-        status, *joined = sums
-        status = status[0] if len(status) == 1 else status.sum(0)
-        if self._work is not None:
-            return status, dict(zip(self._shapes, self._work.wait()[0], strict=True))
-        means = [status] * len(self._shapes)
-        for (_, members, sizes), parts in zip(self._buckets, joined, strict=True):
-            for index, mean in zip(members, split_front(parts.flatten(), sizes), strict=True):
-                means[index] = mean
-        return status, {n: mean.view(shape) for (n, shape), mean in zip(self._shapes.items(), means, strict=True)}
 
 
 ELEMENT_BYTES = 8  # a position in int32, a value in float32

@@ -38,9 +38,9 @@ from lightning_lowbw.kernels.dispatch import NO_KERNELS, Uses, blocks_for
 from lightning_lowbw.kernels.reference import SCALED
 from lightning_lowbw.kernels.tensors import allocate, copy_all_, split_front
 from lightning_lowbw.schedules.schedule import Schedule
+from lightning_lowbw.sync.beside import Beside
 from lightning_lowbw.sync.exchange import (
     Arrived,
-    Beside,
     Correction,
     DenseMean,
     LateMean,
