@@ -232,8 +232,7 @@ class Strategy(CheckpointedStrategy, DDPStrategy):
     def _end_step(self, worker: Synchronizer) -> None:
         self._has_stepped = True
         super()._end_step(worker)
-        if not self.trainer.lightning_module.automatic_optimization:  # the next backward pass is of the same batch
-            self._hook.prepare(self.workers)
+        self._hook.prepare(self.workers)  # in manual optimization the next backward pass is of the same batch
 
     # Checkpoints ------------------------------------------------------------------------------------------------
 
