@@ -2,6 +2,7 @@
 
     .venv/bin/python benchmarks/round_trips.py                     # about ten minutes on two quiet cores
     .venv/bin/python benchmarks/round_trips.py --before CHECKOUT   # in turn with another version of the package
+    .venv/bin/python benchmarks/round_trips.py --tasks large       # the rows of the others stay
 
 Two nodes in the lab, a core each, train the tasks of headline.py on three links: without limits, at 100 Mb/s, and at
 100 Mb/s with a round trip of 50 ms. The second adds the bytes, the third the round trips. Medians of the repetitions,
@@ -74,7 +75,7 @@ def work(job: dict[str, Any]) -> None:
 
 def report(rows: list[dict[str, Any]], environment: dict[str, Any]) -> None:
     """Write the table: of each task and method the seconds of its work, of its bytes, and the round trips."""
-    RESULTS.joinpath("round_trips.json").write_text(json.dumps({"environment": environment, "rows": rows}, indent=1))
+    (RESULTS / "round_trips.json").write_text(json.dumps({"environment": environment, "rows": rows}, indent=1))
     shown = [
         "# What a step waits for\n",
         " ".join(__doc__.split("\n\n")[-1].split()) + "\n",
@@ -106,7 +107,9 @@ def main() -> None:
     options = parser.parse_args()
     versions = {"this": str(Path(__file__).resolve().parents[1])}
     versions |= {"before": str(Path(options.before).resolve())} if options.before else {}
-    rows = []
+    path = RESULTS / "round_trips.json"
+    kept = json.loads(path.read_text())["rows"] if path.exists() else []
+    rows = [row for row in kept if row["task"] not in options.tasks]
     for task in options.tasks:
         for repetition in range(options.repetitions):
             for link, (rate, rtt_ms) in LINKS.items():
