@@ -59,7 +59,7 @@ from lightning_lowbw.method import Method
 from lightning_lowbw.presets import QuantizedGradients
 from lightning_lowbw.schedules.every_step import EveryStep
 
-HALF = "bfloat16"  # DDP that sums buckets in it
+HALF_DDP = "bfloat16"  # DDP that sums its buckets in it, as its users have it on a slow network
 DENSITIES = (0.001, 0.002, 0.004, 0.008, 0.016, 0.032, 0.064, 0.128, 0.256)
 LEAST_TIMES_SENT = 30
 LEAST_TIMES_SENT_ADAM = 60  # with 48, text from scratch lost 0.8 % in 800 steps, with 97 nothing
@@ -188,7 +188,7 @@ strategy=lowbw.Strategy(lowbw.Method(when=lowbw.EveryStep(rampup_begin_step=7, s
 
 def written(method: Method) -> str:
     """Return the code that selects a method, as it can be typed after ``import lightning_lowbw as lowbw``."""
-    names = {Where(): "ddp", Where(inter_dtype=HALF): HALF} if method.kind == "whole" else {}
+    names = {Where(): "ddp", Where(inter_dtype=HALF_DDP): HALF_DDP} if method.kind == "whole" else {}
     where = method.where if method.where.topology != "flat" else replace(method.where, algorithm=None)
     named = f'"{names[where]}"' if where in names else f"lowbw.Strategy({code_of(method, 'lowbw.')})"
     return f"strategy={named}"
@@ -241,7 +241,7 @@ def _warm_up(run: Run, density: float) -> tuple[list[float], int, int]:
 
 # What costs the same in every step, from the first one after the choice on; of the steps taken and the given method.
 EVERY_STEP: dict[str, Callable[[int, Method], Method]] = {
-    HALF: lambda _, given: Method(where=replace(given.where, inter_dtype="bfloat16")),
+    HALF_DDP: lambda _, given: Method(where=replace(given.where, inter_dtype="bfloat16")),
     "int8": lambda num_done, given: replace(QuantizedGradients(rampup_begin_step=num_done), where=given.where),
 }
 # In the order of how much they change the training. A reason in place of a candidate is shown to the user.
@@ -455,5 +455,5 @@ def predict(
     whole_s = cost_of(Method(where=given.where), shapes, cluster, step_s, others).seconds
     dense_s = step_s + whole_s if dense_s is None else dense_s
     # Of a measured wait some was hidden, or the model is wrong: in both cases half the bytes wait for about half of it.
-    add_s[HALF] *= (dense_s - step_s) / whole_s if whole_s > 0 else 1.0
+    add_s[HALF_DDP] *= (dense_s - step_s) / whole_s if whole_s > 0 else 1.0
     return Measured(step_s, dense_s, add_s, cluster.link)

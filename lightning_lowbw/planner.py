@@ -16,6 +16,7 @@ from lightning_lowbw.compress.top_k import TopK, small_numel
 from lightning_lowbw.cost_model import (
     CANDIDATES,
     FAST,
+    HALF_DDP,
     Candidate,
     Cluster,
     Cost,
@@ -35,7 +36,6 @@ from lightning_lowbw.presets import preset
 from lightning_lowbw.schedules.every_step import EveryStep
 
 SIDE = 1024  # of the matrices that stand for a model of which only the number of parameters is known
-HALF_DDP = "bfloat16"  # what the others are compared with: DDP as its users have it on a slow network
 FLAT = ("ddp", HALF_DDP, "float16", "int8", "int4", "powersgd", "dgc", "local_sgd", "diloco", "sparse_loco")
 BUDGET = EveryStep().budget
 LEVELS = "_hierarchical"
@@ -46,7 +46,7 @@ MAX_NODES = 1024
 COLOURS = {
     "fp16": "tab:red",
     "float16": "tab:red",
-    "bfloat16": "tab:red",
+    HALF_DDP: "tab:red",
     "int8": "tab:purple",
     "int4": "tab:pink",
     "powersgd": "tab:green",

@@ -26,6 +26,7 @@ from lightning_lowbw.cost_model import (
     DENSITIES,
     EVERY_STEP,
     FAST,
+    HALF_DDP,
     Candidate,
     Cluster,
     Measured,
@@ -310,7 +311,7 @@ def time_work(
             few_s, many_s = (time_s(Method(what=what.at(density)), sample) for density in (least, most))
             of_sent_s = max(0.0, many_s - few_s) / (sample * sample * (most - least))
             work_s |= {density: few_s + density * numels[0] * of_sent_s for density in DENSITIES}
-        elif name == "bfloat16":
+        elif name == HALF_DDP:
             work_s[name] = sum(numels) / (sample * sample) * time_rounding(sample * sample, device)
         elif name in EVERY_STEP:
             few_s, many_s = time_s(EVERY_STEP[name](0, given)), time_s(EVERY_STEP[name](0, given), sample)

@@ -415,11 +415,7 @@ class TopKExchange:
         return True
 
     def send(
-        self,
-        selected: dict[str, Sparse],
-        numels: Mapping[str, int],
-        status: Tensor | None = None,
-        whole: Signal | None = None,
+        self, selected: dict[str, Sparse], numels: Mapping[str, int], status: Tensor | None, whole: Signal | None
     ) -> Pending:
         """Send elements.
 
@@ -593,11 +589,7 @@ class ReduceScatterExchange(TopKExchange):
         return self.payload.collective(numels, self.peers.between.num_ranks) == "all_gather"
 
     def send(
-        self,
-        selected: dict[str, Sparse],
-        numels: Mapping[str, int],
-        status: Tensor | None = None,
-        whole: Signal | None = None,
+        self, selected: dict[str, Sparse], numels: Mapping[str, int], status: Tensor | None, whole: Signal | None
     ) -> Pending:
         """Sum at the owners: an all-to-all and an all-gather; blocking.
 

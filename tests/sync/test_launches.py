@@ -407,7 +407,7 @@ def count_reduce_scatter(monkeypatch: pytest.MonkeyPatch, num_ranks: int) -> Cou
     monkeypatch.setattr(Tensor, "tolist", counted("wait: tolist", Tensor.tolist))
     monkeypatch.setattr(sparse_sum, "upload", counted("upload", sparse_sum.upload))
     with Operations(count, "cpu"):
-        exchange.send(dict(zip(by_name, selected[0], strict=True)), by_name).wait()
+        exchange.send(dict(zip(by_name, selected[0], strict=True)), by_name, None, None).wait()
     return count
 
 
