@@ -126,6 +126,14 @@ def test_it_becomes_what_it_has_chosen_and_a_resume_keeps_it(case: str, tmp_path
         assert "as chosen before the checkpoint was saved. A resumed run does not choose again" in later.said[0]
 
 
+def test_a_resume_on_two_levels_keeps_hierarchical() -> None:
+    strategy = AutoStrategy(topology=2)
+    method = Method(where=strategy.method.where)
+    state = {"name": "hierarchical", "method": method.describe(), "last_s": 0.1}
+    assert strategy.auto.load_state_dict(state, strategy.method) == method
+    assert strategy.auto.chosen.name == "hierarchical"
+
+
 @on_ranks(2)
 def test_dgc_chooses_its_numbers_and_keeps_its_knobs() -> None:
     model = partial(Wide, partial(AdamW, lr=1e-3))
