@@ -1,6 +1,6 @@
 """What a step takes, taken apart: its work, its bytes, and how many round trips it waits.
 
-    .venv/bin/python benchmarks/round_trips.py                     # about ten minutes on two quiet cores
+    .venv/bin/python benchmarks/round_trips.py                     # about twenty minutes on two quiet cores
     .venv/bin/python benchmarks/round_trips.py --before CHECKOUT   # in turn with another version of the package
     .venv/bin/python benchmarks/round_trips.py --tasks large       # the rows of the others stay
 
@@ -76,11 +76,12 @@ def work(job: dict[str, Any]) -> None:
 def report(rows: list[dict[str, Any]], environment: dict[str, Any]) -> None:
     """Write the table: of each task and method the seconds of its work, of its bytes, and the round trips."""
     (RESULTS / "round_trips.json").write_text(json.dumps({"environment": environment, "rows": rows}, indent=1))
+    num = 1 + max(row["repetition"] for row in rows)
     shown = [
         "# What a step waits for\n",
         " ".join(__doc__.split("\n\n")[-1].split()) + "\n",
-        "A round trip of a message that is sent and answered; negative ones are noise. The bytes are those of the "
-        "interface of a node, headers included.\n",
+        f"{num} repetitions of {TIMED} steps. A round trip is that of a message that is sent and answered; negative "
+        "ones are noise. The bytes are those of the interface of a node, headers included.\n",
         "| task | method | version | work, ms | bytes, ms | waiting, ms | a step, ms | round trips | kB |",
         "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
     ]

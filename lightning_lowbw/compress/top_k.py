@@ -77,8 +77,8 @@ class TopK(Payload, key="top_k"):
         value_dtype: "float32", "bfloat16", "float16", "int8", "int4" or "int2", for the values on the wire; rounding
             errors are sent later. The integers number levels between the extremes of a block, see `compress.codec`;
             under the same names `Quantized` sends multiples of a scale.
-        min_numel: tensors with fewer elements are sent dense, all of them fused, in the same message. None: as
-            `small_numel` says.
+        min_numel: tensors with fewer elements are sent dense, all of them fused, in the same message where that is not
+            dear (`comm.peers.is_apart`). None: as `small_numel` says.
         exclude: names of parameters that are always sent dense; shell patterns such as ``"*.bias"``.
         decay: the factor of the residual from one round to the next, in [0, 1]; 1: no decay.
         mean_over: what a sum is divided by: all N participants ("ranks"), or the number that sent this element

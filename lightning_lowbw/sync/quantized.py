@@ -2,7 +2,8 @@
 
 Each rank writes the N parts of its vector in few bits and sends part j to rank j; rank j averages what it got, and
 sends the mean, in few bits as well, to all. Rounding errors stay in the residual of the rank that has rounded: those of
-the vector on every rank, those of the mean, times N, on the owner of the part.
+the vector on every rank, those of the mean, times N, on the owner of the part. Two ranks need no owners: each sends its
+vector to the other, and the mean is rounded no more.
 
 All tensors of a call are one vector, which is processed in ranges: on a CPU such that fit into the cache, where signal
 and residual are read once, residual and message written once. Only messages are allocated in the vector's size.
