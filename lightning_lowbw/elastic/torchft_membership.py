@@ -57,6 +57,9 @@ TORCHFT = "0.2.0"  # others speak another protocol
 LIGHTHOUSE = "TORCHFT_LIGHTHOUSE"  # torchft's own variable: the lighthouse's address
 HEARTBEAT_S = 0.25  # between two; the lighthouse takes a member for dead after 5 s, if not started otherwise
 CONNECT_S = 5.0  # to connect to the lighthouse, or to other members, who come at the same moment
+CHUNK_BYTES = 1 << 18  # of the state, which may take minutes
+STALL_S = 20.0  # for which a chunk is waited for, before its sender or receiver is taken for lost
+SAY_S = 10.0  # between two lines that tell how much of the state has come
 WAIT_S = 75.0  # of one request for a quorum. In the lighthouse each begins anew to wait for others, by default 60 s.
 OWN_DATA = frozenset({"row", "failures", "torchft"})  # of a member: what torchft has no field for
 POLL_S, RETRY_S, WARN_S = 1.0, 0.5, 60.0
@@ -288,21 +291,16 @@ class TorchftMembership:
         timeout_s = max(self.timeout_s, timeout_s_of(self.state_bytes, self.gbit_per_s, len(takers)))
         backend = self._group._get_backend(torch.device("cpu"))
         backend._set_default_timeout(timedelta(seconds=timeout_s))
-        state: Tensor | None = None
         healed = None
-        for index, taker in enumerate(takers):
-            giver = givers[index % len(givers)]
-            if rank == giver:
-                state = _packed(shared()) if state is None else state
-                _logger.info("Sending %.0f MB to %s.", state.nbytes / 1e6, names[taker])
-                for message in (torch.tensor([state.numel()]), state):
-                    backend.send([message], taker, 0).wait()
-            elif rank == taker:
-                size = torch.zeros(1, dtype=torch.int64)
-                backend.recv([size], giver, 0).wait()
-                state = torch.empty(int(size), dtype=torch.uint8)
-                backend.recv([state], giver, 0).wait()
-                healed = _unpacked(state)
+        of_this = [taker for index, taker in enumerate(takers) if givers[index % len(givers)] == rank]
+        if of_this:
+            state = _packed(shared())
+            _logger.info("Sending %.0f MB to %s.", state.nbytes / 1e6, ", ".join(names[taker] for taker in of_this))
+            for message in (torch.tensor([state.numel()]), *state.split(CHUNK_BYTES)):
+                for taker in of_this:
+                    backend.send([message], taker, 0).wait(timedelta(seconds=STALL_S))
+        elif rank in takers:
+            healed = _unpacked(_received(backend, givers[takers.index(rank) % len(givers)], timeout_s))
         return Quorum(latest, rank, names, healed, None if takers else tuple(member.row for member in members))
 
     def _connect(self, address: str, path: str, rank: int, size: int) -> None:
@@ -412,6 +410,30 @@ class _Lighthouse:
 
 
 # The state, without pickle --------------------------------------------------------------------------------------------
+
+
+def _received(backend: Any, giver: int, timeout_s: float) -> Tensor:
+    """Return the state that a member sends, in chunks: gloo has one timeout for each, and none for all.
+
+    Args:
+        backend: gloo.
+        giver: who sends.
+        timeout_s: in which it begins to.
+
+    Raises:
+        RuntimeError: it has stopped.
+    """
+    size = torch.zeros(1, dtype=torch.int64)
+    backend.recv([size], giver, 0).wait(timedelta(seconds=timeout_s))
+    state = torch.empty(int(size), dtype=torch.uint8)
+    said_s, num_received = time.monotonic(), 0
+    for chunk in state.split(CHUNK_BYTES):
+        backend.recv([chunk], giver, 0).wait(timedelta(seconds=STALL_S))
+        num_received += chunk.numel()
+        if time.monotonic() - said_s >= SAY_S:
+            said_s = time.monotonic()
+            _logger.info("Received %.0f of %.0f MB of the state.", num_received / 1e6, state.nbytes / 1e6)
+    return state
 
 
 def _packed(state: Mapping[str, Any]) -> Tensor:

@@ -113,12 +113,13 @@ def run_member(
 
     Args:
         options: of the membership, and of this loop: `rounds` to commit; `pause_s` between two; `act`: what happens in
-            the collective of the round number `act_in`, counted from 0; `patience_s` of each process.
+            the collective of the round number `act_in`, counted from 0; `patience_s` of each process; `size` of what is
+            averaged; `constants` of the module that are others.
     """
     rounds, pause_s = options.pop("rounds", 10**6), options.pop("pause_s", 0.05)
     act, act_in = options.pop("act", average), options.pop("act_in", 0)
     patience_s = options.pop("patience_s", [PATIENCE_S] * num_processes)
-    step, members, weights = 0, (), torch.full((SIZE,), float(options.pop("value", 0.0)))
+    step, members, weights = 0, (), torch.full((options.pop("size", SIZE),), float(options.pop("value", 0.0)))
 
     def tell(kind: str, value: Any = None) -> None:
         connection.send(Event(group, process, kind, step, members, value, time.monotonic()))

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from lightning_lowbw.elastic import torchft_membership
 from lightning_lowbw.lab import Network
 from lightning_lowbw.lab.network import INTERFACE
 from tests.elastic import members
@@ -91,3 +92,28 @@ def test_a_network_that_is_cut_in_two_has_no_two_trainings() -> None:
     between = [each for each in made.events if each.kind == "committed" and began_s < each.at_s < ended_s]
     assert {each.group for each in between} == {0, 1}
     assert {len(each.members) for each in between} <= {2}
+
+
+@pytest.mark.parametrize(
+    ("size", "bits_per_s", "constants"),
+    [
+        (members.SIZE, 4e6, {"CONNECT_S": 1.0, "STALL_S": 1.0, "CHUNK_BYTES": 1 << 14}),
+        pytest.param(50_000_000, 1e8, {}, marks=pytest.mark.slow),
+    ],
+)
+def test_a_state_arrives_that_takes_longer_than_any_of_its_timeouts(
+    size: int, bits_per_s: float, constants: dict[str, float]
+) -> None:
+    needs_s = size * 4 * 8 / bits_per_s
+    with Network([1e9, 1e9, 1e9, bits_per_s]) as network, members.groups(network) as made:
+        options = {"size": size, "gbit_per_s": bits_per_s / 1e9, "timeout_s": None, "constants": constants}
+        for group in range(2):
+            made.start(group, pause_s=0.5, **options)
+        made.committed(0, size=2)
+        made.start(2, **options)
+        healed = made.first(2, "healed")
+        assert healed.value > needs_s > 2 * constants.get("CONNECT_S", torchft_membership.CONNECT_S)
+        new = made.committed(2, size=3)
+        assert made.committed(0, new.step).value[0] == new.value[0]
+    lost = [event for event in made.events if event.kind in ("lost", "failed")]
+    assert not lost
