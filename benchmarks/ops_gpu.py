@@ -102,9 +102,8 @@ def prepare(device: torch.device) -> None:
     Status.read = staticmethod(read_echoed)  # type: ignore[method-assign]
 
 
-def read_echoed(numbers: Tensor, num_ranks: int) -> Status:
+def read_echoed(values: list[float], num_ranks: int) -> Status:
     """Read the sum of a status and its echoes, which have no marks of their own."""
-    values = numbers.tolist()
     return Status(values[: -2 * num_ranks], any(values[-2 * num_ranks : -num_ranks]), [0] * num_ranks)
 
 

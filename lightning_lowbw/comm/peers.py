@@ -590,10 +590,9 @@ def mean_over(tensors: Sequence[Tensor], peers: Ranks, device: torch.device) -> 
 
 def average_gradients_(
     parameters: Sequence[Parameter],
-    flags: Sequence[float],
     peers: Ranks,
     device: torch.device,
-    more: Tensor | None = None,
+    message_of: Callable[[list[float]], Tensor] | None = None,
 ) -> Tensor:
     """Replace the gradients of some parameters by their mean over ranks; one that no rank has stays None, as in DDP.
 
@@ -603,25 +602,23 @@ def average_gradients_(
     Collective: all ranks, with the same parameters; blocking.
 
     Args:
-        flags: numbers to be summed over the ranks beside it.
         peers: the ranks, all of them or those of a node.
         device: of the message.
-        more: added to the first flags; on the device.
+        message_of: makes what is summed over the ranks beside it, float32, 1-d, which begins with the given numbers:
+            whether this rank has each gradient. None if there is nothing else.
 
     Returns:
-        The sums of the flags; float32, shape (flags,). The device is waited for only where a gradient is None here.
+        The sum of the message. The device is waited for only where a gradient is None here.
     """
     gradients = [
         torch.zeros_like(p) if p.grad is None or p.grad.layout != torch.strided else p.grad for p in parameters
     ]
     # How many ranks have each one: of a gradient that nobody has the mean stays None, as in DDP.
     used = [float(p.grad is not None) for p in parameters]
-    message = upload([*flags, *used, 0.0], torch.float32, device)
-    if more is not None:
-        message[: more.numel()] += more
+    message = upload([*used, 0.0], torch.float32, device) if message_of is None else message_of(used)
     means, sums = MeanWork(gradients, message, peers).wait()
     if not all(used):  # where another rank has one
-        used = sums[len(flags) : -1].tolist()
+        used = sums[: len(used)].tolist()
     targets, sources = [], []
     for parameter, mean, num_used in zip(parameters, means, used, strict=True):
         if num_used and (parameter.grad is None or parameter.grad.layout == torch.strided):
@@ -629,7 +626,7 @@ def average_gradients_(
             targets.append(as_real(parameter.grad))
             sources.append(mean)
     copy_all_(targets, sources)
-    return sums[: len(flags)]
+    return sums
 
 
 @lru_cache(maxsize=64)

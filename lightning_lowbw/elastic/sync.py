@@ -509,7 +509,7 @@ class ElasticSync(LocalSync):
         if not this_round.weight:
             self._set_residuals(this_round.residuals)  # what was sent did not count
         means, numbers = average.wait_for_whole()
-        self.apply_average(average, means, Sums(*Status.read(numbers, self.peers.num_ranks).sums))
+        self.apply_average(average, means, Sums(*Status.read(numbers.tolist(), self.peers.num_ranks).sums))
         self._all.moved = {}
         if work is not None and this_round.weight:
             self._averaged = _Averaged(self.num_averages, work, self.tokens, this_round.residuals)

@@ -31,8 +31,6 @@ class Sums(NamedTuple):
         num_losses: ranks that have a loss.
         loss: of these; inf where one is not positive.
         lr: learning rates.
-        num_stop: requests to stop.
-        num_save: requests to save.
         num_resized: ranks on which a buffer has another shape than was agreed on.
     """
 
@@ -40,12 +38,10 @@ class Sums(NamedTuple):
     num_losses: float = 0.0
     loss: float = 0.0
     lr: float = 0.0
-    num_stop: float = 0.0
-    num_save: float = 0.0
     num_resized: float = 0.0
 
 
-NUM_LOSSES, LOSS, NUM_STOP, NUM_SAVE = map(Sums._fields.index, ("num_losses", "loss", "num_stop", "num_save"))
+NUM_LOSSES, LOSS = map(Sums._fields.index, ("num_losses", "loss"))
 
 
 def average_status(

@@ -46,13 +46,12 @@ from lightning_lowbw.sync.consensus import saved
 from lightning_lowbw.sync.exchange import Faulty, Mean, Prepared, WholeExchange, exchange_for
 from lightning_lowbw.sync.state import check_order, check_origin, origin, own_part
 from lightning_lowbw.sync.status import (
-    SAVE,
-    STOP,
     Fault,
     Faults,
     Status,
     any_of,
     first_fault,
+    flags_of_node,
     make_mark,
     overflow,
     status_message,
@@ -204,7 +203,7 @@ class GradientSync(Synchronizer):
         if self.reduces_in_node:
             others = [row.parameter for row in self._rows if row.parameter not in reduced]
             if others:
-                average_gradients_(others, [], self.peers.node, others[0].device)
+                average_gradients_(others, self.peers.node, others[0].device)
 
     def takes_reduced(self, reduced: Collection[Parameter]) -> bool:
         is_whole = self.compressed is None and self.method.what is self._made_for and self.peers.num_ranks > 1
@@ -310,7 +309,7 @@ class GradientSync(Synchronizer):
             exact = self.is_sparse or self.method.where.inter_dtype == "float32"
             mean, numbers, _ = WholeExchange(self.peers, exact=exact).prepare(whole).send(message).wait()
             means = mean.dense()
-        status = Status.read(numbers, self.peers.num_ranks)
+        status = Status.read(numbers.tolist(), self.peers.num_ranks)
         self.agree_on(status.requests)
         if not self._is_agreed(status, skip_nonfinite):
             return False
@@ -419,8 +418,8 @@ class GradientSync(Synchronizer):
         weights = (row.parameter for row in self._rows) if compares else None
         requests: Tensor | int = self.requests
         if self.node_flags is not None:
-            found, stop, save, last, minus_first = self.node_flags.unbind()
-            fault, requests = found + last + minus_first, STOP * stop + SAVE * save
+            found, differ, requests = flags_of_node(self.node_flags)
+            fault = found + differ
         mark = make_mark(self.batch, weights, requests)
         return status_message(used, fault, mark, peers.rank, peers.num_ranks, fault.device)
 

@@ -22,6 +22,7 @@ communication", arXiv 2501.18512, algorithm 2.
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -68,17 +69,15 @@ from lightning_lowbw.sync.state import check_replica, load_replica_, replica_sta
 from lightning_lowbw.sync.status import (
     Faults,
     Status,
-    StepStatus,
-    counts_of,
     first_fault,
+    flags_of_node,
     make_mark,
-    requests_of,
-    requests_of_node,
-    step_flags,
+    status_message,
 )
 from lightning_lowbw.sync.synchronizer import Configuration, Synchronizer, raise_fault
 
 _logger = logging.getLogger(LOGGER)
+NUM_ENDED, NUM_DECAYED = -2, -1  # sums in the status of a synchronous step: ranks of ended data, of a fallen rate
 
 
 class LocalSync(Synchronizer):
@@ -122,7 +121,8 @@ class LocalSync(Synchronizer):
         self.begin_epoch()
         self.before_average: Callable[[LocalSync], None] = lambda _: None
         self._reduced: frozenset[Parameter] = frozenset()
-        self._unread: StepStatus | None = None
+        # Of the last synchronous step: its number, and what waits for its status. Read in a later one.
+        self._unread: tuple[int, Callable[[], Status]] | None = None
         self.phase, self.loss = Phase(), RunningLoss()
         self._rate_of = Rates()
         method.what.check_names(self.params.names())
@@ -230,41 +230,51 @@ class LocalSync(Synchronizer):
             self._unread = None  # a schedule that was replaced; its requests go with the next average
             self.begin_local()
             if self.reduces_in_node and averaged:
-                average_gradients_(averaged, [], self.peers.node, self.device)
+                average_gradients_(averaged, self.peers.node, self.device)
             return
         before = self._read_status()
-        of_node = None if self.node_flags is None else requests_of_node(self.node_flags, before)
-        flags = step_flags(
-            *(self.requests if of_node is None else 0, self.batch, self.peers.rank, self.peers.num_ranks),
-            has_decayed=self.phase.has_decayed(self._lr),
-            has_ended=self.has_ended,
-        )
-        sums = average_gradients_(averaged, flags, self.peers, self.device, of_node)
-        self._unread = StepStatus(self.step, download(sums))
+        message_of = partial(self._step_status, before)
+        read = download(average_gradients_(averaged, self.peers, self.device, message_of))
+        self._unread = self.step, functools.cache(lambda: Status.read(read(), self.peers.num_ranks))
         self.peers.count_dense(sum(p.nbytes for p in averaged))
         # The epoch ends with this step if the data of all ranks have: a rank whose own have not need not wait.
-        self.all_have_ended = self.has_ended and self._unread.have_ended
+        self.all_have_ended = self.has_ended and self._unread[1]().sums[NUM_ENDED] == self.peers.num_ranks
         if self.phase.is_local(self.when, self.step + 1):  # a local step has no status
             self._read_status(before)
+
+    def _step_status(self, before: int, used: list[float]) -> Tensor:
+        """Return this rank's status of a synchronous step; a fault is that the batches of its node differ.
+
+        Args:
+            before: requests that have been read in this step.
+            used: whether this rank has each gradient.
+        """
+        fault: Tensor | float = 0.0
+        requests: Tensor | int = self.requests
+        if self.node_flags is not None:
+            _, fault, requests = flags_of_node(self.node_flags, before)
+        sums = [*used, float(self.has_ended), float(self.phase.has_decayed(self._lr))]
+        mark = make_mark(self.batch, None, requests)
+        return status_message(sums, fault, mark, self.peers.rank, self.peers.num_ranks, self.device)
 
     def _read_status(self, before: int = 0) -> int:
         """Read what the ranks have said in the last synchronous step; return their requests, but for those `before`."""
         self._note_decay()
-        status, self._unread = self._unread, None
-        if status is None:
+        if self._unread is None:
             return 0
-        if not status.is_at_one_batch:
+        status, self._unread = self._unread[1](), None
+        if status.is_faulty or not status.is_at_one_step:
             raise_at_other_batches(self.batch, self.step, self.fault_group)
         self.agree_on(before | status.requests)
         return status.requests
 
     def _note_decay(self) -> None:
         """Begin the local steps after the coming one, if the learning rate had fallen in the last synchronous one."""
-        status = self._unread
-        if self.when.begin_step != FIRST_LR_DECAY or status is None or not status.has_decayed:
+        if self.when.begin_step != FIRST_LR_DECAY or self._unread is None:
             return
-        if self.phase.begin_at(status.step + 2) and self.peers.rank == 0:
-            _logger.info("The learning rate has fallen: synchronous up to step %d, then local.", status.step + 2)
+        step, read = self._unread
+        if read().sums[NUM_DECAYED] and self.phase.begin_at(step + 2) and self.peers.rank == 0:
+            _logger.info("The learning rate has fallen: synchronous up to step %d, then local.", step + 2)
 
     @property
     def _lr(self) -> float:
@@ -366,10 +376,10 @@ class LocalSync(Synchronizer):
         faults = self.faults_of(parameters)
         # A mean of weights makes replicas equal from any start; changes need the same consensus on all ranks.
         starts = (self.replica.start[p] for p in parameters) if self.needs_start else None
-        mark = make_mark(self.step + self.batch, starts)
+        mark = make_mark(self.step + self.batch, starts, self.requests)
         # What it sends of buffers is of the agreed shapes, whatever they are now.
         is_resized = fragment.takes_buffers and bool(self.buffers.changed())
-        own = float(self.has_ended), 0.0, 0.0, self._lr, *counts_of(self.requests), float(is_resized)
+        own = float(self.has_ended), 0.0, 0.0, self._lr, float(is_resized)
         status = average_status(Sums(*own), self.loss.mean(), faults.any(self.device), mark, self.peers, self.device)
         average = self.begin_average(parameters, status, takes_buffers=fragment.takes_buffers)
         average.faults = faults
@@ -382,7 +392,7 @@ class LocalSync(Synchronizer):
 
         Wire:
             What the payload does not send, and the floating buffers that differ, in float32 (or wider), with a status
-            of 7 numbers and 2 per rank; and the messages of the payload, which contain the status if they are all.
+            of 5 numbers and 2 per rank; and the messages of the payload, which contain the status if they are all.
         """
         # signal: D = x - x0 of what the payload sends; x of the rest, and the changes of buffers.
         replica, exchange = self.replica, self.compressed
@@ -413,7 +423,7 @@ class LocalSync(Synchronizer):
         try:
             # wait: not a step late, as in synchronous steps. An inf of one rank must change no weight of the others.
             means, numbers = average.wait_for_whole()
-            status = Status.read(numbers, num_ranks)
+            status = Status.read(numbers.tolist(), num_ranks)
             sums = Sums(*status.sums)
             check_marks(status, average, batch=self.batch, step=self.step, group=self.peers.group)
             if status.is_faulty:
@@ -424,7 +434,7 @@ class LocalSync(Synchronizer):
             self.abandon()
             raise
         fragment.work = None
-        self.agree_on(requests_of(sums.num_stop, sums.num_save))
+        self.agree_on(status.requests)
         # Fragments of the last epoch may arrive in this one.
         self.all_have_ended = sums.num_ended >= num_ranks and average.step > self._epoch_start
         loss = sums.loss / max(sums.num_losses, 1.0)

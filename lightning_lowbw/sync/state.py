@@ -22,8 +22,9 @@ from lightning_lowbw.errors import WITHOUT_RESIDUALS, ConfigurationError
 from lightning_lowbw.kernels.tensors import Order, as_real, order_of
 from lightning_lowbw.sync.consensus import saved
 from lightning_lowbw.sync.exchange import Deferred, DenseMean
-from lightning_lowbw.sync.fragments import NUM_SAVE, NUM_STOP, Average, unsent_of
+from lightning_lowbw.sync.fragments import Average, Sums, unsent_of
 from lightning_lowbw.sync.replica import Replica
+from lightning_lowbw.sync.status import MODULUS
 
 Named = dict[str, Tensor]
 
@@ -201,7 +202,7 @@ def _loaded_average(
 ) -> Average:
     """Return a saved average, without requests to processes that have ended."""
     status = state["status"].to(device, copy=True)
-    status[[NUM_STOP, NUM_SAVE]] = 0.0  # or the resumed run would end, or save, with this average
+    status[len(Sums._fields) :] %= MODULUS**2  # of marks: or the resumed run would end, or save, with this average
     means, changes = loaded(state["means"], device), loaded(state["changes"], device)
     return Average(
         *(state["step"], [parameters[name] for name in state["parameters"]], takes_buffers),

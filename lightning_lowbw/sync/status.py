@@ -2,13 +2,12 @@
 
 Some numbers are sums (the number of ranks that have a gradient, the mean loss, the number of requests to stop). Then
 each rank has two elements of its own: whether it has found a fault, such as an inf in a gradient, and a mark, which is
-equal on all ranks at the same step with the same weights. If requests to stop or to save are not among the sums, they
-are the bits above the mark, and need no extra bytes.
+equal on all ranks at the same step with the same weights. Requests to stop or to save are the bits above the mark.
 
 A fault is one bit. What it is, and of which tensor, is gathered only after some rank has one (`first_fault`).
 
 Where ranks must agree and exchange nothing else, for instance after a step whose gradients DDP reduces, they exchange
-`flags` alone.
+`flags`, of which the maximum is read. That of the shards of a node becomes part of their status without a wait.
 """
 
 from __future__ import annotations
@@ -50,13 +49,12 @@ class Status:
     requests: int = 0
 
     @classmethod
-    def read(cls, numbers: Tensor, num_ranks: int) -> Status:
-        """Read the sum of the ranks' messages; the one wait for the device.
+    def read(cls, values: list[float], num_ranks: int) -> Status:
+        """Read the sum of the ranks' messages.
 
         Raises:
             ValueError: they contain numbers that no rank can have written; on all ranks that have received the same.
         """
-        values = numbers.tolist()
         sums, faults, marks = values[: -2 * num_ranks], values[-2 * num_ranks : -num_ranks], values[-num_ranks:]
         are_whole = all(abs(value) < EXACT and value == round(value) for value in (*faults, *marks))
         if not (are_whole and all(0 <= mark < MODULUS**2 * ALL for mark in marks)):
@@ -65,6 +63,11 @@ class Status:
             raise ValueError(f"A damaged status, or a NaN in what the ranks have counted: {sums}.")
         requests, own_marks = zip(*(divmod(round(mark), MODULUS**2) for mark in marks), strict=True)
         return cls(sums, any(faults), list(own_marks), functools.reduce(operator.or_, requests))
+
+    @property
+    def is_at_one_step(self) -> bool:
+        """Whether all ranks have the same count, of steps or batches, in their marks."""
+        return not self.differences()[0]
 
     def differences(self) -> tuple[str, str]:
         """Return the counts and the checksums in the marks of all ranks, for an error; each empty if all are equal."""
@@ -108,16 +111,6 @@ def make_mark(count: int, weights: Iterable[Tensor] | None, requests: Tensor | i
 # Requests -------------------------------------------------------------------------------------------------------------
 
 
-def counts_of(requests: int) -> list[float]:
-    """Return what a rank adds to the sums of a message: whether it has requested to stop, and to save."""
-    return [float(bool(requests & each)) for each in (STOP, SAVE)]
-
-
-def requests_of(num_stop: float, num_save: float) -> int:
-    """Return the requests, if the sums of a message contain the number of ranks with each."""
-    return STOP * (num_stop > 0) | SAVE * (num_save > 0)
-
-
 def flags(requests: int, device: torch.device, fault: Tensor | None = None, batch: int = 0) -> Tensor:
     """Return a message without sums and marks: float32, shape (5,); its maximum over ranks is read by `read_flags`.
 
@@ -128,7 +121,8 @@ def flags(requests: int, device: torch.device, fault: Tensor | None = None, batc
         batch: the number of this rank's batch.
     """
     batch %= MODULUS
-    message = upload([0.0, *counts_of(requests), float(batch), -float(batch)], torch.float32, device)
+    asked = [float(bool(requests & request)) for request in (STOP, SAVE)]
+    message = upload([0.0, *asked, float(batch), -float(batch)], torch.float32, device)
     if fault is not None:
         message[0] = fault
     return message
@@ -138,79 +132,19 @@ def read_flags(message: Tensor) -> tuple[bool, int, bool]:
     """Return whether any rank has a fault, the requests of all, and whether all are at one batch; waits for the
     device."""
     fault, num_stop, num_save, last, first = message.tolist()
-    return bool(fault), requests_of(num_stop, num_save), last == -first
+    return bool(fault), STOP * (num_stop > 0) | SAVE * (num_save > 0), last == -first
 
 
-# Synchronous steps of replicas ----------------------------------------------------------------------------------------
-
-
-def step_flags(
-    requests: int, batch: int, rank: int, num_ranks: int, *, has_decayed: bool, has_ended: bool
-) -> list[float]:
-    """Return what a rank says in a synchronous step; the sum over ranks is read by `StepStatus`.
+def flags_of_node(message: Tensor, read_before: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    """Return what a rank says for its node in its status: whether a shard has a fault, whether the batches of the
+    shards differ (positive where they do), and the requests; scalars on the device, without a wait.
 
     Args:
-        requests: of this rank.
-        batch: the number of its batch.
-        rank: its number.
-        num_ranks: of all.
-        has_decayed: whether its learning rate has fallen.
-        has_ended: whether its data have ended; then the number of the batch is negative.
-    """
-    batches = [0.0] * num_ranks
-    batches[rank] = float(batch % EXACT) * (-1.0 if has_ended else 1.0)
-    return [*counts_of(requests), float(has_decayed), *batches]
-
-
-def requests_of_node(flags: Tensor, read_before: int) -> Tensor:
-    """Return what is added to `step_flags` where a model is sharded: the requests of the node.
-
-    Args:
-        flags: maximum over the node, of `flags`.
+        message: the maximum of the node's `flags`.
         read_before: requests that have been read in this step, which the node had not when it made them.
     """
-    _, stop, save, last, minus_first = flags.unbind()
-    # Not finite where the batches of the node differ.
-    return torch.stack([stop, save * (not read_before & SAVE)]) / (last == -minus_first)
-
-
-@dataclass(frozen=True)
-class StepStatus:
-    """What the ranks have said in a synchronous step. It is read in a later one, so that the host need not wait.
-
-    Attributes:
-        step: in which it was.
-        read: returns the numbers; waits for the device.
-    """
-
-    step: int
-    read: Callable[[], list[float]]
-
-    @functools.cached_property
-    def sums(self) -> list[float]:
-        """The numbers, read once."""
-        return self.read()
-
-    @property
-    def requests(self) -> int:
-        """Those of all ranks."""
-        return requests_of(*self.sums[:2])
-
-    @property
-    def has_decayed(self) -> bool:
-        """Whether the learning rate of any rank has fallen."""
-        return self.sums[2] > 0
-
-    @property
-    def have_ended(self) -> bool:
-        """Whether the data of all ranks have."""
-        return max(self.sums[3:]) < 0
-
-    @property
-    def is_at_one_batch(self) -> bool:
-        """Whether all ranks are."""
-        num_stop, _, _, *batches = self.sums
-        return math.isfinite(num_stop) and len(set(map(abs, batches))) == 1
+    fault, stop, save, last, minus_first = message.unbind()
+    return fault, last + minus_first, STOP * stop + (0 if read_before & SAVE else SAVE) * save
 
 
 # Faults ---------------------------------------------------------------------------------------------------------------

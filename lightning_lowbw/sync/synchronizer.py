@@ -322,7 +322,8 @@ class Synchronizer:
             return
         faults = self.late_faults()
         message = status_message((), faults.any(self.device), 0, peers.rank, peers.num_ranks, self.device)
-        status = Status.read(WholeExchange(peers).prepare({}).send(message).wait().status, peers.num_ranks)
+        numbers = WholeExchange(peers).prepare({}).send(message).wait().status.tolist()
+        status = Status.read(numbers, peers.num_ranks)
         if status.is_faulty:
             raise_fault(first_fault(faults.first(), self.fault_group))
         self.forget_late_faults()

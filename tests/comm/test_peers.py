@@ -139,7 +139,8 @@ def fuses_means(peers: Peers, nodes: Any) -> None:
             torch.testing.assert_close(mean, torch.stack([vector_of(rank, numel) for rank in ranks]).mean(0))
         parameters = [Parameter(torch.zeros(3)), Parameter(torch.zeros(2))]
         parameters[0].grad = torch.full((3,), float(peers.rank))
-        assert average_gradients_(parameters, [1.0], who, torch.device("cpu")).tolist() == [len(ranks)]
+        sums = average_gradients_(parameters, who, torch.device("cpu"), lambda used: torch.tensor([*used, 1.0]))
+        assert sums.tolist() == [len(ranks), 0.0, len(ranks)]
         assert parameters[0].grad.tolist() == pytest.approx([sum(ranks) / len(ranks)] * 3)
         assert parameters[1].grad is None
 

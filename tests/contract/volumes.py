@@ -93,7 +93,7 @@ class Volumes:
         taken = [] if isinstance(self.what, Whole) else list(numels.values())
         if isinstance(self.what, TopK):
             taken = [numel for name, numel in numels.items() if self.what.compresses(name, numel, 1)]
-        words = sum(numels.values()) - sum(taken) + BUFFERS * with_buffers + 7 + 2 * self.row.num_ranks
+        words = sum(numels.values()) - sum(taken) + BUFFERS * with_buffers + 5 + 2 * self.row.num_ranks
         if isinstance(self.what, TopK):
             return self.whole(words) + self.sparse(self.what, taken, None)
         return self.whole(words) + (self.compressed(numels) if taken else 0)
@@ -107,7 +107,7 @@ class Volumes:
             turns: after which step, from 1, which fragment's average is begun, and after which it is applied.
         """
         assert isinstance(when.begin_step, int)
-        synchronous = self.whole(NUMEL + len(NUMELS) + 4 + self.row.num_ranks)
+        synchronous = self.whole(NUMEL + len(NUMELS) + 2 + 2 * self.row.num_ranks)
         by_step = [synchronous if step < when.begin_step else 0 for step in range(num_steps)]
         # What differs, of three buffers: all do; and where changes of floating ones are measured from.
         by_step[max(0, when.begin_step - 1)] += all_reduce_bytes(2 * INT_BYTES * (1 + 3), self.row.num_ranks)
