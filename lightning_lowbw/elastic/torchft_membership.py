@@ -32,7 +32,7 @@ import struct
 import threading
 import time
 import uuid
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import suppress
@@ -57,12 +57,13 @@ TORCHFT = "0.2.0"  # others speak another protocol
 LIGHTHOUSE = "TORCHFT_LIGHTHOUSE"  # torchft's own variable: the lighthouse's address
 HEARTBEAT_S = 0.25  # between two; the lighthouse takes a member for dead after 5 s, if not started otherwise
 CONNECT_S = 5.0  # to connect to the lighthouse, or to other members, who come at the same moment
-CHUNK_BYTES = 1 << 18  # of the state, which may take minutes
+CHUNK_BYTES, AT_ONCE = 1 << 18, 32  # of the state, which may take minutes; as many as an ocean holds
 STALL_S = 20.0  # for which a chunk is waited for, before its sender or receiver is taken for lost
 SAY_S = 10.0  # between two lines that tell how much of the state has come
 WAIT_S = 75.0  # of one request for a quorum. In the lighthouse each begins anew to wait for others, by default 60 s.
 OWN_DATA = frozenset({"row", "failures", "torchft"})  # of a member: what torchft has no field for
 POLL_S, RETRY_S, WARN_S = 1.0, 0.5, 60.0
+SILENT_S = 6  # after which a machine is taken for lost: nothing confirms what was sent, or that it is there
 GONE_S = 20.0  # after which a group with this one's name is not this one, before it was restarted
 SIOCGIFADDR = 0x8915  # Linux: the address of an interface
 MIN_TIMEOUT_S = 10.0  # for pauses of an operating system and of a link
@@ -296,11 +297,15 @@ class TorchftMembership:
         if of_this:
             state = _packed(shared())
             _logger.info("Sending %.0f MB to %s.", state.nbytes / 1e6, ", ".join(names[taker] for taker in of_this))
-            for message in (torch.tensor([state.numel()]), *state.split(CHUNK_BYTES)):
-                for taker in of_this:
-                    backend.send([message], taker, 0).wait(timedelta(seconds=STALL_S))
+            for taker in of_this:
+                backend.send([torch.tensor([state.numel()])], taker, 0).wait(timedelta(seconds=STALL_S))
+            _transfer(lambda chunk: [backend.send([chunk], taker, 0) for taker in of_this], state)
         elif rank in takers:
-            healed = _unpacked(_received(backend, givers[takers.index(rank) % len(givers)], timeout_s))
+            giver, size = givers[takers.index(rank) % len(givers)], torch.zeros(1, dtype=torch.int64)
+            backend.recv([size], giver, 0).wait(timedelta(seconds=timeout_s))
+            state = torch.empty(int(size), dtype=torch.uint8)
+            _transfer(lambda chunk: [backend.recv([chunk], giver, 0)], state)
+            healed = _unpacked(state)
         return Quorum(latest, rank, names, healed, None if takers else tuple(member.row for member in members))
 
     def _connect(self, address: str, path: str, rank: int, size: int) -> None:
@@ -317,6 +322,8 @@ class TorchftMembership:
         backend = gloo(prefixed, rank, size, options)
         _of_group.clear()
         _of_group.update(_open_sockets() - before)
+        for descriptor, _ in _of_group:
+            _watch(descriptor)
         group = dist.ProcessGroup(prefixed, rank, size)
         group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
         for device in ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",):
@@ -412,28 +419,26 @@ class _Lighthouse:
 # The state, without pickle --------------------------------------------------------------------------------------------
 
 
-def _received(backend: Any, giver: int, timeout_s: float) -> Tensor:
-    """Return the state that a member sends, in chunks: gloo has one timeout for each, and none for all.
+def _transfer(begin: Callable[[Tensor], list[Any]], state: Tensor) -> None:
+    """Send or receive a state in chunks: gloo has one timeout for each, and none for all.
 
     Args:
-        backend: gloo.
-        giver: who sends.
-        timeout_s: in which it begins to.
+        begin: to send or receive a chunk.
+        state: its bytes.
 
     Raises:
-        RuntimeError: it has stopped.
+        RuntimeError: another member has stopped.
     """
-    size = torch.zeros(1, dtype=torch.int64)
-    backend.recv([size], giver, 0).wait(timedelta(seconds=timeout_s))
-    state = torch.empty(int(size), dtype=torch.uint8)
-    said_s, num_received = time.monotonic(), 0
-    for chunk in state.split(CHUNK_BYTES):
-        backend.recv([chunk], giver, 0).wait(timedelta(seconds=STALL_S))
-        num_received += chunk.numel()
+    works, said_s = deque[Any](), time.monotonic()
+    for number, chunk in enumerate(state.split(CHUNK_BYTES)):
+        works.extend(begin(chunk))
+        while len(works) > AT_ONCE:  # else each would take a round trip
+            works.popleft().wait(timedelta(seconds=STALL_S))
         if time.monotonic() - said_s >= SAY_S:
-            said_s = time.monotonic()
-            _logger.info("Received %.0f of %.0f MB of the state.", num_received / 1e6, state.nbytes / 1e6)
-    return state
+            said_s, moved_bytes = time.monotonic(), number * CHUNK_BYTES
+            _logger.info("%.0f of %.0f MB of the state are transferred.", moved_bytes / 1e6, state.nbytes / 1e6)
+    for work in works:
+        work.wait(timedelta(seconds=STALL_S))
 
 
 def _packed(state: Mapping[str, Any]) -> Tensor:
@@ -463,6 +468,15 @@ def _open_sockets() -> set[tuple[int, int]]:
             if stat.S_ISSOCK(status.st_mode):
                 found.add((int(name), status.st_ino))
     return found
+
+
+def _watch(descriptor: int) -> None:
+    """Let a connection fail soon after the other machine has vanished, which sends no end of it."""
+    with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:  # of another kind than TCP
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        settings = {"TCP_KEEPIDLE": SILENT_S // 2, "TCP_KEEPINTVL": 1, "TCP_KEEPCNT": SILENT_S // 2}
+        for name, value in {**settings, "TCP_USER_TIMEOUT": 1000 * SILENT_S}.items():
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
 def _close_in_child() -> None:

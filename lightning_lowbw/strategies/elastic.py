@@ -171,7 +171,8 @@ class ElasticStrategy(Strategy):
     def _make_peers(self, group: dist.ProcessGroup | None) -> None:
         model = self.lightning_module
         assert model is not None
-        numel = sum(tensor.numel() for tensor in (*model.parameters(), *model.buffers()))
+        trained = filter(lambda parameter: parameter.requires_grad, model.parameters())
+        numel = sum(tensor.numel() for tensor in (*trained, *model.buffers()))
         copies = self.method.when.num_copies(keeps_start=True)
         state_bytes = 4 * numel * copies * self.world_size  # each process sends it all
         self.peers = self._worker_peers = Members(self.make_membership(state_bytes), self.ledger)

@@ -114,10 +114,10 @@ def run_member(
     Args:
         options: of the membership, and of this loop: `rounds` to commit; `pause_s` between two; `act`: what happens in
             the collective of the round number `act_in`, counted from 0; `patience_s` of each process; `size` of what is
-            averaged; `constants` of the module that are others.
+            averaged; `late_s`, by which it comes late to the first collective; `constants` of the module.
     """
     rounds, pause_s = options.pop("rounds", 10**6), options.pop("pause_s", 0.05)
-    act, act_in = options.pop("act", average), options.pop("act_in", 0)
+    act, act_in, late_s = options.pop("act", average), options.pop("act_in", 0), options.pop("late_s", 0.0)
     patience_s = options.pop("patience_s", [PATIENCE_S] * num_processes)
     step, members, weights = 0, (), torch.full((options.pop("size", SIZE),), float(options.pop("value", 0.0)))
 
@@ -154,7 +154,8 @@ def run_member(
                 weights = quorum.healed["weights"]
                 tell("healed", took_s)
             in_it, act_in = average if act_in else act, act_in - 1
-            mean = weights
+            time.sleep(late_s)
+            mean, late_s = weights, 0.0
             try:
                 mean = membership.collective(partial(in_it, weights, quorum.rank))
             except RuntimeError as error:

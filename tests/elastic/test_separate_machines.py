@@ -97,7 +97,7 @@ def test_a_network_that_is_cut_in_two_has_no_two_trainings() -> None:
 @pytest.mark.parametrize(
     ("size", "bits_per_s", "constants"),
     [
-        (members.SIZE, 4e6, {"CONNECT_S": 1.0, "STALL_S": 1.0, "CHUNK_BYTES": 1 << 14}),
+        (members.SIZE, 4e6, {"CONNECT_S": 1.0, "STALL_S": 1.0, "CHUNK_BYTES": 1 << 13}),
         pytest.param(50_000_000, 1e8, {}, marks=pytest.mark.slow),
     ],
 )
@@ -105,7 +105,7 @@ def test_a_state_arrives_that_takes_longer_than_any_of_its_timeouts(
     size: int, bits_per_s: float, constants: dict[str, float]
 ) -> None:
     needs_s = size * 4 * 8 / bits_per_s
-    with Network([1e9, 1e9, 1e9, bits_per_s]) as network, members.groups(network) as made:
+    with Network([1e9, 1e9, 1e9, bits_per_s], rtt_ms=100.0) as network, members.groups(network) as made:
         options = {"size": size, "gbit_per_s": bits_per_s / 1e9, "timeout_s": None, "constants": constants}
         for group in range(2):
             made.start(group, pause_s=0.5, **options)
@@ -113,7 +113,21 @@ def test_a_state_arrives_that_takes_longer_than_any_of_its_timeouts(
         made.start(2, **options)
         healed = made.first(2, "healed")
         assert healed.value > needs_s > 2 * constants.get("CONNECT_S", torchft_membership.CONNECT_S)
+        assert healed.value < 2 * needs_s + 5.0, "a chunk waits for no round trip of the one before"
         new = made.committed(2, size=3)
         assert made.committed(0, new.step).value[0] == new.value[0]
     lost = [event for event in made.events if event.kind in ("lost", "failed")]
     assert not lost
+
+
+def test_a_machine_that_vanishes_in_a_collective_costs_seconds_whatever_the_timeout() -> None:
+    with Network([1e9, 1e9, 1e9, 4e6]) as network, members.groups(network) as made:
+        for group in range(3):
+            made.start(group, timeout_s=members.PATIENCE_S)
+        made.committed(2, size=3)  # a collective takes 2 s, and the pause before it 0.05 s
+        time.sleep(0.5)
+        cut(network, (3,), (0, 1, 2), "replace")
+        cut_s = time.monotonic()
+        went_on = made.committed(0, size=2, after_s=cut_s)
+        assert made.first(0, "lost", after_s=cut_s).at_s - cut_s < 2 * torchft_membership.SILENT_S
+        assert went_on.at_s - cut_s < 5 * torchft_membership.SILENT_S

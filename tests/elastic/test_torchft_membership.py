@@ -94,6 +94,15 @@ def test_who_hangs_in_a_collective_costs_the_timeout_and_is_healed() -> None:
         assert made.committed(0, new.step).value[0] == new.value[0]
 
 
+def test_who_comes_late_to_a_collective_is_not_taken_for_lost() -> None:
+    options = {"constants": {"SILENT_S": 2}, "timeout_s": LONG_S}
+    with members.groups(min_replicas=2) as made:
+        made.start(0, rounds=2, **options)
+        made.start(1, rounds=2, late_s=5.0, **options)
+        assert made.committed(0, 2).at_s - made.committed(0, 1).at_s < 5.0
+    assert not [event for event in made.events if event.kind == "lost"]
+
+
 def test_a_restarted_lighthouse_is_found_again_while_a_member_waits_for_another() -> None:
     with members.groups(min_replicas=2) as made:
         made.start(0)
