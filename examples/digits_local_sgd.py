@@ -22,6 +22,10 @@ from lightning_lowbw.zoo import DigitsClassifier, DigitsData
 class Averages(Callback):
     """Print how many averages there were, and how far this rank was from the last one."""
 
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        for worker in trainer.strategy.workers:
+            worker.measures_distance = True
+
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         (worker,) = trainer.strategy.workers
         if trainer.is_global_zero:

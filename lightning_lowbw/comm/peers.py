@@ -34,7 +34,7 @@ from lightning_lowbw.comm.collectives import (
 )
 from lightning_lowbw.comm.topology import Algorithm, Topology, TopologyChoice, check_choice, resolve
 from lightning_lowbw.errors import ConfigurationError
-from lightning_lowbw.kernels.tensors import allocate, as_real, copy_all_, split_front, upload
+from lightning_lowbw.kernels.tensors import allocate, as_real, copy_all_, flat, in_order, order_of, split_front, upload
 
 STAGES = "first in the node", "between nodes", "last in the node"  # of an operation on two levels
 BUCKET_BYTES = 25 * 2**20  # as DDP's
@@ -494,7 +494,7 @@ Ranks = Collectives | Peers  # those of a group, or all
 
 def wide_dtype(tensor: Tensor) -> torch.dtype:
     """Return the dtype in which a tensor is summed: float32, or float64 for itself; complex numbers as two of these."""
-    return torch.promote_types(as_real(tensor).dtype, torch.float32)
+    return torch.float64 if as_real(tensor).dtype == torch.float64 else torch.float32
 
 
 class _Bucket(NamedTuple):
@@ -518,11 +518,25 @@ class MeanWork:
         control: numbers to be summed over the ranks beside it; float32, 1-d, at least one.
         peers: the ranks, all of them or those of a node.
         exact: whether the peers' `inter_dtype` is disregarded, as for tensors in which there are not only gradients.
+        in_memory_order: whether elements are sent as they lie in memory, on all ranks alike; else in logical order.
     """
 
-    def __init__(self, tensors: Sequence[Tensor], control: Tensor, peers: Ranks, *, exact: bool = True) -> None:
+    @torch.no_grad()
+    def __init__(
+        self,
+        tensors: Sequence[Tensor],
+        control: Tensor,
+        peers: Ranks,
+        *,
+        exact: bool = True,
+        in_memory_order: bool = False,
+    ) -> None:
         self._peers = peers
-        reals = [as_real(tensor.detach() if tensor.requires_grad else tensor) for tensor in tensors]
+        reals = list(map(as_real, tensors))
+        others = [index for index, real in enumerate(reals) if in_memory_order and not real.is_contiguous()]
+        self._orders = {index: order_of(reals[index]) for index in others}
+        for index, order in self._orders.items():
+            reals[index] = reals[index].permute(order)
         self._shapes = [real.shape for real in reals]
         self._num_extra = control.numel()
         self._buckets: list[tuple[_Bucket, Tensor, Any]] = []  # with its message, and the work
@@ -542,8 +556,8 @@ class MeanWork:
         """Wait for it (on CUDA the stream does).
 
         Returns:
-            The means, in the shapes of the tensors (of their real views), `wide_dtype`, new memory; and the
-            sum of the control messages, float32.
+            The means, in the shapes of the tensors (of their real views), `wide_dtype`, new memory, in the order in
+            which they were sent; and the sum of the control messages, float32.
         """
         _, first, _ = self._buckets[0]
         with self._peers.ledger.waiting(first.device):
@@ -555,12 +569,14 @@ class MeanWork:
             for index, mean in zip(bucket.members, split_front(message, bucket.sizes), strict=True):
                 shape = self._shapes[index]
                 means[index] = mean if len(shape) == 1 else mean.view(shape)
+        for index, order in self._orders.items():
+            means[index] = means[index].permute(sorted(range(len(order)), key=order.__getitem__))
         return means, first[-self._num_extra :].to(torch.float32)
 
 
 def fill_(room: Tensor, sizes: list[int], tensors: Sequence[Tensor], weight: float) -> None:
     """Concatenate tensors, times the weight; in the wide type, because they may be narrow."""
-    parts = [tensor if tensor.dim() == 1 else tensor.reshape(-1) for tensor in tensors]
+    parts = list(map(flat, tensors))
     if room.device.type != "cpu" and parts:  # few launches, whatever their number
         if all(part.dtype == room.dtype for part in parts):
             torch.cat(parts, out=room)
@@ -613,6 +629,7 @@ def average_gradients_(
     gradients = [
         torch.zeros_like(p) if p.grad is None or p.grad.layout != torch.strided else p.grad for p in parameters
     ]
+    gradients = [in_order(*map(as_real, pair)) for pair in zip(gradients, parameters, strict=True)]
     # How many ranks have each one: of a gradient that nobody has the mean stays None, as in DDP.
     used = [float(p.grad is not None) for p in parameters]
     message = upload([*used, 0.0], torch.float32, device) if message_of is None else message_of(used)
@@ -623,7 +640,7 @@ def average_gradients_(
     for parameter, mean, num_used in zip(parameters, means, used, strict=True):
         if num_used and (parameter.grad is None or parameter.grad.layout == torch.strided):
             parameter.grad = torch.empty_like(parameter) if parameter.grad is None else parameter.grad
-            targets.append(as_real(parameter.grad))
+            targets.append(in_order(as_real(parameter.grad), as_real(parameter)))
             sources.append(mean)
     copy_all_(targets, sources)
     return sums

@@ -17,7 +17,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from lightning_lowbw.kernels.tensors import as_real
+from lightning_lowbw.kernels.tensors import as_real, flat
 
 SCALED, HALF = 128, 16  # values with one scale; bits between bfloat16 and float32
 AT_ONCE_ON_CPU = 1 << 16  # elements whose chunks are searched together; their keys of 8 bytes stay in the cache
@@ -188,11 +188,6 @@ class Segment(Constants):
             weight=None if weight is None else function(weight),
             second_moment=None if second_moment is None else second_moment.map(function),
         )
-
-
-def flat(tensor: Tensor) -> Tensor:
-    """View a tensor as one dimension, in logical (row-major) order; a copy if its memory is laid out otherwise."""
-    return tensor.reshape(-1)
 
 
 def correct_(

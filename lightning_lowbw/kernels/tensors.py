@@ -73,17 +73,31 @@ def as_real(tensor: Tensor) -> Tensor:
 
 def order_of(tensor: Tensor) -> Order:
     """Return its dimensions, the slowest in memory first; as they are for a contiguous one, or one with gaps."""
-    as_they_are = tuple(range(tensor.dim()))
-    if tensor.is_contiguous():
-        return as_they_are
-    order = _by_stride(tuple(tensor.shape), tensor.stride())
-    return order if tensor.permute(order).is_contiguous() else as_they_are
+    if tensor.is_contiguous() or has_gaps(tensor):
+        return tuple(range(tensor.dim()))
+    return _by_stride(tensor.shape, tensor.stride())[0]
+
+
+def has_gaps(tensor: Tensor) -> bool:
+    """Return whether its elements are not next to each other in memory, in any order of its dimensions."""
+    return not (tensor.is_contiguous() or _by_stride(tensor.shape, tensor.stride())[1])
 
 
 @lru_cache(maxsize=4096)
-def _by_stride(shape: tuple[int, ...], strides: tuple[int, ...]) -> Order:
+def _by_stride(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[Order, bool]:
+    """Return the dimensions, the slowest first, and whether there are no gaps; not by views, which take longer."""
     # A dimension of one element may have any stride.
-    return tuple(sorted(range(len(shape)), key=lambda dim: (shape[dim] != 1, -strides[dim])))
+    order = tuple(sorted(range(len(shape)), key=lambda dim: (shape[dim] != 1, -strides[dim])))
+    expected, is_dense = 1, True
+    for dim in reversed(order):
+        is_dense &= shape[dim] == 1 or strides[dim] == expected
+        expected *= shape[dim]
+    return order, is_dense
+
+
+def flat(tensor: Tensor) -> Tensor:
+    """View a tensor as one dimension, in logical (row-major) order; a copy if its memory is laid out otherwise."""
+    return tensor if tensor.dim() == 1 else tensor.reshape(-1)  # of hundreds, views take as long as all else
 
 
 def in_order(tensor: Tensor, parameter: Tensor) -> Tensor:
@@ -93,7 +107,7 @@ def in_order(tensor: Tensor, parameter: Tensor) -> Tensor:
 
 def flat_in_order(tensor: Tensor, parameter: Tensor) -> Tensor:
     """Return the elements of a tensor in a parameter's order: a view where both are laid out alike, else a copy."""
-    return in_order(tensor, parameter).reshape(-1)
+    return flat(in_order(tensor, parameter))
 
 
 def copy_in_order_(tensor: Tensor, parameter: Tensor, values: Tensor) -> None:
@@ -107,7 +121,8 @@ def copy_all_(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
 
     One call of `torch._foreach_copy_` for each pair of dtypes: where sources of one dtype have targets of several, it
     writes all of these in the dtype of the first, on a GPU, in releases until early 2026 (pytorch issue 173383). It
-    copies one by one where strides differ, and dimensions of one element may have any stride: those are flattened.
+    copies all of a list one by one where the strides of one pair differ: such a pair is copied by itself. Dimensions of
+    one element may have any stride: those are flattened.
 
     In place:
         `targets`.
@@ -116,6 +131,9 @@ def copy_all_(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
     for target, source in zip(targets, sources, strict=True):
         if target.stride() != source.stride() and target.is_contiguous() and source.is_contiguous():
             target, source = target.view(-1), source.view(-1)
+        if target.stride() != source.stride() or has_gaps(target):
+            target.copy_(source)
+            continue
         some_targets, some_sources = by_dtypes.setdefault((target.dtype, source.dtype), ([], []))
         some_targets.append(target)
         some_sources.append(source)
@@ -143,15 +161,15 @@ def in_flats(function: Callable[..., Tensor], *lists: Sequence[Tensor]) -> list[
 
     Args:
         function: takes flat tensors, which it may write to, and returns one.
-        lists: of tensors of the same dtypes and shapes, from which it takes its arguments.
+        lists: of tensors of the same shapes, from which it takes its arguments; the dtypes of the first decide.
     """
     results = list(lists[0])
     for dtype in dict.fromkeys(tensor.dtype for tensor in lists[0]):
         members = [index for index, tensor in enumerate(lists[0]) if tensor.dtype == dtype]
-        flats = [torch.cat([tensors[index].reshape(-1) for index in members]) for tensors in lists]
+        flats = [torch.cat([flat(tensors[index]) for index in members]) for tensors in lists]
         parts = function(*flats).split([results[index].numel() for index in members])
         for index, part in zip(members, parts, strict=True):
-            results[index] = part.view(results[index].shape)
+            results[index] = part if results[index].dim() == 1 else part.view(results[index].shape)
     return results
 
 
@@ -160,25 +178,28 @@ def relative_distance(weights: Sequence[Tensor], means: Sequence[Tensor]) -> Ten
 
     Args:
         weights: real, at least one, any floating dtypes, shapes and layouts.
-        means: of the same shapes; contiguous.
+        means: of the same shapes.
 
     Returns:
         A scalar, float32.
     """
     strides = [max(1, mean.numel() // NUM_SAMPLED) for mean in means]
-    samples = [_sample(mean, stride) for mean, stride in zip(means, strides, strict=True)]
+    samples = [_sample(mean, mean, stride) for mean, stride in zip(means, strides, strict=True)]
     sampled, sizes = torch.cat(samples), [sample.numel() for sample in samples]
-    apart = torch.cat([_sample(weight, stride) for weight, stride in zip(weights, strides, strict=True)])
+    apart = torch.cat([_sample(*each) for each in zip(weights, means, strides, strict=True)])
     apart = apart.to(sampled.dtype).sub_(sampled)
     norms = torch.stack(torch._foreach_norm([*apart.split(sizes), *sampled.split(sizes)])).double().view(2, -1)
     squares = (norms**2 * upload(strides, torch.float64, norms.device)).sum(1)
     return (squares[0] / squares[1]).sqrt().float()
 
 
-def _sample(tensor: Tensor, stride: int) -> Tensor:
-    """Return every `stride`-th element, flat; without keeping the copy of a tensor that is not contiguous."""
-    sample = tensor.reshape(-1)[::stride]
-    return sample if tensor.is_contiguous() else sample.clone()
+def _sample(tensor: Tensor, like: Tensor, stride: int) -> Tensor:
+    """Return every `stride`-th element in the order of another tensor; without keeping a copy of them all."""
+    ordered = in_order(tensor, like)
+    if stride == 1:
+        return flat(ordered)
+    sample = flat(ordered)[::stride]
+    return sample if ordered.is_contiguous() else sample.clone()
 
 
 def checksum(tensors: Iterable[Tensor]) -> Tensor | int:

@@ -314,19 +314,17 @@ class ReplicaBuffers:
         For a running variance ``var + (mean - start of mean)^2``, so that the mean over ranks includes the variance
         between them.
         """
-        now = self.snapshot()
-        if now:
-            torch._foreach_sub_(list(now.values()), self._finite_starts(list(now)))
-        names = self._averaged()
-        changes = {name: now[name] if name in now else torch.zeros_like(self.start[name]) for name in names}
+        now, names = self.now(), self._averaged()
+        starts = {name: self.start[name] for name in names if name in now}
+        moves = in_flats(
+            lambda start, value: value - _finite_(start), list(starts.values()), [as_real(now[name]) for name in starts]
+        )
+        moved = dict(zip(starts, moves, strict=True))
+        changes = {name: moved[name] if name in moved else torch.zeros_like(self.start[name]) for name in names}
         variances, squares = _squares_of_means(changes)
         if variances:
             torch._foreach_add_(variances, squares)
         return {f"{BUFFER}{name}": change for name, change in changes.items()}
-
-    def _finite_starts(self, names: Sequence[str]) -> list[Tensor]:
-        """Return what changes are measured from: 0 in place of inf and NaN (a best loss), on all ranks alike."""
-        return in_flats(lambda flat: flat.nan_to_num_(0.0, 0.0, 0.0), [self.start[name] for name in names])
 
     def apply(
         self, means: Mapping[str, Tensor], snapshots: Mapping[str, Tensor], changed: Collection[str] = ()
@@ -350,8 +348,9 @@ class ReplicaBuffers:
         variances, squares = _squares_of_means(changes)
         if variances:
             torch._foreach_sub_(variances, squares)
-        starts = self._finite_starts(list(changes))
-        targets = dict(zip(changes, torch._foreach_add(starts, list(changes.values())), strict=True))
+        starts = [self.start[name] for name in changes]
+        values = in_flats(lambda start, change: _finite_(start).add_(change), starts, list(changes.values()))
+        targets = dict(zip(changes, values, strict=True))
         self.start = self.start | targets
         buffers = {name: as_real(buffer) for name, buffer in self.now().items() if name in targets}
         values = [targets[name] for name in buffers]
@@ -429,9 +428,15 @@ def _squares_of_means(changes: Mapping[str, Tensor]) -> tuple[list[Tensor], list
     return [changes[name] for name in means], list(torch._foreach_mul(moves, moves)) if moves else []
 
 
+def _finite_(start: Tensor) -> Tensor:
+    """Make it what changes are measured from: 0 in place of inf and NaN (a best loss), on all ranks alike."""
+    return start.nan_to_num_(0.0, 0.0, 0.0)
+
+
+@torch.no_grad()
 def wide_copies(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Return a copy of each real view, in the dtype in which it is summed."""
-    reals = [as_real(tensor.detach()) for tensor in tensors]
+    reals = list(map(as_real, tensors))
     copies = [torch.empty_like(real, dtype=wide_dtype(real)) for real in reals]
     copy_all_(copies, reals)
     return copies

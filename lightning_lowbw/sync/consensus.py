@@ -106,13 +106,13 @@ def means_by_bucket(
     Collective: all ranks, with the same names; at least one all-reduce, each blocking.
 
     Args:
-        tensors: by name.
+        tensors: by name; laid out alike on all ranks.
         status: summed beside each.
 
     Yields:
         The means by name, and the sum of the statuses.
     """
-    names, exchange = list(tensors), WholeExchange(peers)
+    names, exchange = list(tensors), WholeExchange(peers, in_memory_order=True)
     for bucket in fill_buckets(tuple((real.dtype, real.numel()) for real in map(as_real, tensors.values()))):
         arrived = exchange.prepare({names[i]: tensors[names[i]] for i in bucket.members}).send(status).wait()
         yield arrived.mean.dense(), arrived.status

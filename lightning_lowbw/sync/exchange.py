@@ -348,18 +348,18 @@ class WholeExchange:
 
     Args:
         peers: who takes part.
-        exact: whether `inter_dtype` is disregarded; see `MeanWork`.
+        options: of `MeanWork`.
     """
 
-    def __init__(self, peers: Peers, *, exact: bool = True) -> None:
-        self._peers, self._exact = peers, exact
+    def __init__(self, peers: Peers, **options: bool) -> None:
+        self._peers, self._options = peers, options
 
     def prepare(self, signal: Signal) -> PreparedWhole:
         return PreparedWhole(signal, self._send)
 
     def _send(self, signal: Signal, status: Tensor | None, whole: Signal | None) -> PendingWhole:
         assert status is not None
-        return PendingWhole(list(signal), MeanWork(list(signal.values()), status, self._peers, exact=self._exact))
+        return PendingWhole(list(signal), MeanWork(list(signal.values()), status, self._peers, **self._options))
 
 
 # The k largest --------------------------------------------------------------------------------------------------------

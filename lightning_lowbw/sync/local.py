@@ -90,6 +90,7 @@ class LocalSync(Synchronizer):
         loss: the mean since the last average, for the adaptive rules.
         consensus_distance: ``||x_i - mean|| / ||mean||`` at the last average, of large tensors from a sample; a scalar
             tensor, None before it.
+        measures_distance: whether an average measures it; `metrics` sets it, for the averages after it.
         steps_since_average: local steps since the last average was begun, of any fragment.
         num_averages: averages done, each of a fragment.
         has_communicated: whether all ranks have in the last step: it was synchronous, or an average began or arrived.
@@ -132,6 +133,7 @@ class LocalSync(Synchronizer):
         self.replica = Replica(self.params, self.compressed, peers, named_buffers, self.when)
         self.buffers, self.fragments = self.replica.buffers, self.replica.fragments
         self.consensus_distance: Tensor | None = None
+        self.measures_distance = False
 
     def take_layout(self) -> None:
         self.buffers.layout.take(self.buffers.named)
@@ -170,6 +172,7 @@ class LocalSync(Synchronizer):
         return self.when.outer != "none" or self.compressed is not None or self.peers.may_grow
 
     def metrics(self, is_due: bool) -> dict[str, float | Tensor]:
+        self.measures_distance = True
         shown: dict[str, float | Tensor] = {"k_steps": float(self.k_steps), "averages": float(self.num_averages)}
         if self.consensus_distance is not None:
             shown["consensus_distance"] = self.consensus_distance
@@ -406,7 +409,7 @@ class LocalSync(Synchronizer):
         is_alone = not whole and bool(changes) and replica.sends_changes_only
         average = Average(self.step, parameters, takes_buffers=takes_buffers)
         if not is_alone:
-            average.whole = WholeExchange(self.peers).prepare(whole).send(status)
+            average.whole = WholeExchange(self.peers, in_memory_order=True).prepare(whole).send(status)
         if changes:
             assert exchange is not None
             average.changes = exchange.prepare(changes).send(status if is_alone else None)
@@ -469,9 +472,9 @@ class LocalSync(Synchronizer):
 
     def _move_weights(self, average: Average, means: list[Tensor], lr: float, moved: Collection[Parameter]) -> None:
         parameters, replica, when = average.parameters, self.replica, self.when
-        now = [as_real(p.detach()) for p in parameters]
+        now = list(map(as_real, parameters))
         before = average.snapshots or now
-        self.consensus_distance = relative_distance(before, means) if now else None
+        self.consensus_distance = relative_distance(before, means) if now and self.measures_distance else None
         # outer: x0 = outer(x0, mean)
         if self.needs_start and now:
             starts = [replica.start[p] for p in parameters]
@@ -496,7 +499,7 @@ class LocalSync(Synchronizer):
         """Return the late faults, and of each parameter whether it has an inf or NaN after a step, by default this."""
         faults, step = self.late_faults(), self.step if step is None else step
         if parameters:
-            flags = are_not_finite([parameter.detach() for parameter in parameters])
+            flags = are_not_finite(parameters)
             faults.add(flags, list(map(self.name_of, parameters)), partial(nonfinite_weight, self.peers, step))
         return faults
 

@@ -9,7 +9,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_lowbw.kernels.tensors import NUM_SAMPLED, copy_all_, differences, download, relative_distance
+from lightning_lowbw.kernels.tensors import (
+    NUM_SAMPLED,
+    copy_all_,
+    differences,
+    download,
+    has_gaps,
+    relative_distance,
+)
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.float16)
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -39,10 +46,18 @@ def test_each_call_has_lists_of_one_dtype_and_equal_strides(monkeypatch: pytest.
     def spy(targets: list[Tensor], sources: list[Tensor]) -> None:
         calls.append(targets)
         assert len({each.dtype for each in targets}) == len({each.dtype for each in sources}) == 1
+        assert [each.stride() for each in targets] == [each.stride() for each in sources]
+        assert not any(map(has_gaps, targets))
 
     monkeypatch.setattr(torch, "_foreach_copy_", spy)
     some = tensors("cpu")
-    copy_all_(some, [each.float().contiguous() for each in some])
+    gaps = [torch.empty(5, 4)[:, ::2] for _ in range(2)]
+    assert [has_gaps(each) for each in (*gaps, *some, torch.empty(2, 1).expand(2, 3))] == [
+        *[True] * 2,
+        *[False] * 24,
+        True,
+    ]
+    copy_all_([*some, gaps[0]], [*(each.float().contiguous() for each in some), gaps[1]])
     assert len(calls) == len(DTYPES)
     calls.clear()
     a, b = torch.empty(8, 4, 1, 1), torch.empty(8, 4, 1, 1, memory_format=torch.channels_last)

@@ -49,7 +49,8 @@ from tests.shapes import resnet50_shapes, transformer_shapes
 triton_kernels = pytest.importorskip("lightning_lowbw.kernels.triton_kernels")
 
 DOCUMENT = Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "launches.md"
-HEADING = "| | launches | waits | bytes |\n| --- | --- | --- | --- |\n"
+HEADING = "| | launches | waits | calls | bytes |\n| --- | --- | --- | --- | --- |\n"
+CALLS = "calls of torch's dispatcher, views included"
 BYTES = "tenths of bytes per parameter"  # at most in use, beyond what there is before the step
 # Operations that only look at a tensor otherwise, or make room for one.
 FREE = (
@@ -155,6 +156,7 @@ class Operations(TorchDispatchMode):
 
     def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = operation(*args, **(kwargs or {}))
+        self.count[CALLS] += not str(operation).startswith("prim")  # what a fake tensor is asked, and a real one knows
         for each in torch.utils._pytree.tree_leaves(result):
             if isinstance(each, Tensor) and each.is_cuda:
                 self.note(each)
@@ -325,7 +327,9 @@ def count_step(patch: pytest.MonkeyPatch, model: str, optimizer: Any, peers: Any
         return count
 
 
-def count_average(monkeypatch: pytest.MonkeyPatch, model: str, method: Method) -> Counter[str]:
+def count_average(
+    monkeypatch: pytest.MonkeyPatch, model: str, method: Method, *, has_buffers: bool, is_logged: bool
+) -> Counter[str]:
     """Return what one average has launched and waited for, from its begin to the weights that it changes."""
     peers, of_average = Peers(), Counter[str]()
     monkeypatch.setattr(ReplicaBuffers, "compare", lambda *_: set[str]())  # the status says 1 of everything
@@ -333,8 +337,10 @@ def count_average(monkeypatch: pytest.MonkeyPatch, model: str, method: Method) -
     with torch.no_grad(), FakeTensorMode(), Operations(count) as operations:
         parameters = fake_parameters(model)
         named = [(str(i), each) for i, each in enumerate(parameters)]
-        worker = LocalSync(method, SGD(parameters, lr=0.1, momentum=0.9), named, peers, fake_buffers(model))
+        buffers = fake_buffers(model) if has_buffers else {}
+        worker = LocalSync(method, SGD(parameters, lr=0.1, momentum=0.9), named, peers, buffers)
         know_what_differs(worker.buffers)
+        worker.measures_distance = is_logged
         for step in range(2 * K_STEPS + 1):  # the first average makes what is kept
             for parameter in parameters:
                 parameter.grad = torch.empty_like(parameter)
@@ -481,18 +487,23 @@ def rows(request: pytest.FixtureRequest) -> Iterator[dict[str, str]]:
 
 
 K_STEPS = 2
-AVERAGES = {
-    "local SGD": LocalSGD(K_STEPS, 0),
-    "local SGD, outer Nesterov, hidden by a step": LocalSGD(K_STEPS, 0, outer="nesterov", delay_steps=1),
-    "int8": LocalSGD(K_STEPS, 0, compression="int8"),
-    "SparseLoCo": LocalSGD(K_STEPS, 0, compression=Compression()),
+LOCAL_SGD = LocalSGD(K_STEPS, 0)
+HIDDEN = LocalSGD(K_STEPS, 0, outer="nesterov", delay_steps=1)
+BATCH_NORM, LOGGED = " with batch norm", ", distance logged"
+# None depends on the number of tensors, except those that select chunks; the checksum takes some for 8M elements.
+AVERAGES: dict[str, tuple[Method, int]] = {
+    "local SGD, ResNet-50": (LOCAL_SGD, 45),
+    f"local SGD, ResNet-50{CHANNELS_LAST}": (LOCAL_SGD, 45),
+    f"local SGD, ResNet-50{BATCH_NORM}": (LOCAL_SGD, 45),
+    f"local SGD, ResNet-50{CHANNELS_LAST}{BATCH_NORM}": (LOCAL_SGD, 45),
+    f"local SGD, ResNet-50{CHANNELS_LAST}{BATCH_NORM}{LOGGED}": (LOCAL_SGD, 45),
+    f"local SGD, outer Nesterov, hidden by a step, ResNet-50{BATCH_NORM}": (HIDDEN, 135),
+    f"int8, ResNet-50{BATCH_NORM}": (LocalSGD(K_STEPS, 0, compression="int8"), 135),
+    f"SparseLoCo, ResNet-50{BATCH_NORM}": (LocalSGD(K_STEPS, 0, compression=Compression()), 600),
 }
 # Five for each 256 MiB of elements, or each tensor that has more; means of 16 bits range by range, cleared before.
 MOST_MORE = {AT_A_QUARTER: 160, BF16_TRUE: gpu.NUM_RANGES + 4, SHARDED: 12}
 MOST_QUANTIZED = {"ResNet-50": 60, "transformer": 500}  # some 20 for each 16M values
-# None depends on the number of tensors, except those that select chunks; the checksum takes some for 8M elements.
-MOST_OF_AN_AVERAGE = 135
-MOST_OF_SPARSE_LOCO = 600
 
 
 def count_cell(monkeypatch: pytest.MonkeyPatch, cell: tuple[str, str, str, str]) -> Counter[str]:
@@ -511,14 +522,15 @@ def most_of(cell: tuple[str, str, str, str]) -> int:
 COUNTS: dict[str, tuple[Callable[[pytest.MonkeyPatch], Counter[str]], int, int]] = {
     ", ".join(filter(None, cell)): (partial(count_cell, cell=cell), PLACES[cell[2]][0], most_of(cell)) for cell in CELLS
 }
-COUNTS |= {
-    f"an average of {name}, ResNet-50, 8 ranks": (
-        partial(count_average, model="ResNet-50", method=method),
-        8,
-        MOST_OF_SPARSE_LOCO if name == "SparseLoCo" else MOST_OF_AN_AVERAGE,
+for name, (method, limit) in AVERAGES.items():
+    count_of_one = partial(
+        count_average,
+        model=f"ResNet-50{CHANNELS_LAST if CHANNELS_LAST in name else ''}",
+        method=method,
+        has_buffers=BATCH_NORM in name,
+        is_logged=LOGGED in name,
     )
-    for name, method in AVERAGES.items()
-}
+    COUNTS[f"an average of {name}, 8 ranks"] = (count_of_one, 8, limit)
 WAITS = dict.fromkeys(COUNTS, 1)
 for kind, begin, options, limit in (
     ("synchronous step of local SGD after DDP's backward pass", 8, {"reduced": True}, 5),
@@ -545,10 +557,11 @@ def test_launches(name: str, rows: dict[str, str], request: Any, monkeypatch: py
         dist.destroy_process_group()
     num_waits = sum(number for what, number in count.items() if what.startswith("wait"))
     nbytes = count.pop(BYTES) / 10 if BYTES in count else "-"
+    num_calls = count.pop(CALLS, 0)
     num_launches = count.total() - num_waits
     assert num_launches <= most, count
     assert num_waits == WAITS[name], count
-    row = f"| {name} | {num_launches} | {num_waits} | {nbytes} |"
+    row = f"| {name} | {num_launches} | {num_waits} | {num_calls} | {nbytes} |"
     if request.config.getoption("--rewrite-golden"):
         rows[name] = row
     assert rows[name] == row, f"pytest --rewrite-golden writes {DOCUMENT.name} anew"
