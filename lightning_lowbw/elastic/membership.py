@@ -2,14 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import hashlib
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch.distributed as dist
 
+from lightning_lowbw.errors import DisagreementError
+
 T = TypeVar("T")
 Share = Callable[[], Mapping[str, Any]]  # returns what a member that is behind is given
+Settings = Mapping[str, str]  # what has to be the same on all members, by name
+MAX_DIFFERENCES = 8  # lines of an error
+
+
+class Row(NamedTuple):
+    """What a member tells all others before a round, and all compare: numbers and strings.
+
+    Attributes:
+        rounds: completed; 0 also of a member that is to be healed.
+        step: optimizer steps completed.
+        tokens: of its work, on all its processes.
+        faults: its processes that have left an inf or NaN.
+        anchor: checksum of its anchor.
+        state_bytes: of what a member that is behind is given, to all processes of a group.
+        settings: digest of its `Settings`.
+        is_new: whether it has not been in a round since it was started.
+        has_ended: whether it only waits for others to take its state.
+    """
+
+    rounds: int = 0
+    step: int = 0
+    tokens: float = 0.0
+    faults: float = 0.0
+    anchor: float = 0.0
+    state_bytes: float = 0.0
+    settings: str = ""
+    is_new: bool = True
+    has_ended: bool = False
 
 
 @dataclass(frozen=True)
@@ -28,7 +59,7 @@ class Quorum:
     rank: int
     members: tuple[str, ...]
     healed: Mapping[str, Any] | None = None
-    rows: tuple[Sequence[float], ...] | None = None
+    rows: tuple[Row, ...] | None = None
 
 
 class Membership(Protocol):
@@ -38,14 +69,17 @@ class Membership(Protocol):
     meets the processes with its rank in the other groups.
     """
 
-    def quorum(self, step: int, row: Sequence[float], shared: Share, gives_up: Callable[[], bool]) -> Quorum | None:
+    def quorum(self, row: Row, settings: Settings, shared: Share, gives_up: Callable[[], bool]) -> Quorum | None:
         """Wait for the members of the next round, at least `min_replicas`; None if this group has given up.
 
         Args:
-            step: outer steps that this group has completed.
-            row: numbers that this group tells the members; the same on all its processes.
+            row: what this group tells the members; the same on all its processes.
+            settings: of which the row has the digest.
             shared: returns what members that are behind are given: tensors and plain values, by name.
             gives_up: whether to wait no longer, asked about once a second; of one process it holds for its group.
+
+        Raises:
+            DisagreementError: this group is refused; the others go on.
         """
         ...
 
@@ -68,3 +102,52 @@ class Membership(Protocol):
     def close(self) -> None:
         """Leave."""
         ...
+
+
+# What members compare -------------------------------------------------------------------------------------------------
+
+
+def digest_of(settings: Settings) -> str:
+    """Return a digest of settings, in any order."""
+    return hashlib.sha256(repr(sorted(settings.items())).encode()).hexdigest()[:16]
+
+
+def deciders(rows: Mapping[str, Row]) -> list[str]:
+    """Return those whose settings count: who have been in a round; else those with the most rounds, of checkpoints."""
+    most = max(row.rounds for row in rows.values())
+    return [name for name, row in rows.items() if not row.is_new] or [
+        n for n, row in rows.items() if row.rounds == most
+    ]
+
+
+def refusals(rows: Mapping[str, Row]) -> dict[str, str]:
+    """Return who cannot take part in a round, each with the name of one that it differs from; the same on all.
+
+    Where those that decide are divided, without a majority, nobody can.
+    """
+    judges = deciders(rows)
+    digests = [rows[name].settings for name in judges]
+    usual = max(digests, key=digests.count)
+    refused = {name: judges[digests.index(usual)] for name, row in rows.items() if row.settings != usual}
+    if 2 * digests.count(usual) <= len(digests):
+        other = next(name for name in judges if name in refused)
+        refused |= {name: other for name in rows if name not in refused}
+    return refused
+
+
+def raise_refused(own: Settings, others: Settings, name: str) -> None:
+    """Raise DisagreementError of settings that are not those of another member.
+
+    Args:
+        own: of this group.
+        others: of the other one.
+        name: of the other one.
+    """
+    names = [key for key in {**own, **others} if own.get(key) != others.get(key)]
+    lines = [f"  {key}: {own.get(key, 'nothing')} here, {others.get(key, 'nothing')} there" for key in names]
+    if len(lines) > MAX_DIFFERENCES:
+        lines[MAX_DIFFERENCES:] = [f"  and {len(lines) - MAX_DIFFERENCES} more"]
+    raise DisagreementError(
+        f"This group has other settings than group {name!r}, and cannot take part. Make them the same:\n"
+        + "\n".join(lines)
+    )

@@ -19,11 +19,10 @@ from __future__ import annotations
 import logging
 import math
 import time
-import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import compress
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -33,7 +32,7 @@ from torch.optim import Optimizer
 
 from lightning_lowbw.comm.collectives import Collectives, TensorWork, TrafficLedger, all_gather_bytes, all_reduce_bytes
 from lightning_lowbw.comm.peers import Peers
-from lightning_lowbw.elastic.membership import Membership, Quorum
+from lightning_lowbw.elastic.membership import Membership, Quorum, Row, deciders, digest_of
 from lightning_lowbw.errors import ConfigurationError, DisagreementError
 from lightning_lowbw.kernels.reference import are_not_finite
 from lightning_lowbw.kernels.tensors import CPU, as_real, checksum, copy_all_
@@ -168,24 +167,6 @@ class Members(Peers):
 # A round --------------------------------------------------------------------------------------------------------------
 
 
-class Told(NamedTuple):
-    """What a member tells the others before a round: sums over its processes, except the last.
-
-    Attributes:
-        tokens: of its work.
-        faults: processes that have left an inf or NaN.
-        anchor: checksum of its anchor.
-        names: checksum of the names of its parameters.
-        step: optimizer steps completed.
-    """
-
-    tokens: float
-    faults: float
-    anchor: float
-    names: float
-    step: float
-
-
 @dataclass(frozen=True)
 class Round:
     """A round in which all members have told their numbers.
@@ -198,23 +179,19 @@ class Round:
     """
 
     quorum: Quorum
-    told: Sequence[Told]
+    told: Sequence[Row]
     weights: Sequence[float]
     residuals: Mapping[str, Tensor]
 
     @property
     def have_one_anchor(self) -> bool:
-        """Whether all members train the same parameters, and measure their work from the same weights."""
-        return len({(row.anchor, row.names) for row in self.told}) == 1
+        """Whether all members measure their work from the same weights."""
+        return len({row.anchor for row in self.told}) == 1
 
     @property
     def weight(self) -> float:
         """That of this member."""
         return self.weights[self.quorum.rank]
-
-    def by_name(self, checksums: Sequence[float]) -> dict[str, int]:
-        """Return numbers of the members by their names, for an error."""
-        return dict(zip(self.quorum.members, map(int, checksums), strict=True))
 
 
 def draw_weights(tokens: Sequence[float], participants: float, number: int) -> list[float]:
@@ -266,6 +243,7 @@ class ElasticSync(LocalSync):
         tokens_seen: of all members, averaged so far.
         contributed: the round in which each member was last averaged, by name.
         last_step: after which the training ends, for all with the same round; None if never.
+        settings: what else has to be the same on all members, by name.
         share: returns what else is shared, for a member that is behind: plain values and tensors.
         healed: what another member has shared so, for the caller to take; None if there is nothing.
         should_stop: returns whether this process is asked to stop: then no quorum is waited for.
@@ -293,12 +271,14 @@ class ElasticSync(LocalSync):
         self.tokens = self.tokens_seen = 0.0
         self.contributed: dict[str, int] = {}
         self.last_step: int | None = None
+        self.settings: Mapping[str, object] = {}
         self.share: Callable[[], Mapping[str, Any]] = dict
         self.healed: Mapping[str, Any] | None = None
         self.num_skipped = 0
         self.should_stop: Callable[[], bool] = lambda: False
         self.max_wait_s = math.inf
         self._began_s = time.monotonic()
+        self._is_new = True  # whether it has been in no round yet
         self._has_faults = False  # whether local steps have left an inf or NaN
         self._is_apart = False  # whether other members of as many rounds have another anchor
         self._num_apart = 0  # how often it was so
@@ -336,7 +316,7 @@ class ElasticSync(LocalSync):
         """
         ends_s = time.monotonic() + grace_s
         while self.is_complete and not self._any_in_node(time.monotonic() >= ends_s)[0]:
-            quorum = self._next_quorum([], lambda: time.monotonic() >= ends_s)
+            quorum = self._next_quorum(self._row(has_ended=True), lambda: time.monotonic() >= ends_s)
             if quorum is None:
                 return
             self.members.members.begin(quorum)
@@ -403,10 +383,9 @@ class ElasticSync(LocalSync):
         self._all.steps = self.steps_since_average = 0
         self.loss.clear()
 
-    def _next_quorum(self, row: Sequence[float], gives_up: Callable[[], bool]) -> Quorum | None:
-        step = BEHIND if self._is_apart else self.num_averages
+    def _next_quorum(self, row: Row, gives_up: Callable[[], bool]) -> Quorum | None:
         with self.members.ledger.waiting(CPU):
-            return self.membership.quorum(step, row, self.shared_state, gives_up)
+            return self.membership.quorum(row, self._all_settings(), self.shared_state, gives_up)
 
     def _try_round(self, quorum: Quorum) -> bool:
         """Try a round; return whether it counts. If not, nothing has changed, except that this member has healed."""
@@ -414,13 +393,12 @@ class ElasticSync(LocalSync):
         members.begin(quorum)
         if quorum.healed is not None:
             self._heal(quorum.healed, quorum.members[quorum.rank])
-        if quorum.rows is None or not all(quorum.rows):  # one has healed, and tells other numbers now; or has ended
+        if quorum.rows is None or any(row.has_ended for row in quorum.rows):  # who has healed tells other numbers now
             self._wait_for_members()
             membership.commit(not self.is_complete)  # for which the others do not wait
             return self.is_complete
-        told = [Told(*row) for row in quorum.rows]
-        weights = draw_weights([row.tokens for row in told], self.participants, self.num_averages)
-        this_round, average = Round(quorum, told, weights, copies(self.replica.residuals)), None
+        weights = draw_weights([row.tokens for row in quorum.rows], self.participants, self.num_averages)
+        this_round, average = Round(quorum, quorum.rows, weights, copies(self.replica.residuals)), None
         if is_averaged := this_round.have_one_anchor and any(weights):
             self.members.weights = weights if len({*weights}) > 1 else ()
         else:
@@ -447,45 +425,60 @@ class ElasticSync(LocalSync):
         """Wait for the members, who may still be receiving the state or connecting to this one."""
         self.members.members.all_gather(torch.zeros(1))
 
-    def _row(self) -> list[float]:
+    def _row(self, *, has_ended: bool = False) -> Row:
         """Return what this member tells the others."""
         # On the CPU, because on a GPU it is summed in other chunks, and so another number.
         anchor = int(checksum(start.cpu() for start in self.replica.start.values())) % ANCHORS
-        names = zlib.crc32(" ".join(self.name_of(p) for p in self.replica.start).encode())
-        row = torch.tensor([self.tokens, float(self._has_faults), anchor, names], dtype=torch.float64)
-        own = row.to(self.device)
-        self.members.node.all_reduce_(own)
-        return [*own.tolist(), float(self.step)]
+        shared = *self.replica.start.values(), *self.replica.velocity.values(), *self.buffers.start.values()
+        numbers = [self.tokens, float(self._has_faults), anchor, sum(tensor.nbytes for tensor in shared)]
+        of_group = torch.tensor(numbers, dtype=torch.float64).to(self.device)
+        self.members.node.all_reduce_(of_group)
+        tokens, faults, anchor, state_bytes = of_group.tolist()
+        return Row(
+            rounds=BEHIND if self._is_apart else self.num_averages,
+            step=self.step,
+            tokens=tokens,
+            faults=faults,
+            anchor=anchor,
+            state_bytes=state_bytes,
+            settings=digest_of(self._all_settings()),
+            is_new=self._is_new,
+            has_ended=has_ended,
+        )
+
+    def _all_settings(self) -> dict[str, str]:
+        """Return what has to be the same on all members, by name."""
+        method = cast("Method", self.method)
+        settings = {**method.settings(), "participants": self.participants, "processes": self.members.num_local_ranks}
+        tensors = {f"parameter {name}": tensor for name, tensor in self._named(self.replica.start).items()}
+        dtypes = {f"parameter {self.name_of(p)}": p.dtype for p in self.replica.start}
+        tensors |= {f"buffer {name}": tensor for name, tensor in self.buffers.now().items()}
+        settings |= {name: f"{dtypes.get(name, t.dtype)} of shape {[*t.shape]}" for name, t in tensors.items()}
+        return {name: f"{value}" for name, value in {**settings, **self.settings}.items()}
 
     def _compare(self, this_round: Round) -> None:
-        """Note whether this member has another anchor than most, or than the first: then it is behind.
+        """Note whether this member has another anchor than those that decide, or most of them: then it is behind.
 
         Raises:
-            DisagreementError: on those that train other parameters than a majority, or that have other weights before
-                the first average.
+            DisagreementError: on those that have other weights before the first average.
         """
-        rank = this_round.quorum.rank
-        _, _, anchors, names, _ = zip(*this_round.told, strict=True)
-        usual, most = (max(sums, key=sums.count) for sums in (names, anchors))
-        if names[rank] != usual or 2 * names.count(usual) <= len(names):
-            raise DisagreementError(
-                f"The groups train different parameters; checksums of the names are {this_round.by_name(names)}. "
-                "Freeze the same on all, before the training: groups have epochs of their own."
-            )
-        if len({*names}) > 1:
-            return
-        self._is_apart = anchors[rank] != most
+        rows = dict(zip(this_round.quorum.members, this_round.told, strict=True))
+        name = this_round.quorum.members[this_round.quorum.rank]
+        anchors = [rows[judge].anchor for judge in deciders(rows)]
+        usual = max(anchors, key=anchors.count)
+        self._is_apart = rows[name].anchor != usual
         self._num_apart += self._is_apart
         if self._is_apart and self._num_apart == OFTEN:
             _logger.warning(
                 "After round %d this group (%r) has other weights than most, for the %dth time, and takes theirs each "
                 "time. If no rounds were lost, its processor rounds otherwise: take the same kind for all groups.",
-                *(self.num_averages, this_round.quorum.members[rank], OFTEN),
+                *(self.num_averages, name, OFTEN),
             )
-        if not self.num_averages and (self._is_apart or 2 * anchors.count(most) <= len(anchors)):
+        if not self.num_averages and (self._is_apart or 2 * anchors.count(usual) <= len(anchors)):
+            checksums = {name: int(row.anchor) for name, row in rows.items()}
             raise DisagreementError(
-                f"The groups begin with different weights; checksums of these are {this_round.by_name(anchors)}. "
-                "Begin with the same on all: seed_everything with one number, or load one file."
+                f"The groups begin with different weights; checksums of these are {checksums}. Begin with the same on "
+                "all: seed_everything with one number, or load one file."
             )
 
     def _begin_round(self) -> Average:
@@ -500,7 +493,7 @@ class ElasticSync(LocalSync):
         for name, row in zip(members, told, strict=True):
             if row.faults:
                 _logger.warning("Member %r had an inf or NaN after step %d: its work is left out.", name, self.step)
-        self._averaged = None  # all have it: their anchors are equal
+        self._averaged, self._is_new = None, False  # all have it: their anchors are equal
         latest = int(max(row.step for row in told))
         self.num_skipped, self.step = latest - self.step, latest
         if average is None:
@@ -578,7 +571,7 @@ class ElasticSync(LocalSync):
             self.tokens += lost.tokens
             self._set_residuals(lost.residuals)
         for p, start in self.replica.start.items():
-            start.copy_(shared["start"].get(self.name_of(p), start))  # who trains others is told so, in `_compare`
+            start.copy_(shared["start"][self.name_of(p)])
         parameters, velocity = self.by_name(), loaded(shared["velocity"], self.device)
         self.replica.velocity = {parameters[key]: u for key, u in velocity.items()}
         for key, start in self.buffers.start.items():

@@ -23,6 +23,7 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import io
+import json
 import logging
 import os
 import re
@@ -32,7 +33,7 @@ import struct
 import threading
 import time
 import uuid
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import suppress
@@ -46,7 +47,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_lowbw.comm.agreement import gather
-from lightning_lowbw.elastic.membership import Quorum, Share
+from lightning_lowbw.elastic.membership import Quorum, Row, Settings, Share, raise_refused, refusals
 from lightning_lowbw.errors import ConfigurationError
 from lightning_lowbw.namespaces import LOGGER
 
@@ -61,7 +62,8 @@ CHUNK_BYTES, AT_ONCE = 1 << 18, 32  # of the state, which may take minutes; as m
 STALL_S = 20.0  # for which a chunk is waited for, before its sender or receiver is taken for lost
 SAY_S = 10.0  # between two lines that tell how much of the state has come
 WAIT_S = 75.0  # of one request for a quorum. In the lighthouse each begins anew to wait for others, by default 60 s.
-OWN_DATA = frozenset({"row", "failures", "torchft"})  # of a member: what torchft has no field for
+OWN_DATA = frozenset({"row", "failures"})  # of a member: what torchft has no field for
+SETTINGS = "settings"  # of a group, in its store
 POLL_S, RETRY_S, WARN_S = 1.0, 0.5, 60.0
 SILENT_S = 6  # after which a machine is taken for lost: nothing confirms what was sent, or that it is there
 GONE_S = 20.0  # after which a group with this one's name is not this one, before it was restarted
@@ -70,7 +72,7 @@ MIN_TIMEOUT_S = 10.0  # for pauses of an operating system and of a link
 ROUND_STATES = 2.0  # the bytes of a round by those of the state: at most an all-reduce of all of it
 
 
-def timeout_s_of(state_bytes: int, gbit_per_s: float, num_joiners: int = 1) -> float:
+def timeout_s_of(state_bytes: float, gbit_per_s: float, num_joiners: int = 1) -> float:
     """Return the seconds after which a collective may be taken for lost: twice what the slowest may take.
 
     Those that are up to date wait in their first collective for those that are still receiving the state, perhaps all
@@ -89,21 +91,15 @@ class _Member:
 
     Attributes:
         name: its label, and what is another after a restart.
-        step: outer steps that it has completed.
         store: address of the store in which its processes and those of others meet.
-        num_processes: of the group.
         row: as given to `Membership.quorum`.
         failures: rounds that have failed there. After each the members make a new group.
-        torchft: its version.
     """
 
     name: str
-    step: int
     store: str
-    num_processes: int
-    row: Sequence[float]
+    row: Row
     failures: int
-    torchft: str
 
     @property
     def label(self) -> str:
@@ -155,7 +151,7 @@ class TorchftMembership:
                 f"needs {needed_s:.0f} s, or those that join never arrive. Leave timeout_s out, or raise it."
             )
         torchft = _import_torchft()
-        self.min_replicas, self.state_bytes, self.gbit_per_s = min_replicas, state_bytes, gbit_per_s
+        self.min_replicas, self.gbit_per_s = min_replicas, gbit_per_s
         self.timeout_s = max(MIN_TIMEOUT_S, needed_s) if timeout_s is None else timeout_s
         self._lighthouse = _Lighthouse(torchft, lighthouse if "//" in lighthouse else f"http://{lighthouse}")
         self._address = _own_address(address, self._lighthouse.url)
@@ -164,18 +160,19 @@ class TorchftMembership:
         self._key: tuple[Any, ...] = ()  # of the quorum for which the group was made
         self._group: Any = None
         self._num_failures = 0
+        self._refused: set[str] = set()  # who has been named
         if self._process == 0:
             listener = socket.create_server((self._address, 0))  # not at other addresses of the host
             self._port = listener.getsockname()[1]
             options: dict[str, Any] = {"is_master": True, "wait_for_workers": False}
             self._store = dist.TCPStore(self._address, self._port, master_listen_fd=listener.detach(), **options)
 
-    def quorum(self, step: int, row: Sequence[float], shared: Share, gives_up: Callable[[], bool]) -> Quorum | None:
+    def quorum(self, row: Row, settings: Settings, shared: Share, gives_up: Callable[[], bool]) -> Quorum | None:
         began_s = said_s = time.monotonic()
         while True:
             quorum, error = None, None
             try:
-                answer = self._ask(step, row, began_s, gives_up)
+                answer = self._ask(row, settings, began_s, gives_up)
                 if answer is None:
                     self._fail()  # others may wait for this one; and the next request differs from this one
                     return None
@@ -230,18 +227,19 @@ class TorchftMembership:
     # Members --------------------------------------------------------------------------------------------------------
 
     def _ask(
-        self, step: int, row: Sequence[float], began_s: float, gives_up: Callable[[], bool]
+        self, row: Row, settings: Settings, began_s: float, gives_up: Callable[[], bool]
     ) -> tuple[int, Sequence[_Member]] | None:
         """Return the number of the next quorum, and its members; None if a process of this group has given up.
 
         Raises:
             RuntimeError: on all processes; there is none yet.
-            ConfigurationError: on all processes; this group is not as most others are.
+            DisagreementError: on all processes; this group is not as the others are, who go on without it.
         """
         answer: Any = None
         if self._process == 0:
             store = f"{self._address}:{self._port}"
-            own = _Member(self._name, step, store, self._num_processes, list(row), self._num_failures, TORCHFT)
+            self._store.set(SETTINGS, json.dumps(dict(settings)))  # for who differs
+            own = _Member(self._name, store, row, self._num_failures)
             request = self._lighthouse.begin_quorum(own)
         while answer is None:
             if self._process == 0 and wait([request], POLL_S).done:
@@ -255,22 +253,34 @@ class TorchftMembership:
         if isinstance(answer, Exception):
             raise answer
         number, members = answer
-        kinds = [f"torchft {member.torchft} and {member.num_processes} processes" for member in members]
-        ((usual, _), *_) = Counter(kinds).most_common()
-        others = [member.label for member, kind in zip(members, kinds, strict=True) if kind != usual]
+        by_name = {member.name: member for member in members}
+        refused = refusals({member.name: member.row for member in members})
+        if self._name in refused:
+            other = by_name[refused[self._name]]
+            raise_refused(settings, self._settings_of(other), other.label)
+        if new := refused.keys() - self._refused:
+            self._refused |= new
+            _logger.warning(
+                "Refused, because of other settings, which are named there: %s.",
+                ", ".join(sorted(by_name[name].label for name in new)),
+            )
+        members = [member for member in members if member.name not in refused]
         labels = [member.label for member in members]
-        if kinds[[member.name for member in members].index(self._name)] != usual:
-            raise ConfigurationError(f"Most other groups have {usual}. Make it the same on these: {others}.")
         label = self._name.rpartition(":")[0]
-        latest = max((member.step, member.name) for member in members if member.label == label)
+        latest = max((member.row.rounds, member.name) for member in members if member.label == label)
         if waited_s > GONE_S and latest[1] != self._name:
             raise ConfigurationError(f"Another group has the name {label!r}, too. Give each one of its own: group=...")
-        if others or len(members) < self.min_replicas or len({*labels}) < len(labels):
+        if len(members) < self.min_replicas or len({*labels}) < len(labels):
             time.sleep(RETRY_S)
-            raise RuntimeError(
-                f"there are {labels}; each group needs a name of its own, and {usual}, which {others} have not"
-            )
+            raise RuntimeError(f"there are {labels}; each group needs a name of its own")
         return number, members
+
+    def _settings_of(self, member: _Member) -> Settings:
+        """Return the settings of another group, which it has put into its store; none if it cannot be reached."""
+        with suppress(RuntimeError):
+            settings: dict[str, str] = json.loads(_store_at(member.store).get(SETTINGS))
+            return settings
+        return {"settings": "not to be had"}
 
     def _join(self, number: int, members: Sequence[_Member], shared: Share) -> Quorum:
         """Connect to the members of a quorum, and give or take the state.
@@ -278,9 +288,9 @@ class TorchftMembership:
         Raises:
             RuntimeError: it was not possible.
         """
-        latest = max(member.step for member in members)
-        givers = [rank for rank, member in enumerate(members) if member.step == latest]
-        takers = [rank for rank, member in enumerate(members) if member.step < latest]
+        latest = max(member.row.rounds for member in members)
+        givers = [rank for rank, member in enumerate(members) if member.row.rounds == latest]
+        takers = [rank for rank, member in enumerate(members) if member.row.rounds < latest]
         rank = [member.name for member in members].index(self._name)
         names = tuple(member.label for member in members)
         key = (number, *((member.name, member.failures) for member in members))
@@ -289,7 +299,8 @@ class TorchftMembership:
             path = f"{number}/{latest}/{sum(member.failures for member in members)}/{self._process}"
             self._connect(members[givers[0]].store, path, rank, len(members))
             self._key = key
-        timeout_s = max(self.timeout_s, timeout_s_of(self.state_bytes, self.gbit_per_s, len(takers)))
+        state_bytes = max(member.row.state_bytes for member in members)
+        timeout_s = max(self.timeout_s, timeout_s_of(state_bytes, self.gbit_per_s, len(takers)))
         backend = self._group._get_backend(torch.device("cpu"))
         backend._set_default_timeout(timedelta(seconds=timeout_s))
         healed = None
@@ -312,13 +323,11 @@ class TorchftMembership:
         """Make the group of these members, which meet in a store."""
         self._disconnect()
         before = _open_sockets()
-        host, _, port = address.rpartition(":")
-        limit = timedelta(seconds=CONNECT_S)
-        store = dist.TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=limit)
-        prefixed = dist.PrefixStore(path, store)
+        prefixed = dist.PrefixStore(path, _store_at(address))
         gloo: Any = dist.ProcessGroupGloo
         options = gloo._Options()
-        options._devices, options._timeout = [gloo.create_device(hostname=self._address)], limit
+        options._devices = [gloo.create_device(hostname=self._address)]
+        options._timeout = timedelta(seconds=CONNECT_S)
         backend = gloo(prefixed, rank, size, options)
         _of_group.clear()
         _of_group.update(_open_sockets() - before)
@@ -380,19 +389,17 @@ class _Lighthouse:
                 replica_id=own.name,
                 timeout=timedelta(seconds=WAIT_S),
                 store_address=own.store,
-                step=own.step,
-                world_size=own.num_processes,
-                data={name: getattr(own, name) for name in OWN_DATA},
+                step=own.row.rounds,  # for the lighthouse's page
+                data={"row": list(own.row), "failures": own.failures},
             )
             self._client = client
-            others = [m.replica_id for m in found.participants if not {*(m.data or {})} >= OWN_DATA]
-            if others:
+            members = [member for each in found.participants if (member := _member_of(each)) is not None]
+            others = {each.replica_id for each in found.participants}.difference(member.name for member in members)
+            if others and own.row.is_new:  # those that train go on
                 raise ConfigurationError(
-                    f"The lighthouse {self.url} has members of another program: {others}. Start one for each training."
+                    f"The lighthouse {self.url} has members of another program, or of another version: "
+                    f"{sorted(others)}. Start one for each training."
                 )
-            members = [
-                _Member(m.replica_id, m.step, m.store_address, m.world_size, **m.data) for m in found.participants
-            ]
             if (own.name, own.failures) not in {(member.name, member.failures) for member in members}:
                 raise RuntimeError("the lighthouse has answered an older request of this group")
             answer.set_result((found.quorum_id, sorted(members, key=lambda member: member.name)))
@@ -414,6 +421,20 @@ class _Lighthouse:
         self._is_closed.set()
         if self._heartbeats is not None:
             self._heartbeats.join()
+
+
+def _member_of(participant: Any) -> _Member | None:
+    """Return what a participant has told; None if it is of another program."""
+    data = participant.data or {}
+    if data.keys() != OWN_DATA or len(data["row"]) != len(Row._fields):
+        return None
+    return _Member(participant.replica_id, participant.store_address, Row(*data["row"]), data["failures"])
+
+
+def _store_at(address: str) -> dist.TCPStore:
+    host, _, port = address.rpartition(":")
+    limit = timedelta(seconds=CONNECT_S)
+    return dist.TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=limit)
 
 
 # The state, without pickle --------------------------------------------------------------------------------------------

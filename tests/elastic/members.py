@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 from lightning_lowbw.comm.collectives import Collectives
 from lightning_lowbw.elastic import torchft_membership
+from lightning_lowbw.elastic.membership import Row, digest_of
 from lightning_lowbw.elastic.torchft_membership import TorchftMembership, _import_torchft
 from lightning_lowbw.lab.network import INTERFACE, Network
 from lightning_lowbw.namespaces import LOGGER
@@ -114,12 +115,14 @@ def run_member(
     Args:
         options: of the membership, and of this loop: `rounds` to commit; `pause_s` between two; `act`: what happens in
             the collective of the round number `act_in`, counted from 0; `patience_s` of each process; `size` of what is
-            averaged; `late_s`, by which it comes late to the first collective; `constants` of the module.
+            averaged; `late_s`, by which it comes late to the first collective; `settings`; `constants` of the module.
     """
     rounds, pause_s = options.pop("rounds", 10**6), options.pop("pause_s", 0.05)
     act, act_in, late_s = options.pop("act", average), options.pop("act_in", 0), options.pop("late_s", 0.0)
     patience_s = options.pop("patience_s", [PATIENCE_S] * num_processes)
     step, members, weights = 0, (), torch.full((options.pop("size", SIZE),), float(options.pop("value", 0.0)))
+
+    settings, is_new = options.pop("settings", {"processes": f"{num_processes}"}), True
 
     def tell(kind: str, value: Any = None) -> None:
         connection.send(Event(group, process, kind, step, members, value, time.monotonic()))
@@ -141,8 +144,9 @@ def run_member(
             time.sleep(pause_s)
             began_s = time.monotonic()
             shared = {"weights": weights, "step": step, "name": "plain"}
-            row, patience = [float(group), 0.1 * step], partial(gives_up, began_s + patience_s[process])
-            quorum = membership.quorum(step, row, partial(dict, shared), patience)
+            row = Row(step, tokens=0.1 * group, settings=digest_of(settings), is_new=is_new)
+            patience = partial(gives_up, began_s + patience_s[process])
+            quorum = membership.quorum(row, settings, partial(dict, shared), patience)
             if quorum is None:
                 tell("gave up", time.monotonic() - began_s)
                 break
@@ -161,7 +165,7 @@ def run_member(
             except RuntimeError as error:
                 tell("lost", str(error)[:80])
             if membership.commit():
-                weights, step = mean, step + 1
+                weights, step, is_new = mean, step + 1, False
                 tell("committed", (weights.double().sum().item(), took_s))
             else:
                 tell("failed")

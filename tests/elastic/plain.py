@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import pickle
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_lowbw.comm.agreement import gather
-from lightning_lowbw.elastic.membership import Quorum, Share
+from lightning_lowbw.elastic.membership import Quorum, Row, Settings, Share, raise_refused, refusals
 
 T = TypeVar("T")
 
@@ -52,15 +52,21 @@ class PlainMembership:
         self.group: Any = None
         store.add("alive", 1)
 
-    def quorum(self, step: int, row: Sequence[float], shared: Share, gives_up: Callable[[], bool]) -> Quorum | None:
+    def quorum(self, row: Row, settings: Settings, shared: Share, gives_up: Callable[[], bool]) -> Quorum | None:
         self.num_rounds, self.num_collectives, self.has_failed = self.num_rounds + 1, 0, False
         self.group = None
-        while (epoch := self._meet(step, row, gives_up)) is None:
+        while (epoch := self._meet(row, settings, gives_up)) is None:
             pass
         if epoch < 0:
             return None
-        arrived: list[tuple[str, int, Sequence[float]]] = sorted(pickle.loads(self.store.get(f"{epoch}/members")))
-        names, steps, rows = zip(*arrived, strict=True)
+        arrived = {name: told for name, *told in sorted(pickle.loads(self.store.get(f"{epoch}/members")))}
+        refused = refusals({name: told[0] for name, told in arrived.items()})
+        if self.name in refused:
+            other = refused[self.name]
+            raise_refused(settings, arrived[other][1], other)
+        names = tuple(name for name in arrived if name not in refused)
+        rows = tuple(arrived[name][0] for name in names)
+        step, steps = row.rounds, [each.rounds for each in rows]
         rank, latest, healed = names.index(self.name), max(steps), None
         if min(steps) < latest and rank == steps.index(latest):
             file = io.BytesIO()
@@ -77,11 +83,11 @@ class PlainMembership:
         self.history.append(Quorum(latest, rank, names, healed, rows if min(steps) == latest else None))
         return self.history[-1]
 
-    def _meet(self, step: int, row: Sequence[float], gives_up: Callable[[], bool]) -> int | None:
+    def _meet(self, row: Row, settings: Settings, gives_up: Callable[[], bool]) -> int | None:
         """Come to the next round; return its number, None if it began without this member, -1 if that gave up."""
         store, epoch, came_s = self.store, self.store.add("epoch", 0), time.monotonic()
         index = store.add(f"{epoch}/count", 1)
-        store.set(f"{epoch}/arrival{index}", pickle.dumps((self.name, step, row)))
+        store.set(f"{epoch}/arrival{index}", pickle.dumps((self.name, row, settings)))
         while True:
             # Whether it has begun, and who gives up: on all processes of the group.
             begun, given_up = zip(*gather((store.check([f"{epoch}/members"]), gives_up()), "patience"), strict=True)

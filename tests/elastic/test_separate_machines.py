@@ -105,7 +105,8 @@ def test_a_state_arrives_that_takes_longer_than_any_of_its_timeouts(
     size: int, bits_per_s: float, constants: dict[str, float]
 ) -> None:
     needs_s = size * 4 * 8 / bits_per_s
-    with Network([1e9, 1e9, 1e9, bits_per_s], rtt_ms=100.0) as network, members.groups(network) as made:
+    patient = {"join_timeout_ms": 30_000, "heartbeat_timeout_ms": 10_000}
+    with Network([1e9] * 3 + [bits_per_s], rtt_ms=100.0) as network, members.groups(network, **patient) as made:
         options = {"size": size, "gbit_per_s": bits_per_s / 1e9, "timeout_s": None, "constants": constants}
         for group in range(2):
             made.start(group, pause_s=0.5, **options)

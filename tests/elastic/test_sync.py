@@ -343,7 +343,7 @@ def train_other_parameters(members: Sequence[Member]) -> None:
 
 @pytest.mark.parametrize(
     ("change", "words"),
-    [(begin_with_other_weights, "begin with different"), (train_other_parameters, "train different parameters")],
+    [(begin_with_other_weights, "begin with different"), (train_other_parameters, "parameter bias: .* of shape")],
 )
 @pytest.mark.parametrize("num_members", [2, 3])
 def test_who_differs_from_a_majority_is_told_and_without_one_all_are(
@@ -354,6 +354,47 @@ def test_who_differs_from_a_majority_is_told_and_without_one_all_are(
     with pytest.raises(DisagreementError, match=words):
         train(members)
     assert [member.has_left for member in members] == [False, *[num_members == 3] * (num_members - 1)]
+
+
+SETTINGS_OF_A_JOINER: dict[str, tuple[Method, dict[str, Any], str]] = {
+    "outer": (METHODS["diloco"], {}, "when.outer: nesterov here, none there"),
+    "payload": (METHODS["sparse_loco"], {}, "what.payload: top_k here, whole there"),
+    "participants": (METHODS["local_sgd"], {"participants": 0.5}, "participants: 0.5 here, 1.0 there"),
+    "k_steps": (METHODS["local_sgd"].replace(k_steps=50), {}, "when.k_steps: 50 here, 3 there"),
+    "shape": (METHODS["local_sgd"], {}, r"parameter bias: torch.float32 of shape \[9\] here, .* \[7\] there"),
+    "dtype": (METHODS["local_sgd"], {}, "parameter bias: torch.float64 of shape .* here, torch.float32"),
+}
+
+
+@pytest.mark.parametrize("what", SETTINGS_OF_A_JOINER)
+def test_who_comes_with_other_settings_is_refused_by_name_and_the_only_incumbent_goes_on(
+    what: str, store: dist.Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    method, options, words = SETTINGS_OF_A_JOINER[what]
+    there = {"grace_s": 0.1, "min_replicas": 1}
+    joiner: list[Member] = []
+
+    def join(_: Member, step: int) -> None:
+        if step == K_STEPS + 1:
+            other = {
+                "wide": Parameter(torch.zeros(20, 13)),
+                "bias": Parameter(torch.zeros(9 if what == "shape" else 7)),
+            }
+            if what == "dtype":
+                other["bias"] = Parameter(torch.zeros(7, dtype=torch.float64))
+            with monkeypatch.context() as context:
+                context.setattr("tests.elastic.test_sync.make_parameters", lambda: other)
+                joiner.append(Member(store, 0, method, membership=there, options=options))
+            thread.start()
+            time.sleep(0.05)
+
+    thread = threading.Thread(target=lambda: joiner[0].run())
+    incumbent = Member(store, 1, METHODS["local_sgd"], before=join, membership=there)
+    train([incumbent])
+    thread.join(30.0)
+    assert incumbent.worker.num_averages == 4
+    with pytest.raises(DisagreementError, match=words):
+        raise joiner[0].error or AssertionError("not refused")
 
 
 def test_groups_that_resume_at_different_steps_end_together(store: dist.Store) -> None:

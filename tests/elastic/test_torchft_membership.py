@@ -15,7 +15,8 @@ import pytest
 import torch
 
 from lightning_lowbw.elastic import torchft_membership
-from lightning_lowbw.elastic.torchft_membership import TORCHFT, TorchftMembership, _Lighthouse, _Member, timeout_s_of
+from lightning_lowbw.elastic.membership import Row
+from lightning_lowbw.elastic.torchft_membership import TorchftMembership, _Lighthouse, _Member, timeout_s_of
 from lightning_lowbw.errors import ConfigurationError
 from tests.elastic import members
 
@@ -141,6 +142,17 @@ def test_of_two_groups_with_one_name_the_newcomer_ends() -> None:
             made.until(lambda event: event.group == 2 and event.kind == "committed")
 
 
+def test_a_newcomer_with_other_settings_is_refused_by_name_and_the_only_incumbent_goes_on() -> None:
+    with members.groups(min_replicas=1) as made:
+        made.start(1, min_replicas=1, settings={"what.density": "0.125"})
+        made.committed(1, 1)
+        made.start(0, min_replicas=1, settings={"what.density": "0.25"})
+        with pytest.raises(AssertionError, match=r"than group .*group1.*what\.density: 0\.25 here, 0\.125 there"):
+            made.committed(0)
+        made.events.clear()
+        made.committed(1, size=1)
+
+
 def test_the_processes_of_a_group_give_up_together() -> None:
     with members.groups() as made:
         made.start(0, 2, patience_s=[LONG_S, 0.5])
@@ -175,9 +187,9 @@ def test_the_processes_of_a_group_fail_together() -> None:
 
 
 def test_an_answer_to_an_older_request_is_not_taken() -> None:
-    own = _Member("site:1", 3, "127.0.0.1:1", 1, [8.0], 2, TORCHFT)
-    data = {"row": [4.0], "failures": 1, "torchft": TORCHFT}
-    old = SimpleNamespace(replica_id=own.name, step=3, store_address=own.store, world_size=1, data=data)
+    own, older = _Member("site:1", "127.0.0.1:1", Row(3, tokens=8.0), 2), Row(3, tokens=4.0)
+    data = {"row": list(older), "failures": 1}
+    old = SimpleNamespace(replica_id=own.name, store_address=own.store, data=data)
     client = SimpleNamespace(quorum=lambda **_: SimpleNamespace(quorum_id=1, participants=[old]))
     lighthouse = _Lighthouse(SimpleNamespace(LighthouseClient=lambda *_, **__: client), "http://127.0.0.1:1")
     lighthouse._is_closed.set()  # no heartbeats
@@ -186,7 +198,7 @@ def test_an_answer_to_an_older_request_is_not_taken() -> None:
         answers.append(lighthouse.begin_quorum(own).result(10.0))
         data["failures"] = own.failures
     assert "an older request" in f"{answers[0]}"
-    assert [member.row for member in answers[1][1]] == [[4.0]]
+    assert [member.row for member in answers[1][1]] == [older]
     lighthouse.close()
 
 
