@@ -20,6 +20,8 @@ Where anything fails a group leaves (`_fail`): what others wait for fails, too, 
 
 from __future__ import annotations
 
+import html
+import http.client
 import importlib
 import importlib.metadata
 import io
@@ -36,7 +38,7 @@ import uuid
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -264,15 +266,18 @@ class TorchftMembership:
                 "Refused, because of other settings, which are named there: %s.",
                 ", ".join(sorted(by_name[name].label for name in new)),
             )
-        members = [member for member in members if member.name not in refused]
-        labels = [member.label for member in members]
-        label = self._name.rpartition(":")[0]
-        latest = max((member.row.rounds, member.name) for member in members if member.label == label)
-        if waited_s > GONE_S and latest[1] != self._name:
-            raise ConfigurationError(f"Another group has the name {label!r}, too. Give each one of its own: group=...")
-        if len(members) < self.min_replicas or len({*labels}) < len(labels):
+        label, kept = self._name.rpartition(":")[0], dict[str, _Member]()
+        for member in sorted(members, key=lambda member: (member.row.is_new, member.name)):
+            if member.name not in refused:
+                kept.setdefault(member.label, member)
+        if kept[label].name != self._name and waited_s > GONE_S:
+            raise second_of(label)
+        if kept[label].name != self._name or len(kept) < self.min_replicas:
             time.sleep(RETRY_S)
-            raise RuntimeError(f"there are {labels}; each group needs a name of its own")
+            raise RuntimeError(
+                f"there are {[member.label for member in members]}, each of which needs a name of its own"
+            )
+        members = [member for member in members if kept.get(member.label) is member]
         return number, members
 
     def _settings_of(self, member: _Member) -> Settings:
@@ -371,11 +376,6 @@ class _Lighthouse:
 
     def begin_quorum(self, own: _Member) -> Future[Any]:
         """Begin to ask for the next quorum: its number and members, in the same order for all; or why there is none."""
-        if self._heartbeats is None:  # not before this member can come to a round
-            self._heartbeats = threading.Thread(
-                target=self._send_heartbeats, args=(own.name,), name="lowbw-heartbeats", daemon=True
-            )
-            self._heartbeats.start()
         answer: Future[Any] = Future()
         # In a thread, because a signal would be handled only after torchft has returned.
         threading.Thread(target=self._request, args=(own, answer), name="lowbw-quorum", daemon=True).start()
@@ -384,6 +384,12 @@ class _Lighthouse:
     def _request(self, own: _Member, answer: Future[Any]) -> None:
         client, self._client = self._client, None
         try:
+            if self._heartbeats is None:  # not before this member can come to a round
+                self._refuse_second(own)
+                self._heartbeats = threading.Thread(
+                    target=self._send_heartbeats, args=(own.name,), name="lowbw-heartbeats", daemon=True
+                )
+                self._heartbeats.start()
             client = client or self._connected()
             found = client.quorum(
                 replica_id=own.name,
@@ -408,6 +414,23 @@ class _Lighthouse:
                 time.sleep(RETRY_S)
             answer.set_result(error if isinstance(error, ConfigurationError) else RuntimeError(f"{error}"))
 
+    def _refuse_second(self, own: _Member) -> None:
+        """Raise ConfigurationError if another group has the name and is alive; before the others hear of this one."""
+        before, began_s = self._ages(own.label), time.monotonic()
+        if before:
+            time.sleep(POLL_S)
+            if any(age < time.monotonic() - began_s for age in self._ages(own.label)):  # heard of meanwhile
+                raise second_of(own.label)
+
+    def _ages(self, label: str) -> list[float]:
+        """Return the seconds since the last heartbeats of all groups of this name, by the lighthouse's page."""
+        address = urlsplit(self.url)
+        connection = http.client.HTTPConnection(f"{address.hostname}", address.port, timeout=CONNECT_S)
+        with closing(connection):
+            connection.request("GET", "/status")
+            page = html.unescape(connection.getresponse().read().decode())
+        return [float(age) for age in re.findall(rf"{re.escape(label)}:[-0-9a-f]+: seen ([0-9.]+)s ago", page)]
+
     def _send_heartbeats(self, name: str) -> None:
         """Tell the lighthouse that this member is alive, until `close`."""
         client = None
@@ -429,6 +452,11 @@ def _member_of(participant: Any) -> _Member | None:
     if data.keys() != OWN_DATA or len(data["row"]) != len(Row._fields):
         return None
     return _Member(participant.replica_id, participant.store_address, Row(*data["row"]), data["failures"])
+
+
+def second_of(label: str) -> ConfigurationError:
+    """Return the error of a group whose name another one has."""
+    return ConfigurationError(f"Another group has the name {label!r}, too. Give each one of its own: group=...")
 
 
 def _store_at(address: str) -> dist.TCPStore:
