@@ -94,16 +94,12 @@ class TrafficLedger:
     @contextmanager
     def waiting(self, device: torch.device) -> Iterator[None]:
         """Add the time of a blocking collective on tensors of `device`. Does not synchronise the host with a GPU."""
-        if events := device_of(device).timing_events():
-            start, end = events
-            start.record()
-            yield
-            end.record()
-            self._pending.append((start, end))
-        else:
-            started = time.perf_counter()
-            yield
+        start, started = device_of(device).timing_event(), time.perf_counter()
+        yield
+        if start is None:
             self.exposed_s += time.perf_counter() - started
+        else:
+            self._pending.append((start, device_of(device).timing_event()))
 
     @contextmanager
     def paused(self) -> Iterator[None]:

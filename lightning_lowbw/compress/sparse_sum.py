@@ -54,6 +54,15 @@ def message_sizes(codec: SparseCodec, numel: int, num_selected: int, num_ranks: 
     return to_owner, from_owner
 
 
+def scatter_operations(num_tensors: int, num_ranks: int) -> int:
+    """Return about how many operations the host calls for a reduce-scatter, each of its 10 waits for a GPU as 5.
+
+    As benchmarks/results/launches.md counts them: some for each owner, and for each tensor of one, of which an owner of
+    small tensors has about half.
+    """
+    return 200 + 10 * 5 + 14 * num_ranks + 12 * (num_tensors // 2)
+
+
 @dataclass(frozen=True)
 class Outgoing:
     """A rank's selection, sorted by owner.

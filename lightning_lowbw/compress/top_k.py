@@ -30,7 +30,7 @@ from lightning_lowbw.arguments import check_one_of, from_mapping, is_count, is_n
 from lightning_lowbw.compress.codec import ALL, MAX_NUMEL, VALUE_NAMES, FloatFormat, SparseCodec, make_value_format
 from lightning_lowbw.compress.payload import Message, Payload, Shapes
 from lightning_lowbw.compress.selection import num_selected
-from lightning_lowbw.compress.sparse_sum import message_sizes
+from lightning_lowbw.compress.sparse_sum import message_sizes, scatter_operations
 from lightning_lowbw.errors import ConfigurationError
 from lightning_lowbw.kernels.dispatch import PLAIN, Uses
 from lightning_lowbw.kernels.gpu import LONGEST_CHUNK
@@ -39,7 +39,7 @@ from lightning_lowbw.schedules.schedule import Schedule
 MeanOver = Literal["ranks", "senders"]
 COLLECTIVES = ("auto", "all_gather", "reduce_scatter")
 MOST_GATHERED = 9  # participants; to there a reduce-scatter in bfloat16 saves less than half of the bytes
-OWNER_BYTES = 25_000  # what 1 Gb/s carries in 0.2 ms, the host's time for about 20 operations for each owner
+OPERATION_BYTES = 1_250  # what 1 Gb/s carries in 10 us, the host's time for an operation
 LEAST_OF = 4096  # elements: of fewer as many are sent as of this many, or a norm or a bias would wait for ever
 SMALL_SHARE, LEAST_NUMEL, MOST_NUMEL = 0.03, 1024, 16384  # see `small_numel`
 
@@ -181,11 +181,11 @@ class TopK(Payload, key="top_k"):
         those to and from an owner:
 
             all-gather       (N-1) m
-            reduce-scatter   (N-1) (s + g) + N OWNER_BYTES      (s + g is about 5 m / N)
+            reduce-scatter   (N-1) (s + g) + operations OPERATION_BYTES      (s + g is about 5 m / N)
 
-        An owner takes the host's time, for each is packed by itself. As some of the sums wait at their owners, the
-        reduce-scatter is taken only where it costs less than half: never up to `MOST_GATHERED` participants; at one in
-        a thousand, with 16 from 41M parameters on, and with 64 from 18M.
+        The reduce-scatter takes the host's time, see `scatter_operations`. As some of the sums wait at their owners, it
+        is taken only where it costs less than half: never up to `MOST_GATHERED` participants; at one in a thousand and
+        50 tensors, with 16 from 98M parameters on, and with 64 from 20M.
         """
         # N as in the equations above.
         N, numel = num_participants, sum(numels)
@@ -194,7 +194,8 @@ class TopK(Payload, key="top_k"):
         if self.exchange == "reduce_scatter":
             return "reduce_scatter"
         to_and_from = sum(message_sizes(self.codec, numel, sum(self.nums_sent(numels)), N))
-        is_cheaper = 2 * ((N - 1) * to_and_from + N * OWNER_BYTES) < (N - 1) * self.nbytes(numels)
+        of_host = scatter_operations(len(numels), N) * OPERATION_BYTES
+        is_cheaper = 2 * ((N - 1) * to_and_from + of_host) < (N - 1) * self.nbytes(numels)
         return "reduce_scatter" if is_cheaper else "all_gather"
 
     def masks(self, momenta: Iterable[float], *, by_default: bool) -> bool:

@@ -324,9 +324,9 @@ class Serial:
     def keep(self, tensor: Tensor) -> None:
         """Do not use the memory of a tensor of another stream again before the current one has done with it."""
 
-    def timing_events(self) -> tuple[Any, Any] | None:
-        """Return two events between which the device measures the time; None: the host's clock does."""
-        return None
+    def timing_event(self) -> Any:
+        """Return an event on the current stream, between two of which the device measures the time; None: the host's
+        clock does."""
 
     def synchronize(self, *, all_streams: bool = False) -> None:
         """Wait on the host for what is on the current stream, or on all of them."""
@@ -391,8 +391,10 @@ class Cuda:
     def keep(self, tensor: Tensor) -> None:
         tensor.record_stream(_cuda.current_stream(self.device))
 
-    def timing_events(self) -> tuple[Any, Any] | None:
-        return _cuda.Event(enable_timing=True), _cuda.Event(enable_timing=True)
+    def timing_event(self) -> Any:
+        event = _cuda.Event(enable_timing=True)
+        event.record(_cuda.current_stream(self.device))  # the current device may be another
+        return event
 
     def synchronize(self, *, all_streams: bool = False) -> None:
         if all_streams:

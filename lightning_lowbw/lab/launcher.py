@@ -156,6 +156,7 @@ def _torchrun_environment(network: Network, node: int, local_rank: int, ranks_pe
         "TORCHELASTIC_RUN_ID": "lowbw-lab",
         "GLOO_SOCKET_IFNAME": INTERFACE,
         "NCCL_SOCKET_IFNAME": INTERFACE,
+        "NCCL_HOSTID": f"node{node}",  # else NCCL takes the nodes for one host: shared memory, and no GPU for two ranks
     }
 
 

@@ -43,6 +43,7 @@ class CommunicationHook:
         self.is_timing = False
         self._is_registered = False  # whether DDP calls `reduce`
         self._is_manual = False  # whether the user's code calls backward
+        self._has_reduced = False  # whether DDP has reduced a backward pass: it learns a static graph in the first
         self._handles: list[RemovableHandle] = []
         self._means: set[Tensor] = set()  # where it does: parameters whose gradients are means
         self._last_launch_s: float | None = None  # when the last bucket of a backward pass was sent
@@ -59,6 +60,7 @@ class CommunicationHook:
             is_manual: whether the user's code calls backward.
         """
         self._ddp, self._peers, self._is_manual, self._is_registered = ddp, peers, is_manual, False
+        self._has_reduced = False
         # Parameters that are frozen now and unfrozen later are not DDP's; the exchange takes care of them.
         self._trained = frozenset(parameter for parameter in ddp.parameters() if parameter.requires_grad)
         self._nbytes = sum(parameter.nbytes for parameter in self._trained)
@@ -81,7 +83,8 @@ class CommunicationHook:
         ddp, peers = self._ddp, self._peers
         assert ddp is not None
         assert peers is not None
-        is_needed = self._is_manual or not peers.reduces_as_ddp or (bool(ddp.static_graph) and self.reduction != "all")
+        reduces_otherwise = ddp.require_backward_grad_sync and self.reduction != "all"
+        is_needed = self._is_manual or not peers.reduces_as_ddp or reduces_otherwise
         if is_needed and not self._is_registered:
             self._is_registered = True
             for handle in self._clocks.values():
@@ -99,7 +102,8 @@ class CommunicationHook:
         # Optimizers in different phases, as when one steps less often, reduce their own gradients before they step.
         reductions = {self._reduction_of(worker) for worker in workers} or {"all"}
         self.reduction = reductions.pop() if len(reductions) == 1 else None
-        ddp.require_backward_grad_sync = bool(ddp.static_graph) or self.reduction is not None
+        is_learning = bool(ddp.static_graph) and (self._is_manual or not self._has_reduced)
+        ddp.require_backward_grad_sync = is_learning or self.reduction is not None
         self._intercept_if_needed()
 
     def _reduction_of(self, worker: Synchronizer) -> Ranks | None:
@@ -125,6 +129,7 @@ class CommunicationHook:
     def take(self, worker: Synchronizer) -> frozenset[Parameter]:
         """Return the parameters whose gradients are means already; note how long the optimizer has waited for them."""
         reduced = self.reduced(worker)
+        self._has_reduced |= self._ddp is not None and self._ddp.require_backward_grad_sync
         self._means.difference_update(worker.params if self._means else ())
         if self._peers is not None and not worker.is_local:
             self._peers.ledger.exposed_s += self._wait_s()

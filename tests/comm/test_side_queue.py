@@ -35,7 +35,7 @@ class Recorder:
         self.calls.append(call)
         self.threads[call] = threading.get_ident()
 
-    def Event(self) -> Any:
+    def Event(self, *, enable_timing: bool = False) -> Any:
         return types.SimpleNamespace(
             record=lambda stream: self.note(f"record on {stream.name}"),
             synchronize=lambda: self.note("wait on the host"),
@@ -100,6 +100,14 @@ def test_work_on_a_gpu_waits_for_what_fills_its_tensors(recorder: Recorder, in_t
     if in_thread:
         assert recorder.calls.index("wait on the host") == 2
         assert recorder.threads["wait on the host"] == recorder.threads["collective"]
+
+
+def test_a_wait_is_timed_on_the_device_of_its_tensors(recorder: Recorder) -> None:
+    """The current one may be another."""
+    with collectives.TrafficLedger().waiting(OTHER_GPU):
+        recorder.note("wait")
+    recorded = f"record on the caller's stream of {OTHER_GPU}"
+    assert recorder.calls == [recorded, "wait", recorded]
 
 
 def test_one_stream_for_each_purpose_and_device(recorder: Recorder) -> None:

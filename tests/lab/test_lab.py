@@ -157,11 +157,12 @@ class TestTheLab:
             assert report.traffic[0].sent_bytes < 1e5
 
     def test_the_environment_is_that_of_torchrun(self) -> None:
-        script = "import os; print(*(os.environ[n] for n in 'RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE'.split()))"
+        names = "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE NCCL_HOSTID"  # the last as NCCL would know two machines
+        script = f"import os; print(*(os.environ[n] for n in '{names}'.split()))"
         with Network([None, None]) as network, tempfile.TemporaryFile() as output:
             report = launch(network, [sys.executable, "-c", script], ranks_per_node=2, output=output)
             output.seek(0)
-            assert output.read().split() == [b"0", b"4", b"0", b"2"]
+            assert output.read().split() == [b"0", b"4", b"0", b"2", b"node0"]
         assert report.exit_status == [0, 0, 0, 0]
 
     @pytest.mark.parametrize(("failing", "handler"), [(0, "signal.SIG_IGN"), (1, "lambda *_: sys.exit(77)")])

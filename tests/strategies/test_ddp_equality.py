@@ -99,15 +99,15 @@ class Counter(pl.Callback):
         assert [count > 0 for count in self.counts] == self.are_dense
 
 
-@pytest.mark.parametrize("make_module", [Tiny, ManualTiny])
+@pytest.mark.parametrize(("make_module", "options"), [(Tiny, {}), (ManualTiny, {}), (Tiny, {"static_graph": True})])
 @on_ranks(2)
-def test_in_sparse_steps_no_bucket_is_filled(make_module: Callable[[], Tiny]) -> None:
+def test_in_sparse_steps_no_bucket_is_filled(make_module: Callable[[], Tiny], options: Any) -> None:
     """Each would cost a copy of the gradient, and nothing is reduced."""
     counter = Counter()
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(CommunicationHook, "reduce", counter.counted(CommunicationHook.reduce))
         monkeypatch.setattr(Peers, "reduces_as_ddp", False)  # else DDP would not call the hook
-        train("dgc, dense at first", make_module(), 6, callbacks=[counter])
+        train(make("dgc, dense at first", **options), make_module(), 6, callbacks=[counter])
     counter.check(3)
 
 

@@ -86,18 +86,18 @@ def test_equals_the_paper(nodes: Nodes, cases: list[Case]) -> None:
                         torch.testing.assert_close(kept, v, rtol=1e-4, atol=1e-4)
 
 
-def train_by(exchange: str, owner_bytes: int) -> list[tuple[str, int]]:
+def train_by(exchange: str, operation_bytes: int) -> list[tuple[str, int]]:
     """Return a digest of the weights after each step, and the bytes sent by then."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(top_k, "MOST_GATHERED", 1)
-        patch.setattr(top_k, "OWNER_BYTES", owner_bytes)
+        patch.setattr(top_k, "OPERATION_BYTES", operation_bytes)
         found = problem.train(make_method({"exchange": exchange}), partial(SGD, lr=0.05), steps=STEPS)
     return [*zip(found["digests"], found["sent"], strict=True)]
 
 
 def test_auto_chooses_in_each_step_by_its_cost() -> None:
-    """With owners that cost less than nothing; a little less: at the last density, from the seventh step on."""
-    cases = [("all_gather", 0), ("reduce_scatter", 0), ("auto", -1_000_000), ("auto", -600)]
+    """With operations that cost less than nothing; a little less: at the last density, from the seventh step on."""
+    cases = [("all_gather", 0), ("reduce_scatter", 0), ("auto", -1_000_000), ("auto", -4)]
     results, others = run_ranks(each, 2, train_by, cases)
     assert results == others
     gathered, scattered, auto_scattered, mixed = results

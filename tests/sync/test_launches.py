@@ -32,7 +32,7 @@ from lightning_lowbw.comm.peers import Peers, TwoLevelPeers
 from lightning_lowbw.comm.topology import Topology
 from lightning_lowbw.compress import codec as positions
 from lightning_lowbw.compress import sparse_sum
-from lightning_lowbw.compress.sparse_sum import SparseSum, even_boundaries
+from lightning_lowbw.compress.sparse_sum import SparseSum, even_boundaries, scatter_operations
 from lightning_lowbw.compress.top_k import Compression, TopK, small_numel
 from lightning_lowbw.kernels import dispatch, gpu, tensors
 from lightning_lowbw.method import Method
@@ -542,8 +542,9 @@ for kind, begin, options, limit in (
     COUNTS[f"a {kind}, ResNet-50, 8 ranks"] = (count_kind, 8, limit)
     WAITS[f"a {kind}, ResNet-50, 8 ranks"] = 0
 SCATTERED = "a reduce-scatter of what has been selected, ResNet-50, 8 ranks"
-# Some ten for each tensor of an owner, and for each owner.
-COUNTS[SCATTERED], WAITS[SCATTERED] = (partial(count_reduce_scatter, num_ranks=8), 8, 640), 10
+NUM_SPARSE = 52
+MOST_SCATTERED = scatter_operations(NUM_SPARSE, 8) - 5 * 10  # waits
+COUNTS[SCATTERED], WAITS[SCATTERED] = (partial(count_reduce_scatter, num_ranks=8), 8, MOST_SCATTERED), 10
 
 
 @pytest.mark.parametrize("name", COUNTS)
