@@ -28,6 +28,7 @@ class Row(NamedTuple):
         anchor: checksum of its anchor.
         state_bytes: of what a member that is behind is given, to all processes of a group.
         settings: digest of its `Settings`.
+        run: the training to which its rounds belong; before the first round, which one it would begin.
         is_new: whether it has not been in a round since it was started.
         has_ended: whether it only waits for others to take its state.
     """
@@ -39,6 +40,7 @@ class Row(NamedTuple):
     anchor: float = 0.0
     state_bytes: float = 0.0
     settings: str = ""
+    run: str = ""
     is_new: bool = True
     has_ended: bool = False
 
@@ -120,6 +122,11 @@ def deciders(rows: Mapping[str, Row]) -> list[str]:
     ]
 
 
+def run_of(rows: Mapping[str, Row]) -> str:
+    """Return the training that goes on, or begins."""
+    return max((rows[name] for name in deciders(rows)), key=lambda row: row.rounds).run
+
+
 def refusals(rows: Mapping[str, Row]) -> dict[str, str]:
     """Return who cannot take part in a round, each with the name of one that it differs from; the same on all.
 
@@ -128,23 +135,26 @@ def refusals(rows: Mapping[str, Row]) -> dict[str, str]:
     judges = deciders(rows)
     digests = [rows[name].settings for name in judges]
     usual = max(digests, key=digests.count)
-    refused = {name: judges[digests.index(usual)] for name, row in rows.items() if row.settings != usual}
+    judge = judges[digests.index(usual)]
+    refused = {name: judge for name, row in rows.items() if row.settings != usual}
     if 2 * digests.count(usual) <= len(digests):
         other = next(name for name in judges if name in refused)
-        refused |= {name: other for name in rows if name not in refused}
-    return refused
+        return {**dict.fromkeys(rows, other), **refused}
+    run = run_of({name: row for name, row in rows.items() if name not in refused})
+    judge = next(name for name in judges if rows[name].run == run)
+    return refused | {name: judge for name, row in rows.items() if row.rounds and row.run != run}
 
 
-def raise_refused(own: Settings, others: Settings, name: str) -> None:
-    """Raise DisagreementError of settings that are not those of another member.
-
-    Args:
-        own: of this group.
-        others: of the other one.
-        name: of the other one.
-    """
-    names = [key for key in {**own, **others} if own.get(key) != others.get(key)]
-    lines = [f"  {key}: {own.get(key, 'nothing')} here, {others.get(key, 'nothing')} there" for key in names]
+def raise_refused(own: Row, own_settings: Settings, row: Row, settings: Settings, name: str) -> None:
+    """Raise DisagreementError of what is not as with another member, whose row, settings and name are given last."""
+    if own.settings == row.settings:
+        raise DisagreementError(
+            f"This group has a checkpoint of run {own.run!r}, of {own.rounds} rounds; group {name!r} trains in "
+            f"run {row.run!r}. To take part in that one, start without the checkpoint. To go on with the run of the "
+            "checkpoint, end all groups, and start them again: the others, too, with a checkpoint of it, or with none."
+        )
+    names = [key for key in {**own_settings, **settings} if own_settings.get(key) != settings.get(key)]
+    lines = [f"  {key}: {own_settings.get(key, 'nothing')} here, {settings.get(key, 'nothing')} there" for key in names]
     if len(lines) > MAX_DIFFERENCES:
         lines[MAX_DIFFERENCES:] = [f"  and {len(lines) - MAX_DIFFERENCES} more"]
     raise DisagreementError(

@@ -19,6 +19,7 @@ from __future__ import annotations
 import logging
 import math
 import time
+import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import compress
@@ -32,7 +33,7 @@ from torch.optim import Optimizer
 
 from lightning_lowbw.comm.collectives import Collectives, TensorWork, TrafficLedger, all_gather_bytes, all_reduce_bytes
 from lightning_lowbw.comm.peers import Peers
-from lightning_lowbw.elastic.membership import Membership, Quorum, Row, deciders, digest_of
+from lightning_lowbw.elastic.membership import Membership, Quorum, Row, deciders, digest_of, run_of
 from lightning_lowbw.errors import ConfigurationError, DisagreementError
 from lightning_lowbw.kernels.reference import are_not_finite
 from lightning_lowbw.kernels.tensors import CPU, as_real, checksum, copy_all_
@@ -248,6 +249,7 @@ class ElasticSync(LocalSync):
         healed: what another member has shared so, for the caller to take; None if there is nothing.
         should_stop: returns whether this process is asked to stop: then no quorum is waited for.
         max_wait_s: for which a quorum is waited for after the first round.
+        run: the training to which the rounds belong; before the first one, which this member would begin.
         num_skipped: steps that the last round has added to `step`, which the fastest member has taken and this has not.
     """
 
@@ -277,6 +279,7 @@ class ElasticSync(LocalSync):
         self.num_skipped = 0
         self.should_stop: Callable[[], bool] = lambda: False
         self.max_wait_s = math.inf
+        self.run = uuid.uuid4().hex[:12]
         self._began_s = time.monotonic()
         self._is_new = True  # whether it has been in no round yet
         self._has_faults = False  # whether local steps have left an inf or NaN
@@ -442,6 +445,7 @@ class ElasticSync(LocalSync):
             anchor=anchor,
             state_bytes=state_bytes,
             settings=digest_of(self._all_settings()),
+            run=self.run,
             is_new=self._is_new,
             has_ended=has_ended,
         )
@@ -494,6 +498,8 @@ class ElasticSync(LocalSync):
             if row.faults:
                 _logger.warning("Member %r had an inf or NaN after step %d: its work is left out.", name, self.step)
         self._averaged, self._is_new = None, False  # all have it: their anchors are equal
+        if not self.num_averages:
+            self.run = run_of(dict(zip(members, told, strict=True)))
         latest = int(max(row.step for row in told))
         self.num_skipped, self.step = latest - self.step, latest
         if average is None:
@@ -550,6 +556,7 @@ class ElasticSync(LocalSync):
             "velocity": on_cpu(self._named(self.replica.velocity)),
             "buffers": on_cpu(self.buffers.start),
             "num_averages": self.num_averages,
+            "run": self.run,
             "step": self.step,
             "steps": self._steps,
             "tokens_seen": self.tokens_seen,
@@ -581,7 +588,7 @@ class ElasticSync(LocalSync):
             self.tokens = 0.0
             self._set_residuals(self._sent or {})
         self._sent, self._averaged, self._is_apart = None, None, False
-        self.num_averages, self.step = shared["num_averages"], shared["step"]
+        self.run, self.num_averages, self.step = shared["run"], shared["num_averages"], shared["step"]
         self._all.steps, self.tokens_seen = shared["steps"], shared["tokens_seen"]
         self.contributed, self.healed = dict(shared["contributed"]), shared["others"]
         _logger.info("Member %r has taken the state after round %d.", name, self.num_averages)
@@ -612,12 +619,12 @@ class ElasticSync(LocalSync):
         self.tokens, self.ending.step = 0.0, None  # the work is not in the model
 
     def equal_state(self) -> dict[str, Any]:
-        shared = {name: getattr(self, name) for name in ("num_averages", "tokens_seen", "contributed")}
+        shared = {name: getattr(self, name) for name in ("num_averages", "tokens_seen", "contributed", "run")}
         return {**super().equal_state(), "elastic": {**shared, "contributed": dict(self.contributed)}}
 
     def load_equal_state(self, state: Mapping[str, Any]) -> None:
         super().load_equal_state(state)
-        for name, value in state.get("elastic", {}).items():
+        for name, value in {"run": "", **state.get("elastic", {})}.items():  # of older versions without
             setattr(self, name, value)
 
     def state_dict(self) -> dict[str, Any]:

@@ -259,11 +259,11 @@ class TorchftMembership:
         refused = refusals({member.name: member.row for member in members})
         if self._name in refused:
             other = by_name[refused[self._name]]
-            raise_refused(settings, self._settings_of(other), other.label)
+            raise_refused(row, settings, other.row, self._settings_of(other), other.label)
         if new := refused.keys() - self._refused:
             self._refused |= new
             _logger.warning(
-                "Refused, because of other settings, which are named there: %s.",
+                "Refused, because of other settings or another run, which are named there: %s.",
                 ", ".join(sorted(by_name[name].label for name in new)),
             )
         label, kept = self._name.rpartition(":")[0], dict[str, _Member]()

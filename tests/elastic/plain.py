@@ -63,7 +63,7 @@ class PlainMembership:
         refused = refusals({name: told[0] for name, told in arrived.items()})
         if self.name in refused:
             other = refused[self.name]
-            raise_refused(settings, arrived[other][1], other)
+            raise_refused(row, settings, *arrived[other], other)
         names = tuple(name for name in arrived if name not in refused)
         rows = tuple(arrived[name][0] for name in names)
         step, steps = row.rounds, [each.rounds for each in rows]

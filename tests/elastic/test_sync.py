@@ -397,6 +397,36 @@ def test_who_comes_with_other_settings_is_refused_by_name_and_the_only_incumbent
         raise joiner[0].error or AssertionError("not refused")
 
 
+def test_a_checkpoint_of_an_old_run_is_refused_by_a_new_one_and_taken_where_that_begins(store: dist.Store) -> None:
+    old = [Member(store, n, METHODS["local_sgd"]) for n in range(2)]
+    train(old)
+    assert old[0].worker.run == old[1].worker.run
+    state, joiner = old[0].worker.state_dict(), list[Member]()
+
+    def resumed(store: dist.Store) -> Member:
+        member = Member(store, 0, METHODS["local_sgd"], last_step=8 * K_STEPS)
+        member.worker.load_state_dict(state)
+        return member
+
+    def join(_: Member, step: int) -> None:
+        if step == 1:
+            joiner.append(resumed(again))
+            thread.start()
+            time.sleep(0.05)
+
+    thread, again = threading.Thread(target=lambda: joiner[0].run()), dist.HashStore()
+    new = [Member(again, n, METHODS["local_sgd"], before=join if n == 1 else None) for n in (1, 2)]
+    train(new)
+    thread.join(30.0)
+    assert {member.worker.num_averages for member in new} == {4}
+    with pytest.raises(DisagreementError, match=f"run '{old[0].worker.run}', of 4 rounds; .* '{new[0].worker.run}'"):
+        raise joiner[0].error or AssertionError("not refused")
+    with_it = dist.HashStore()
+    all_again = [resumed(with_it), Member(with_it, 1, METHODS["local_sgd"], last_step=8 * K_STEPS)]
+    train(all_again)
+    assert {(member.worker.num_averages, member.worker.run) for member in all_again} == {(8, old[0].worker.run)}
+
+
 def test_groups_that_resume_at_different_steps_end_together(store: dist.Store) -> None:
     """As from checkpoints of one round, without the work of the next one that they had begun."""
 

@@ -209,6 +209,7 @@ def test_an_answer_to_an_older_request_is_not_taken() -> None:
     client = SimpleNamespace(quorum=lambda **_: SimpleNamespace(quorum_id=1, participants=[old]))
     lighthouse = _Lighthouse(SimpleNamespace(LighthouseClient=lambda *_, **__: client), "http://127.0.0.1:1")
     lighthouse._is_closed.set()  # no heartbeats
+    lighthouse._refuse_second = lambda _: None  # type: ignore[method-assign]
     answers = []
     for _ in range(2):
         answers.append(lighthouse.begin_quorum(own).result(10.0))
