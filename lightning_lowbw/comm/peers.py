@@ -34,7 +34,18 @@ from lightning_lowbw.comm.collectives import (
 )
 from lightning_lowbw.comm.topology import Algorithm, Topology, TopologyChoice, check_choice, resolve
 from lightning_lowbw.errors import ConfigurationError
-from lightning_lowbw.kernels.tensors import allocate, as_real, copy_all_, flat, in_order, order_of, split_front, upload
+from lightning_lowbw.kernels.tensors import (
+    allocate,
+    as_real,
+    copy_all_,
+    flat,
+    flat_in_order,
+    in_order,
+    laid_out,
+    split_front,
+    strides_of,
+    upload,
+)
 
 STAGES = "first in the node", "between nodes", "last in the node"  # of an operation on two levels
 BUCKET_BYTES = 25 * 2**20  # as DDP's
@@ -533,11 +544,9 @@ class MeanWork:
     ) -> None:
         self._peers = peers
         reals = list(map(as_real, tensors))
-        others = [index for index, real in enumerate(reals) if in_memory_order and not real.is_contiguous()]
-        self._orders = {index: order_of(reals[index]) for index in others}
-        for index, order in self._orders.items():
-            reals[index] = reals[index].permute(order)
-        self._shapes = [real.shape for real in reals]
+        self._layouts = [(real.shape, strides_of(real) if in_memory_order else None) for real in reals]
+        if in_memory_order:
+            reals = [flat_in_order(real, real) for real in reals]
         self._num_extra = control.numel()
         self._buckets: list[tuple[_Bucket, Tensor, Any]] = []  # with its message, and the work
         alone = [] if exact or not tensors else [_NOTHING]  # half types would round the control message
@@ -564,13 +573,10 @@ class MeanWork:
             for _, _, work in self._buckets:
                 work.wait()
         # In the order of the tensors: a bucket has those of one dtype.
-        means: list[Tensor] = [torch.empty(0)] * len(self._shapes)
+        means: list[Tensor] = [torch.empty(0)] * len(self._layouts)
         for bucket, message, _ in self._buckets:
             for index, mean in zip(bucket.members, split_front(message, bucket.sizes), strict=True):
-                shape = self._shapes[index]
-                means[index] = mean if len(shape) == 1 else mean.view(shape)
-        for index, order in self._orders.items():
-            means[index] = means[index].permute(sorted(range(len(order)), key=order.__getitem__))
+                means[index] = laid_out(mean, *self._layouts[index])
         return means, first[-self._num_extra :].to(torch.float32)
 
 

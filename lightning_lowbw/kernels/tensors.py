@@ -110,6 +110,18 @@ def flat_in_order(tensor: Tensor, parameter: Tensor) -> Tensor:
     return flat(in_order(tensor, parameter))
 
 
+def laid_out(elements: Tensor, shape: tuple[int, ...], strides: tuple[int, ...] | None = None) -> Tensor:
+    """View a flat tensor in a shape, with strides that leave no gaps; without them in logical order."""
+    if len(shape) == 1:
+        return elements
+    return elements.view(shape) if strides is None else elements.as_strided(shape, strides, elements.storage_offset())
+
+
+def strides_of(tensor: Tensor) -> tuple[int, ...] | None:
+    """Return what `laid_out` takes to undo `flat_in_order` of a tensor by itself."""
+    return None if has_gaps(tensor) else tensor.stride()
+
+
 def copy_in_order_(tensor: Tensor, parameter: Tensor, values: Tensor) -> None:
     """Write values, flat and in a parameter's order, into a tensor of its shape."""
     target = in_order(tensor, parameter)
@@ -162,14 +174,21 @@ def in_flats(function: Callable[..., Tensor], *lists: Sequence[Tensor]) -> list[
     Args:
         function: takes flat tensors, which it may write to, and returns one.
         lists: of tensors of the same shapes, from which it takes its arguments; the dtypes of the first decide.
+
+    Returns:
+        Of each: parts of one tensor, laid out as those of the first list.
     """
     results = list(lists[0])
     for dtype in dict.fromkeys(tensor.dtype for tensor in lists[0]):
         members = [index for index, tensor in enumerate(lists[0]) if tensor.dtype == dtype]
-        flats = [torch.cat([flat(tensors[index]) for index in members]) for tensors in lists]
-        parts = function(*flats).split([results[index].numel() for index in members])
-        for index, part in zip(members, parts, strict=True):
-            results[index] = part if results[index].dim() == 1 else part.view(results[index].shape)
+        firsts = [lists[0][index] for index in members]
+        flats = [
+            torch.cat([flat_in_order(tensors[index], first) for index, first in zip(members, firsts, strict=True)])
+            for tensors in lists
+        ]
+        parts = function(*flats).split([first.numel() for first in firsts])
+        for index, first, part in zip(members, firsts, parts, strict=True):
+            results[index] = laid_out(part, first.shape, strides_of(first))
     return results
 
 
@@ -202,6 +221,7 @@ def _sample(tensor: Tensor, like: Tensor, stride: int) -> Tensor:
     return sample if ordered.is_contiguous() else sample.clone()
 
 
+@torch.no_grad()
 def checksum(tensors: Iterable[Tensor]) -> Tensor | int:
     """Return a hash of the bits of some tensors in their order in memory, on their device. Cheaper than `digest`.
 
@@ -211,21 +231,22 @@ def checksum(tensors: Iterable[Tensor]) -> Tensor | int:
     Returns:
         int64, a scalar; 0 where there are no elements.
     """
-    alike: dict[tuple[torch.device, int], list[Tensor]] = {}
+    alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for tensor in tensors:
-        real = as_real(tensor.detach())
-        size = min(real.itemsize, 4)
-        bits = flat_in_order(real, real).view({1: torch.int8, 2: torch.int16, 4: torch.int32}[size])
-        alike.setdefault((real.device, size), []).append(bits)
+        bits = flat_in_order(*[as_real(tensor)] * 2)
+        if bits.itemsize != 4:  # of others, views as integers are those of a chunk
+            bits = bits.view({1: torch.int8, 2: torch.int16}.get(bits.itemsize, torch.int32))
+        alike.setdefault((bits.device, bits.dtype), []).append(bits)
     hashes: dict[torch.device, list[Tensor]] = {}
-    for (device, _), flats in alike.items():
+    for (device, dtype), flats in alike.items():
         length = min(CHUNK_OF_CPU if device.type == "cpu" else CHUNK, sum(flat.numel() for flat in flats))
         weights = _weights(length, torch.int32, device)
         together, mixed = torch.empty_like(weights), torch.empty_like(weights)  # once: small blocks would fragment
+        room = together.view(dtype) if dtype.itemsize == 4 else together
         for parts in _chunks(flats, length):
             num = sum(part.numel() for part in parts)
-            is_one = len(parts) == 1 and parts[0].dtype == torch.int32
-            chunk = parts[0] if is_one else torch.cat(parts, out=together[:num])
+            is_one = len(parts) == 1 and dtype.itemsize == 4
+            chunk = (parts[0] if is_one else torch.cat(parts, out=room[:num])).view(torch.int32)
             # Else two signs that have changed would cancel.
             torch.bitwise_right_shift(chunk, 15, out=mixed[:num]).bitwise_xor_(chunk).mul_(weights[:num])
             hashes.setdefault(device, []).append(mixed[:num].sum(dtype=torch.int32))
@@ -239,7 +260,10 @@ def _chunks(flats: Iterable[Tensor], length: int) -> Iterator[list[Tensor]]:
     """Yield all elements in lists of at most so many; small tensors together, for fewer launches."""
     waiting: list[Tensor] = []
     num_waiting = 0
-    for part in (part for flat in flats for part in flat.split(max(1, length)) if part.numel()):
+    length = max(1, length)
+    for part in (part for each in flats for part in (each.split(length) if each.numel() > length else [each])):
+        if not part.numel():
+            continue
         if num_waiting + part.numel() > length:
             yield waiting
             waiting, num_waiting = [], 0

@@ -324,7 +324,8 @@ class ReplicaBuffers:
         variances, squares = _squares_of_means(changes)
         if variances:
             torch._foreach_add_(variances, squares)
-        return {f"{BUFFER}{name}": change for name, change in changes.items()}
+        # In logical order: that in memory may be another on other ranks.
+        return {f"{BUFFER}{name}": change.contiguous() for name, change in changes.items()}
 
     def apply(
         self, means: Mapping[str, Tensor], snapshots: Mapping[str, Tensor], changed: Collection[str] = ()
@@ -436,7 +437,4 @@ def _finite_(start: Tensor) -> Tensor:
 @torch.no_grad()
 def wide_copies(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Return a copy of each real view, in the dtype in which it is summed."""
-    reals = list(map(as_real, tensors))
-    copies = [torch.empty_like(real, dtype=wide_dtype(real)) for real in reals]
-    copy_all_(copies, reals)
-    return copies
+    return in_flats(lambda flat: flat.to(wide_dtype(flat)), list(map(as_real, tensors)))

@@ -39,7 +39,7 @@ from lightning_lowbw.comm.agreement import agree
 from lightning_lowbw.comm.peers import Peers, average_gradients_
 from lightning_lowbw.errors import ConfigurationError
 from lightning_lowbw.kernels.reference import are_not_finite
-from lightning_lowbw.kernels.tensors import Rates, as_real, download, relative_distance
+from lightning_lowbw.kernels.tensors import Rates, as_real, download, laid_out, relative_distance
 from lightning_lowbw.namespaces import LOGGER
 from lightning_lowbw.schedules.every_k import FIRST_LR_DECAY, EveryK, Phase, RunningLoss, steps_before
 from lightning_lowbw.sync.buffers import wide_copies
@@ -400,7 +400,7 @@ class LocalSync(Synchronizer):
         # signal: D = x - x0 of what the payload sends; x of the rest, and the changes of buffers.
         replica, exchange = self.replica, self.compressed
         sent = list(filter(replica.compresses, parameters))
-        moves = changes_of([as_real(p.detach()) for p in sent], [replica.start[p] for p in sent])
+        moves = changes_of(list(map(as_real, sent)), [replica.start[p] for p in sent])
         changes = dict(zip(map(self.name_of, sent), moves, strict=True))
         whole: dict[str, Tensor] = {name: p for p in parameters if (name := self.name_of(p)) not in changes}
         whole |= self.buffers.changes() if takes_buffers else {}
@@ -464,7 +464,7 @@ class LocalSync(Synchronizer):
         # From here on nothing is communicated: an exchange that fails, fails before a weight changes.
         names = {p: self.name_of(p) for p in average.parameters}
         starts = {name: self.replica.start[p] for p, name in names.items() if name in changes}
-        moves = [changes[name].view(start.shape) for name, start in starts.items()]
+        moves = [laid_out(changes[name], start.shape) for name, start in starts.items()]
         means |= zip(starts, torch._foreach_add(list(starts.values()), moves) if moves else (), strict=True)
         self._move_weights(average, [means[name] for name in names.values()], sums.lr / self.peers.num_ranks, moved)
         self.buffers.apply(means, average.buffer_snapshots, resized)

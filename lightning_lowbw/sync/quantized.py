@@ -37,7 +37,7 @@ from lightning_lowbw.compress.payload import FLOAT_BYTES, Message, Payload, Shap
 from lightning_lowbw.compress.selection import Residuals
 from lightning_lowbw.kernels.dispatch import NO_KERNELS, Uses, blocks_for
 from lightning_lowbw.kernels.reference import SCALED
-from lightning_lowbw.kernels.tensors import allocate, copy_all_, split_front
+from lightning_lowbw.kernels.tensors import allocate, copy_all_, flat, split_front
 from lightning_lowbw.schedules.schedule import Schedule
 from lightning_lowbw.sync.beside import Beside
 from lightning_lowbw.sync.exchange import (
@@ -290,7 +290,7 @@ class PendingQuantized(LateMean):
         self, exchange: QuantizedExchange, signal: Mapping[str, Tensor], status: Tensor | None, whole: Signal | None
     ) -> None:
         self._exchange, self._peers, self._is_pending = exchange, exchange.peers, True
-        self._signal = {name: tensor.reshape(-1) for name, tensor in signal.items()}
+        self._signal = {name: flat(tensor) for name, tensor in signal.items()}
         self._tensors = list(self._signal.values())
         self._format, self._device = FORMATS[exchange.payload.value_dtype], self._tensors[0].device
         wide = [name for name, each in signal.items() if each.dtype == torch.float64]
@@ -298,7 +298,7 @@ class PendingQuantized(LateMean):
         numels = {name: part.numel() for name, part in zip(signal, parts, strict=True)}
         exchange.residuals.ensure(numels, self._device, wide)
         self._signals, self._residuals = Joined(parts), Joined([exchange.residuals[name] for name in signal])
-        self._dtype = reduce(torch.promote_types, (each.dtype for each in self._tensors), torch.float32)
+        self._dtype = reduce(torch.promote_types, {each.dtype for each in self._tensors}, torch.float32)
         self._left = torch.zeros((), dtype=self._dtype, device=self._device)
         self._numel, num = sum(part.numel() for part in self._parts(0)), self._peers.num_participants
         # Of the part that a rank owns; of two ranks each sends all to the other.

@@ -55,7 +55,7 @@ def test_what_is_logged() -> None:
     train(LocalSGDStrategy(k_steps=4), model, callbacks=callbacks)
     rows, numel = logged.values, sum(p.numel() for p in trained(model))
     buffers = 2 * 64  # running mean and variance; the counts of batches are equal
-    average = all_reduce_bytes(4 * (numel + buffers + 7 + 2 * 2), 2)
+    average = all_reduce_bytes(4 * (numel + buffers + 5 + 2 * 2), 2)
     average += all_reduce_bytes(2 * 8 * (1 + 1), 2)  # whether the counts differ: before averages 1 and 2
     assert [row["traffic/bytes_sent"] for row in rows][1:] == [0, 0, 0, average, 0, 0, 0, average]
     assert [row["traffic/averages"] for row in rows] == [0, 0, 0, 0, 1, 1, 1, 1, 2]

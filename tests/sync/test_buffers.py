@@ -23,7 +23,7 @@ METHODS: dict[str, Method] = {
     "two levels": LocalSGD(k_steps=2, begin_step=0, topology=1, compression="int8"),
     "hidden": LocalSGD(k_steps=2, begin_step=0, delay_steps=1),
 }
-CONTROL = 7 + 2 * 2
+CONTROL = 5 + 2 * 2
 
 
 def attach(method: Method, buffers: dict[str, Tensor]) -> Any:

@@ -238,7 +238,7 @@ def test_the_mean_of_a_sparse_gradient_is_dense_on_all_ranks() -> None:
 
 # What fragments are for -----------------------------------------------------------------------------------------------
 
-CONTROL = all_reduce_bytes(4 * (7 + 2 * 2), 2)  # the control message of each average, on two ranks
+CONTROL = all_reduce_bytes(4 * (5 + 2 * 2), 2)  # the control message of each average, on two ranks
 
 
 @on_ranks()

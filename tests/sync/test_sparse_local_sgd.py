@@ -71,7 +71,7 @@ def test_where_nothing_is_whole_a_round_is_one_all_gather() -> None:
     """The status is part of it: a small all-reduce of its own costs more frames than it has bytes."""
     choices = {"k_steps": 3, "compression": {"value_dtype": "int2"}}
     numels = [torch.Size(shape).numel() for shape in SPARSE.values()]
-    message = Compression(**with_base(choices)["compression"]).nbytes(numels) + 4 * (7 + 2 * 2)
+    message = Compression(**with_base(choices)["compression"]).nbytes(numels) + 4 * (5 + 2 * 2)
     for result in run_ranks(partial(train, method_of(choices), shapes=SPARSE, steps=6), 2):
         compared = all_reduce_bytes(2 * 8, 2)  # once, that the ranks have the same buffers: none
         assert result["sent"][-1] == 2 * all_gather_bytes(message, 2) + compared
