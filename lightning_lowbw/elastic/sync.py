@@ -48,6 +48,7 @@ from lightning_lowbw.sync.status import SAVE, STOP, Status, any_of
 _logger = logging.getLogger(LOGGER)
 ANCHORS = 1 << 32  # checksums are compared modulo this
 END_S = 0.2  # between two last quorums
+SAVE_AFTER_S = 60.0  # of waiting for others, the caller is to save: they may never come
 OFTEN = 5  # that weights after a round differ; a lost round may be the reason once
 BEHIND = 0  # what a member claims to have completed that must be healed
 
@@ -249,6 +250,7 @@ class ElasticSync(LocalSync):
         healed: what another member has shared so, for the caller to take; None if there is nothing.
         should_stop: returns whether this process is asked to stop: then no quorum is waited for.
         max_wait_s: for which a quorum is waited for after the first round.
+        wants_checkpoint: whether the caller is to save, and take a step: this member has begun to wait for others.
         run: the training to which the rounds belong; before the first one, which this member would begin.
         num_skipped: steps that the last round has added to `step`, which the fastest member has taken and this has not.
     """
@@ -279,6 +281,8 @@ class ElasticSync(LocalSync):
         self.num_skipped = 0
         self.should_stop: Callable[[], bool] = lambda: False
         self.max_wait_s = math.inf
+        self.wants_checkpoint = False
+        self._waits_since_s: float | None = None  # for the others of this round
         self.run = uuid.uuid4().hex[:12]
         self._began_s = time.monotonic()
         self._is_new = True  # whether it has been in no round yet
@@ -297,14 +301,14 @@ class ElasticSync(LocalSync):
         Collective: all members, at the end of their rounds. If none has taken a step nothing is averaged.
         """
         self.begin_local()
-        self._take_round()
+        self._take_round(saves=False)
 
     @torch.no_grad()
     def average_due(self) -> bool:
         self.has_communicated = self._is_over()
         if self.has_communicated:
             self.tokens = self.tokens or float(self._steps)  # where nobody counts them
-            self._take_round()
+            self._take_round(saves=self._waits_since_s is None)
         return self.has_communicated
 
     @property
@@ -347,8 +351,11 @@ class ElasticSync(LocalSync):
     def _steps(self) -> int:
         return self._all.steps or 0
 
-    def _take_round(self) -> None:
+    def _take_round(self, *, saves: bool) -> None:
         """Take part in a round; if this member is to stop or save before there is one, nothing has been averaged.
+
+        Args:
+            saves: whether it is to save when it has waited for some time.
 
         Raises:
             TimeoutError: on all processes of the group; others have been there before, and have not come.
@@ -360,10 +367,12 @@ class ElasticSync(LocalSync):
                 f"member that is behind takes them in one shape: {', '.join(resized)}. Give them "
                 "their size before the fit, or name them in the module's _ddp_params_and_buffers_to_ignore."
             )
-        ends_s = time.monotonic() + (self.max_wait_s if self.num_averages else math.inf)
+        wait_s = self.max_wait_s if self.num_averages else math.inf
+        since_s = self._waits_since_s = self._waits_since_s or time.monotonic()
+        late_s = since_s + (min(SAVE_AFTER_S, wait_s / 2) if saves else wait_s)
 
         def gives_up() -> bool:
-            return bool(self.requests) or self.should_stop() or time.monotonic() >= ends_s
+            return bool(self.requests) or self.should_stop() or time.monotonic() >= late_s
 
         while True:
             self._restart_if_not_finite()
@@ -371,17 +380,19 @@ class ElasticSync(LocalSync):
             if quorum is None or self._try_round(quorum):
                 break
         flags = self.stop_requested, self.save_requested, self.should_stop(), not self.has_ended
-        stops, saves, is_over, has_data = self._any_in_node(*flags)  # of this group only
-        self.agree_on(STOP * stops | SAVE * saves)
+        stops, is_asked, is_over, has_data = self._any_in_node(*flags)  # of this group only
+        self.agree_on(STOP * stops | SAVE * is_asked)
         self.all_have_ended = not has_data
         if quorum is None:
-            if not (stops or saves or is_over):
+            self.wants_checkpoint = saves and not (stops or is_asked or is_over)
+            if not (stops or is_asked or is_over or saves):
                 raise TimeoutError(
                     f"Too few groups have come to the end of round {self.num_averages + 1} in {self.max_wait_s:g} s: "
-                    "the others have ended the training, or are lost. If they come back later, raise "
-                    "ElasticStrategy(timeout=...), and start this group again."
+                    "the others have ended the training, or are lost. A checkpoint was saved meanwhile. If they come "
+                    "back later, raise ElasticStrategy(timeout=...), and start this group again from it."
                 )
             return
+        self._waits_since_s = None
         self._sent, self._has_faults, self._began_s = None, False, time.monotonic()
         self._all.steps = self.steps_since_average = 0
         self.loss.clear()

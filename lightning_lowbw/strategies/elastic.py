@@ -11,7 +11,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch.distributed as dist
-from lightning.pytorch.callbacks import Timer
+from lightning.pytorch.callbacks import ModelCheckpoint, Timer
 from lightning.pytorch.utilities.data import extract_batch_size
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -61,8 +61,9 @@ class ElasticStrategy(Strategy):
         timeout_s: after which a collective between groups is lost; None computes it. Not `timeout`, see below.
         address: at which other groups reach this process; None is that of the interface GLOO_SOCKET_IFNAME, or of the
             one that leads to the lighthouse.
-        **kwargs: as of `Strategy`, without `topology`. A group that has taken part in a round ends with an error when
-            it has waited for others for `timeout` (30 minutes).
+        **kwargs: as of `Strategy`, without `topology`. A group that has taken part in a round, and waits for
+            others, saves "last" of each ModelCheckpoint after a minute, and ends with an error after `timeout` (30
+            minutes).
 
     Raises:
         ConfigurationError: a value is out of range, or the method communicates in every step.
@@ -244,6 +245,15 @@ class ElasticStrategy(Strategy):
         super()._end_step(worker)
         if worker.has_communicated:
             self._follow(worker, is_in_step=True)
+
+    @override
+    def end_batch(self) -> None:
+        super().end_batch()
+        if self._replica.wants_checkpoint:
+            self._replica.wants_checkpoint = False
+            for callback in checks.callbacks_of(self.trainer, ModelCheckpoint):  # where "last" finds it
+                name = f"{callback.CHECKPOINT_NAME_LAST}{callback.FILE_EXTENSION}"
+                self.trainer.save_checkpoint(os.path.join(f"{callback.dirpath}", name))
 
     @override
     def on_train_end(self) -> None:

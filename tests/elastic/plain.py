@@ -94,6 +94,7 @@ class PlainMembership:
             if all(begun):
                 break
             if any(given_up):
+                store.add(f"{epoch}/count", -1)  # it may come again; nobody else has come meanwhile
                 return -1
             count, is_late = store.add(f"{epoch}/count", 0), time.monotonic() - came_s > self.grace_s
             if count >= max(self.min_replicas, 1 if is_late else store.add("alive", 0)):

@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -21,6 +24,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset
 
 from lightning_lowbw import ConfigurationError, ElasticStrategy, LocalSGD, Strategy
+from lightning_lowbw.elastic import sync
 from tests.conftest import HAS_FULLY_SHARD
 from tests.elastic.plain import PlainMembership
 from tests.gpu.problem import check_near, init_process_group
@@ -261,6 +265,40 @@ def test_sigterm_ends_a_group_that_waits_for_others(num_ranks: int, tmp_path: Pa
     with pytest.raises(SIGTERMException):
         trainer.fit(Scheduled(0), data_of(STEPS))
     assert trainer.global_step == 1
+
+
+class LosesOthers(Callback):
+    """Lets a group that trains alone wait for another one from a round on."""
+
+    def __init__(self, membership: PlainMembership) -> None:
+        self.membership = membership
+
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        if trainer.global_step == 2 * K_STEPS:
+            self.membership.min_replicas = 2
+
+
+@on_ranks(1, fresh=True)
+def test_a_survivor_saves_before_it_ends_and_goes_on_from_there(tmp_path: Path) -> None:
+    sync.SAVE_AFTER_S = 0.3
+
+    def fit(path: str | None) -> Trainer:
+        membership = PlainMembership(dist.HashStore(), "group 0", min_replicas=1, grace_s=0.1)
+        ElasticStrategy.make_membership = lambda *_: membership
+        keep = ModelCheckpoint(tmp_path, save_top_k=0, save_last=True)
+        strategy = ElasticStrategy(METHODS["sparse_loco"], group="group 0", timeout=timedelta(seconds=1.5), grace_s=0.1)
+        callbacks = [keep] if path else [keep, LosesOthers(membership)]
+        limits = {"max_steps": STEPS, "max_epochs": -1, "enable_checkpointing": True}
+        trainer = make_trainer(strategy, 1, callbacks=callbacks, **limits)
+        trainer.fit(Scheduled(0), data_of(STEPS), ckpt_path=path)
+        return trainer
+
+    with pytest.raises(TimeoutError, match="Too few groups have come to the end of round 3"):
+        fit(None)
+    state = torch.load(tmp_path / "last.ckpt", weights_only=True)
+    assert state["global_step"] == 3 * K_STEPS
+    assert state["lightning_lowbw"]["workers"][0]["num_averages"] == 2
+    assert fit("last").global_step == STEPS
 
 
 @pytest.mark.gpu

@@ -256,12 +256,21 @@ def test_who_finds_no_others_any_more_ends_with_an_error(store: dist.Store) -> N
     def leaves(member: Member) -> bool:
         return member.number == 1 and member.worker.num_averages == 2
 
-    first = Member(store, 0, METHODS["local_sgd"])
-    first.worker.max_wait_s = 0.3
+    saved = []
+
+    def save(member: Member, step: int) -> None:
+        if member.worker.wants_checkpoint:
+            member.worker.wants_checkpoint = False
+            saved.append((step, member.worker.state_dict()))
+
+    first = Member(store, 0, METHODS["local_sgd"], before=save)
+    first.worker.max_wait_s = 0.6
     late = threading.Timer(0.6, lambda: Member(store, 1, METHODS["local_sgd"], is_over=leaves).run())
     late.start()
     with pytest.raises(TimeoutError, match="Too few groups have come to the end of round 3 in"):
         train([first])
+    ((step, state),) = saved  # with the work that others have not had
+    assert (step, state["num_averages"], state["tokens"]) == (3 * K_STEPS, 2, TOKENS * K_STEPS)
 
 
 def test_a_stop_is_heard_where_others_are_waited_for(store: dist.Store) -> None:
