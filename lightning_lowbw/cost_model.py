@@ -23,7 +23,7 @@ The cost model (`cost_of`), for M nodes of G ranks, W = M G, each node with one 
 | collective | bytes of a node | rounds |
 | --- | --- | --- |
 | ring all-reduce of B bytes, in buckets | 2 (W - 1) / W * B | 2 (W - 1) for each bucket |
-| ring all-gather of m bytes of each rank | (W - 1) m | W - 1 |
+| ring all-gather of m bytes of each rank | (W - 1) m | W - 1; on gloo 1, all at once |
 | all-to-all of m bytes from each rank to each | G (W - G) m | 1 |
 
 Tensors that are sent whole, of B bytes, go in the first of a payload's messages: (W - 1) B more, and no round; many are
@@ -63,7 +63,7 @@ HALF_DDP = "bfloat16"  # DDP that sums its buckets in it, as its users have it o
 DENSITIES = (0.001, 0.002, 0.004, 0.008, 0.016, 0.032, 0.064, 0.128, 0.256)
 LEAST_TIMES_SENT = 30
 LEAST_TIMES_SENT_ADAM = 60  # with 48, text from scratch lost 0.8 % in 800 steps, with 97 nothing
-LEAST_WAIT_S = 5.0  # of which a fifth is sure to be saved, and that is what measuring takes
+LEAST_WAIT_S = 2.5  # of which a fifth is sure to be saved, and that is what measuring takes on most links
 DENSE_SHARE, STAIRS_SHARE = 0.05, 0.20  # of the steps that are left
 STAIR = 2  # from one stair to the next, in the densities above
 MOST_STAIR = 0.3  # the paper's first is 0.25
@@ -122,7 +122,7 @@ class Candidate:
     """A method, and what it is predicted to take.
 
     Attributes:
-        name: for the user: that in `CANDIDATES`; on two levels "ddp" is "hierarchical".
+        name: for the user: that in `CANDIDATES`; on two levels "ddp" is "hierarchical" unless `algorithm` is "flat".
         method: the method.
         mean_s: seconds of a step, on average to the end of the run.
         last_s: seconds of a step at the end of the run.
@@ -140,15 +140,15 @@ def why_dense(measured: Measured, run: Run, budget: float) -> str | None:
     """Return why all steps are dense whatever the link is, which is then not measured; None if the link matters.
 
     Examples:
-        >>> why_dense(Measured(0.1, 0.13, {}, Link(0.0, 1.0)), Run(num_done=7, num_steps=107), budget=0.05)
-        'all 100 steps that are left wait 3 s for gradients, and the link is measured from 5 s on'
+        >>> why_dense(Measured(0.1, 0.13, {}, Link(0.0, 1.0)), Run(num_done=7, num_steps=57), budget=0.05)
+        'all 50 steps that are left wait 1.5 s for gradients, and the link is measured from 2.5 s on'
     """
     wait_s = measured.dense_s - measured.step_s
     if wait_s <= budget * measured.step_s:
         return f"whole gradients add less than {100 * budget:.4g} % of a step"
     if run.num_left * wait_s < LEAST_WAIT_S:
         all_s = f"all {run.num_left:,.0f} steps that are left wait {run.num_left * wait_s:.2g} s for gradients"
-        return f"{all_s}, and the link is measured from {LEAST_WAIT_S:.0f} s on"
+        return f"{all_s}, and the link is measured from {LEAST_WAIT_S:g} s on"
     return None
 
 
@@ -190,13 +190,15 @@ def written(method: Method) -> str:
     """Return the code that selects a method, as it can be typed after ``import lightning_lowbw as lowbw``."""
     names = {Where(): "ddp", Where(inter_dtype=HALF_DDP): HALF_DDP} if method.kind == "whole" else {}
     where = method.where if method.where.topology != "flat" else replace(method.where, algorithm=None)
+    if method.kind == "whole" and where.algorithm == "flat":
+        where = replace(where, topology="flat", algorithm=None)
     named = f'"{names[where]}"' if where in names else f"lowbw.Strategy({code_of(method, 'lowbw.')})"
     return f"strategy={named}"
 
 
 def ddp(measured: Measured, run: Run, given: Method) -> Candidate:
     """Return whole gradients in each step: nothing changes."""
-    name = "ddp" if given.where.topology == "flat" else "hierarchical"
+    name = "ddp" if "flat" in (given.where.topology, given.where.algorithm) else "hierarchical"
     return Candidate(name, Method(where=given.where), measured.dense_s, measured.dense_s)
 
 
@@ -289,6 +291,7 @@ class Cluster:
         inside: of a rank, to the others of its node.
         memory_bytes_per_s: of a rank's device.
         overlap: the share of a step beside which whole gradients are sent.
+        gathers_in_ring: whether an all-gather is one, as of NCCL; gloo's is not.
     """
 
     num_nodes: int
@@ -297,6 +300,7 @@ class Cluster:
     inside: Link = FAST
     memory_bytes_per_s: float = 1e12
     overlap: float = 0.0
+    gathers_in_ring: bool = True
 
 
 @dataclass(frozen=True)
@@ -332,7 +336,8 @@ def cost_of(method: Method, shapes: Shapes, cluster: Cluster, step_s: float, oth
     if cluster.num_nodes == 1:  # its ranks are connected as nodes are elsewhere
         cluster = replace(cluster, num_nodes=cluster.ranks_per_node, ranks_per_node=1, link=cluster.inside)
     when, what, inside = method.when, method.what, cluster.inside
-    num_local = 1 if method.where.topology == "flat" else cluster.ranks_per_node
+    is_flat = method.where.topology == "flat" or (what.sends_all and method.where.algorithm == "flat")
+    num_local = 1 if is_flat else cluster.ranks_per_node
     between = Between(cluster, num_local)
     if when.stairs:
         what = what.at(1.0 - when.stairs[-1]) if when.stairs[-1] else Whole()
@@ -419,8 +424,9 @@ class Between:
 
     def all_gather(self, nbytes: int) -> Traffic:
         """Hand a part's message to all."""
-        num_ranks = self.num_ranks
-        return Traffic(self.num_local * all_gather_bytes(nbytes, num_ranks), all_gather_rounds(num_ranks))
+        num_ranks, is_ring = self.num_ranks, self.cluster.gathers_in_ring
+        rounds = all_gather_rounds(num_ranks, is_ring=is_ring)
+        return Traffic(self.num_local * all_gather_bytes(nbytes, num_ranks), rounds)
 
     def all_to_all(self, nbytes: int) -> Traffic:
         """Send a message to each of the others, those of other nodes over the link."""

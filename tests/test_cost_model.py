@@ -94,7 +94,7 @@ def test_what_is_refused_is_named() -> None:
 
 @pytest.mark.parametrize(
     ("dense_s", "steps", "word"),
-    [(0.115, 10**6, "less than 5 % of a step"), (0.21, 49, "all 49 steps that are left wait 4.9 s"), (0.21, 51, "")],
+    [(0.115, 10**6, "less than 5 % of a step"), (0.21, 24, "all 24 steps that are left wait 2.4 s"), (0.21, 26, "")],
 )
 def test_the_link_is_measured_only_where_it_matters(dense_s: float, steps: int, word: str) -> None:
     why = why_dense(Measured(0.11, dense_s, {}, Link(0.0, math.inf)), Run(7, 7 + steps), 0.05)

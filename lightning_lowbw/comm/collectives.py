@@ -147,9 +147,9 @@ def all_reduce_rounds(num_ranks: int) -> int:
     return 2 * (num_ranks - 1)
 
 
-def all_gather_rounds(num_ranks: int) -> int:
-    """Return how many messages follow one another in a ring all-gather: W - 1."""
-    return num_ranks - 1
+def all_gather_rounds(num_ranks: int, *, is_ring: bool = True) -> int:
+    """Return how many messages follow one another in an all-gather: W - 1 in a ring, 1 where all go at once (gloo)."""
+    return num_ranks - 1 if is_ring else int(num_ranks > 1)
 
 
 class WeakGroup:

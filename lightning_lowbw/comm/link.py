@@ -8,7 +8,13 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from lightning_lowbw.comm.collectives import Collectives, all_gather_bytes, all_gather_rounds, all_reduce_rounds
+from lightning_lowbw.comm.collectives import (
+    Collectives,
+    all_gather_bytes,
+    all_gather_rounds,
+    all_reduce_rounds,
+    is_gloo,
+)
 
 NUM_LATENCIES, MAX_TRANSFERS = 3, 32
 BUDGET_S = 0.4  # after which no new transfer is begun
@@ -18,7 +24,7 @@ ENOUGH_BYTES = 1 << 20  # What is less is over before a shaped link slows down, 
 LONG_S = 0.12
 GROWTH = 8.0  # of the size, at most, from one transfer to the next
 # Beside what a transfer takes without a byte: between sites TCP needs some round trips to reach the rate of the link.
-TARGET_TRIPS, LONG_TRIPS, BUDGET_TRIPS = 2.0, 4.0, 10.0
+TARGET_TRIPS, LONG_TRIPS, BUDGET_TRIPS = 2.0, 4.0, 8.0
 
 
 @dataclass(frozen=True)
@@ -75,9 +81,9 @@ def measure_link(group: dist.ProcessGroup | None = None, device: torch.device | 
         received = message[: len(values)].tolist()  # on CUDA, waits for it
         return received, time.perf_counter() - started
 
-    tell(0.0)  # makes the connections
+    # Of the first one the connections are made.
     latency_s = min(tell(0.0)[1] for _ in range(NUM_LATENCIES)) / all_reduce_rounds(num_ranks)
-    trip_s = all_gather_rounds(num_ranks) * latency_s
+    trip_s = all_gather_rounds(num_ranks, is_ring=not is_gloo(group, torch.device(device))) * latency_s
     target_s, long_s = max(TARGET_S, TARGET_TRIPS * trip_s), max(LONG_S, LONG_TRIPS * trip_s)
     budget_s = BUDGET_S + BUDGET_TRIPS * trip_s
     started, nbytes, following, bandwidths = time.perf_counter(), MIN_BYTES, MIN_BYTES, list[float]()

@@ -90,9 +90,10 @@ class Peers:
         may_grow: whether there may be more participants than there are now.
         weights: of the participants; the sum is 1. Empty where they are equal.
         inter_dtype: what an inexact all-reduce sends between participants of wider tensors; None is the tensor's own.
+        is_summed_flat: whether a sum over all ranks is one all-reduce, as DDP's, also on two levels.
     """
 
-    is_two_level = may_grow = False
+    is_two_level = may_grow = is_summed_flat = False
     local_rank, num_local_ranks = 0, 1
     weights: Sequence[float] = ()
     inter_dtype: torch.dtype | None = None
@@ -166,7 +167,7 @@ class Peers:
     @property
     def reduces_as_ddp(self) -> bool:
         """Whether an inexact `begin_all_reduce_` is what DDP does by itself: one all-reduce, in the tensor's type."""
-        return not self.is_two_level and self.inter_dtype is None
+        return (not self.is_two_level or self.is_summed_flat) and self.inter_dtype is None
 
     def count_all_reduce(self, nbytes: int) -> None:
         """Add to the ledger that DDP has all-reduced so many bytes by itself."""
@@ -275,7 +276,8 @@ class TwoLevelPeers(Peers):
     Wire:
         Of a sum over all ranks. "sharded": reduce-scatter in the node, all-reduce of each part between nodes,
         all-gather in the node; "leader": reduce to the first rank of the node, all-reduce among these, broadcast in the
-        node. Where it is not `exact`, because there are only gradients in it, `inter_dtype` is sent between nodes.
+        node. Where `is_summed_flat`, one all-reduce. Where it is not `exact`, because there are only gradients in it,
+        `inter_dtype` is sent between nodes.
 
     Args:
         topology: of the world; several nodes, and one with several ranks.
@@ -354,6 +356,8 @@ class TwoLevelPeers(Peers):
         self.ledger.dense_inter_bytes += all_reduce_bytes(part, self.num_participants)
 
     def begin_all_reduce_(self, tensor: Tensor, *, exact: bool = True) -> TensorWork:
+        if self.is_summed_flat:
+            return super().begin_all_reduce_(tensor, exact=exact)
         # The three stages, in order; each is given what the one before returns.
         between = partial(self._sum_between_, inter_dtype=None if exact else self.inter_dtype)
         if self._is_led:
@@ -461,7 +465,8 @@ def make_peers(
             `Topology`.
         process_group: of a flat training; None is the world.
         ledger: where the traffic is written down; a new one if left out.
-        algorithm: see `TwoLevelPeers`; None is "sharded" where all nodes have as many ranks, else "leader".
+        algorithm: see `TwoLevelPeers`; None is "sharded" where all nodes have as many ranks, else "leader". "flat" is
+            the same, with `is_summed_flat`.
         inter_dtype: what an inexact all-reduce sends between participants; None is the tensor's own dtype.
         timeout: of the groups that are made for a topology; None is that of the world.
         is_hidden: for averages that are hidden behind steps: with groups of their own, so that the gradients of these
@@ -492,10 +497,13 @@ def make_peers(
     ledger = TrafficLedger() if ledger is None else ledger
     if resolved.num_nodes == 1:
         return OneNode(resolved, ledger, timeout, is_hidden=is_hidden)
-    algorithm = algorithm or ("sharded" if resolved.has_equal_nodes else "leader")
-    return TwoLevelPeers(
-        resolved, algorithm=algorithm, inter_dtype=inter_dtype, ledger=ledger, timeout=timeout, is_hidden=is_hidden
+    in_stages = algorithm if algorithm in ("sharded", "leader") else None
+    in_stages = in_stages or ("sharded" if resolved.has_equal_nodes else "leader")
+    of_nodes = TwoLevelPeers(
+        resolved, algorithm=in_stages, inter_dtype=inter_dtype, ledger=ledger, timeout=timeout, is_hidden=is_hidden
     )
+    of_nodes.is_summed_flat = algorithm == "flat"
+    return of_nodes
 
 
 # The mean of tensors over ranks: fused into flat buckets, in float32 or wider, blocking or in the background. ---------

@@ -18,7 +18,7 @@ from lightning_lowbw.comm.agreement import failing_together, gather
 from lightning_lowbw.comm.collectives import WeakGroup, group_of
 from lightning_lowbw.errors import ConfigurationError
 
-Algorithm = Literal["sharded", "leader"]
+Algorithm = Literal["sharded", "leader", "flat"]
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")  # of Linux: another one for each machine, and each of its boots
 
 
@@ -281,9 +281,9 @@ class Where:
         topology: "flat" or, for two levels, "auto" (by the launcher and the host names), a number of ranks per node,
             the ranks of each node, or a `Topology`. Inside a node everything is summed densely; the payload is sent
             between nodes.
-        algorithm: of dense all-reduces on two levels: "sharded" (reduce-scatter, all-reduce of the parts, all-gather)
-            or "leader" (reduce, all-reduce among the first ranks, broadcast). None takes "sharded" where nodes are of
-            one size, else "leader".
+        algorithm: of dense all-reduces on two levels: "sharded" (reduce-scatter, all-reduce of the parts, all-gather),
+            "leader" (reduce, all-reduce among the first ranks, broadcast), or "flat" (one all-reduce over all ranks, as
+            DDP's). None takes "sharded" where nodes are of one size, else "leader".
         inter_dtype: "float32", or "bfloat16" for what dense steps send of gradients in a wider type: between nodes, or
             when flat between all ranks, as DDP with torch's `bf16_compress_hook`.
 

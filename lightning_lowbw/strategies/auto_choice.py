@@ -17,11 +17,11 @@ from torch.optim import Adam, AdamW, Optimizer
 
 from lightning_lowbw.arguments import code_of
 from lightning_lowbw.comm.agreement import gather
-from lightning_lowbw.comm.collectives import TrafficLedger
+from lightning_lowbw.comm.collectives import TrafficLedger, is_gloo
 from lightning_lowbw.comm.echoes import echo
 from lightning_lowbw.comm.link import Link, measure_link
-from lightning_lowbw.comm.peers import Peers
-from lightning_lowbw.compress.payload import Shapes
+from lightning_lowbw.comm.peers import BUCKET_BYTES, Peers
+from lightning_lowbw.compress.payload import FLOAT_BYTES, Shapes
 from lightning_lowbw.cost_model import (
     DENSITIES,
     EVERY_STEP,
@@ -53,6 +53,7 @@ WRONG, LEAST_STEPS = 2.0, 20  # a prediction is named where it is wrong by this 
 SAMPLE, SAMPLE_OF_GPU = 512, 2048  # rows of the matrix whose exchange is timed; of a smaller a GPU shows launches only
 SMALL = 64  # of those of which only the number counts
 NUM_EXCHANGES = 4  # of each kind
+SUM_S = 0.1  # of a dense sum that is timed
 OF_AUTO = ("ddp", "dgc")  # the candidates of `sparsity="auto"`
 
 
@@ -97,7 +98,8 @@ class AutoChoice:
         """Load the choice of a checkpoint, which is kept; return the method to continue with, None for the present."""
         if state is None or state["name"] not in {*self._names, "hierarchical"} or not self.is_open(given):
             return None
-        where = replace(given.where, inter_dtype=state["method"]["where"]["inter_dtype"])
+        saved = state["method"]["where"]
+        where = replace(given.where, inter_dtype=saved["inter_dtype"], algorithm=saved["algorithm"])
         method = Method(**{**state["method"], "where": where})
         self.chosen = Candidate(state["name"], method, state["last_s"], state["last_s"])
         rank_zero_info(
@@ -175,6 +177,12 @@ class AutoChoice:
         self.dense_s = measured.dense_s
         run = Run(worker.step, min(ends), given.when.pretrained, isinstance(worker.optimizer, (Adam, AdamW)))
         why = why_dense(measured, run, given.when.budget)
+        if worker.peers.is_two_level:
+            summed_flat = replace(given, where=replace(given.where, algorithm="flat"))
+            ratio = 1.0 if why else hierarchical_to_flat(shapes_of(workers), worker.peers, worker.device, measured)
+            given = summed_flat if ratio >= 1.0 else given
+            wait_s = measured.dense_s - measured.step_s
+            measured = replace(measured, dense_s=measured.step_s + min(1.0, ratio) * wait_s)
         if why is None:
             here = measure(given, self._names, shapes_of(workers), worker.peers, worker.device, measured)
             measured = slowest(gather(here, "times of exchanges"))
@@ -271,11 +279,40 @@ def measure(
     if peers.num_local_ranks > 1:
         inside = measure_link(peers.node.group, device)
     of_node = replace(link, bandwidth_bytes_per_s=peers.num_local_ranks * link.bandwidth_bytes_per_s)
-    cluster = Cluster(peers.num_participants, peers.num_local_ranks, of_node, inside, memory_bytes_per_s=math.inf)
+    cluster = Cluster(
+        *(peers.num_participants, peers.num_local_ranks, of_node, inside),
+        memory_bytes_per_s=math.inf,
+        gathers_in_ring=not is_gloo(peers.between.group, device),
+    )
     predicted = predict(*shapes, cluster, timed.step_s, given, timed.dense_s)
     work_s = time_work(given, names, shapes, (peers.num_participants, peers.num_local_ranks), device)
     exchange_s = {key: predicted.exchange_s[key] + seconds for key, seconds in work_s.items()}
     return Measured(timed.step_s, timed.dense_s, exchange_s, link)
+
+
+def hierarchical_to_flat(shapes: tuple[Shapes, Shapes], peers: Peers, device: torch.device, timed: Measured) -> float:
+    """Return the seconds of a dense sum on two levels, divided by those of one all-reduce over all ranks.
+
+    Of a message that takes about `SUM_S`, at most a bucket of DDP. The same on all ranks: the slowest counts.
+
+    Collective: all ranks, blocking. Enters no ledger.
+
+    Args:
+        shapes: as of `measure`, as are the following.
+        peers: on two levels.
+        device: where the gradients are.
+        timed: the times of steps, whose dense ones are summed flat.
+    """
+    numel = sum(sum(map(math.prod, of_kind)) for of_kind in shapes)
+    share = min(1.0, SUM_S / (timed.dense_s - timed.step_s))
+    message = torch.zeros(max(1, min(int(share * numel), BUCKET_BYTES // FLOAT_BYTES)), device=device)
+    taken, before = [], peers.is_summed_flat
+    with peers.ledger.paused():
+        for peers.is_summed_flat in (True, False):
+            taken.append(least_s(lambda: peers.begin_all_reduce_(message).wait(), device))
+    peers.is_summed_flat = before
+    flat_s, hierarchical_s = map(max, zip(*gather(taken, "times of sums"), strict=True))
+    return hierarchical_s / flat_s
 
 
 def time_work(

@@ -176,6 +176,7 @@ class Strategy(CheckpointedStrategy, DDPStrategy):
         """
         method, name = self.method, type(self).__name__
         self.peers = self._worker_peers = method.make_peers(group, ledger=self.ledger, timeout=self._timeout)
+        self._sum_dense(method)
         topology = self.peers.topology
         if not topology.is_flat:
             rank_zero_info(f"{name}: nodes {', '.join(str(list(node)) for node in topology.nodes)}.")
@@ -191,7 +192,14 @@ class Strategy(CheckpointedStrategy, DDPStrategy):
     @override
     def adopt(self, method: Method) -> None:
         self.peers.inter_dtype = method.inter_dtype
+        self._sum_dense(method)
         super().adopt(method)
+
+    def _sum_dense(self, method: Method) -> None:
+        """Let dense gradients be summed as a method does it; up to a choice that is still to come a step is DDP's."""
+        self.peers.is_summed_flat = method.when.is_auto or method.where.algorithm == "flat"
+        is_ddp = method.what.sends_all and self.peers.is_summed_flat
+        self.ledger.has_levels = self.peers.is_two_level and not is_ddp
 
     @property
     def _ddp(self) -> DistributedDataParallel:

@@ -147,7 +147,7 @@ def fuses_means(peers: Peers, nodes: Any) -> None:
 
 def sums_the_next_bucket_meanwhile(peers: Peers, nodes: Any) -> None:
     """The second is summed in the node before the first has come back from the other nodes."""
-    if not peers.is_two_level:
+    if not peers.is_two_level or peers.is_summed_flat:
         return
     between, first = peers._between_in_turn, peers._node_first
     meanwhile, tensors = threading.Event(), [torch.full((9,), float(peers.rank)) for _ in range(2)]
@@ -181,10 +181,24 @@ def test_peers(num_ranks: int) -> None:
             continue
         for _ in range(2):  # groups are made once
             peers = make_peers("flat" if is_flat(nodes) else nodes, inter_dtype=torch.bfloat16)
-        for case in [*CASES, *(CASES_OF_PARTS if name != "leader" else [])]:
-            case(peers, nodes)
-            dist.barrier()
+        for peers.is_summed_flat in (False, True):
+            for case in [*CASES, *(CASES_OF_PARTS if name != "leader" else [])]:
+                case(peers, nodes)
+                dist.barrier()
         peers.close()
+
+
+@on_ranks(4)
+def test_on_two_levels_a_sum_may_be_ddp_s() -> None:
+    peers = make_peers(2, algorithm="flat")
+    assert peers.is_two_level
+    assert peers.reduces_as_ddp
+    tensor = vector_of(peers.rank, 1000)
+    of_ddp = tensor.clone()
+    dist.all_reduce(of_ddp)
+    assert peers.begin_all_reduce_(tensor).wait().equal(of_ddp)
+    assert peers.ledger.sent_bytes == peers.ledger.inter_bytes == all_reduce_bytes(tensor.nbytes, 4)
+    peers.close()
 
 
 # Making them ---------------------------------------------------------------------------------------------------------

@@ -242,6 +242,27 @@ def test_it_measures_and_all_ranks_choose_alike() -> None:
     assert dist.get_rank() or "carries" in said[0]
 
 
+DENSE = make_measured(0.1, 0.2, 5.0, bfloat16=5.0, int8=5.0)
+
+
+@pytest.mark.parametrize(("ratio", "name"), [(1.1, "ddp"), (0.9, "hierarchical")])
+@on_ranks(4)
+def test_on_two_levels_the_faster_dense_sum_is_taken(ratio: float, name: str) -> None:
+    """Up to the choice a step is DDP's own; a tie is not worth another order of the sum."""
+    strategy = AutoStrategy(topology=2)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(auto_choice, "hierarchical_to_flat", lambda *_: ratio)
+        found = fit(DENSE, strategy)
+    is_ddp = name == "ddp"
+    assert (found.weights == fit(DENSE, DDPStrategy()).weights) == is_ddp
+    assert strategy.ledger.has_levels != is_ddp
+    if dist.get_rank() == 0:
+        assert f": {name}, " in found.said[0]
+        assert ('strategy="ddp"' in found.said[0]) == is_ddp
+    nothing_pays = fit(dataclasses.replace(DENSE, dense_s=0.101), AutoStrategy(topology=2))
+    assert nothing_pays.weights == fit(DENSE, DDPStrategy()).weights
+
+
 class Slow(Wide):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         time.sleep(0.1)
