@@ -34,7 +34,7 @@ from torch.optim import Optimizer
 from lightning_lowbw.comm.collectives import Collectives, TensorWork, TrafficLedger, all_gather_bytes, all_reduce_bytes
 from lightning_lowbw.comm.peers import Peers
 from lightning_lowbw.elastic.membership import Membership, Quorum, Row, deciders, digest_of, run_of
-from lightning_lowbw.errors import ConfigurationError, DisagreementError
+from lightning_lowbw.errors import ConfigurationError, DisagreementError, NonFiniteGradientError
 from lightning_lowbw.kernels.reference import are_not_finite
 from lightning_lowbw.kernels.tensors import CPU, as_real, checksum, copy_all_
 from lightning_lowbw.method import Method
@@ -49,7 +49,7 @@ _logger = logging.getLogger(LOGGER)
 ANCHORS = 1 << 32  # checksums are compared modulo this
 END_S = 0.2  # between two last quorums
 SAVE_AFTER_S = 60.0  # of waiting for others, the caller is to save: they may never come
-OFTEN = 5  # that weights after a round differ; a lost round may be the reason once
+OFTEN = 5  # that weights after a round differ, for which a lost round may be the reason once; or that all are NaN
 BEHIND = 0  # what a member claims to have completed that must be healed
 
 
@@ -289,6 +289,8 @@ class ElasticSync(LocalSync):
         self._has_faults = False  # whether local steps have left an inf or NaN
         self._is_apart = False  # whether other members of as many rounds have another anchor
         self._num_apart = 0  # how often it was so
+        self._num_faulty = 0  # rounds, the last ones, in which all members have had an inf or NaN
+        self._is_warned = False  # that a round has few steps
         self._sent: dict[str, Tensor] | None = None  # residuals after an exchange that was not committed here
         self._averaged: _Averaged | None = None  # in the last round
 
@@ -508,13 +510,28 @@ class ElasticSync(LocalSync):
         for name, row in zip(members, told, strict=True):
             if row.faults:
                 _logger.warning("Member %r had an inf or NaN after step %d: its work is left out.", name, self.step)
+        self._num_faulty = self._num_faulty + 1 if all(row.faults for row in told) else 0
+        if self._num_faulty == OFTEN:
+            raise NonFiniteGradientError(
+                f"Step {self.step}: all groups have had an inf or NaN in each of the last {OFTEN} rounds, and nothing "
+                "has been averaged in these. Lower the learning rate, or clip the gradients, and start the groups "
+                "again from their checkpoints."
+            )
         self._averaged, self._is_new = None, False  # all have it: their anchors are equal
         if not self.num_averages:
             self.run = run_of(dict(zip(members, told, strict=True)))
         latest = int(max(row.step for row in told))
+        num_steps = latest - self.step + self._steps
         self.num_skipped, self.step = latest - self.step, latest
         if average is None:
             return
+        if num_steps < self.when.outer_gain and latest != self.last_step and not self._is_warned:
+            self._is_warned = True
+            _logger.warning(
+                "Round %d has %d steps, and the outer momentum moves the weights up to %.1f times as far as these: the "
+                "training may diverge. Let a round have at least %d steps, or give a lower outer_lr.",
+                *(self.num_averages + 1, num_steps, self.when.outer_gain, math.ceil(self.when.outer_gain)),
+            )
         work = self._work() if told[this_round.quorum.rank].tokens else None
         if not this_round.weight:
             self._set_residuals(this_round.residuals)  # what was sent did not count

@@ -140,6 +140,18 @@ class EveryK(Schedule, key="k"):
         has_outer = self.outer != "none"
         return 2 * (self.delay_steps > 0) + has_outer + (has_outer or keeps_start)  # with the velocity; of a delay two
 
+    @property
+    def _outer_rates(self) -> tuple[float, float]:
+        """The outer learning rate and momentum."""
+        lr = DEFAULT_OUTER_LR[self.outer] if self.outer_lr is None else self.outer_lr
+        return lr, DEFAULT_OUTER_MOMENTUM[self.outer] if self.outer_momentum is None else self.outer_momentum
+
+    @property
+    def outer_gain(self) -> float:
+        """How many times as far as the mean of the replicas the weights move, when an outer momentum has built up."""
+        lr, momentum = self._outer_rates
+        return round(lr / (1 - momentum), 3) if self.outer != "none" and momentum < 1 else 1.0
+
     def next_period(self, period: Period, lr: float, loss: float) -> Period:
         """Return the period after an average, from numbers that are equal on all ranks.
 
@@ -179,8 +191,7 @@ class EveryK(Schedule, key="k"):
             velocities: as `starts`; empty with "none".
             inner_lr: the learning rate of the inner optimizer; with 0 nothing has moved, and SlowMo's u stays.
         """
-        lr = DEFAULT_OUTER_LR[self.outer] if self.outer_lr is None else self.outer_lr
-        momentum = DEFAULT_OUTER_MOMENTUM[self.outer] if self.outer_momentum is None else self.outer_momentum
+        lr, momentum = self._outer_rates
         if self.outer == "none" or (self.outer == "slowmo" and inner_lr <= 0):
             torch._foreach_copy_(starts, means)
             return

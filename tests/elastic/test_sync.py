@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 
-from lightning_lowbw import DisagreementError, LocalSGD
+from lightning_lowbw import DisagreementError, LocalSGD, NonFiniteGradientError
 from lightning_lowbw.elastic.membership import Quorum
 from lightning_lowbw.elastic.sync import ElasticSync, Members
 from lightning_lowbw.method import Method
@@ -306,6 +306,25 @@ def test_a_change_that_is_not_finite_is_left_out_by_name(store: dist.Store, capl
     assert members[0].worker.contributed == {f"group {n}": 4 for n in range(3)}
     assert members[0].worker.tokens_seen == TOKENS * K_STEPS * (3 * 4 - 1)
     assert "Member 'group 1' had an inf or NaN" in caplog.text
+
+
+def test_a_nan_of_all_members_round_after_round_ends_all_with_an_error(store: dist.Store) -> None:
+    def poison(member: Member, _: int) -> None:
+        member.parameters["wide"].data[3, 4] = float("nan")
+
+    members = [Member(store, n, METHODS["local_sgd"], 20 * K_STEPS, before=poison) for n in range(2)]
+    with pytest.raises(NonFiniteGradientError, match="all groups have had an inf or NaN in each of the last 5 rounds"):
+        train(members)
+    assert [type(member.error) for member in members] == [NonFiniteGradientError] * 2
+    assert {member.worker.num_averages for member in members} == {0}
+
+
+@pytest.mark.parametrize(("k_steps", "num_warnings"), [(K_STEPS, 1), (7, 0)])
+def test_rounds_of_fewer_steps_than_the_outer_rate_bears_are_named_once(
+    k_steps: int, num_warnings: int, store: dist.Store, caplog: pytest.LogCaptureFixture
+) -> None:
+    train([Member(store, 0, METHODS["diloco"].replace(k_steps=k_steps), 21, membership={"min_replicas": 1})])
+    assert caplog.text.count(f"has {k_steps} steps, and the outer momentum moves the weights up to 7.0") == num_warnings
 
 
 def test_who_is_not_drawn_keeps_its_work_for_the_next_round(store: dist.Store) -> None:
