@@ -1,13 +1,15 @@
 """The table of the README: what each method takes to DDP's loss, on three links, and what it costs in accuracy.
 
     .venv/bin/python benchmarks/headline.py             # hours on two cores; goes on where it was stopped
+    .venv/bin/python benchmarks/headline.py --tasks resnet text    # the rows of the others stay
     .venv/bin/python benchmarks/headline.py --report    # table and plot of what there is, and the README's block
 
 Two nodes in the lab, a core each. Three tasks: a ResNet with SGD, two transformers with AdamW, all with fused
 optimizers. `dgc` and `lowbw` choose for themselves on each link. The first seed is trained on each link; all seeds are
 trained without a limit of bandwidth and latency, with what was chosen on each link, which is all that a link changes in
-the weights. Seconds to a loss are the seconds of the first seed's step in which the seed's own curve reaches it; all
-other times are of the first seed alone, so the machine need be quiet for that one only.
+the weights. "ddp again" is the noise of a row. Seconds to a loss are the seconds of the first seed's step in which the
+seed's own curve reaches it; all other times are of the first seed alone, so the machine need be quiet for that one
+only.
 """
 
 from __future__ import annotations
@@ -40,6 +42,7 @@ from benchmarks.worker import INTERFACE
 from lightning_lowbw.lab import parse_rate
 from lightning_lowbw.lab.network import read_sent_bytes
 from lightning_lowbw.planner import colour_of
+from lightning_lowbw.strategies.auto_choice import NUM_STEPS
 from lightning_lowbw.zoo import ByteLanguageModel, StdlibText
 
 NUM_NODES = 2
@@ -69,8 +72,10 @@ METHODS: dict[str, Callable[[], Any]] = {
     "int8": lambda: lowbw.Strategy(lowbw.QuantizedGradients("int8"), **COMMON),
     "dgc": lambda: lowbw.DGCStrategy(**COMMON),
     "lowbw": lambda: lowbw.AutoStrategy(**COMMON),
+    "ddp again": lambda: DDPStrategy(**STOCK),
 }
 CHOOSING = ("dgc", "lowbw")
+AGAIN = {"ddp again": "ddp"}  # the same, to see the noise
 
 
 class Fused(pl.Callback):
@@ -92,7 +97,7 @@ def train(task: Task, data: Any, strategy: Any, seed: int, num_steps: int) -> Ro
     trainer.fit(model, data)
     dist.barrier()
     sent = read_sent_bytes(INTERFACE) - before
-    method = getattr(trainer.strategy, "method", None)
+    method, auto = (getattr(trainer.strategy, name, None) for name in ("method", "auto"))
     tested = trainer.test(model, data, verbose=False)[0]
     validated = trainer.validate(model, data, verbose=False)[0]
     del trainer
@@ -104,6 +109,7 @@ def train(task: Task, data: Any, strategy: Any, seed: int, num_steps: int) -> Ro
         "val_loss": validated["val_loss"],
         "test_accuracy": tested["test_acc"],
         "chosen": None if method is None else method.describe(),
+        "predicted_s": auto.chosen.mean_s if auto is not None and auto.chosen is not None else None,
     }
 
 
@@ -124,13 +130,13 @@ def train_rank(job: Row, path: Path) -> None:
     dist.barrier()
 
 
-def measure(results: Row, path: Path, num_seeds: int) -> None:
+def measure(results: Row, path: Path, tasks: list[str], num_seeds: int) -> None:
     """Train what is missing, link by link, and write the results after each."""
-    for task in SHOWN_TASKS:
+    for task in tasks:
         for link in LINKS:
             done = {row["method"] for row in results["rows"] if (row["task"], row["link"]) == (task, link)}
             run(results, path, task, link, [(name, None, 0) for name in METHODS if name not in done])
-        chosen = {key: None for key in METHODS if key not in CHOOSING} | choices_of(results, task)
+        chosen = {key: None for key in METHODS if key not in (*CHOOSING, *AGAIN)} | choices_of(results, task)
         done_runs = {
             (row["method"], row["seed"]) for row in results["rows"] if (row["task"], row["link"]) == (task, UNLIMITED)
         }
@@ -187,7 +193,9 @@ def summarise(rows: list[Row]) -> list[Row]:
         dense = {seed: unlimited["ddp", seed] for seed in seeds}
         targets = {seed: SLACK * smooth(run["losses"])[-1] for seed, run in dense.items()}
         for name, run in timed.items():
-            key = name_of(run["chosen"]) if name in CHOOSING else name
+            key = name_of(run["chosen"]) if name in CHOOSING else AGAIN.get(name, name)
+            after_choice = run["seconds"][NUM_STEPS:]
+            after_choice_s = (after_choice[-1] - after_choice[0]) / (len(after_choice) - 1)
             mine = {seed: unlimited[key, seed] for seed in seeds if (key, seed) in unlimited}
             reached = [reached_s(each, targets[seed], run["seconds"]) for seed, each in mine.items()]
             found.append(
@@ -198,6 +206,7 @@ def summarise(rows: list[Row]) -> list[Row]:
                     "method": name,
                     "chosen": in_words_of(run["chosen"]) if name in CHOOSING else "",
                     "step_s": run["seconds"][-1] / len(run["seconds"]),
+                    "to_prediction": after_choice_s / predicted_s if (predicted_s := run.get("predicted_s")) else None,
                     "unlimited_step_s": mine[0]["seconds"][-1] / len(mine[0]["seconds"]),
                     "sent_bytes": run["sent_bytes"] / len(run["losses"]),
                     "dense_bytes": timed["ddp"]["sent_bytes"] / len(run["losses"]),
@@ -222,8 +231,12 @@ def reached_s(run: Row, target: float, clock: list[float]) -> float | None:
 
 
 def in_words_of(chosen: Row) -> str:
-    """Return a method in few words."""
-    return lowbw.Method(**chosen).kind
+    """Return a method in few words: "ddp", "bfloat16", "int8", "dgc, 12.8 %"."""
+    method = lowbw.Method(**chosen)
+    if isinstance(method.what, lowbw.TopK) and method.when.stairs:
+        return f"dgc, {100 * (1 - method.when.stairs[-1]):.3g} %"
+    whole = "ddp" if method.where.inter_dtype == "float32" else method.where.inter_dtype
+    return method.what.value_dtype if isinstance(method.what, lowbw.Quantized) else whole
 
 
 def with_error(values: list[float], form: str) -> str:
@@ -239,6 +252,7 @@ COLUMNS = (
     "method",
     "s per step",
     "x ddp",
+    "x prediction",
     "of which not the network",
     "kB per step",
     "s to ddp's loss",
@@ -259,6 +273,7 @@ def to_markdown(found: list[Row]) -> str:
             row["method"] + (f" ({row['chosen']})" if row["chosen"] else ""),
             f"{row['step_s']:.3f}",
             f"{dense['step_s'] / row['step_s']:.2f}",
+            f"{row['to_prediction']:.2f}" if row["to_prediction"] else "",
             f"{dense['unlimited_step_s'] / row['unlimited_step_s']:.2f}",
             f"{row['sent_bytes'] / 1e3:,.0f}",
             f"{statistics.fmean(row['reached_s']):.0f}"
@@ -274,16 +289,17 @@ def to_markdown(found: list[Row]) -> str:
 
 def to_short(found: list[Row]) -> str:
     """Return the README's table: a row for each task and link, seconds to ddp's loss of each method."""
-    lines = ["| seconds to ddp's loss | " + " | ".join(METHODS) + " |", "| --- " * (len(METHODS) + 1) + "|"]
+    shown = [method for method in METHODS if method not in AGAIN]
+    lines = ["| seconds to ddp's loss | " + " | ".join(shown) + " |", "| --- " * (len(shown) + 1) + "|"]
     for (task, (title, _, _)), link in product(SHOWN_TASKS.items(), LINKS):
         mine = {row["method"]: row for row in found if (row["task"], row["link"]) == (task, link)}
         if not mine:
             continue
         seconds = [
-            f"{statistics.fmean(row['reached_s']):.0f}"
+            f"{statistics.fmean(row['reached_s']):.0f}" + (f" ({row['chosen']})" if row["chosen"] else "")
             if len(row["reached_s"]) == row["seeds"]
             else f"{len(row['reached_s'])} of {row['seeds']}"
-            for row in (mine[method] for method in METHODS if method in mine)
+            for row in (mine[method] for method in shown if method in mine)
         ]
         lines.append(f"| {title}, {millions_of(mine['ddp'])}; {link} | {' | '.join(seconds)} |")
     return "\n".join([*lines, ""])
@@ -304,7 +320,7 @@ def draw(found: list[Row], path: Path) -> None:
     figure, axes = plt.subplots(1, len(SHOWN_TASKS), figsize=(11, 4), layout="constrained")
     for axis, (task, (title, _, _)) in zip(axes, SHOWN_TASKS.items(), strict=True):
         links = [link for link in LINKS if any((row["task"], row["link"]) == (task, link) for row in found)]
-        for number, method in enumerate(METHODS):
+        for number, method in enumerate(name for name in METHODS if name not in AGAIN):
             mine = {row["link"]: row for row in found if (row["task"], row["method"]) == (task, method)}
             heights = [
                 statistics.fmean(mine[link]["reached_s"])
@@ -336,20 +352,26 @@ def report(results: Row) -> None:
         f"{NUM_NODES} nodes on one machine ({environment['cpu']}, a core "
         f"each), torch {environment['torch']}, {environment['date']}; optimizers fused. x ddp: ddp's seconds divided "
         'by the method\'s. "Of which not the network": the same where bandwidth is unlimited, all of it work of the '
-        "processor. Seconds to ddp's loss: to the last training loss of ddp with the same seed, and "
+        "processor. x prediction: the seconds of a step after the choice, divided by those that the choice predicted. "
+        "Seconds to ddp's loss: to the last training loss of ddp with the same seed, and "
         f"{SLACK - 1:.0%}. Losses and accuracies are means over seeds; differences to ddp are ± their standard error."
     )
     table = "\n".join([*parts, note, ""])
     (RESULTS / "headline.md").write_text(table)
     draw(found, RESULTS / "headline.png")
-    chose = {(each["link"], each["chosen"] in ("", "whole")) for each in found}
-    whole = [link.split(",")[0] for link in LINKS if (link, False) not in chose and (link, True) in chose]
+    again = [row["step_s"] / dense["step_s"] for row, dense in product(found, found) if is_same(row, dense)]
     short = (
-        f"Two nodes, a core each; at {' and '.join(whole)} `dgc`, `lowbw` chose DDP. "
+        "Two nodes, a core each; in brackets what `dgc` and `lowbw` chose. "
+        f"Two runs of ddp take {min(again):.2f} to {max(again):.2f} times as long. "
         '"2 of 5": seeds. [All](benchmarks/results/headline.md)\n'
     )
     replace_block("README.md", "headline", f"{textwrap.fill(short, 128)}\n\n{to_short(found)}")
     print(table)
+
+
+def is_same(row: Row, dense: Row) -> bool:
+    """Return whether a row is that of ddp again, and the other one that of ddp."""
+    return AGAIN.get(row["method"]) == dense["method"] and (row["task"], row["link"]) == (dense["task"], dense["link"])
 
 
 def main() -> None:
@@ -359,6 +381,7 @@ def main() -> None:
         return
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--tasks", nargs="+", choices=SHOWN_TASKS, default=list(SHOWN_TASKS))
     parser.add_argument("--report", action="store_true", help="measure nothing")
     options = parser.parse_args()
     path = RESULTS / "headline.json"
@@ -366,7 +389,7 @@ def main() -> None:
     if path.exists():
         results = json.loads(path.read_text())
     if not options.report:
-        measure(results, path, options.seeds)
+        measure(results, path, options.tasks, options.seeds)
     report(results)
 
 
