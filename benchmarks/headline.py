@@ -387,7 +387,8 @@ def main() -> None:
     path = RESULTS / "headline.json"
     results: Row = {"environment": describe_environment(), "rows": []}
     if path.exists():
-        results = json.loads(path.read_text())
+        before = json.loads(path.read_text())
+        results = before if options.report else {**before, "environment": results["environment"]}
     if not options.report:
         measure(results, path, options.tasks, options.seeds)
     report(results)
