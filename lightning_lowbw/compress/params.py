@@ -17,7 +17,7 @@ from lightning_lowbw.arguments import names_of
 from lightning_lowbw.compress.payload import Payload
 from lightning_lowbw.compress.top_k import small_numel
 from lightning_lowbw.errors import WITHOUT_RESIDUALS, ConfigurationError
-from lightning_lowbw.kernels.tensors import Order, as_real, order_of
+from lightning_lowbw.kernels.tensors import Order, as_real, cut, order_of
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Row:
         ordered = self.in_order(tensor)
         if own.stop - own.start == tensor.numel() and ordered.is_contiguous():
             return ordered
-        return ordered.reshape(-1)[own]
+        return cut(ordered, own)
 
     @property
     def has_sparse_layout(self) -> bool:

@@ -100,6 +100,13 @@ def flat(tensor: Tensor) -> Tensor:
     return tensor if tensor.dim() == 1 else tensor.reshape(-1)  # of hundreds, views take as long as all else
 
 
+def cut(tensor: Tensor, part: slice) -> Tensor:
+    """Return a part of a tensor's elements, flat and in logical order; a view of a contiguous one, in one call."""
+    if tensor.is_contiguous():
+        return tensor.as_strided((part.stop - part.start,), (1,), tensor.storage_offset() + part.start)
+    return flat(tensor)[part]
+
+
 def in_order(tensor: Tensor, parameter: Tensor) -> Tensor:
     """Return a view of a tensor in the shape of a parameter that is contiguous where both are laid out alike."""
     return tensor if parameter.is_contiguous() else tensor.permute(order_of(parameter))

@@ -11,7 +11,7 @@ from torch.nn.functional import pad
 
 from lightning_lowbw.comm.peers import MeanWork, Peers, fill_, fill_buckets, is_apart
 from lightning_lowbw.compress.payload import FLOAT_BYTES
-from lightning_lowbw.kernels.tensors import allocate, constant, split_front
+from lightning_lowbw.kernels.tensors import allocate, constant, laid_out, split_front
 
 
 class Beside:
@@ -80,4 +80,4 @@ class Beside:
         for (_, members, sizes), parts in zip(self._buckets, joined, strict=True):
             for index, mean in zip(members, split_front(parts.flatten(), sizes), strict=True):
                 means[index] = mean
-        return status, {n: mean.view(shape) for (n, shape), mean in zip(self._shapes.items(), means, strict=True)}
+        return status, {n: laid_out(mean, shape) for (n, shape), mean in zip(self._shapes.items(), means, strict=True)}

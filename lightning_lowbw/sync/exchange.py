@@ -36,9 +36,9 @@ from lightning_lowbw.compress.top_k import TopK
 from lightning_lowbw.errors import ConfigurationError
 from lightning_lowbw.kernels import dispatch
 from lightning_lowbw.kernels.dispatch import averages_for
-from lightning_lowbw.kernels.reference import Arrival, Segment, add_, flat
+from lightning_lowbw.kernels.reference import Arrival, Segment, add_
 from lightning_lowbw.kernels.table import DTYPES
-from lightning_lowbw.kernels.tensors import allocate
+from lightning_lowbw.kernels.tensors import allocate, cut, flat
 from lightning_lowbw.schedules.schedule import Schedule
 from lightning_lowbw.sync.beside import Beside
 from lightning_lowbw.sync.status import Fault
@@ -253,11 +253,11 @@ class DenseMean:
 
     def step_(self, steps: Mapping[str, Step]) -> None:
         for name, (out, weight, rate) in steps.items():
-            mean = self.tensors[name].view(out.shape)
+            mean = self.tensors[name]
             if weight is not None:
-                weight.sub_(mean.to(weight.dtype), alpha=rate)
+                weight.sub_(mean.view(out.shape).to(weight.dtype), alpha=rate)
             elif mean.data_ptr() != out.data_ptr():  # else it has been written where it belongs
-                out.copy_(mean)
+                out.copy_(mean.view(out.shape))
 
 
 class LateMean(ABC):
@@ -568,7 +568,7 @@ def _part(tensor: Tensor, peers: Peers) -> Tensor:
     own = peers.part(tensor.numel())
     if own.stop - own.start == tensor.numel() and tensor.is_contiguous():
         return tensor
-    return flat(tensor)[own]
+    return cut(tensor, own)
 
 
 class ReduceScatterExchange(TopKExchange):
@@ -829,13 +829,15 @@ class Decoded:
 
     def arrivals(self, steps: Mapping[str, Step]) -> list[Arrival]:
         """Return what a kernel takes."""
-        arrivals = []
-        for name, part, row, first, count in self.spans:
-            if name in steps:
-                out, weight, rate = steps[name]
-                if part.stop - part.start < out.numel():
-                    out, weight = flat(out)[part], None if weight is None else flat(weight)[part]
-                arrivals.append(Arrival(out, row, first, count, weight, rate))
+        arrivals, spans_of = list[Arrival](), dict[str, list[Span]]()
+        for span in self.spans:
+            if span.name in steps:
+                spans_of.setdefault(span.name, []).append(span)
+        for name, spans in spans_of.items():
+            out, weight, rate = steps[name]
+            weights = [None] * len(spans) if weight is None else _pieces(weight, spans)
+            for at, room, stepped in zip(spans, _pieces(out, spans), weights, strict=True):
+                arrivals.append(Arrival(room, at.row, at.first, at.num_sent, stepped, rate))
         return arrivals
 
     def add_(self, arrival: Arrival, mean: Tensor) -> None:
@@ -924,6 +926,14 @@ class SparseMean:
                     mine = [arrival for arrival in arrivals if arrival.out.dtype == dtype]
                     averages.average_many_(mine, each.positions, each.values, over_senders=over_senders)
             del each  # memory for the next
+
+
+def _pieces(tensor: Tensor, spans: Sequence[Span]) -> Sequence[Tensor]:
+    """Return the parts of a contiguous tensor that spans are of, which are of one size and follow each other."""
+    part = slice(spans[0].part.start, spans[-1].part.stop)
+    if len(spans) == 1:
+        return [tensor if part.stop - part.start == tensor.numel() else cut(tensor, part)]
+    return cut(tensor, part).split(spans[0].part.stop - part.start)
 
 
 def _groups(counts: Sequence[int], most: int) -> Iterator[slice]:

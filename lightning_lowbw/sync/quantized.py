@@ -300,7 +300,8 @@ class PendingQuantized(LateMean):
         self._signals, self._residuals = Joined(parts), Joined([exchange.residuals[name] for name in signal])
         self._dtype = reduce(torch.promote_types, {each.dtype for each in self._tensors}, torch.float32)
         self._left = torch.zeros((), dtype=self._dtype, device=self._device)
-        self._numel, num = sum(part.numel() for part in self._parts(0)), self._peers.num_participants
+        most = [self._peers.part(tensor.numel(), 0).stop for tensor in self._tensors]  # that a rank of the node has
+        self._numel, num = sum(most), self._peers.num_participants
         # Of the part that a rank owns; of two ranks each sends all to the other.
         self._num_rows, self._size = (1, self._numel) if num == 2 else (num, -(-self._numel // num))
         self._beside = Beside(status, whole, self._peers, self._device)
@@ -309,11 +310,11 @@ class PendingQuantized(LateMean):
         self._received: Tensor | None = None
         self._told: tuple[Tensor, dict[str, Tensor]] | None = None  # what was beside it
 
-    def _parts(self, local_rank: int | None = None) -> list[Tensor]:
-        """Return what a rank of a node exchanges of each tensor: all of it when flat."""
+    def _parts(self) -> list[Tensor]:
+        """Return what this rank exchanges of each tensor: all of it when flat."""
         if self._peers.num_local_ranks == 1:  # without views: those of hundreds of tensors take milliseconds
             return self._tensors
-        return [tensor[self._peers.part(tensor.numel(), local_rank)] for tensor in self._tensors]
+        return [tensor[self._peers.part(tensor.numel())] for tensor in self._tensors]
 
     def _encode(self) -> Tensor:
         """Return the message; what it rounds stays in the residual."""
@@ -379,8 +380,10 @@ class PendingQuantized(LateMean):
         if self._peers.num_local_ranks > 1 and self._numel:
             row = self._signals.read(0, self._numel, self._dtype)
             rows = self._peers.gather_parts_in_node(row, self._numel * self._peers.num_local_ranks)
+            pieces = [each.split(self._peers.part(each.numel(), 0).stop) for each in self._tensors if each.numel()]
             for local_rank, row in enumerate(rows.view(-1, self._numel)):
-                Joined(self._parts(local_rank)).write_(0, row)
+                if of_rank := [parts[local_rank] for parts in pieces if local_rank < len(parts)]:
+                    Joined(of_rank).write_(0, row)
         return DenseMean(self._signal)
 
     def take_back(self) -> bool:
