@@ -80,17 +80,20 @@ class Plan:
     run: Run
 
     def cost(self, name: str) -> Cost | None:
-        """Return the cost of a name for `Trainer(strategy=...)`; None if the run is too short."""
+        """Return the cost of a name for `Trainer(strategy=...)`, of dgc after its warm-up; None: too short a run."""
         base, topology = name.removesuffix(LEVELS), "auto" if name.endswith(LEVELS) else None
         method = Method() if base == "ddp" else preset(base).at(topology)
         if base == "dgc":
-            given = _given(topology or "flat")
-            measured = self._predicted(given)
-            found = CANDIDATES["dgc"](measured, self.run, given)
-            if isinstance(found, str):
+            found = self._dgc(name)
+            if found is None:
                 return None
             method = found.method
         return cost_of(method, self.shapes, self.cluster, self.step_s)
+
+    def _dgc(self, name: str) -> Candidate | None:
+        given = _given("auto" if name.endswith(LEVELS) else "flat")
+        found = CANDIDATES["dgc"](self._predicted(given), self.run, given)
+        return found if isinstance(found, Candidate) else None
 
     def _predicted(self, given: Method) -> Measured:
         small = small_numel([*map(math.prod, self.shapes)])
@@ -104,7 +107,10 @@ class Plan:
         return FLAT + ON_TWO_LEVELS * (min(self.cluster.num_nodes, self.cluster.ranks_per_node) > 1)
 
     def seconds(self, name: str) -> float:
-        """Return the predicted seconds of a step, after the warm-up; NaN if the run is too short for the method."""
+        """Return the predicted seconds of a step, the mean of the run; NaN if it is too short for the method."""
+        if name.removesuffix(LEVELS) == "dgc":
+            found = self._dgc(name)
+            return math.nan if found is None else found.mean_s
         cost = self.cost(name)
         return math.nan if cost is None else self.step_s + cost.seconds
 

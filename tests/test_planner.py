@@ -123,9 +123,9 @@ def test_half_types_are_enough_where_nothing_else_is_faster() -> None:
 
 
 def test_of_two_that_are_as_fast_the_one_on_two_levels() -> None:
-    cluster = make_cluster({**NUMBERS, "nodes": 4, "ranks_per_node": 4})
+    cluster = make_cluster({**NUMBERS, "nodes": 4, "ranks_per_node": 4, "gbit_per_s": 4.0})
     plan = Plan(shapes_of(100_000_000), cluster, 0.3, Run(0, 100_000, is_adam=True))
-    assert plan.seconds("dgc") < plan.seconds("dgc_hierarchical") < 1.01 * plan.seconds("dgc")
+    assert plan.seconds("dgc") < plan.seconds("dgc_hierarchical") < 1.05 * plan.seconds("dgc")
     assert plan.recommended()[0] == "dgc_hierarchical"
     assert 'or "lowbw_hierarchical"' in plan.text()
 
