@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import cache, lru_cache
+from functools import cache, lru_cache, reduce
 from math import prod
 from typing import Any
 
@@ -190,13 +190,19 @@ def in_flats(function: Callable[..., Tensor], *lists: Sequence[Tensor]) -> list[
         members = [index for index, tensor in enumerate(lists[0]) if tensor.dtype == dtype]
         firsts = [lists[0][index] for index in members]
         flats = [
-            torch.cat([flat_in_order(tensors[index], first) for index, first in zip(members, firsts, strict=True)])
+            _joined([flat_in_order(tensors[index], first) for index, first in zip(members, firsts, strict=True)])
             for tensors in lists
         ]
         parts = function(*flats).split([first.numel() for first in firsts])
         for index, first, part in zip(members, firsts, parts, strict=True):
             results[index] = laid_out(part, first.shape, strides_of(first))
     return results
+
+
+def _joined(flats: list[Tensor]) -> Tensor:
+    """Concatenate flat tensors, of which there are some, into memory of `allocate`."""
+    dtype = reduce(torch.promote_types, {flat.dtype for flat in flats})
+    return torch.cat(flats, out=allocate(sum(flat.numel() for flat in flats), dtype, flats[0].device))
 
 
 def relative_distance(weights: Sequence[Tensor], means: Sequence[Tensor]) -> Tensor:
