@@ -8,6 +8,7 @@ import math
 import pytest
 
 from benchmarks.slow_link import Cell
+from lightning_lowbw.comm.collectives import all_reduce_bytes
 from tests.programs import ROOT
 
 README = (ROOT / "README.md").read_text()
@@ -46,7 +47,15 @@ def test_steps_of_many_nodes() -> None:
 
 
 def test_it_is_one_page() -> None:
-    assert len(README.splitlines()) <= 120
+    assert len(README.splitlines()) <= 110
+
+
+@pytest.mark.parametrize(("row", "parameters"), [("40M", 40e6), ("100M", 100e6), ("350M", 350e6), ("7B", 7e9)])
+def test_seconds_of_a_dense_exchange(row: str, parameters: float) -> None:
+    line = next(line for line in README.splitlines() if line.startswith(f"| {row}"))
+    shown = [float(cell.strip().removesuffix(" s").replace(",", "")) for cell in line.split("|")[2:5]]
+    expected = [all_reduce_bytes(int(4 * parameters), 4) * 8 / rate for rate in (1e10, 1e9, 1e8)]
+    assert shown == pytest.approx(expected, rel=0.02)
 
 
 BY_DDP = cell("auto.md", "| text | 800 |", "test accuracy of ddp, %")
