@@ -2,7 +2,7 @@
 
     .venv/bin/python benchmarks/headline.py             # hours on two cores; goes on where it was stopped
     .venv/bin/python benchmarks/headline.py --tasks resnet text    # the rows of the others stay
-    .venv/bin/python benchmarks/headline.py --report    # table and plot of what there is, and the README's block
+    .venv/bin/python benchmarks/headline.py --report    # tables of what there is, and the README's block
 
 Two nodes in the lab, a core each. Three tasks: a ResNet with SGD, two transformers with AdamW, all with fused
 optimizers. `dgc` and `lowbw` choose for themselves on each link. The first seed is trained on each link; all seeds are
@@ -41,7 +41,6 @@ from benchmarks.harness import RESULTS, describe_environment, replace_block, run
 from benchmarks.worker import INTERFACE
 from lightning_lowbw.lab import parse_rate
 from lightning_lowbw.lab.network import read_sent_bytes
-from lightning_lowbw.planner import colour_of
 from lightning_lowbw.strategies.auto_choice import NUM_STEPS
 from lightning_lowbw.zoo import ByteLanguageModel, StdlibText
 
@@ -310,35 +309,8 @@ def millions_of(row: Row) -> str:
     return f"{row['dense_bytes'] / 4e6:.1f}M"
 
 
-def draw(found: list[Row], path: Path) -> None:
-    """Draw seconds to ddp's loss of each method, a panel for each task, a group of bars for each link."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(1, len(SHOWN_TASKS), figsize=(11, 4), layout="constrained")
-    for axis, (task, (title, _, _)) in zip(axes, SHOWN_TASKS.items(), strict=True):
-        links = [link for link in LINKS if any((row["task"], row["link"]) == (task, link) for row in found)]
-        for number, method in enumerate(name for name in METHODS if name not in AGAIN):
-            mine = {row["link"]: row for row in found if (row["task"], row["method"]) == (task, method)}
-            heights = [
-                statistics.fmean(mine[link]["reached_s"])
-                if len(mine[link]["reached_s"]) == mine[link]["seeds"]
-                else float("nan")
-                for link in links
-            ]
-            places = [place + number / (len(METHODS) + 1) for place in range(len(links))]
-            axis.bar(places, heights, width=1 / (len(METHODS) + 1), label=method, color=colour_of(method))
-        axis.set(title=f"{title}, {millions_of(mine[links[0]])}", yscale="log", ylabel="seconds to ddp's final loss")
-        axis.set_xticks([place + 0.36 for place in range(len(links))], [link.replace(", ", ",\n") for link in links])
-        axis.grid(axis="y", alpha=0.3)
-    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=len(METHODS))
-    figure.savefig(path, dpi=120)
-
-
 def report(results: Row) -> None:
-    """Write the tables, the plot and the block of the README."""
+    """Write the tables and the block of the README."""
     found = summarise(results["rows"])
     environment = results["environment"]
     parts = []
@@ -358,7 +330,6 @@ def report(results: Row) -> None:
     )
     table = "\n".join([*parts, note, ""])
     (RESULTS / "headline.md").write_text(table)
-    draw(found, RESULTS / "headline.png")
     again = [row["step_s"] / dense["step_s"] for row, dense in product(found, found) if is_same(row, dense)]
     short = (
         "Two nodes, a core each; in brackets what `dgc` and `lowbw` chose. "

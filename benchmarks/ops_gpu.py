@@ -41,7 +41,6 @@ from torch.optim import SGD, AdamW, Optimizer
 import lightning_lowbw
 from lightning_lowbw.comm.echoes import echo
 from lightning_lowbw.kernels import dispatch
-from lightning_lowbw.planner import colour_of
 from lightning_lowbw.presets import DGC
 from lightning_lowbw.sync import gradient as whole_gradients
 from lightning_lowbw.sync.gradient import GradientSync
@@ -57,13 +56,6 @@ BYTES = {"SGD": 20, "AdamW": 28}
 NUM_RANKS = (2, 8, 64)
 POWERSGD_RANKS = (1, 4)
 LIMIT = "copy of {} bytes per parameter"
-DRAWN = {
-    "torch.topk of each tensor, alone": "s--",
-    "PowerSGD, matmuls of rank 4, alone": "^--",
-    "SGD(fused=True), its own step": "v--",
-    "dgc, SGD, 8 ranks: exchange and step": "o-",
-    "copy of 20 bytes per parameter": ":",
-}
 
 Step = Callable[[], object]
 
@@ -329,31 +321,6 @@ def to_markdown(environment: dict[str, Any], rows: list[Row]) -> str:
     return "\n".join([*lines, ""])
 
 
-def draw(rows: list[Row], path: Path) -> None:
-    """Plot milliseconds against parameters, where matplotlib is installed."""
-    try:
-        import matplotlib as mpl
-    except ImportError:
-        return
-    mpl.use("agg")
-    from matplotlib import pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(8, 5), layout="constrained")
-    for name, style in DRAWN.items():
-        mine = [row for row in rows if row.name == name]
-        numbers, medians = [row.parameters / 1e6 for row in mine], [row.median_ms for row in mine]
-        axes.plot(numbers, medians, style, color=colour_of(name), label=name, markersize=5)
-    axes.set(xscale="log", yscale="log", xlabel="million parameters", ylabel="ms per step")
-    sizes = sorted({row.parameters for row in rows})
-    axes.set_xticks([size / 1e6 for size in sizes], [f"{size / 1e6:.0f}" for size in sizes], minor=False)
-    axes.xaxis.set_minor_formatter("")
-    axes.yaxis.set_major_formatter("{x:g}")
-    axes.yaxis.set_minor_formatter("")
-    axes.legend(fontsize=9)
-    axes.grid(alpha=0.3)
-    figure.savefig(path, dpi=150)
-
-
 def main() -> None:
     """Measure and write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -373,7 +340,6 @@ def main() -> None:
             results = {"environment": environment, "command": shlex.join(sys.argv), "rows": [*map(asdict, rows)]}
             options.out.with_suffix(".json").write_text(json.dumps(results, indent=1) + "\n")
             options.out.with_suffix(".md").write_text(to_markdown(environment, rows))
-        draw(rows, options.out.with_suffix(".png"))
         before = rows
     print(to_markdown(environment, before))
     late = [f"{row.size}, {row.name}: {len(row.waits)} waits, {row.waits}" for row in before if len(row.waits) > 1]

@@ -40,6 +40,7 @@ WINDOW_S = 12.0  # what one measurement may take, roughly
 MIN_STEPS, MAX_STEPS = 2, 10
 MAX_SERIES = 8
 LEFT_OUT = ("dgc, plain torch", "PowerSGD rank 4", ALONE.name)  # of a plot with more, in this order
+SHOWN = ("slow_link_quantized", "two_level")  # whose plots are on pages
 WITH_HEADERS = 1514 / 1448  # Ethernet, IP and TCP headers of a full packet beside its data
 
 
@@ -240,14 +241,15 @@ def note(results: dict[str, Any]) -> str:
 
 
 def write(name: str, cells: list[Cell], **more: Any) -> str:
-    """Write the JSON, the table and the plot; return the table."""
+    """Write the JSON, the table, and the plot if a page shows it; return the table."""
     RESULTS.mkdir(exist_ok=True)
     results = {"environment": describe_environment(), "command": shlex.join(sys.argv), **more}
     results["cells"] = [asdict(cell) for cell in cells]
     (RESULTS / f"{name}.json").write_text(json.dumps(results, indent=1) + "\n")
     table = note(results) + to_markdown(cells)
     (RESULTS / f"{name}.md").write_text(table)
-    draw(cells, RESULTS / f"{name}.png")
+    if name in SHOWN:
+        draw(cells, RESULTS / f"{name}.png")
     return table
 
 
