@@ -39,7 +39,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import closing, suppress
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
@@ -48,7 +48,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_lowbw.comm.agreement import gather
 from lightning_lowbw.elastic.membership import Quorum, Row, Settings, Share, raise_refused, refusals
 from lightning_lowbw.errors import ConfigurationError
 from lightning_lowbw.namespaces import LOGGER
@@ -141,10 +140,11 @@ class TorchftMembership:
         timeout_s: float | None = None,
         address: str | None = None,
     ) -> None:
-        lighthouse = str(lighthouse or os.environ.get(LIGHTHOUSE, ""))
+        lighthouse = str(lighthouse or os.environ.get(LIGHTHOUSE, "")).rstrip("/")
         if not re.fullmatch(r"(https?://)?[^/:]+:\d+", lighthouse):
+            kind = "an IPv6 address, and groups meet by IPv4: " if lighthouse.count(":") > 2 else ""
             raise ConfigurationError(
-                f"lighthouse={lighthouse!r}: give its address with the port, or set {LIGHTHOUSE}=http://10.0.0.1:29510."
+                f"lighthouse={lighthouse!r}: {kind}give its address with the port, or set {LIGHTHOUSE}=http://10.0.0.1:29510."
             )
         needed_s = timeout_s_of(state_bytes, gbit_per_s)
         if timeout_s is not None and timeout_s < needed_s:
@@ -158,10 +158,11 @@ class TorchftMembership:
         self._lighthouse = _Lighthouse(torchft, lighthouse if "//" in lighthouse else f"http://{lighthouse}")
         self._address = _own_address(address, self._lighthouse.url)
         self._process, self._num_processes = dist.get_rank(), dist.get_world_size()
-        (self._name, *_) = gather(f"{name or socket.gethostname()}:{uuid.uuid4()}", "name of the group")
+        (self._name, *_) = _gather(f"{name or socket.gethostname()}:{uuid.uuid4()}")
         self._key: tuple[Any, ...] = ()  # of the quorum for which the group was made
         self._group: Any = None
         self._num_failures = 0
+        self._said_s = 0.0  # when the last line told that it waits
         self._refused: set[str] = set()  # who has been named
         if self._process == 0:
             listener = socket.create_server((self._address, 0))  # not at other addresses of the host
@@ -170,7 +171,7 @@ class TorchftMembership:
             self._store = dist.TCPStore(self._address, self._port, master_listen_fd=listener.detach(), **options)
 
     def quorum(self, row: Row, settings: Settings, shared: Share, gives_up: Callable[[], bool]) -> Quorum | None:
-        began_s = said_s = time.monotonic()
+        began_s = self._said_s = time.monotonic()
         while True:
             quorum, error = None, None
             try:
@@ -185,12 +186,18 @@ class TorchftMembership:
             if self._vote(quorum is not None):
                 assert quorum is not None
                 return quorum
-            if time.monotonic() - said_s >= WARN_S:
-                said_s = time.monotonic()
-                _logger.warning(
-                    "Waiting for %.0f s now for a round of at least %d members, at the lighthouse %s. Last attempt: %s",
-                    *(said_s - began_s, self.min_replicas, self._lighthouse.url, error),
-                )
+            self._say_if_due(began_s, error)
+
+    def _say_if_due(self, began_s: float, error: Exception | None) -> None:
+        """Tell that this group waits, once a minute; the first time after an error soon."""
+        now_s = time.monotonic()
+        if now_s - self._said_s < WARN_S and (error is None or self._said_s > began_s or now_s - began_s < WARN_S / 6):
+            return
+        self._said_s = now_s
+        _logger.warning(
+            "Waiting for %.0f s now for a round of at least %d members, at the lighthouse %s. Last attempt: %s",
+            *(now_s - began_s, self.min_replicas, self._lighthouse.url, error or "has no answer yet"),
+        )
 
     def collective(self, fn: Callable[[dist.ProcessGroup], T]) -> T:
         """See `Membership`. The group is not to be kept: it lives as long as something refers to it."""
@@ -216,7 +223,7 @@ class TorchftMembership:
 
     def _vote(self, is_ok: bool) -> bool:
         """Return whether it is so on all processes of this group."""
-        if not all(gather(is_ok, "success of the round")):
+        if not all(_gather(is_ok)):
             self._fail()
             return False
         return True
@@ -237,7 +244,7 @@ class TorchftMembership:
             RuntimeError: on all processes; there is none yet.
             DisagreementError: on all processes; this group is not as the others are, who go on without it.
         """
-        answer: Any = None
+        answer: dict[str, Any] | None = None
         if self._process == 0:
             store = f"{self._address}:{self._port}"
             self._store.set(SETTINGS, json.dumps(dict(settings)))  # for who differs
@@ -248,13 +255,14 @@ class TorchftMembership:
                 answer = request.result()
             # At first it is taken for granted that the others are on their way.
             waited_s = time.monotonic() - began_s
-            answers = gather((answer, waited_s, waited_s >= POLL_S and gives_up()), "quorum")
+            self._say_if_due(began_s, None)
+            answers = _gather((answer, waited_s, waited_s >= POLL_S and gives_up()))
             if any(given_up for *_, given_up in answers):
                 return None
             answer, waited_s, _ = answers[0]
-        if isinstance(answer, Exception):
-            raise answer
-        number, members = answer
+        if "error" in answer:
+            raise (ConfigurationError if answer["is_final"] else RuntimeError)(answer["error"])
+        members = [_Member(name, store, Row(*told), failures) for name, store, told, failures in answer["members"]]
         by_name = {member.name: member for member in members}
         refused = refusals({member.name: member.row for member in members})
         if self._name in refused:
@@ -278,7 +286,7 @@ class TorchftMembership:
                 f"there are {[member.label for member in members]}, each of which needs a name of its own"
             )
         members = [member for member in members if kept.get(member.label) is member]
-        return number, members
+        return answer["number"], members
 
     def _settings_of(self, member: _Member) -> Settings:
         """Return the settings of another group, which it has put into its store; none if it cannot be reached."""
@@ -375,7 +383,10 @@ class _Lighthouse:
         return self._torchft.LighthouseClient(self.url, connect_timeout=timedelta(seconds=CONNECT_S))
 
     def begin_quorum(self, own: _Member) -> Future[Any]:
-        """Begin to ask for the next quorum: its number and members, in the same order for all; or why there is none."""
+        """Begin to ask for the next quorum: its number and members, in the same order for all; or why there is none.
+
+        The answer is plain values, for JSON.
+        """
         answer: Future[Any] = Future()
         # In a thread, because a signal would be handled only after torchft has returned.
         threading.Thread(target=self._request, args=(own, answer), name="lowbw-quorum", daemon=True).start()
@@ -408,11 +419,12 @@ class _Lighthouse:
                 )
             if (own.name, own.failures) not in {(member.name, member.failures) for member in members}:
                 raise RuntimeError("the lighthouse has answered an older request of this group")
-            answer.set_result((found.quorum_id, sorted(members, key=lambda member: member.name)))
+            told = [[*astuple(member)] for member in sorted(members, key=lambda member: member.name)]
+            answer.set_result({"number": found.quorum_id, "members": told})
         except Exception as error:  # noqa: BLE001 - it is told where the answer is waited for
             if not isinstance(error, TimeoutError):  # after which the lighthouse still counts on this member
                 time.sleep(RETRY_S)
-            answer.set_result(error if isinstance(error, ConfigurationError) else RuntimeError(f"{error}"))
+            answer.set_result({"error": f"{error}", "is_final": isinstance(error, ConfigurationError)})
 
     def _refuse_second(self, own: _Member) -> None:
         """Raise ConfigurationError if another group has the name and is alive; before the others hear of this one."""
@@ -463,6 +475,20 @@ def _store_at(address: str) -> dist.TCPStore:
     host, _, port = address.rpartition(":")
     limit = timedelta(seconds=CONNECT_S)
     return dist.TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=limit)
+
+
+def _gather(value: Any) -> list[Any]:
+    """Return plain values of all processes of this group, as JSON: what is received is not executed."""
+    if dist.get_world_size() == 1:
+        return [value]
+    device = torch.device("cuda") if dist.get_backend() == "nccl" else torch.device("cpu")
+    message = torch.tensor(list(json.dumps(value).encode()), dtype=torch.uint8, device=device)
+    sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(dist.get_world_size())]
+    dist.all_gather(sizes, torch.tensor([message.numel()], device=device))
+    longest = max(map(int, sizes))
+    received = [message.new_zeros(longest) for _ in sizes]
+    dist.all_gather(received, torch.nn.functional.pad(message, (0, longest - message.numel())))
+    return [json.loads(bytes(each[: int(size)].tolist())) for each, size in zip(received, sizes, strict=True)]
 
 
 # The state, without pickle --------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ import importlib.metadata
 import importlib.util
 import pickle
 import signal
+import socket
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -132,6 +133,16 @@ def test_too_few_members_wait_and_say_so() -> None:
         assert made.processes[0, 0].exitcode == 1  # of Ctrl-C, although it waits
 
 
+def test_a_lighthouse_that_never_answers_is_named_soon() -> None:
+    with members.groups() as made, socket.create_server(("127.0.0.1", 0)) as mute:
+        constants = {"CONNECT_S": 0.5, "WARN_S": 6.0}
+        made.start(0, lighthouse=f"127.0.0.1:{mute.getsockname()[1]}", constants=constants)
+        joined = made.first(0, "joined")
+        said = made.first(0, "said")
+        assert "timed out" in said.value
+        assert said.at_s - joined.at_s < 6.0
+
+
 def test_of_two_groups_with_one_name_the_newcomer_ends_before_the_others_hear_of_it() -> None:
     with members.groups() as made:
         for group in range(2):
@@ -214,8 +225,8 @@ def test_an_answer_to_an_older_request_is_not_taken() -> None:
     for _ in range(2):
         answers.append(lighthouse.begin_quorum(own).result(10.0))
         data["failures"] = own.failures
-    assert "an older request" in f"{answers[0]}"
-    assert [member.row for member in answers[1][1]] == [older]
+    assert "an older request" in answers[0]["error"]
+    assert [Row(*row) for _, _, row, _ in answers[1]["members"]] == [older]
     lighthouse.close()
 
 
@@ -252,6 +263,12 @@ def test_another_torchft_is_refused(monkeypatch: pytest.MonkeyPatch, version: st
     ("given", "interface", "message"),
     [
         ({"lighthouse": "http://10.0.0.1"}, "", r"lighthouse='http://10.0.0.1': give its address with the port"),
+        (
+            {"lighthouse": "http://[fd00::1]:29510/"},
+            "",
+            r"\]:29510': an IPv6 address, and groups meet by IPv4",
+        ),
+        ({"lighthouse": "127.0.0.1:1/"}, "wg7", "GLOO_SOCKET_IFNAME=wg7: No such device"),
         (HERE, "wg7", r"GLOO_SOCKET_IFNAME=wg7: No such device. .* interfaces are .*lo.*\. Give"),
         ({**HERE, "address": "192.0.2.1"}, "", r"address=192.0.2.1: Cannot assign .* Give"),
     ],
