@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -31,6 +31,7 @@ class Row(NamedTuple):
         run: the training to which its rounds belong; before the first round, which one it would begin.
         is_new: whether it has not been in a round since it was started.
         has_ended: whether it only waits for others to take its state.
+        unreached: members that it could not connect to in its last attempt, by what they are called until a restart.
     """
 
     rounds: int = 0
@@ -43,6 +44,7 @@ class Row(NamedTuple):
     run: str = ""
     is_new: bool = True
     has_ended: bool = False
+    unreached: Sequence[str] = ()
 
 
 @dataclass(frozen=True)

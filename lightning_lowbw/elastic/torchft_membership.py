@@ -37,11 +37,11 @@ import time
 import uuid
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import closing, suppress
 from dataclasses import astuple, dataclass
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 from urllib.parse import urlsplit
 
 import torch
@@ -66,6 +66,7 @@ WAIT_S = 75.0  # of one request for a quorum. In the lighthouse each begins anew
 OWN_DATA = frozenset({"row", "failures"})  # of a member: what torchft has no field for
 SETTINGS = "settings"  # of a group, in its store
 POLL_S, RETRY_S, WARN_S = 1.0, 0.5, 60.0
+PAUSE_S, MAX_PAUSE_S = 5.0, 300.0  # twice as long each time for which a group is left out that others do not reach
 SILENT_S = 6  # after which a machine is taken for lost: nothing confirms what was sent, or that it is there
 GONE_S = 20.0  # after which a group with this one's name is not this one, before it was restarted
 SIOCGIFADDR = 0x8915  # Linux: the address of an interface
@@ -106,6 +107,27 @@ class _Member:
     def label(self) -> str:
         """The name that the group keeps when it restarts."""
         return self.name.rpartition(":")[0]
+
+    def fits(self, other: _Member) -> bool:
+        """Whether both can be in one round: they reach one another, and have not one name."""
+        is_broken = other.name in self.row.unreached or self.name in other.row.unreached
+        return not is_broken and self.label != other.label
+
+
+def connected(members: Sequence[_Member]) -> list[_Member]:
+    """Return the largest set of members of which each fits each other; with most of those that have been in rounds."""
+
+    def largest(candidates: Sequence[_Member]) -> list[_Member]:
+        if not candidates:
+            return []
+        first, *rest = candidates
+        fitting = [member for member in rest if first.fits(member)]
+        with_first = [first, *largest(fitting)]
+        without = [] if len(fitting) == len(rest) else largest(rest)
+        return max(with_first, without, key=lambda found: (sum(not member.row.is_new for member in found), len(found)))
+
+    found = largest(sorted(members, key=lambda member: (member.row.is_new, member.name)))
+    return sorted(found, key=lambda member: member.name)
 
 
 class TorchftMembership:
@@ -162,6 +184,8 @@ class TorchftMembership:
         self._key: tuple[Any, ...] = ()  # of the quorum for which the group was made
         self._group: Any = None
         self._num_failures = 0
+        self._unreached: list[_Member] = []  # of the last members
+        self._away_until_s, self._pause_s = 0.0, PAUSE_S  # when it is left out, because of that
         self._said_s = 0.0  # when the last line told that it waits
         self._refused: set[str] = set()  # who has been named
         if self._process == 0:
@@ -245,12 +269,17 @@ class TorchftMembership:
             DisagreementError: on all processes; this group is not as the others are, who go on without it.
         """
         answer: dict[str, Any] | None = None
+        request, has_asked = Future[Any](), False
         if self._process == 0:
             store = f"{self._address}:{self._port}"
             self._store.set(SETTINGS, json.dumps(dict(settings)))  # for who differs
-            own = _Member(self._name, store, row, self._num_failures)
-            request = self._lighthouse.begin_quorum(own)
         while answer is None:
+            if self._process == 0 and not has_asked and time.monotonic() >= self._away_until_s:
+                if self._away_until_s:
+                    self._unreached, self._away_until_s = _unreached(self._unreached), 0.0
+                told = row._replace(unreached=[member.name for member in self._unreached])
+                own = _Member(self._name, store, told, self._num_failures)
+                request, has_asked = self._lighthouse.begin_quorum(own), True
             if self._process == 0 and wait([request], POLL_S).done:
                 answer = request.result()
             # At first it is taken for granted that the others are on their way.
@@ -274,19 +303,36 @@ class TorchftMembership:
                 "Refused, because of other settings or another run, which are named there: %s.",
                 ", ".join(sorted(by_name[name].label for name in new)),
             )
-        label, kept = self._name.rpartition(":")[0], dict[str, _Member]()
-        for member in sorted(members, key=lambda member: (member.row.is_new, member.name)):
-            if member.name not in refused:
-                kept.setdefault(member.label, member)
-        if kept[label].name != self._name and waited_s > GONE_S:
-            raise second_of(label)
-        if kept[label].name != self._name or len(kept) < self.min_replicas:
+        members = [member for member in members if member.name not in refused]
+        chosen = connected(members)
+        if by_name[self._name] not in chosen:
+            self._back_off(by_name[self._name], chosen, waited_s)
+        if left := [member.label for member in members if member not in chosen]:
+            _logger.warning("The round is without %s: not all others reach it, or another has its name.", left)
+        if len(chosen) < self.min_replicas:
             time.sleep(RETRY_S)
-            raise RuntimeError(
-                f"there are {[member.label for member in members]}, each of which needs a name of its own"
-            )
-        members = [member for member in members if kept.get(member.label) is member]
-        return answer["number"], members
+            raise RuntimeError(f"there are {[member.label for member in chosen]}")
+        return answer["number"], chosen
+
+    def _back_off(self, own: _Member, chosen: Sequence[_Member], waited_s: float) -> NoReturn:
+        """Let the others go on without this group, which does not fit some of them."""
+        others = [member.label for member in chosen if not own.fits(member)]
+        if own.label in others:
+            if waited_s > GONE_S:
+                raise second_of(own.label)
+            time.sleep(RETRY_S)
+            raise RuntimeError(f"another group has the name {own.label!r}, too")
+        told = (
+            f"This group, at {own.store}, and {others} do not reach one another, and the others go on without it. All "
+            "ports have to be open between all groups: give address=..., or a VPN where one is behind NAT."
+        )
+        if own.row.is_new:
+            raise ConfigurationError(told)
+        self._lighthouse.is_away = True  # so that nobody waits for it
+        self._pause_s = min(2 * self._pause_s, MAX_PAUSE_S)
+        self._away_until_s = time.monotonic() + self._pause_s
+        _logger.warning("%s It tries again in %.0f s.", told, self._pause_s)
+        raise RuntimeError(told)
 
     def _settings_of(self, member: _Member) -> Settings:
         """Return the settings of another group, which it has put into its store; none if it cannot be reached."""
@@ -310,8 +356,12 @@ class TorchftMembership:
         if key != self._key:
             # The step, because a lighthouse that is restarted counts its quorums from 1 again.
             path = f"{number}/{latest}/{sum(member.failures for member in members)}/{self._process}"
+            self._disconnect()
+            self._unreached = _unreached([member for member in members if member.name != self._name])
+            if self._unreached:
+                raise RuntimeError(f"no connection to {[member.label for member in self._unreached]}")
             self._connect(members[givers[0]].store, path, rank, len(members))
-            self._key = key
+            self._key, self._pause_s = key, PAUSE_S
         state_bytes = max(member.row.state_bytes for member in members)
         timeout_s = max(self.timeout_s, timeout_s_of(state_bytes, self.gbit_per_s, len(takers)))
         backend = self._group._get_backend(torch.device("cpu"))
@@ -334,7 +384,6 @@ class TorchftMembership:
 
     def _connect(self, address: str, path: str, rank: int, size: int) -> None:
         """Make the group of these members, which meet in a store."""
-        self._disconnect()
         before = _open_sockets()
         prefixed = dist.PrefixStore(path, _store_at(address))
         gloo: Any = dist.ProcessGroupGloo
@@ -376,6 +425,7 @@ class _Lighthouse:
         self.url = url
         self._torchft = torchft
         self._client: Any = None
+        self.is_away = False  # whether no heartbeats are sent
         self._is_closed = threading.Event()
         self._heartbeats: threading.Thread | None = None
 
@@ -388,6 +438,7 @@ class _Lighthouse:
         The answer is plain values, for JSON.
         """
         answer: Future[Any] = Future()
+        self.is_away = False
         # In a thread, because a signal would be handled only after torchft has returned.
         threading.Thread(target=self._request, args=(own, answer), name="lowbw-quorum", daemon=True).start()
         return answer
@@ -447,10 +498,12 @@ class _Lighthouse:
         """Tell the lighthouse that this member is alive, until `close`."""
         client = None
         while not self._is_closed.wait(HEARTBEAT_S):
+            if self.is_away:
+                continue
             with suppress(RuntimeError, TimeoutError):
-                client, connected = None, client or self._connected()
-                connected.heartbeat(name, timeout=timedelta(seconds=CONNECT_S))
-                client = connected
+                client, used = None, client or self._connected()
+                used.heartbeat(name, timeout=timedelta(seconds=CONNECT_S))
+                client = used
 
     def close(self) -> None:
         self._is_closed.set()
@@ -475,6 +528,19 @@ def _store_at(address: str) -> dist.TCPStore:
     host, _, port = address.rpartition(":")
     limit = timedelta(seconds=CONNECT_S)
     return dist.TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=limit)
+
+
+def _unreached(members: Sequence[_Member]) -> list[_Member]:
+    """Return those to whom no connection can be made."""
+
+    def is_reached(member: _Member) -> bool:
+        host, _, port = member.store.rpartition(":")
+        with suppress(OSError), socket.create_connection((host, int(port)), CONNECT_S):
+            return True
+        return False
+
+    with ThreadPoolExecutor(1 + len(members)) as pool:
+        return [member for member, is_it in zip(members, pool.map(is_reached, members), strict=True) if not is_it]
 
 
 def _gather(value: Any) -> list[Any]:

@@ -132,3 +132,31 @@ def test_a_machine_that_vanishes_in_a_collective_costs_seconds_whatever_the_time
         went_on = made.committed(0, size=2, after_s=cut_s)
         assert made.first(0, "lost", after_s=cut_s).at_s - cut_s < 2 * torchft_membership.SILENT_S
         assert went_on.at_s - cut_s < 5 * torchft_membership.SILENT_S
+
+
+QUICK = {"CONNECT_S": 2.0, "SILENT_S": 2, "PAUSE_S": 1.0}
+
+
+def test_who_does_not_reach_the_others_is_left_out_and_named_and_comes_back() -> None:
+    """All reach the lighthouse."""
+    with Network([1e9] * 5) as network, members.groups(network) as made:
+        for group in range(3):
+            made.start(group, constants=QUICK, timeout_s=20.0)
+        made.committed(2, size=3)
+        cut(network, (3,), (1, 2), "replace")
+        cut_s = time.monotonic()
+        for group in (0, 1):
+            made.committed(group, size=2, after_s=cut_s)
+        said = made.until(lambda event: event.kind == "said" and event.group == 2 and "tries again" in event.value)
+        assert "['group0', 'group1'] do not reach one another" in said.value
+        made.until(lambda event: event.kind == "said" and event.group == 0 and "without ['group2']" in event.value)
+        cut(network, (3,), (1, 2), "del")
+        whole_s = time.monotonic()
+        together = made.committed(2, size=3, after_s=whole_s)
+        assert made.committed(0, together.step, size=3).value[0] == together.value[0]
+        cut(network, (1, 2), (4,), "replace")  # a newcomer that reaches nobody
+        made.start(3, constants=QUICK, timeout_s=20.0)
+        with pytest.raises(AssertionError, match=r"This group, at .* and .* do not reach one another.*give address="):
+            made.committed(3)
+        made.events = [event for event in made.events if event.kind != "raised"]
+        made.committed(0, size=3, after_s=time.monotonic())

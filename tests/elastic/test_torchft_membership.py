@@ -17,7 +17,7 @@ import torch
 
 from lightning_lowbw.elastic import torchft_membership
 from lightning_lowbw.elastic.membership import Row
-from lightning_lowbw.elastic.torchft_membership import TorchftMembership, _Lighthouse, _Member, timeout_s_of
+from lightning_lowbw.elastic.torchft_membership import TorchftMembership, _Lighthouse, _Member, connected, timeout_s_of
 from lightning_lowbw.errors import ConfigurationError
 from tests.elastic import members
 
@@ -228,6 +228,25 @@ def test_an_answer_to_an_older_request_is_not_taken() -> None:
     assert "an older request" in answers[0]["error"]
     assert [Row(*row) for _, _, row, _ in answers[1]["members"]] == [older]
     lighthouse.close()
+
+
+@pytest.mark.parametrize(
+    ("broken", "new", "expected"),
+    [
+        ("", "", "abcd"),
+        ("ac", "", "abd"),
+        ("ca cb cd", "", "abd"),
+        ("ab bc cd", "", "ac"),  # one of three sets of two
+        ("ac ad bc bd", "", "ab"),
+        ("ac ad bc bd", "ab", "cd"),
+        ("ab ac ad", "bcd", "a"),  # newcomers do not outvote who trains
+    ],
+)
+def test_the_largest_set_that_is_connected_goes_on(broken: str, new: str, expected: str) -> None:
+    unreached = {name: [f"{pair[1]}:1" for pair in broken.split() if pair[0] == name] for name in "abcd"}
+    told = {name: Row(is_new=name in new, unreached=unreached[name]) for name in "abcd"}
+    found = connected([_Member(f"{name}:1", "", row, 0) for name, row in told.items()])
+    assert "".join(member.label for member in found) == expected
 
 
 def test_a_state_is_data() -> None:
