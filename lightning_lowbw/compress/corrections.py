@@ -20,7 +20,7 @@ from lightning_lowbw.compress.params import Row
 from lightning_lowbw.compress.payload import Payload
 from lightning_lowbw.errors import ConfigurationError
 from lightning_lowbw.kernels.reference import Constants, OtherPart, SecondMoment
-from lightning_lowbw.kernels.tensors import Rates, copy_in_order_, flat_in_order
+from lightning_lowbw.kernels.tensors import Rates, copy_in_order_, cut, flat_in_order
 
 Group = dict[str, Any]
 KeptState = tuple[
@@ -345,8 +345,8 @@ class AdamCorrection(ErrorFeedback):
         constants = self._constants[id(row.group)]
         return OtherPart(
             second_moment=moment.map(lambda tensor: tensor[part]),
-            gradient=flat_in_order(row.gradient, row.parameter)[part],
-            weight=flat_in_order(row.parameter.detach(), row.parameter)[part] if constants.weight_decay != 0 else None,
+            gradient=cut(row.in_order(row.gradient), part),
+            weight=cut(row.in_order(row.parameter), part) if constants.weight_decay != 0 else None,
             weight_decay=constants.weight_decay,
             sign=constants.sign,
         )
