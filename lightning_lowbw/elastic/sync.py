@@ -245,6 +245,7 @@ class ElasticSync(LocalSync):
         tokens_seen: of all members, averaged so far.
         contributed: the round in which each member was last averaged, by name.
         last_step: after which the training ends, for all with the same round; None if never.
+        group: its name, by which a checkpoint that was copied to another one is known.
         settings: what else has to be the same on all members, by name.
         share: returns what else is shared, for a member that is behind: plain values and tensors.
         healed: what another member has shared so, for the caller to take; None if there is nothing.
@@ -275,6 +276,8 @@ class ElasticSync(LocalSync):
         self.tokens = self.tokens_seen = 0.0
         self.contributed: dict[str, int] = {}
         self.last_step: int | None = None
+        self.group = ""
+        self._batch = 0  # of the last step
         self.settings: Mapping[str, object] = {}
         self.share: Callable[[], Mapping[str, Any]] = dict
         self.healed: Mapping[str, Any] | None = None
@@ -307,6 +310,12 @@ class ElasticSync(LocalSync):
 
     @torch.no_grad()
     def average_due(self) -> bool:
+        if self.batch and self.batch == self._batch:
+            raise ConfigurationError(
+                f"Step {self.step} is the second one in batch {self.batch}: all groups end with the same step, which "
+                "may be the first of a batch. Take one optimizer step for each batch."
+            )
+        self._batch = self.batch
         self.has_communicated = self._is_over()
         if self.has_communicated:
             self.tokens = self.tokens or float(self._steps)  # where nobody counts them
@@ -657,11 +666,16 @@ class ElasticSync(LocalSync):
 
     def state_dict(self) -> dict[str, Any]:
         rank = self.members.local_rank, self.members.num_local_ranks  # among the members it may be another next time
-        return {**super().state_dict(), "rank": rank, "tokens": self.tokens}
+        return {**super().state_dict(), "rank": rank, "tokens": self.tokens, "group": self.group}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if is_copied := state.get("group", self.group) != self.group:  # that group sends its work itself
+            _logger.warning("The checkpoint is that of group %r: its unsent work is left to that.", state["group"])
+            state = {**state, "own": {}}
         super().load_state_dict(state)
         self.tokens = state["tokens"] if state["own"] else 0.0  # without the work they count for nothing
+        if is_copied:
+            self._set_residuals({})
 
 
 def check_elastic(method: Method) -> None:

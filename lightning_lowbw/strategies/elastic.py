@@ -162,6 +162,11 @@ class ElasticStrategy(Strategy):
                 "Trainer(max_time=...), or a Timer: each group has a clock of its own, and the others would train on "
                 "without it. Give max_steps."
             )
+        if averaging := checks.callbacks_of(trainer, *checks.AVERAGING):
+            raise ConfigurationError(
+                f"{type(averaging[0]).__name__} averages the weights of local steps, of which each group has taken "
+                "others, and a new one few. Leave it out: the weights after a round are a mean already."
+            )
         if any(isinstance(parameter, DTensor) for parameter in trainer.lightning_module.parameters()):
             raise ConfigurationError(
                 "The model is sharded, and each process of an elastic group has a whole one. Leave fully_shard out, or "
@@ -189,11 +194,13 @@ class ElasticStrategy(Strategy):
                 f"{len(self.optimizers)} optimizers: a round of an elastic training is that of one. Return one."
             )
         assert isinstance(self.peers, Members)
-        return ElasticSync(
+        worker = ElasticSync(
             *(self.method, optimizer, module.named_parameters(), self.peers, buffers),
             round_s=self.round_s,
             participants=self.participants,
         )
+        worker.group = self.group
+        return worker
 
     @override
     def _make_workers(self, kept: Mapping[int, Synchronizer] = MappingProxyType({})) -> None:
@@ -224,6 +231,7 @@ class ElasticStrategy(Strategy):
         self._hide_mean()  # of a checkpoint
         worker = self._replica
         worker.last_step, worker.share = self.trainer.max_steps, self._schedules
+        worker.settings = {"Trainer(max_steps)": self.trainer.max_steps, "schedulers": self._named_schedulers()}
         worker.should_stop = lambda: self.trainer.received_sigterm
         if self._timeout is not None:
             worker.max_wait_s = self._timeout.total_seconds()  # no collective waits between groups, which would end
@@ -261,6 +269,25 @@ class ElasticStrategy(Strategy):
         self._replica.end(self.grace_s)
 
     # Steps and schedulers -----------------------------------------------------------------------------------------
+
+    def _named_schedulers(self) -> list[str]:
+        """Return the schedulers in words.
+
+        Raises:
+            ConfigurationError: one would not be the same on all groups.
+        """
+        named = []
+        for config in self.trainer.lr_scheduler_configs:
+            name = type(config.scheduler).__name__
+            is_followed = config.interval == "step" and not config.reduce_on_plateau
+            if self.trainer.lightning_module.automatic_optimization and not is_followed:
+                raise ConfigurationError(
+                    f"{name} takes a step each {config.interval}{' of a metric' * config.reduce_on_plateau}, and each "
+                    "group has its own: their learning rates would part. Return a schedule of steps: "
+                    "{'scheduler': ..., 'interval': 'step'}."
+                )
+            named.append(f"{name} each {config.frequency} {config.interval}")
+        return named
 
     def _schedules(self) -> dict[str, Any]:
         """Return the states of the schedulers, for a group that is behind, and the steps that they have taken."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import threading
 import time
@@ -25,6 +26,7 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Te
 
 from lightning_lowbw import ConfigurationError, ElasticStrategy, LocalSGD, Strategy
 from lightning_lowbw.elastic import sync
+from lightning_lowbw.strategies import checks
 from tests.conftest import HAS_FULLY_SHARD
 from tests.elastic.plain import PlainMembership
 from tests.gpu.problem import check_near, init_process_group
@@ -326,6 +328,60 @@ def test_a_late_group_with_nccl_inside_heals(tmp_path: Path) -> None:
         assert all(map(torch.equal, result["weights"], results[0]["weights"]))
         assert result["contributed"] == {f"group {number}": result["rounds"] for number in range(3)}
     assert min(results[2]["lrs"]) > 0
+
+
+class ByEpoch(Scheduled):
+    def configure_optimizers(self) -> Any:
+        optimizer = sgd([p for p in self.parameters() if p.requires_grad])
+        return [optimizer], [LambdaLR(optimizer, lambda epoch: 1 / (1 + epoch))]
+
+
+class TwoStepsABatch(Scheduled):
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        for _ in range(2):
+            self.optimizers().zero_grad()
+            self.manual_backward(super().training_step(batch, batch_idx))
+            self.optimizers().step()
+
+
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [(ByEpoch, "LambdaLR takes a step each epoch"), (TwoStepsABatch, "Step 2 is the second one in batch 1")],
+)
+@on_ranks(1, fresh=True)
+def test_what_groups_would_do_differently_is_refused(model: type[Scheduled], words: str, tmp_path: Path) -> None:
+    store, _ = become_a_group(str(tmp_path))
+    ElasticStrategy.make_membership = lambda *_: PlainMembership(store, "group 0", min_replicas=1, grace_s=0.1)
+    trainer = make_trainer(ElasticStrategy(METHODS["local_sgd"], group="group 0"), 1, max_steps=STEPS, max_epochs=-1)
+    with pytest.raises(ConfigurationError, match=words):
+        trainer.fit(model(0), data_of(STEPS))
+
+
+def fit_with_other_steps(folder: str) -> str:
+    number = dist.get_rank()
+    try:
+        fit_group(folder, METHODS["local_sgd"], begins=(0.5, 0), max_steps=STEPS + 4 * number)
+    except ConfigurationError as error:
+        return f"{error}"
+    return ""
+
+
+def test_groups_that_would_end_at_different_steps_are_refused_by_name(tmp_path: Path) -> None:
+    for told in run_ranks(fit_with_other_steps, 2, str(tmp_path), fresh=True):  # none has been in a round
+        assert re.search(r"Trainer\(max_steps\): (20 here, 24|24 here, 20) there", told)
+
+
+@pytest.mark.skipif(len(checks.AVERAGING) < 2, reason="needs Lightning 2.6")
+def test_an_average_of_local_steps_is_refused() -> None:
+    trainer = make_trainer(
+        ElasticStrategy(METHODS["local_sgd"]), 1, max_steps=4, max_epochs=-1, callbacks=[checks.AVERAGING[1]()]
+    )
+    with pytest.raises(ConfigurationError, match="WeightAveraging averages the weights of local steps"):
+        trainer.strategy._check_trainer(trainer)
 
 
 def test_a_clock_that_ends_one_group_is_refused() -> None:

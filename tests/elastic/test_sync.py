@@ -425,6 +425,27 @@ def test_who_comes_with_other_settings_is_refused_by_name_and_the_only_incumbent
         raise joiner[0].error or AssertionError("not refused")
 
 
+def test_work_in_a_checkpoint_that_was_copied_to_another_group_counts_once(store: dist.Store) -> None:
+    def save(member: Member, step: int) -> None:
+        if step == 2 * K_STEPS - 1 and member.number == 0:
+            states.append(member.worker.state_dict())
+
+    states: list[dict[str, Any]] = []
+    members = [Member(store, n, METHODS["sparse_loco"], before=save) for n in range(2)]
+    for member in members:
+        member.worker.group = f"group {member.number}"
+    train(members)
+    again = [Member(dist.HashStore(), n, METHODS["sparse_loco"], membership={"min_replicas": 1}) for n in range(2)]
+    for member in again:
+        member.worker.group = f"group {member.number}"
+        member.worker.load_state_dict(states[0])
+    assert [member.worker.tokens for member in again] == [2 * TOKENS, 0.0]
+    assert [float(residual.abs().sum()) > 0 for residual in (m.worker.replica.residuals["wide"] for m in again)] == [
+        True,
+        False,
+    ]
+
+
 def test_a_checkpoint_of_an_old_run_is_refused_by_a_new_one_and_taken_where_that_begins(store: dist.Store) -> None:
     old = [Member(store, n, METHODS["local_sgd"]) for n in range(2)]
     train(old)
