@@ -92,7 +92,8 @@ class Plan:
 
     def _dgc(self, name: str) -> Candidate | None:
         given = _given("auto" if name.endswith(LEVELS) else "flat")
-        found = CANDIDATES["dgc"](self._predicted(given), self.run, given)
+        # By this name dense steps are in float32: bfloat16 is no candidate.
+        found = CANDIDATES["dgc"](self._predicted(given).of(("ddp", "dgc")), self.run, given)
         return found if isinstance(found, Candidate) else None
 
     def _predicted(self, given: Method) -> Measured:
