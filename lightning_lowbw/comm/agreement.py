@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -124,3 +125,20 @@ def gather(value: T, topic: str, group: dist.ProcessGroup | None = None) -> list
             "callbacks, the same settings, and the same code."
         )
     return [value for _, value in gathered]
+
+
+def gather_json(value: Any) -> list[Any]:
+    """Return a value of each rank, as `gather` does, that JSON can have: what comes is not executed, as a pickle is.
+
+    Collective: all ranks, blocking.
+    """
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return [value]
+    device = torch.device("cuda") if dist.get_backend() == "nccl" else torch.device("cpu")
+    message = torch.tensor(list(json.dumps(value).encode()), dtype=torch.uint8, device=device)
+    sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(dist.get_world_size())]
+    dist.all_gather(sizes, torch.tensor([message.numel()], device=device))
+    longest = max(map(int, sizes))
+    received = [message.new_zeros(longest) for _ in sizes]
+    dist.all_gather(received, torch.nn.functional.pad(message, (0, longest - message.numel())))
+    return [json.loads(bytes(each[: int(size)].tolist())) for each, size in zip(received, sizes, strict=True)]

@@ -190,11 +190,6 @@ class Round:
         """Whether all members measure their work from the same weights."""
         return len({row.anchor for row in self.told}) == 1
 
-    @property
-    def weight(self) -> float:
-        """That of this member."""
-        return self.weights[self.quorum.rank]
-
 
 def draw_weights(tokens: Sequence[float], participants: float, number: int) -> list[float]:
     """Return what each member counts in the mean of a round: its tokens, if it is drawn.
@@ -542,12 +537,13 @@ class ElasticSync(LocalSync):
                 *(self.num_averages + 1, num_steps, self.when.outer_gain, math.ceil(self.when.outer_gain)),
             )
         work = self._work() if told[this_round.quorum.rank].tokens else None
-        if not this_round.weight:
+        weight = this_round.weights[this_round.quorum.rank]
+        if not weight:
             self._set_residuals(this_round.residuals)  # what was sent did not count
         means, numbers = average.wait_for_whole()
         self.apply_average(average, means, Sums(*Status.read(numbers.tolist(), self.peers.num_ranks).sums))
         self._all.moved = {}
-        if work is not None and this_round.weight:
+        if work is not None and weight:
             self._averaged = _Averaged(self.num_averages, work, self.tokens, this_round.residuals)
             self.tokens = 0.0
         elif work is not None:

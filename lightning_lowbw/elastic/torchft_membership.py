@@ -48,6 +48,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_lowbw.comm.agreement import gather_json
 from lightning_lowbw.elastic.membership import Quorum, Row, Settings, Share, raise_refused, refusals
 from lightning_lowbw.errors import ConfigurationError
 from lightning_lowbw.namespaces import LOGGER
@@ -180,7 +181,7 @@ class TorchftMembership:
         self._lighthouse = _Lighthouse(torchft, lighthouse if "//" in lighthouse else f"http://{lighthouse}")
         self._address = _own_address(address, self._lighthouse.url)
         self._process, self._num_processes = dist.get_rank(), dist.get_world_size()
-        (self._name, *_) = _gather(f"{name or socket.gethostname()}:{uuid.uuid4()}")
+        (self._name, *_) = gather_json(f"{name or socket.gethostname()}:{uuid.uuid4()}")
         self._key: tuple[Any, ...] = ()  # of the quorum for which the group was made
         self._group: Any = None
         self._num_failures = 0
@@ -247,7 +248,7 @@ class TorchftMembership:
 
     def _vote(self, is_ok: bool) -> bool:
         """Return whether it is so on all processes of this group."""
-        if not all(_gather(is_ok)):
+        if not all(gather_json(is_ok)):
             self._fail()
             return False
         return True
@@ -274,9 +275,11 @@ class TorchftMembership:
             store = f"{self._address}:{self._port}"
             self._store.set(SETTINGS, json.dumps(dict(settings)))  # for who differs
         while answer is None:
+            if self._process == 0 and not has_asked and self._away_until_s and self._unreached:
+                self._unreached = _unreached(self._unreached)
+                self._away_until_s *= bool(self._unreached)
             if self._process == 0 and not has_asked and time.monotonic() >= self._away_until_s:
-                if self._away_until_s:
-                    self._unreached, self._away_until_s = _unreached(self._unreached), 0.0
+                self._away_until_s = 0.0
                 told = row._replace(unreached=[member.name for member in self._unreached])
                 own = _Member(self._name, store, told, self._num_failures)
                 request, has_asked = self._lighthouse.begin_quorum(own), True
@@ -285,7 +288,7 @@ class TorchftMembership:
             # At first it is taken for granted that the others are on their way.
             waited_s = time.monotonic() - began_s
             self._say_if_due(began_s, None)
-            answers = _gather((answer, waited_s, waited_s >= POLL_S and gives_up()))
+            answers = gather_json((answer, waited_s, waited_s >= POLL_S and gives_up()))
             if any(given_up for *_, given_up in answers):
                 return None
             answer, waited_s, _ = answers[0]
@@ -541,20 +544,6 @@ def _unreached(members: Sequence[_Member]) -> list[_Member]:
 
     with ThreadPoolExecutor(1 + len(members)) as pool:
         return [member for member, is_it in zip(members, pool.map(is_reached, members), strict=True) if not is_it]
-
-
-def _gather(value: Any) -> list[Any]:
-    """Return plain values of all processes of this group, as JSON: what is received is not executed."""
-    if dist.get_world_size() == 1:
-        return [value]
-    device = torch.device("cuda") if dist.get_backend() == "nccl" else torch.device("cpu")
-    message = torch.tensor(list(json.dumps(value).encode()), dtype=torch.uint8, device=device)
-    sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(dist.get_world_size())]
-    dist.all_gather(sizes, torch.tensor([message.numel()], device=device))
-    longest = max(map(int, sizes))
-    received = [message.new_zeros(longest) for _ in sizes]
-    dist.all_gather(received, torch.nn.functional.pad(message, (0, longest - message.numel())))
-    return [json.loads(bytes(each[: int(size)].tolist())) for each, size in zip(received, sizes, strict=True)]
 
 
 # The state, without pickle --------------------------------------------------------------------------------------------
