@@ -85,6 +85,7 @@ class Case:
         round_s: of a round, in place of `K_STEPS`.
         is_elastic: else one job of all groups, which torchrun restarts.
         minutes: after which all are ended; None is after `STEPS`.
+        ballast: more elements of the state, in millions, which no step changes.
     """
 
     title: str
@@ -94,6 +95,7 @@ class Case:
     round_s: float | None = None
     is_elastic: bool = True
     minutes: float | None = None
+    ballast: float = 0.0
 
 
 CASES = {
@@ -103,6 +105,7 @@ CASES = {
         events=[(13.7, "kill", "c"), (33.7, "start", "c"), (55.2, "kill", "c"), (75.2, "start", "c")],
     ),
     "join": Case("a fourth joins", events=[(30.0, "start", "d")]),
+    "join_large": Case("a fourth joins, and receives 200 MB", events=[(30.0, "start", "d")], ballast=50.0),
     "stop": Case("one stopped for 30 s, between rounds", events=[(20.0, "stop", "c"), (50.0, "continue", "c")]),
     "stop_inside": Case(
         "one stopped for 30 s, inside a collective", events=[(20.0, "stop_inside", "c"), (50.0, "continue", "c")]
@@ -147,11 +150,14 @@ class Model(ByteLanguageModel):
 
     Args:
         step_s: of forward and backward, and of waiting.
+        ballast: as of `Case`.
     """
 
-    def __init__(self, step_s: float = 0.0) -> None:
+    def __init__(self, step_s: float = 0.0, ballast: float = 0.0) -> None:
         super().__init__(d_model=96, num_layers=2)
         self.step_s = step_s
+        if ballast:
+            self.ballast = torch.nn.Parameter(torch.zeros(round(1e6 * ballast)))
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         self.began_s = time.monotonic()
@@ -245,7 +251,8 @@ def train_group(case: Case, folder: Path, group: str) -> None:
     log.write("begin", pid=os.getpid())
     method = preset("sparse_loco").replace(begin_step=0, k_steps=K_STEPS)
     pl.seed_everything(0, verbose=False)
-    model, data = Model(STEP_S * (case.slow[1] if group == case.slow[0] else 1)), StdlibText(batch_size=8)
+    model = Model(STEP_S * (case.slow[1] if group == case.slow[0] else 1), case.ballast)
+    data = StdlibText(batch_size=8)
     strategy: Any = lowbw.Strategy(method)
     checkpoint = None
     if case.is_elastic:

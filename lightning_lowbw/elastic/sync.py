@@ -3,7 +3,7 @@
 A round of one member, after its local steps:
 
     quorum      who takes part, with a row of each: its tokens, steps and anchor; from these, on all alike, the weights
-                of the mean
+                of the mean. Who has other settings than those that have been in rounds is refused
     heal        who is behind takes the shared state of one that is not, and rebases its own work:
                 w = new anchor + (w - old anchor);  then all begin again
     exchange    the changes of the weights, as `sync.local` does; a member is one participant

@@ -1,9 +1,12 @@
 """Members found by torchft's lighthouse, and connected by gloo groups that are made anew where the members change.
 
 Of torchft this uses the lighthouse and its client. Everything else is here, in the order of a round: who is there, the
-group, the state for those that are behind, the vote of a group's processes. It does not use `torchft.Manager`: one
-failed quorum leaves it unusable, its healing is pickle over unauthenticated HTTP, its server ends the process for
-whoever asks it to, and it waits in vain for an answer if the lighthouse is restarted.
+group, the state for those that are behind, the vote of a group's processes. All compare the same rows, and leave out
+the same members: with other settings, of another run, with a name in use, or whom not all others reach.
+
+It does not use `torchft.Manager`: one failed quorum leaves it unusable, its healing is pickle over unauthenticated
+HTTP, its server ends the process for whoever asks it to, and it waits in vain for an answer if the lighthouse is
+restarted.
 
 A round of two groups, of which B is behind; the processes of a group agree after each step (`_vote`):
 
@@ -60,7 +63,7 @@ TORCHFT = "0.2.0"  # others speak another protocol
 LIGHTHOUSE = "TORCHFT_LIGHTHOUSE"  # torchft's own variable: the lighthouse's address
 HEARTBEAT_S = 0.25  # between two; the lighthouse takes a member for dead after 5 s, if not started otherwise
 CONNECT_S = 5.0  # to connect to the lighthouse, or to other members, who come at the same moment
-CHUNK_BYTES, AT_ONCE = 1 << 18, 32  # of the state, which may take minutes; as many as an ocean holds
+CHUNK_BYTES, AT_ONCE = 1 << 18, 32  # of the state, and how many are on their way: a round trip may take 0.5 s
 STALL_S = 20.0  # for which a chunk is waited for, before its sender or receiver is taken for lost
 SAY_S = 10.0  # between two lines that tell how much of the state has come
 WAIT_S = 75.0  # of one request for a quorum. In the lighthouse each begins anew to wait for others, by default 60 s.
