@@ -76,6 +76,11 @@ class Method:
                 f"{leader} with {self.what}: only the first rank of each node would exchange something, and this "
                 "payload needs all of them, each for its part. Take algorithm='sharded', or what=Whole()."
             )
+        if where.algorithm == "flat" and self.averages_weights:
+            raise ConfigurationError(
+                "algorithm='flat' every k steps: it is how gradients are summed in every step, and these are averages "
+                "of weights. Leave it out, or take topology='flat'."
+            )
         if narrow and self.averages_weights:
             raise ConfigurationError(
                 f"{narrow} every k steps: it is about gradients, and these are averages of weights. Leave it out; "

@@ -87,6 +87,7 @@ REFUSED: dict[Callable[..., Any], list[tuple[dict[str, Any], str]]] = {
         ({"what": {"payload": "top"}}, r"what: payload='top': choose one of low_rank, quantized, top_k, whole"),
         ({"what": {"payload": "quantized", "bits": 8}}, r"what has no bits: choose among value_dtype"),
         ({"where": {"nodes": 2}}, r"where has no nodes: choose among topology, algorithm, inter_dtype"),
+        ({"when": lowbw.EveryK(k_steps=4), "where": lowbw.Where(topology=2, algorithm="flat")}, "'flat' every k steps"),
         ({"where": {"algorithm": "ring"}}, r"algorithm='ring': choose one of sharded, leader"),
         ({"where": {"topology": 2, "inter_dtype": "float16"}}, r"inter_dtype='float16': .*65504.*Take 'bfloat16'"),
     ],

@@ -177,7 +177,7 @@ class AutoChoice:
         self.dense_s = measured.dense_s
         run = Run(worker.step, min(ends), given.when.pretrained, isinstance(worker.optimizer, (Adam, AdamW)))
         why = why_dense(measured, run, given.when.budget)
-        if worker.peers.is_two_level:
+        if worker.peers.is_two_level and given.where.algorithm != "flat":
             summed_flat = replace(given, where=replace(given.where, algorithm="flat"))
             ratio = 1.0 if why else hierarchical_to_flat(shapes_of(workers), worker.peers, worker.device, measured)
             given = summed_flat if ratio >= 1.0 else given

@@ -37,7 +37,7 @@ from lightning_lowbw.sync.consensus import copies
 from lightning_lowbw.sync.state import merge_states
 
 METADATA_KEY = "lightning_lowbw"
-FORMAT = 3  # of the shards; 1 was that of version 0.1.0
+FORMAT = 4  # of the shards; 1 was that of version 0.1.0, 3 that of 0.2.0
 ALONE: Needs = "weights and optimizer"
 FOLDER_SUFFIX = ".ranks"  # no digits: Lightning reads version numbers off the names in a checkpoint folder
 PART = "checkpoint.part"  # in the folder of the shards: a checkpoint that is being written

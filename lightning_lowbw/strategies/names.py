@@ -170,9 +170,9 @@ class HierarchicalStrategy(Strategy):
     Args:
         topology: "auto" (by the launcher and the host names), a number of ranks per node, the ranks of each node, or
             a `Topology`.
-        algorithm: "sharded" (reduce-scatter, all-reduce of the shards, all-gather) or "leader" (reduce, all-reduce
-            among the first ranks, broadcast), which also works with nodes of different sizes. None: "sharded", and
-            "leader" on nodes of different sizes.
+        algorithm: "sharded" (reduce-scatter, all-reduce of the shards, all-gather), "leader" (reduce, all-reduce
+            among the first ranks, broadcast) or "flat" (one all-reduce over all ranks, as DDP's); the last two also
+            work with nodes of different sizes. None: "sharded", and "leader" on nodes of different sizes.
         inter_dtype: "float32", or "bfloat16" for what is sent between nodes; when flat, between all ranks.
         resume: "exact", or "weights and optimizer" where the folder beside the ``.ckpt`` is lost or does not fit; see
             `Strategy`.

@@ -176,7 +176,6 @@ class Strategy(CheckpointedStrategy, DDPStrategy):
         """
         method, name = self.method, type(self).__name__
         self.peers = self._worker_peers = method.make_peers(group, ledger=self.ledger, timeout=self._timeout)
-        self._sum_dense(method)
         topology = self.peers.topology
         if not topology.is_flat:
             rank_zero_info(f"{name}: nodes {', '.join(str(list(node)) for node in topology.nodes)}.")
@@ -188,6 +187,7 @@ class Strategy(CheckpointedStrategy, DDPStrategy):
             )
         if method.hides_averages:
             self._worker_peers = method.make_peers(group, ledger=self.ledger, timeout=self._timeout, is_hidden=True)
+        self._sum_dense(method)
 
     @override
     def adopt(self, method: Method) -> None:
@@ -198,7 +198,7 @@ class Strategy(CheckpointedStrategy, DDPStrategy):
     def _sum_dense(self, method: Method) -> None:
         """Let dense gradients be summed as a method does it; up to a choice that is still to come a step is DDP's."""
         self.peers.is_summed_flat = method.when.is_auto or method.where.algorithm == "flat"
-        is_ddp = method.what.sends_all and self.peers.is_summed_flat
+        is_ddp = self.peers.is_summed_flat and (method.when.is_auto or method.what.sends_all)
         self.ledger.has_levels = self.peers.is_two_level and not is_ddp
 
     @property

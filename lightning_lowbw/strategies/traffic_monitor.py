@@ -243,7 +243,7 @@ class Report:
         traffic: of the fit.
         step_s: seconds of a step.
         waited: the share of the time in which it waited for the network.
-        dense_s: seconds of a dense step, as measured in this fit.
+        dense_s: seconds of a step of DDP, as measured in this fit before the choice.
         predicted_s: seconds of a step after the warm-up, as predicted when the method was chosen.
         last_s: the same, measured.
     """
@@ -257,12 +257,12 @@ class Report:
 
     @property
     def dense(self) -> str:
-        """The name of what it is compared with; with levels what is sent between nodes."""
+        """The name of what its bytes are compared with; with levels what is sent between nodes."""
         return "hierarchical" if self.traffic.has_levels else "DDP"
 
     def rows(self) -> list[tuple[str, str]]:
         """Return the table: names and values."""
-        traffic, times = self.traffic, {"a step took": self.step_s, f"a step of {self.dense} took": self.dense_s}
+        traffic, times = self.traffic, {"a step took": self.step_s, "a step of DDP took": self.dense_s}
         times |= {"a step after the warm-up took": self.last_s, "predicted for it": self.predicted_s}
         sent, dense = traffic.of_slow_network
         rows = [("steps", f"{traffic.steps:,}")]
@@ -286,7 +286,7 @@ class Report:
         if self.waited is not None:
             parts.append(f"waited {100 * self.waited:.0f} % of the time")
         if self.dense_s and self.step_s:
-            parts.append(f"about {self.dense_s / self.step_s:.1f} times as fast as {self.dense} on this link")
+            parts.append(f"about {self.dense_s / self.step_s:.1f} times as fast as DDP on this link")
         return f"{', '.join(parts)}."
 
 

@@ -1,8 +1,8 @@
 """Status: everything that ranks exchange apart from tensors, as one row of numbers that is summed.
 
-Some numbers are sums (the number of ranks that have a gradient, the mean loss, the number of requests to stop). Then
-each rank has two elements of its own: whether it has found a fault, such as an inf in a gradient, and a mark, which is
-equal on all ranks at the same step with the same weights. Requests to stop or to save are the bits above the mark.
+Some numbers are sums (the number of ranks that have a gradient, the mean loss). Then each rank has two elements of its
+own: whether it has found a fault, such as an inf in a gradient, and a mark, equal on all ranks at the same step with
+the same weights. Requests to stop or to save are the bits above the mark.
 
 A fault is one bit. What it is, and of which tensor, is gathered only after some rank has one (`first_fault`).
 

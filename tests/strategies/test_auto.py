@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 import time
 from functools import partial
@@ -27,10 +28,11 @@ from lightning_lowbw import (
     Where,
     cost_model,
 )
-from lightning_lowbw.comm.peers import Peers
+from lightning_lowbw.comm.link import Link
+from lightning_lowbw.comm.peers import Peers, TwoLevelPeers, make_peers
 from lightning_lowbw.cost_model import Measured, Run
 from lightning_lowbw.strategies import auto_choice, checks
-from lightning_lowbw.strategies.auto_choice import NUM_STEPS, medians, refusals
+from lightning_lowbw.strategies.auto_choice import NUM_STEPS, hierarchical_to_flat, medians, refusals
 from tests.measured import give_measured, make_measured
 from tests.ranks import on_ranks
 from tests.strategies.fits import At, same, saving, train, warned
@@ -240,6 +242,25 @@ def test_it_measures_and_all_ranks_choose_alike() -> None:
         train(strategy, module, 20)
     same((strategy.method, weights_of(module)))
     assert dist.get_rank() or "carries" in said[0]
+
+
+@pytest.mark.parametrize("is_flat_slow", [False, True])
+@on_ranks(4)
+def test_dense_sums_of_both_kinds_are_timed(is_flat_slow: bool) -> None:
+    peers, begin = make_peers(2), TwoLevelPeers.begin_all_reduce_
+
+    def begin_late(self: TwoLevelPeers, *args: Any, **options: Any) -> Any:
+        time.sleep(0.05 * (self.is_summed_flat == is_flat_slow))
+        return begin(self, *args, **options)
+
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(TwoLevelPeers, "begin_all_reduce_", begin_late)
+        dense = Measured(0.1, 0.2, {}, Link(0.0, math.inf))
+        ratio = hierarchical_to_flat(([(64, 64)], [(64,)]), peers, torch.device("cpu"), dense)
+    assert (ratio > 1.0) != is_flat_slow
+    same(ratio)
+    assert (peers.is_summed_flat, peers.ledger.sent_bytes) == (False, 0)
+    peers.close()
 
 
 DENSE = make_measured(0.1, 0.2, 5.0, bfloat16=5.0, int8=5.0)
