@@ -105,7 +105,9 @@ CASES = {
         events=[(13.7, "kill", "c"), (33.7, "start", "c"), (55.2, "kill", "c"), (75.2, "start", "c")],
     ),
     "join": Case("a fourth joins", events=[(30.0, "start", "d")]),
-    "join_large": Case("a fourth joins, and receives 200 MB", events=[(30.0, "start", "d")], ballast=50.0),
+    "join_large": Case(  # whose rounds take longer
+        "a fourth joins, and receives 200 MB", events=[(30.0, "start", "d")], minutes=4.0, ballast=50.0
+    ),
     "stop": Case("one stopped for 30 s, between rounds", events=[(20.0, "stop", "c"), (50.0, "continue", "c")]),
     "stop_inside": Case(
         "one stopped for 30 s, inside a collective", events=[(20.0, "stop_inside", "c"), (50.0, "continue", "c")]
