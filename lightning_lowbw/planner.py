@@ -152,7 +152,7 @@ class Plan:
                 lines.append(_row(name, number(seconds), number(cost.node_bytes / 1e6), kept_mb, f"{speed_up:.2f}"))
         name, why = self.recommended()
         ending = LEVELS if name.endswith(ON_TWO_LEVELS[0]) else ""
-        choosing = f'Trainer(strategy="{name}"), or "lowbw{ending}", which measures and chooses'
+        choosing = f'Trainer(strategy="lowbw{ending}"), which measures and chooses: by this model {name}'
         advice = "stay with ddp" if name == "ddp" else choosing
         return "\n".join([*lines, "", _wrapped(f"Recommended: {advice}"), _wrapped(f"Why: {why}."), ""])
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 
 import pytest
 
@@ -34,6 +35,8 @@ def test_what_a_training_on_a_gpu_takes_more() -> None:
     least, most = min(alone), max(alone)
     text = " ".join(README.split())
     assert f"a batch of {least:.0f} to {most:.0f} ms takes {dgc} ms longer with `dgc`, {int8} with `int8`." in text
+    at_25 = [each["dgc at 25 %"] - each["alone"] for each in ms if "dgc at 25 %" in each]
+    assert f"(`dgc` that sends 25 %: {math.floor(min(at_25))} to {math.ceil(max(at_25))}.)" in text
     plan = " ".join((ROOT / "docs/plan.md").read_text().split())
     assert f"{int8} ms longer with `int8`, {dgc} with `dgc`, on an H100 {powersgd} with `powersgd`" in plan
 
@@ -44,6 +47,16 @@ def test_steps_of_many_nodes() -> None:
     step_s = {(each.num_nodes, each.method): each.median_s for each in cells}
     ratios = [step_s[num_nodes, "ddp"] / step_s[num_nodes, "dgc"] for num_nodes in (2, 4, 8)]
     assert f"{min(ratios):.1f} to {max(ratios):.1f} times as fast as ddp" in README
+
+
+def test_the_accuracy_of_what_is_chosen() -> None:
+    """As benchmarks/auto.py has written it."""
+    page = " ".join((ROOT / "docs/methods/dgc.md").read_text().split())
+    loss, accuracy = re.findall(r"of these 9: within one standard error \(SE\) of ddp's in \d+, better in \d, worse in (\d)", page)
+    errors = sorted(re.findall(r"by ([\d.]+) SE", page))
+    assert (loss, accuracy) == ("0", str(len(errors)))
+    shown = f"the loss is worse in none, the accuracy in {accuracy}, by {' and '.join(errors)} standard errors"
+    assert shown in README
 
 
 def test_it_is_one_page() -> None:
@@ -70,6 +83,7 @@ BY_DDP = cell("auto.md", "| text | 800 |", "test accuracy of ddp, %")
         ("`sparse_loco`", "{:.4f} bits", cell("bits_to_loss.md", CONTINUED, "bits per parameter and step")),
         ("`int4`", "{:.1f} points less", -cell("quantized_accuracy.md", DIGITS, "to DDP, points |")),
         ("`int4`", "{:.1f} more", cell("quantized_accuracy.md", TEXT, "to DDP, points |")),
+        ("`int4`", "{:+.2f} % with RMSprop", cell("quantized_accuracy.md", DIGITS, "to DDP")),
         ("`dgc` that sends 0.1 %", "{:.1f} points", BY_DDP - cell("auto.md", "| text | 800 |", "dgc 99.9 %")),
     ],
 )
