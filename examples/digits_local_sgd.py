@@ -30,7 +30,7 @@ class Averages(Callback):
         (worker,) = trainer.strategy.workers
         if trainer.is_global_zero:
             print(f"{trainer.global_step} steps, {worker.num_averages} averages, k = {worker.k_steps} at the end")
-            print(f"distance from the consensus before the last one: {float(worker.consensus_distance or 0):.4f}")
+            print(f"distance from the consensus before the last one: {float(worker.consensus_distance):.4f}")
 
 
 def main() -> None:

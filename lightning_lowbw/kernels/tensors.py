@@ -180,14 +180,15 @@ def in_flats(function: Callable[..., Tensor], *lists: Sequence[Tensor]) -> list[
 
     Args:
         function: takes flat tensors, which it may write to, and returns one.
-        lists: of tensors of the same shapes, from which it takes its arguments; the dtypes of the first decide.
+        lists: of tensors of the same shapes, from which it takes its arguments; dtypes and devices of the first decide.
 
     Returns:
-        Of each: parts of one tensor, laid out as those of the first list.
+        Of each: parts of one tensor for each dtype and device, laid out as those of the first list.
     """
     results = list(lists[0])
-    for dtype in dict.fromkeys(tensor.dtype for tensor in lists[0]):
-        members = [index for index, tensor in enumerate(lists[0]) if tensor.dtype == dtype]
+    kinds = [(tensor.dtype, tensor.device) for tensor in lists[0]]
+    for kind in dict.fromkeys(kinds):
+        members = [index for index, other in enumerate(kinds) if other == kind]
         firsts = [lists[0][index] for index in members]
         flats = [
             _joined([flat_in_order(tensors[index], first) for index, first in zip(members, firsts, strict=True)])

@@ -60,7 +60,7 @@ class CommunicationHook:
             is_manual: whether the user's code calls backward.
         """
         self._ddp, self._peers, self._is_manual, self._is_registered = ddp, peers, is_manual, False
-        self._has_reduced = False
+        self.reduction, self._has_reduced = "all", False
         # Parameters that are frozen now and unfrozen later are not DDP's; the exchange takes care of them.
         self._trained = frozenset(parameter for parameter in ddp.parameters() if parameter.requires_grad)
         self._nbytes = sum(parameter.nbytes for parameter in self._trained)

@@ -88,9 +88,7 @@ class LocalSync(Synchronizer):
         buffers, fragments: of the replica.
         phase: where it is in its schedule.
         loss: the mean since the last average, for the adaptive rules.
-        consensus_distance: ``||x_i - mean|| / ||mean||`` at the last average, of large tensors from a sample; a scalar
-            tensor, None before it.
-        measures_distance: whether an average measures it; `metrics` sets it, for the averages after it.
+        measures_distance: whether averages measure `consensus_distance`; whoever reads that sets it.
         steps_since_average: local steps since the last average was begun, of any fragment.
         num_averages: averages done, each of a fragment.
         has_communicated: whether all ranks have in the last step: it was synchronous, or an average began or arrived.
@@ -132,7 +130,7 @@ class LocalSync(Synchronizer):
             peers.check_parts()
         self.replica = Replica(self.params, self.compressed, peers, named_buffers, self.when)
         self.buffers, self.fragments = self.replica.buffers, self.replica.fragments
-        self.consensus_distance: Tensor | None = None
+        self._distance: Tensor | None = None
         self.measures_distance = False
 
     def take_layout(self) -> None:
@@ -171,12 +169,20 @@ class LocalSync(Synchronizer):
         """Whether the last consensus is kept; who joins takes it."""
         return self.when.outer != "none" or self.compressed is not None or self.peers.may_grow
 
-    def metrics(self, is_due: bool) -> dict[str, float | Tensor]:
+    @property
+    def consensus_distance(self) -> Tensor | None:
+        """``||x_i - mean|| / ||mean||`` at the last average, of large tensors from a sample; a scalar.
+
+        None before an average, and before one that comes after the first reading: where nobody reads it, it is not
+        measured. `measures_distance` asks for it without a reading.
+        """
         self.measures_distance = True
+        return self._distance
+
+    def metrics(self, is_due: bool) -> dict[str, float | Tensor]:
         shown: dict[str, float | Tensor] = {"k_steps": float(self.k_steps), "averages": float(self.num_averages)}
-        if self.consensus_distance is not None:
-            shown["consensus_distance"] = self.consensus_distance
-        return shown
+        distance = self.consensus_distance
+        return shown if distance is None else {**shown, "consensus_distance": distance}
 
     def check_schedule(self) -> None:
         """Raise if a fraction of a run of unknown length is to be synchronous; or if SparseAdam would step a mean."""
@@ -265,7 +271,8 @@ class LocalSync(Synchronizer):
         self._note_decay()
         if self._unread is None:
             return 0
-        status, self._unread = self._unread[1](), None
+        (_, read), self._unread = self._unread, None
+        status = read()
         if status.is_faulty or not status.is_at_one_step:
             raise_at_other_batches(self.batch, self.step, self.fault_group)
         self.agree_on(before | status.requests)
@@ -474,7 +481,7 @@ class LocalSync(Synchronizer):
         parameters, replica, when = average.parameters, self.replica, self.when
         now = list(map(as_real, parameters))
         before = average.snapshots or now
-        self.consensus_distance = relative_distance(before, means) if now and self.measures_distance else None
+        self._distance = relative_distance(before, means) if now and self.measures_distance else None
         # outer: x0 = outer(x0, mean)
         if self.needs_start and now:
             starts = [replica.start[p] for p in parameters]
@@ -578,7 +585,7 @@ class LocalSync(Synchronizer):
         super().inherit(before, replaced)
         self.phase, self.num_averages = deepcopy(before.phase), before.num_averages
         self.has_ended, self.all_have_ended = before.has_ended, before.all_have_ended
-        self._epoch_start = before._epoch_start
+        self._epoch_start, self.measures_distance = before._epoch_start, before.measures_distance
         self._has_been_local = any(worker.has_own_state for worker in replaced)  # one of them may have this optimizer
         self.replica.inherit_([worker.replica for worker in replaced], before.params.small_numel)
 
