@@ -119,7 +119,8 @@ NUMBERS = dict(zip(CLUSTER, (2, 1, 10.0, 0.1, 200.0, 1000.0, 0.5), strict=True))
 def test_half_types_are_enough_where_nothing_else_is_faster() -> None:
     plan = Plan(shapes_of(25_600_000), make_cluster({**NUMBERS, "nodes": 4}), 0.11, Run(0, 100_000))
     assert plan.recommended()[0] == "bfloat16"
-    assert 'Trainer(strategy="lowbw"), which measures and chooses: by this model bfloat16' in " ".join(plan.text().split())
+    text = " ".join(plan.text().split())
+    assert 'Trainer(strategy="lowbw"), which measures and chooses: by this model bfloat16' in text
 
 
 def test_of_two_that_are_as_fast_the_one_on_two_levels() -> None:

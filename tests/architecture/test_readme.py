@@ -52,7 +52,8 @@ def test_steps_of_many_nodes() -> None:
 def test_the_accuracy_of_what_is_chosen() -> None:
     """As benchmarks/auto.py has written it."""
     page = " ".join((ROOT / "docs/methods/dgc.md").read_text().split())
-    loss, accuracy = re.findall(r"of these 9: within one standard error \(SE\) of ddp's in \d+, better in \d, worse in (\d)", page)
+    within = r"of these 9: within one standard error \(SE\) of ddp's in \d+, better in \d, worse in (\d)"
+    loss, accuracy = re.findall(within, page)
     errors = sorted(re.findall(r"by ([\d.]+) SE", page))
     assert (loss, accuracy) == ("0", str(len(errors)))
     shown = f"the loss is worse in none, the accuracy in {accuracy}, by {' and '.join(errors)} standard errors"

@@ -15,6 +15,7 @@ from lightning_lowbw.kernels.tensors import (
     differences,
     download,
     has_gaps,
+    in_flats,
     relative_distance,
 )
 
@@ -26,6 +27,14 @@ def tensors(device: str, dtypes: tuple[torch.dtype, ...] = DTYPES) -> list[Tenso
     shapes = ((3,), (), (0, 2), (2, 3, 4, 5), (7, 1, 1, 1), (6, 5, 1, 1))
     some = [torch.randn(shape, device=device).to(dtype) for dtype in dtypes for shape in shapes]
     return [each.to(memory_format=torch.channels_last) if each.dim() == 4 else each for each in some]
+
+
+def test_tensors_are_joined_by_dtype_and_device() -> None:
+    """A model on a GPU may have a buffer on the host."""
+    some = [torch.ones(3), torch.ones(2, device="meta"), torch.full((2, 2), 2.0, dtype=torch.bfloat16), torch.zeros(4)]
+    doubled = in_flats(lambda flat: 2 * flat, some)
+    assert [(each.device, each.dtype, each.shape) for each in doubled] == [(t.device, t.dtype, t.shape) for t in some]
+    assert [doubled[0].tolist(), doubled[2].tolist()] == [[2.0] * 3, [[4.0] * 2] * 2]
 
 
 @pytest.mark.parametrize("device", DEVICES)
