@@ -52,10 +52,10 @@ class Quorum:
     """The members of a round.
 
     Attributes:
-        step: outer steps completed, the highest of the members; after healing, of all.
+        step: outer steps completed, by `rounds_of` the members; after healing, of all.
         rank: of this group among the members.
         members: their names, in the order of their ranks; the same on all. A group that restarts keeps its name.
-        healed: the shared state of a member with this step, if this group had completed fewer; else None.
+        healed: the shared state of a member with this step, if this group had completed others; else None.
         rows: what each member has told, in the order of their ranks; None if one has healed, and tells otherwise now.
     """
 
@@ -118,15 +118,19 @@ def digest_of(settings: Settings) -> str:
 
 def deciders(rows: Mapping[str, Row]) -> list[str]:
     """Return those whose settings count: who have been in a round; else those with the most rounds, of checkpoints."""
+    incumbents = [name for name, row in rows.items() if not row.is_new]
     most = max(row.rounds for row in rows.values())
-    return [name for name, row in rows.items() if not row.is_new] or [
-        n for n, row in rows.items() if row.rounds == most
-    ]
+    return incumbents or [name for name, row in rows.items() if row.rounds == most]
 
 
 def run_of(rows: Mapping[str, Row]) -> str:
     """Return the training that goes on, or begins."""
     return max((rows[name] for name in deciders(rows)), key=lambda row: row.rounds).run
+
+
+def rounds_of(rows: Mapping[str, Row]) -> int:
+    """Return the rounds of those whose state counts, which all others take, also those with a checkpoint of more."""
+    return max(rows[name].rounds for name in deciders(rows)) or max(row.rounds for row in rows.values())
 
 
 def refusals(rows: Mapping[str, Row]) -> dict[str, str]:
@@ -147,14 +151,16 @@ def refusals(rows: Mapping[str, Row]) -> dict[str, str]:
     return refused | {name: judge for name, row in rows.items() if row.rounds and row.run != run}
 
 
-def raise_refused(own: Row, own_settings: Settings, row: Row, settings: Settings, name: str) -> None:
+def raise_refused(own: Row, own_settings: Settings, row: Row, settings: Settings | None, name: str) -> None:
     """Raise DisagreementError of what is not as with another member, whose row, settings and name are given last."""
     if own.settings == row.settings:
         raise DisagreementError(
-            f"This group has a checkpoint of run {own.run!r}, of {own.rounds} rounds; group {name!r} trains in "
-            f"run {row.run!r}. To take part in that one, start without the checkpoint. To go on with the run of the "
-            "checkpoint, end all groups, and start them again: the others, too, with a checkpoint of it, or with none."
+            f"This group is in run {own.run!r}, of {own.rounds} rounds; group {name!r} trains in run {row.run!r}. To "
+            "take part in that one, start without a checkpoint of the first. To go on with the first, end all groups, "
+            "and start them again: the others, too, with a checkpoint of it, or with none."
         )
+    if settings is None:
+        raise DisagreementError(f"This group has other settings than group {name!r}, which could not be read there.")
     names = [key for key in {**own_settings, **settings} if own_settings.get(key) != settings.get(key)]
     lines = [f"  {key}: {own_settings.get(key, 'nothing')} here, {settings.get(key, 'nothing')} there" for key in names]
     if len(lines) > MAX_DIFFERENCES:

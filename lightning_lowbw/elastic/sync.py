@@ -239,7 +239,7 @@ class ElasticSync(LocalSync):
         tokens: of the local steps that have not been averaged; the caller adds those of each batch, or a step counts 1.
         tokens_seen: of all members, averaged so far.
         contributed: the round in which each member was last averaged, by name.
-        last_step: after which the training ends, for all with the same round; None if never.
+        last_step: after which the training ends, for all with the same round; infinity if never.
         group: its name, by which a checkpoint that was copied to another one is known.
         settings: what else has to be the same on all members, by name.
         share: returns what else is shared, for a member that is behind: plain values and tensors.
@@ -270,7 +270,7 @@ class ElasticSync(LocalSync):
         (self._all,) = self.fragments
         self.tokens = self.tokens_seen = 0.0
         self.contributed: dict[str, int] = {}
-        self.last_step: int | None = None
+        self.last_step = math.inf
         self.group = ""
         self._batch = 0  # of the last step
         self.settings: Mapping[str, object] = {}
@@ -314,13 +314,14 @@ class ElasticSync(LocalSync):
         self.has_communicated = self._is_over()
         if self.has_communicated:
             self.tokens = self.tokens or float(self._steps)  # where nobody counts them
-            self._take_round(saves=self._waits_since_s is None)
+            # Not in the last step: Lightning takes no further one, in which the round would be taken again.
+            self._take_round(saves=self._waits_since_s is None and self.step < self.last_step)
         return self.has_communicated
 
     @property
     def is_complete(self) -> bool:
         """Whether the last step has been averaged."""
-        return self.last_step is not None and self.step >= self.last_step and not self._steps
+        return self.step >= self.last_step and not self._steps
 
     def end(self, grace_s: float) -> None:
         """Take part in last quorums, in which members heal that have missed the last round.
@@ -342,7 +343,7 @@ class ElasticSync(LocalSync):
 
     def _is_over(self) -> bool:
         """Return whether the round ends with this step; the same on all processes of the group."""
-        is_over = self.last_step is not None and self.step >= self.last_step
+        is_over = self.step >= self.last_step
         if self.round_s is None:
             return is_over or self._steps >= self.k_steps
         is_over = is_over or time.monotonic() - self._began_s >= self.round_s
@@ -394,8 +395,8 @@ class ElasticSync(LocalSync):
             if not (stops or is_asked or is_over or saves):
                 raise TimeoutError(
                     f"Too few groups have come to the end of round {self.num_averages + 1} in {self.max_wait_s:g} s: "
-                    "the others have ended the training, or are lost. A checkpoint was saved meanwhile. If they come "
-                    "back later, raise ElasticStrategy(timeout=...), and start this group again from it."
+                    "the others have ended the training, or are lost. If they come back later, start this group again "
+                    "from its last checkpoint, with a longer ElasticStrategy(timeout=...)."
                 )
             return
         self._waits_since_s = None
@@ -473,7 +474,7 @@ class ElasticSync(LocalSync):
         settings = {**method.settings(), "participants": self.participants, "processes": self.members.num_local_ranks}
         tensors = {f"parameter {name}": tensor for name, tensor in self._named(self.replica.start).items()}
         dtypes = {f"parameter {self.name_of(p)}": p.dtype for p in self.replica.start}
-        tensors |= {f"buffer {name}": tensor for name, tensor in self.buffers.now().items()}
+        tensors |= {f"buffer {name}": t for name, t in self.buffers.now().items() if name in self.buffers.start}
         settings |= {name: f"{dtypes.get(name, t.dtype)} of shape {[*t.shape]}" for name, t in tensors.items()}
         return {name: f"{value}" for name, value in {**settings, **self.settings}.items()}
 
@@ -594,6 +595,7 @@ class ElasticSync(LocalSync):
             "steps": self._steps,
             "tokens_seen": self.tokens_seen,
             "contributed": dict(self.contributed),
+            "is_new": self._is_new,
             "others": on_cpu(self.share()),
         }
 
@@ -603,6 +605,8 @@ class ElasticSync(LocalSync):
         Work that was averaged, in a round that this member has not seen the end of, is dropped, and with it what was
         sent of the residuals. Work that was averaged in a round that the others have not seen the end of is taken back.
         """
+        # A checkpoint may be one of an old run, and those who begin anew cannot know that.
+        log = _logger.warning if shared["is_new"] and not self.num_averages else _logger.info
         last, lost = shared["contributed"].get(name, 0), self._averaged
         was_averaged = last > self.num_averages
         work = None if was_averaged or not self.tokens else self._work()
@@ -624,7 +628,7 @@ class ElasticSync(LocalSync):
         self.run, self.num_averages, self.step = shared["run"], shared["num_averages"], shared["step"]
         self._all.steps, self.tokens_seen = shared["steps"], shared["tokens_seen"]
         self.contributed, self.healed = dict(shared["contributed"]), shared["others"]
-        _logger.info("Member %r has taken the state after round %d.", name, self.num_averages)
+        log("Member %r has taken the state after round %d of run %r.", name, self.num_averages, self.run)
 
     def _named(self, tensors: Mapping[Parameter, Tensor]) -> dict[str, Tensor]:
         return {self.name_of(parameter): tensor for parameter, tensor in tensors.items()}
@@ -657,7 +661,7 @@ class ElasticSync(LocalSync):
 
     def load_equal_state(self, state: Mapping[str, Any]) -> None:
         super().load_equal_state(state)
-        for name, value in {"run": "", **state.get("elastic", {})}.items():  # of older versions without
+        for name, value in state.get("elastic", {}).items():
             setattr(self, name, value)
 
     def state_dict(self) -> dict[str, Any]:

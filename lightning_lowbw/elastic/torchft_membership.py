@@ -52,7 +52,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_lowbw.comm.agreement import gather_json
-from lightning_lowbw.elastic.membership import Quorum, Row, Settings, Share, raise_refused, refusals
+from lightning_lowbw.elastic.membership import Quorum, Row, Settings, Share, raise_refused, refusals, rounds_of
 from lightning_lowbw.errors import ConfigurationError
 from lightning_lowbw.namespaces import LOGGER
 
@@ -64,17 +64,17 @@ LIGHTHOUSE = "TORCHFT_LIGHTHOUSE"  # torchft's own variable: the lighthouse's ad
 HEARTBEAT_S = 0.25  # between two; the lighthouse takes a member for dead after 5 s, if not started otherwise
 CONNECT_S = 5.0  # to connect to the lighthouse, or to other members, who come at the same moment
 CHUNK_BYTES, AT_ONCE = 1 << 18, 32  # of the state, and how many are on their way: a round trip may take 0.5 s
-STALL_S = 20.0  # for which a chunk is waited for, before its sender or receiver is taken for lost
+STALL_S = 20.0  # for which a chunk is waited for from a sender that is there, and sends nothing
 SAY_S = 10.0  # between two lines that tell how much of the state has come
 WAIT_S = 75.0  # of one request for a quorum. In the lighthouse each begins anew to wait for others, by default 60 s.
 OWN_DATA = frozenset({"row", "failures"})  # of a member: what torchft has no field for
 SETTINGS = "settings"  # of a group, in its store
 POLL_S, RETRY_S, WARN_S = 1.0, 0.5, 60.0
 PAUSE_S, MAX_PAUSE_S = 5.0, 300.0  # twice as long each time for which a group is left out that others do not reach
-SILENT_S = 6  # after which a machine is taken for lost: nothing confirms what was sent, or that it is there
+SILENT_S = 6  # after which a connection is lost: nothing confirms what was sent, or takes it, or that it is there
 GONE_S = 20.0  # after which a group with this one's name is not this one, before it was restarted
 SIOCGIFADDR = 0x8915  # Linux: the address of an interface
-MIN_TIMEOUT_S = 10.0  # for pauses of an operating system and of a link
+MIN_TIMEOUT_S = 10.0  # for pauses of an operating system; those of a link may take SILENT_S
 ROUND_STATES = 2.0  # the bytes of a round by those of the state: at most an all-reduce of all of it
 
 
@@ -278,9 +278,9 @@ class TorchftMembership:
             store = f"{self._address}:{self._port}"
             self._store.set(SETTINGS, json.dumps(dict(settings)))  # for who differs
         while answer is None:
-            if self._process == 0 and not has_asked and self._away_until_s and self._unreached:
+            if self._process == 0 and not has_asked and self._unreached:
                 self._unreached = _unreached(self._unreached)
-                self._away_until_s *= bool(self._unreached)
+                self._away_until_s = self._away_until_s if self._unreached else 0.0
             if self._process == 0 and not has_asked and time.monotonic() >= self._away_until_s:
                 self._away_until_s = 0.0
                 told = row._replace(unreached=[member.name for member in self._unreached])
@@ -291,10 +291,10 @@ class TorchftMembership:
             # At first it is taken for granted that the others are on their way.
             waited_s = time.monotonic() - began_s
             self._say_if_due(began_s, None)
-            answers = gather_json((answer, waited_s, waited_s >= POLL_S and gives_up()))
+            answers = gather_json((answer, waited_s, self._pause_s, waited_s >= POLL_S and gives_up()))
             if any(given_up for *_, given_up in answers):
                 return None
-            answer, waited_s, _ = answers[0]
+            answer, waited_s, self._pause_s, _ = answers[0]  # so that all raise the same
         if "error" in answer:
             raise (ConfigurationError if answer["is_final"] else RuntimeError)(answer["error"])
         members = [_Member(name, store, Row(*told), failures) for name, store, told, failures in answer["members"]]
@@ -302,7 +302,7 @@ class TorchftMembership:
         refused = refusals({member.name: member.row for member in members})
         if self._name in refused:
             other = by_name[refused[self._name]]
-            raise_refused(row, settings, other.row, self._settings_of(other), other.label)
+            raise_refused(row, settings, other.row, self._settings_of(other), f"{other.label} at {other.store}")
         if new := refused.keys() - self._refused:
             self._refused |= new
             _logger.warning(
@@ -332,7 +332,7 @@ class TorchftMembership:
             f"This group, at {own.store}, and {others} do not reach one another, and the others go on without it. All "
             "ports have to be open between all groups: give address=..., or a VPN where one is behind NAT."
         )
-        if own.row.is_new:
+        if own.row.is_new and self._pause_s > PAUSE_S:  # the second time in a row
             raise ConfigurationError(told)
         self._lighthouse.is_away = True  # so that nobody waits for it
         self._pause_s = min(2 * self._pause_s, MAX_PAUSE_S)
@@ -340,12 +340,11 @@ class TorchftMembership:
         _logger.warning("%s It tries again in %.0f s.", told, self._pause_s)
         raise RuntimeError(told)
 
-    def _settings_of(self, member: _Member) -> Settings:
-        """Return the settings of another group, which it has put into its store; none if it cannot be reached."""
+    def _settings_of(self, member: _Member) -> Settings | None:
+        """Return the settings of another group, which it has put into its store; None if it cannot be reached."""
         with suppress(RuntimeError):
-            settings: dict[str, str] = json.loads(_store_at(member.store).get(SETTINGS))
-            return settings
-        return {"settings": "not to be had"}
+            return dict(json.loads(_store_at(member.store).get(SETTINGS)))
+        return None
 
     def _join(self, number: int, members: Sequence[_Member], shared: Share) -> Quorum:
         """Connect to the members of a quorum, and give or take the state.
@@ -353,9 +352,9 @@ class TorchftMembership:
         Raises:
             RuntimeError: it was not possible.
         """
-        latest = max(member.row.rounds for member in members)
+        latest = rounds_of({member.name: member.row for member in members})
         givers = [rank for rank, member in enumerate(members) if member.row.rounds == latest]
-        takers = [rank for rank, member in enumerate(members) if member.row.rounds < latest]
+        takers = [rank for rank, member in enumerate(members) if member.row.rounds != latest]
         rank = [member.name for member in members].index(self._name)
         names = tuple(member.label for member in members)
         key = (number, *((member.name, member.failures) for member in members))
@@ -485,20 +484,21 @@ class _Lighthouse:
 
     def _refuse_second(self, own: _Member) -> None:
         """Raise ConfigurationError if another group has the name and is alive; before the others hear of this one."""
-        before, began_s = self._ages(own.label), time.monotonic()
+        before, began_s = self._ages(own), time.monotonic()
         if before:
             time.sleep(POLL_S)
-            if any(age < time.monotonic() - began_s for age in self._ages(own.label)):  # heard of meanwhile
+            if any(age < time.monotonic() - began_s for age in self._ages(own)):  # heard of meanwhile
                 raise second_of(own.label)
 
-    def _ages(self, label: str) -> list[float]:
-        """Return the seconds since the last heartbeats of all groups of this name, by the lighthouse's page."""
+    def _ages(self, own: _Member) -> list[float]:
+        """Return the seconds since the last heartbeats of other groups of this name, by the lighthouse's page."""
         address = urlsplit(self.url)
         connection = http.client.HTTPConnection(f"{address.hostname}", address.port, timeout=CONNECT_S)
         with closing(connection):
             connection.request("GET", "/status")
             page = html.unescape(connection.getresponse().read().decode())
-        return [float(age) for age in re.findall(rf"{re.escape(label)}:[-0-9a-f]+: seen ([0-9.]+)s ago", page)]
+        line = rf"(?m)^ *(?!{re.escape(own.name)}:){re.escape(own.label)}:[-0-9a-f]+: seen ([0-9.]+)s ago"
+        return [float(age) for age in re.findall(line, page)]
 
     def _send_heartbeats(self, name: str) -> None:
         """Tell the lighthouse that this member is alive, until `close`."""
@@ -604,7 +604,7 @@ def _open_sockets() -> set[tuple[int, int]]:
 
 
 def _watch(descriptor: int) -> None:
-    """Let a connection fail soon after the other machine has vanished, which sends no end of it."""
+    """Let a connection fail soon after the other machine has vanished, which sends no end of it, or reads no more."""
     with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:  # of another kind than TCP
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         settings = {"TCP_KEEPIDLE": SILENT_S // 2, "TCP_KEEPINTVL": 1, "TCP_KEEPCNT": SILENT_S // 2}

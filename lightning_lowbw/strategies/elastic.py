@@ -62,8 +62,8 @@ class ElasticStrategy(Strategy):
         address: at which other groups reach this process; None is that of the interface GLOO_SOCKET_IFNAME, or of the
             one that leads to the lighthouse.
         **kwargs: as of `Strategy`, without `topology`. A group that has taken part in a round, and waits for
-            others, saves "last" of each ModelCheckpoint after a minute, and ends with an error after `timeout` (30
-            minutes).
+            others, saves "last" of each ModelCheckpoint after a minute (in the last round it only waits), and ends with
+            an error after `timeout` (30 minutes).
 
     Raises:
         ConfigurationError: a value is out of range, or the method communicates in every step.
@@ -104,23 +104,15 @@ class ElasticStrategy(Strategy):
         check_elastic(self.method)
         if not (is_number(participants) and 0 < participants <= 1):
             raise ConfigurationError(f"participants={participants!r}: give a fraction above 0, at most 1.")
-        for name, value, unit in (
-            ("round_s", 1 if round_s is None else round_s, "seconds"),
-            ("grace_s", grace_s, "seconds"),
-            ("gbit_per_s", gbit_per_s, "Gbit/s"),
-            ("timeout_s", 1 if timeout_s is None else timeout_s, "seconds"),
-        ):
-            if not (is_number(value) and value > 0):
+        self._of_membership: dict[str, Any] = {"gbit_per_s": gbit_per_s, "timeout_s": timeout_s}
+        for name, value in {"round_s": round_s, "grace_s": grace_s, **self._of_membership}.items():
+            is_left_out = value is None and name in ("round_s", "timeout_s")
+            if not is_left_out and not (is_number(value) and value > 0):
+                unit = "Gbit/s" if name == "gbit_per_s" else "seconds"
                 raise ConfigurationError(f"{name}={value!r}: give a number of {unit} above 0.")
         if not is_count(min_replicas):
             raise ConfigurationError(f"min_replicas={min_replicas!r}: give a number of groups, an integer >= 1.")
-        self._of_membership: dict[str, Any] = {
-            "lighthouse": lighthouse,
-            "min_replicas": min_replicas,
-            "gbit_per_s": gbit_per_s,
-            "timeout_s": timeout_s,
-            "address": address,
-        }
+        self._of_membership |= {"lighthouse": lighthouse, "min_replicas": min_replicas, "address": address}
         self.group = group or socket.gethostname()
         self.round_s, self.participants, self.grace_s = round_s, participants, grace_s
         self._num_tokens = num_tokens or extract_batch_size
@@ -226,6 +218,12 @@ class ElasticStrategy(Strategy):
         return max(2, self.world_size)  # there will be others
 
     @override
+    def reconfigure(self, method: Method) -> None:
+        if self._workers and self._replica.settings:  # this group has come to the others
+            raise ConfigurationError("All groups have one method: end them all, and start them with another one.")
+        super().reconfigure(method)
+
+    @override
     def on_train_start(self) -> None:
         super().on_train_start()
         self._hide_mean()  # of a checkpoint
@@ -279,8 +277,7 @@ class ElasticStrategy(Strategy):
         named = []
         for config in self.trainer.lr_scheduler_configs:
             name = type(config.scheduler).__name__
-            is_followed = config.interval == "step" and not config.reduce_on_plateau
-            if self.trainer.lightning_module.automatic_optimization and not is_followed:
+            if config.interval != "step" or config.reduce_on_plateau:
                 raise ConfigurationError(
                     f"{name} takes a step each {config.interval}{' of a metric' * config.reduce_on_plateau}, and each "
                     "group has its own: their learning rates would part. Return a schedule of steps: "
@@ -313,9 +310,8 @@ class ElasticStrategy(Strategy):
             num_steps = step - healed["step"]
         before, self._num_followed = self._num_followed, self._num_followed + num_steps
         for config in configs:
-            if config.interval == "step" and not config.reduce_on_plateau:  # epochs are each group's own
-                for _ in range((before + num_steps) // config.frequency - before // config.frequency):
-                    config.scheduler.step()  # type: ignore[call-arg]  # no metric
+            for _ in range((before + num_steps) // config.frequency - before // config.frequency):
+                config.scheduler.step()  # type: ignore[call-arg]  # no metric
         progress.completed, progress.ready = step, worker.step
 
     @property

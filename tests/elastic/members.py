@@ -10,7 +10,7 @@ import os
 import signal
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import wait
@@ -23,7 +23,7 @@ import torch.distributed as dist
 from lightning_lowbw.comm.collectives import Collectives
 from lightning_lowbw.elastic import torchft_membership
 from lightning_lowbw.elastic.membership import Row, digest_of
-from lightning_lowbw.elastic.torchft_membership import TorchftMembership, _import_torchft
+from lightning_lowbw.elastic.torchft_membership import TorchftMembership, _import_torchft, _Member, _unreached
 from lightning_lowbw.lab.network import INTERFACE, Network
 from lightning_lowbw.namespaces import LOGGER
 
@@ -74,6 +74,10 @@ def fork_and_fail(weights: torch.Tensor, rank: int, group: dist.ProcessGroup) ->
     raise RuntimeError("a fault")
 
 
+def fail(weights: torch.Tensor, rank: int, group: dist.ProcessGroup) -> torch.Tensor:
+    raise RuntimeError("a fault")
+
+
 def fail_in_process_1(weights: torch.Tensor, rank: int, group: dist.ProcessGroup) -> torch.Tensor:
     if dist.get_rank() == 1:
         raise RuntimeError("a fault of this process only")
@@ -107,6 +111,18 @@ def all_collectives(weights: torch.Tensor, rank: int, group: dist.ProcessGroup) 
     return total / size
 
 
+@dataclass
+class Cut:
+    """`_unreached` where the paths are cut in some attempts to reach somebody, counted from 1."""
+
+    attempts: Collection[int]
+    num_attempts: int = 0
+
+    def __call__(self, members: Sequence[_Member]) -> list[_Member]:
+        self.num_attempts += bool(members)
+        return [*members] if self.num_attempts in self.attempts else _unreached(members)
+
+
 def run_member(
     connection: Any, folder: str, group: int, process: int, num_processes: int, options: dict[str, Any]
 ) -> None:
@@ -115,12 +131,14 @@ def run_member(
     Args:
         options: of the membership, and of this loop: `rounds` to commit; `pause_s` between two; `act`: what happens in
             the collective of the round number `act_in`, counted from 0; `patience_s` of each process; `size` of what is
-            averaged; `late_s`, by which it comes late to the first collective; `settings`; `constants` of the module.
+            averaged; `late_s`, by which it comes late to the first collective; `settings`; `step` of its checkpoint;
+            `constants` of the module.
     """
     rounds, pause_s = options.pop("rounds", 10**6), options.pop("pause_s", 0.05)
     act, act_in, late_s = options.pop("act", average), options.pop("act_in", 0), options.pop("late_s", 0.0)
     patience_s = options.pop("patience_s", [PATIENCE_S] * num_processes)
-    step, members, weights = 0, (), torch.full((options.pop("size", SIZE),), float(options.pop("value", 0.0)))
+    step, members = options.pop("step", 0), ()
+    weights = torch.full((options.pop("size", SIZE),), float(options.pop("value", 0.0)))
 
     settings, is_new = options.pop("settings", {"processes": f"{num_processes}"}), True
 

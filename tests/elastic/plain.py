@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_lowbw.comm.agreement import gather
-from lightning_lowbw.elastic.membership import Quorum, Row, Settings, Share, raise_refused, refusals
+from lightning_lowbw.elastic.membership import Quorum, Row, Settings, Share, raise_refused, refusals, rounds_of
 
 T = TypeVar("T")
 
@@ -67,12 +67,12 @@ class PlainMembership:
         names = tuple(name for name in arrived if name not in refused)
         rows = tuple(arrived[name][0] for name in names)
         step, steps = row.rounds, [each.rounds for each in rows]
-        rank, latest, healed = names.index(self.name), max(steps), None
-        if min(steps) < latest and rank == steps.index(latest):
+        rank, latest, healed = names.index(self.name), rounds_of(dict(zip(names, rows, strict=True))), None
+        if {*steps} != {latest} and rank == steps.index(latest):
             file = io.BytesIO()
             torch.save(shared(), file)
             self.store.set(f"{epoch}/shared", file.getvalue())
-        if step < latest:
+        if step != latest:
             healed = torch.load(io.BytesIO(self.store.get(f"{epoch}/shared")), weights_only=True)
         if len(names) > 1:
             own = dist.PrefixStore(f"{epoch}/gloo", self.store)
@@ -80,7 +80,7 @@ class PlainMembership:
                 self.group = dist.ProcessGroupGloo(own, rank, len(names), timedelta(seconds=self.grace_s))
             except RuntimeError:  # one has been killed meanwhile
                 self.has_failed = True
-        self.history.append(Quorum(latest, rank, names, healed, rows if min(steps) == latest else None))
+        self.history.append(Quorum(latest, rank, names, healed, rows if {*steps} == {latest} else None))
         return self.history[-1]
 
     def _meet(self, row: Row, settings: Settings, gives_up: Callable[[], bool]) -> int | None:

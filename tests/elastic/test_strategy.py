@@ -348,9 +348,23 @@ class TwoStepsABatch(Scheduled):
             self.optimizers().step()
 
 
+class ByHandByEpoch(ByEpoch, TwoStepsABatch):
+    """Whose scheduler nobody but the user takes a step of."""
+
+
+class Reconfigured(Scheduled):
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.trainer.strategy.reconfigure(METHODS["diloco"])
+
+
 @pytest.mark.parametrize(
     ("model", "words"),
-    [(ByEpoch, "LambdaLR takes a step each epoch"), (TwoStepsABatch, "Step 2 is the second one in batch 1")],
+    [
+        (ByEpoch, "LambdaLR takes a step each epoch"),
+        (ByHandByEpoch, "LambdaLR takes a step each epoch"),
+        (TwoStepsABatch, "Step 2 is the second one in batch 1"),
+        (Reconfigured, "All groups have one method"),
+    ],
 )
 @on_ranks(1, fresh=True)
 def test_what_groups_would_do_differently_is_refused(model: type[Scheduled], words: str, tmp_path: Path) -> None:

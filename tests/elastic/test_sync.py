@@ -16,7 +16,8 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from lightning_lowbw import DisagreementError, LocalSGD, NonFiniteGradientError
-from lightning_lowbw.elastic.membership import Quorum
+from lightning_lowbw.elastic import sync
+from lightning_lowbw.elastic.membership import Quorum, Row, raise_refused
 from lightning_lowbw.elastic.sync import ElasticSync, Members
 from lightning_lowbw.method import Method
 from lightning_lowbw.sync.consensus import copies
@@ -273,6 +274,20 @@ def test_who_finds_no_others_any_more_ends_with_an_error(store: dist.Store) -> N
     assert (step, state["num_averages"], state["tokens"]) == (3 * K_STEPS, 2, TOKENS * K_STEPS)
 
 
+def test_a_long_wait_in_the_last_round_is_not_given_up(store: dist.Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Lightning's loop, which takes no further step, in which the round would be taken again."""
+    monkeypatch.setattr(sync, "SAVE_AFTER_S", 0.6)
+
+    def dawdle(member: Member, _: int) -> None:
+        time.sleep(0.4 if member.number == 0 and member.worker.num_averages == 3 else 0.0)
+
+    ends = {"is_over": lambda member: member.worker.step >= member.last_step, "membership": {"min_replicas": 1}}
+    members = [Member(store, n, METHODS["local_sgd"], before=dawdle, **ends) for n in range(2)]
+    train(members)
+    assert_equal_anchors(members)
+    assert [member.worker.num_averages for member in members] == [4, 4]
+
+
 def test_a_stop_is_heard_where_others_are_waited_for(store: dist.Store) -> None:
     """Work and residuals are as they were: a checkpoint follows."""
     kept: list[Tensor] = []
@@ -425,6 +440,18 @@ def test_who_comes_with_other_settings_is_refused_by_name_and_the_only_incumbent
         raise joiner[0].error or AssertionError("not refused")
 
 
+def test_settings_that_could_not_be_read_are_not_named_as_others() -> None:
+    with pytest.raises(DisagreementError, match=r"than group 'site at 10\.0\.0\.1:5', which could not be read there"):
+        raise_refused(Row(settings="one"), {"k_steps": "3"}, Row(settings="other"), None, "site at 10.0.0.1:5")
+
+
+def test_buffers_that_are_never_sent_may_differ(store: dist.Store) -> None:
+    buffers = [{"mean": torch.zeros(3), "seen": torch.arange(n + 1)} for n in range(2)]
+    members = [Member(store, n, METHODS["local_sgd"], options={"named_buffers": buffers[n]}) for n in range(2)]
+    train(members)
+    assert_equal_anchors(members)
+
+
 def test_work_in_a_checkpoint_that_was_copied_to_another_group_counts_once(store: dist.Store) -> None:
     def save(member: Member, step: int) -> None:
         if step == 2 * K_STEPS - 1 and member.number == 0:
@@ -446,7 +473,9 @@ def test_work_in_a_checkpoint_that_was_copied_to_another_group_counts_once(store
     ]
 
 
-def test_a_checkpoint_of_an_old_run_is_refused_by_a_new_one_and_taken_where_that_begins(store: dist.Store) -> None:
+def test_a_checkpoint_of_an_old_run_is_refused_by_a_new_one_and_taken_where_that_begins(
+    store: dist.Store, caplog: pytest.LogCaptureFixture
+) -> None:
     old = [Member(store, n, METHODS["local_sgd"]) for n in range(2)]
     train(old)
     assert old[0].worker.run == old[1].worker.run
@@ -474,6 +503,36 @@ def test_a_checkpoint_of_an_old_run_is_refused_by_a_new_one_and_taken_where_that
     all_again = [resumed(with_it), Member(with_it, 1, METHODS["local_sgd"], last_step=8 * K_STEPS)]
     train(all_again)
     assert {(member.worker.num_averages, member.worker.run) for member in all_again} == {(8, old[0].worker.run)}
+    assert caplog.text.count(f"has taken the state after round 4 of run '{old[0].worker.run}'") == 1, "a warning"
+
+
+def test_a_checkpoint_with_more_rounds_takes_over_none_of_those_who_train(store: dist.Store) -> None:
+    states: list[dict[str, Any]] = []
+    save = lambda member, _: states.append(member.worker.state_dict())  # noqa: E731
+    train([Member(store, 0, METHODS["diloco"], before=save, membership={"min_replicas": 1})])
+    again, joiner = dist.HashStore(), list[Member]()
+
+    def resumed(number: int, state: dict[str, Any], **options: Any) -> Member:
+        member = Member(again, number, METHODS["diloco"], last_step=8 * K_STEPS, **options)
+        member.worker.load_state_dict(state)
+        return member
+
+    def join(_: Member, step: int) -> None:
+        if step == 1:
+            joiner.append(resumed(2, states[-1]))
+            thread.start()
+            time.sleep(0.05)
+
+    thread = threading.Thread(target=lambda: joiner[0].run())
+    incumbents = [resumed(n, states[K_STEPS], before=join if n else None) for n in range(2)]
+    train(incumbents)
+    thread.join(30.0)
+    assert joiner[0].error is None
+    assert_equal_anchors([*incumbents, *joiner])
+    assert states[-1]["num_averages"] == 3
+    assert min(joiner[0].anchors) == 2, "the rounds of those who train, after which it has come"
+    assert not [quorum for member in incumbents for quorum in member.there.history if quorum.healed]
+    assert {member.worker.num_averages for member in (*incumbents, *joiner)} == {incumbents[0].worker.num_averages}
 
 
 def test_groups_that_resume_at_different_steps_end_together(store: dist.Store) -> None:
