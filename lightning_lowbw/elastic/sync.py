@@ -36,7 +36,7 @@ from lightning_lowbw.comm.peers import Peers
 from lightning_lowbw.elastic.membership import Membership, Quorum, Row, deciders, digest_of, run_of
 from lightning_lowbw.errors import ConfigurationError, DisagreementError, NonFiniteGradientError
 from lightning_lowbw.kernels.reference import are_not_finite
-from lightning_lowbw.kernels.tensors import CPU, as_real, checksum, copy_all_
+from lightning_lowbw.kernels.tensors import CPU, as_real, checksum, copy_all_, order_of
 from lightning_lowbw.method import Method
 from lightning_lowbw.namespaces import LOGGER
 from lightning_lowbw.sync.consensus import ConsensusView, copies
@@ -472,10 +472,12 @@ class ElasticSync(LocalSync):
         """Return what has to be the same on all members, by name."""
         method = cast("Method", self.method)
         settings = {**method.settings(), "participants": self.participants, "processes": self.members.num_local_ranks}
-        tensors = {f"parameter {name}": tensor for name, tensor in self._named(self.replica.start).items()}
-        dtypes = {f"parameter {self.name_of(p)}": p.dtype for p in self.replica.start}
-        tensors |= {f"buffer {name}": t for name, t in self.buffers.now().items() if name in self.buffers.start}
-        settings |= {name: f"{dtypes.get(name, t.dtype)} of shape {[*t.shape]}" for name, t in tensors.items()}
+        # What is averaged goes in the order of memory, which channels_last changes.
+        for p in self.replica.start:
+            in_memory = "" if order_of(p) == tuple(range(p.dim())) else f", dimensions in memory {[*order_of(p)]}"
+            settings[f"parameter {self.name_of(p)}"] = f"{p.dtype} of shape {[*p.shape]}{in_memory}"
+        floating = ((name, t) for name, t in self.buffers.now().items() if name in self.buffers.start)
+        settings |= {f"buffer {name}": f"{t.dtype} of shape {[*t.shape]}" for name, t in floating}
         return {name: f"{value}" for name, value in {**settings, **self.settings}.items()}
 
     def _compare(self, this_round: Round) -> None:

@@ -406,6 +406,7 @@ SETTINGS_OF_A_JOINER: dict[str, tuple[Method, dict[str, Any], str]] = {
     "k_steps": (METHODS["local_sgd"].replace(k_steps=50), {}, "when.k_steps: 50 here, 3 there"),
     "shape": (METHODS["local_sgd"], {}, r"parameter bias: torch.float32 of shape \[9\] here, .* \[7\] there"),
     "dtype": (METHODS["local_sgd"], {}, "parameter bias: torch.float64 of shape .* here, torch.float32"),
+    "memory": (METHODS["local_sgd"], {}, r"parameter wide: .*, dimensions in memory \[1, 0\] here"),
 }
 
 
@@ -425,6 +426,8 @@ def test_who_comes_with_other_settings_is_refused_by_name_and_the_only_incumbent
             }
             if what == "dtype":
                 other["bias"] = Parameter(torch.zeros(7, dtype=torch.float64))
+            if what == "memory":
+                other["wide"] = Parameter(torch.zeros(13, 20).t())
             with monkeypatch.context() as context:
                 context.setattr("tests.elastic.test_sync.make_parameters", lambda: other)
                 joiner.append(Member(store, 0, method, membership=there, options=options))
