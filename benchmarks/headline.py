@@ -203,6 +203,7 @@ def summarise(rows: list[Row]) -> list[Row]:
                     "link": link,
                     "cpu": run["cpu"],
                     "method": name,
+                    "is_older": "predicted_s" not in run,
                     "chosen": in_words_of(run["chosen"]) if name in CHOOSING else "",
                     "step_s": run["seconds"][-1] / len(run["seconds"]),
                     "to_prediction": after_choice_s / predicted_s if (predicted_s := run.get("predicted_s")) else None,
@@ -300,7 +301,8 @@ def to_short(found: list[Row]) -> str:
             else f"{len(row['reached_s'])} of {row['seeds']}"
             for row in (mine[method] for method in shown if method in mine)
         ]
-        lines.append(f"| {title}, {millions_of(mine['ddp'])}; {link} | {' | '.join(seconds)} |")
+        older = " *" if mine["ddp"]["is_older"] else ""
+        lines.append(f"| {title}, {millions_of(mine['ddp'])}; {link}{older} | {' | '.join(seconds)} |")
     return "\n".join([*lines, ""])
 
 
@@ -318,6 +320,7 @@ def report(results: Row) -> None:
         mine = [row for row in found if row["task"] == name]
         if mine:
             elsewhere = {f"; {row['link']}: on {row['cpu']}" for row in mine if row["cpu"] != environment["cpu"]}
+            elsewhere |= {"; before a step waited for one message"} if mine[0]["is_older"] else set()
             of = f"{title}: {task.note}; {num_steps} steps, seeds: {mine[0]['seeds']}{''.join(sorted(elsewhere))}.\n"
             parts += [of, to_markdown(mine)]
     note = (
@@ -334,7 +337,7 @@ def report(results: Row) -> None:
     short = (
         "Two nodes, a core each; in brackets what `dgc` and `lowbw` chose. "
         f"Two runs of ddp take {min(again):.2f} to {max(again):.2f} times as long. "
-        '"2 of 5": seeds. [All](benchmarks/results/headline.md)\n'
+        '"0 of 1": seeds. *: before a step waited for one message. [All](benchmarks/results/headline.md)\n'
     )
     replace_block("README.md", "headline", f"{textwrap.fill(short, 128)}\n\n{to_short(found)}")
     print(table)
