@@ -497,13 +497,14 @@ def make_peers(
     ledger = TrafficLedger() if ledger is None else ledger
     if resolved.num_nodes == 1:
         return OneNode(resolved, ledger, timeout, is_hidden=is_hidden)
-    in_stages = algorithm if algorithm in ("sharded", "leader") else None
-    in_stages = in_stages or ("sharded" if resolved.has_equal_nodes else "leader")
-    of_nodes = TwoLevelPeers(
-        resolved, algorithm=in_stages, inter_dtype=inter_dtype, ledger=ledger, timeout=timeout, is_hidden=is_hidden
+    is_flat = algorithm == "flat"
+    if is_flat or algorithm is None:
+        algorithm = "sharded" if resolved.has_equal_nodes else "leader"
+    two_levels = TwoLevelPeers(
+        resolved, algorithm=algorithm, inter_dtype=inter_dtype, ledger=ledger, timeout=timeout, is_hidden=is_hidden
     )
-    of_nodes.is_summed_flat = algorithm == "flat"
-    return of_nodes
+    two_levels.is_summed_flat = is_flat
+    return two_levels
 
 
 # The mean of tensors over ranks: fused into flat buckets, in float32 or wider, blocking or in the background. ---------

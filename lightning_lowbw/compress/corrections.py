@@ -23,9 +23,7 @@ from lightning_lowbw.kernels.reference import Constants, OtherPart, SecondMoment
 from lightning_lowbw.kernels.tensors import Rates, copy_in_order_, cut, flat_in_order
 
 Group = dict[str, Any]
-KeptState = tuple[
-    dict[str, Any], list[tuple[Tensor, Tensor]]
-]  # an optimizer's of a parameter; tensors and their copies
+KeptState = tuple[dict[str, Any], list[tuple[Tensor, Tensor]]]  # an optimizer's of a parameter; tensors, with copies
 Part = Callable[[int], slice]  # of a number of elements, that of this rank
 
 

@@ -86,10 +86,8 @@ class Answers:
         gone += [f"rank {rank} ({self.places[rank]}) {silence}" for rank in self.silent]
         if gone:
             told = "; ".join(gone).rstrip(".")
-            told += (
-                ". Look at the output there; then start all ranks again (of an elastic group: its own), from the last "
-            )
-            told += "checkpoint."
+            told += ". Look at the output there; then start all ranks again (of an elastic group: its own), from the "
+            told += "last checkpoint."
             if self.silent:
                 told += (
                     f' If it ends in "{OTHER_SIZE}", the ranks were at different places: they have {EQUAL_BATCHES}, or '

@@ -191,12 +191,17 @@ class Strategy(CheckpointedStrategy, DDPStrategy):
 
     @override
     def adopt(self, method: Method) -> None:
-        self.peers.inter_dtype = method.inter_dtype
         self._sum_dense(method)
         super().adopt(method)
 
+    @override
+    def reconfigure(self, method: Method) -> None:
+        super().reconfigure(method)
+        self._sum_dense(method)
+
     def _sum_dense(self, method: Method) -> None:
         """Let dense gradients be summed as a method does it; up to a choice that is still to come a step is DDP's."""
+        self.peers.inter_dtype = method.inter_dtype
         self.peers.is_summed_flat = method.when.is_auto or method.where.algorithm == "flat"
         is_ddp = self.peers.is_summed_flat and (method.when.is_auto or method.what.sends_all)
         self.ledger.has_levels = self.peers.is_two_level and not is_ddp

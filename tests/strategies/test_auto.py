@@ -163,6 +163,14 @@ def test_a_callback_that_gives_numbers_is_obeyed() -> None:
     assert (result.num_measured, result.method.when.stairs) == (0, (0.9,))
 
 
+@on_ranks(4)
+def test_on_two_levels_given_numbers_end_the_dense_steps_of_a_choice() -> None:
+    """Which would be DDP's own, and counted as such."""
+    strategy = DGCStrategy(topology=2)
+    fit("dgc", strategy, callbacks=(SparsityWarmup(begin_step=4, steps=1, sparsity=[0.9]),))
+    assert (strategy.peers.is_summed_flat, strategy.ledger.has_levels) == (False, True)
+
+
 class Small(Tiny):
     """No matrix of 1,024 elements."""
 
