@@ -60,6 +60,12 @@ def test_the_accuracy_of_what_is_chosen() -> None:
     assert shown in README
 
 
+def test_what_is_sent_in_short_runs() -> None:
+    """As the README's own table has it, which benchmarks/headline.py writes."""
+    sent = [float(percent) for percent in re.findall(r"dgc, ([\d.]+) %", README)]
+    assert f"({min(sent):.0f} to {max(sent):.0f} % sent in short runs)" in README
+
+
 def test_it_is_one_page() -> None:
     assert len(README.splitlines()) <= 110
 
