@@ -66,16 +66,16 @@ test-oldest:  ## run the quick tests with the oldest releases that the package a
 	$(VENV)-oldest/bin/python -m pytest -m "not slow" -W default --ignore tests/sync/test_launches.py
 
 # Other people's projects bring half of PyPI: an environment of their own.
-test-clients:  ## train with other people's projects, and write docs/compatibility.md (under 40 minutes)
+test-clients:  ## train with other people's projects, and write benchmarks/results/compatibility.md (under 40 minutes)
 	$(PYTHON) -m venv $(VENV)-clients
 	$(VENV)-clients/bin/python -m pip install --quiet -c clients/constraints.txt torch
 	$(VENV)-clients/bin/python -m pip install --quiet -c clients/constraints.txt -r clients/requirements.txt -e .
 	$(VENV)-clients/bin/python -m clients.run --again
 
-reliability: $(STAMP)  ## run the tests of faults, also under Lightning's ddp, and write docs/reliability.md
+reliability: $(STAMP)  ## run the tests of faults, also under Lightning's ddp, and write benchmarks/results/reliability.md
 	$(RUN) -m pytest -m fault --rewrite-reliability tests
 
-surface: $(STAMP)  ## try what Lightning offers with every strategy, and write docs/lightning.md
+surface: $(STAMP)  ## try what Lightning offers with every strategy, and write benchmarks/results/lightning.md
 	$(RUN) -c "from benchmarks import surface; surface.write_page()"
 
 bench: $(STAMP)  ## measure on a throttled link: step time against bandwidth (needs iproute2)

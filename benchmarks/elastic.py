@@ -8,8 +8,8 @@
 
 Each group is a program on a node of the lab, on which it trains a small transformer with `sparse_loco_elastic`; the
 lighthouse has a node of its own. Loss, messages and faults are real, the time of a step is a wait. Writes
-benchmarks/results/elastic.json, .md and .png, and the goodput in docs/elastic.md; a case that is measured again replaces
-its row.
+benchmarks/results/elastic.json, .md and .png, and the goodput in docs/elastic.md; a case that is measured again
+replaces its row.
 """
 
 from __future__ import annotations

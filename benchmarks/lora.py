@@ -1,8 +1,8 @@
-"""Fine-tuning of adapters on two throttled nodes: examples/lora.py, into docs/fine_tuning.md.
+"""Fine-tuning of adapters on two throttled nodes: examples/lora.py, into docs/wan.md.
 
     .venv/bin/python benchmarks/lora.py    # five minutes; needs transformers and peft
 
-Two nodes in the lab, a core each. Writes the table between the marks in docs/fine_tuning.md.
+Two nodes in the lab, a core each. Writes the table between the marks in docs/wan.md.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def main() -> None:
             f"{NUM_NODES} nodes of one rank, {RATE} between them. {about} {STEPS} steps (`benchmarks/lora.py`, "
             f"{environment['num_cpus']} cores, torch {environment['torch']}, {versions}, {environment['date']}).\n\n"
         )
-        replace_block("docs/fine_tuning.md", "lora", note + table)
+        replace_block("docs/wan.md", "lora", note + table)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What each optimizer of torch does with each method on two ranks: the table of docs/optimizers.md, from short runs.
+"""What each optimizer of torch does with each method on two ranks: benchmarks/results/optimizers.md, from short runs.
 
 `pytest tests/sync/test_optimizers.py --rewrite-golden` runs them all, and writes the table anew.
 """
@@ -24,7 +24,7 @@ from lightning_lowbw.sync.gradient import GradientSync
 from lightning_lowbw.sync.local import LocalSync
 from lightning_lowbw.sync.synchronizer import Synchronizer
 
-DOCUMENT = Path(__file__).resolve().parents[1] / "docs" / "optimizers.md"
+DOCUMENT = Path(__file__).with_name("results") / "optimizers.md"
 STEPS, STOP, K_STEPS = 13, 8, 3  # the stop is in mid-interval, the end one step after an average
 COLUMNS: dict[str, Method] = {
     "dgc": DGC(sparsity=[0.9], min_numel=100),

@@ -8,7 +8,7 @@ it holds a lock which the first needs, and which it polls until its share of the
 is woken up waits for its turn.
 
 Policies and strategies take turns, there and back, in the same two processes. Writes benchmarks/results/scheduling.json
-with the environment, a table, and a block of docs/lab.md.
+with the environment, and a table.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@
     .venv/bin/python benchmarks/sharded.py --report    # only the table
 
 The byte-level language model is trained dense for a while, on a link that is not throttled, and goes on from there with
-each method for as many steps on the same batches. Writes benchmarks/results/sharded.json, and the table into
-docs/large_models.md. Bytes are those of a node's interface, with all headers.
+each method for as many steps on the same batches. Writes benchmarks/results/sharded.json and .md. Bytes are those of a
+node's interface, with all headers.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ import lightning.pytorch as pl
 from torch.distributed.fsdp import fully_shard
 
 import lightning_lowbw as lowbw
-from benchmarks.harness import RESULTS, describe_environment, replace_block, run_in_lab
+from benchmarks.harness import RESULTS, describe_environment, run_in_lab
 from benchmarks.worker import INTERFACE
 from lightning_lowbw.lab import parse_rate
 from lightning_lowbw.lab.network import read_sent_bytes
@@ -169,9 +169,8 @@ def note(results: dict[str, Any]) -> str:
     )
 
 
-def put_into_page(results: dict[str, Any]) -> None:
-    """Replace the marked block of docs/large_models.md."""
-    replace_block("docs/large_models.md", "sharded", note(results) + to_markdown(results["rows"]))
+def write_table(results: dict[str, Any]) -> None:
+    (RESULTS / "sharded.md").write_text(note(results) + to_markdown(results["rows"]))
 
 
 def main() -> None:
@@ -192,7 +191,7 @@ def main() -> None:
             path.write_text(json.dumps(row))
         return
     if options.report:
-        put_into_page(json.loads((RESULTS / "sharded.json").read_text()))
+        write_table(json.loads((RESULTS / "sharded.json").read_text()))
         return
     with tempfile.TemporaryDirectory() as name:
         trained = measure("trained", None, Path(name), options.steps or PRETRAINING)
@@ -204,7 +203,7 @@ def main() -> None:
             if options.steps is None:
                 results = {"trained": trained, "rows": rows, "environment": describe_environment()}
                 (RESULTS / "sharded.json").write_text(json.dumps(results, indent=1) + "\n")
-                put_into_page(results)
+                write_table(results)
     print(to_markdown(rows))
 
 

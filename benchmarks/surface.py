@@ -1,4 +1,4 @@
-"""What of Lightning's Trainer works with which strategy: docs/lightning.md, as short runs find it.
+"""What of Lightning's Trainer works with which strategy: benchmarks/results/lightning.md, as short runs find it.
 
 A row is a function that runs on every rank: it trains, and fails where a callback or setting has not done its work.
 What it returns is what differs from what Lightning says of it; None where nothing does. `make surface` runs them
@@ -34,7 +34,7 @@ from lightning_lowbw.comm.agreement import digest
 from tests.programs import forget_launcher
 from tests.ranks import run_ranks
 
-PAGE = Path(__file__).parents[1] / "docs" / "lightning.md"
+PAGE = Path(__file__).with_name("results") / "lightning.md"
 YES = "yes"
 Cells = dict[tuple[str, str], str]  # by row and column
 BATCHES, BATCH = 4, 4  # of each rank's epoch

@@ -4,7 +4,8 @@
     python -m clients.run                      # goes on where it was stopped
     python -m clients.run timm darts           # these again
 
-Writes clients/results.json and docs/compatibility.md. Fails where dgc or local_sgd fails and ddp does not.
+Writes clients/results.json and benchmarks/results/compatibility.md. Fails where dgc or local_sgd fails and ddp does
+not.
 
 A client is a module beside this one: a docstring that says what is trained, PROJECT (the name that pip knows), perhaps
 a REMARK, and a program that trains about 120 steps with the strategy of its `Trial`.
@@ -33,7 +34,7 @@ from clients.trial import NUM_RANKS, RECORD, WAY, WAYS
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "clients" / "results.json"
-DOCUMENT = ROOT / "docs" / "compatibility.md"
+DOCUMENT = ROOT / "benchmarks" / "results" / "compatibility.md"
 TIMEOUT_S = 300
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
@@ -119,7 +120,7 @@ def why_failed(codes: list[int | None], records: list[dict[str, Any]], shown: st
 
 
 def document(results: dict[str, Any]) -> str:
-    """Return docs/compatibility.md."""
+    """Return benchmarks/results/compatibility.md."""
     runs = results["runs"]
     complete = {client: about for client, about in clients().items() if set(WAYS) <= set(runs.get(client, ()))}
     failures = ", ".join(ours_alone(results))
@@ -143,7 +144,7 @@ def row(client: str, about: dict[str, str], ways: dict[str, dict[str, Any]]) -> 
     cells = [
         about["project"],
         first["version"],
-        f"[{about['what'].rstrip('.')}](../clients/{client}.py)",
+        f"[{about['what'].rstrip('.')}](../../clients/{client}.py)",
         f"`{dgc['typed']}`" if "typed" in dgc else "",
         f"{first['first_loss']:.4g}" if "first_loss" in first else "",
         *("fails" if "error" in each else f"{each['loss']:.4g}" for each in outcomes),
@@ -171,7 +172,7 @@ the projects into a separate environment (`clients/requirements.txt`) and writes
 - **Typed**: the code for dgc; for the other columns it has `ddp` or `local_sgd` instead of `dgc`.
 - **Loss**: training loss, the mean of both ranks, over the first fifth of the steps (with ddp) and over the last
   fifth. With local_sgd it is the loss of each rank's replica. The runs are short, about 120 steps: for the
-  accuracy of a method see the measurements in the [cards of the methods](methods/dgc.md). After
+  accuracy of a method see the measurements in the [cards of the methods](../../docs/methods/dgc.md). After
   each fit both ranks have the same weights.
 - **dgc** without numbers would measure that loopback is not slow, and send whole gradients. Therefore the callbacks
   contain `lowbw.SparsityWarmup(begin_step=20, steps=20, sparsity=[0.9, 0.99])`. local_sgd has its defaults.

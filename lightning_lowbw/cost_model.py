@@ -39,7 +39,7 @@ element of a dense payload, and none for TopK, whose pass replaces the optimizer
 A Lightning strategy (`strategies.auto_choice`) measures the link and a dense step, and adds to these seconds what the
 payloads compute, from exchanges of a sample without a network. Not in the model: lost packets, stragglers,
 other traffic, the host's time (of a sparse reduce-scatter `scatter_operations`; on an H100 about 43 ms of a step with
-powersgd, docs/plan.md).
+powersgd, docs/quick_start.md).
 """
 
 from __future__ import annotations

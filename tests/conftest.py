@@ -43,7 +43,7 @@ if hasattr(os, "SCHED_BATCH"):
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--shard", default="0/1", help="3/8: the fourth of eight parts of the tests")
     parser.addoption("--rewrite-golden", action="store_true", help="record the golden trajectories anew")
-    parser.addoption("--rewrite-reliability", action="store_true", help="write docs/reliability.md anew")
+    parser.addoption("--rewrite-reliability", action="store_true", help="write benchmarks/results/reliability.md anew")
 
 
 def pytest_configure(config: pytest.Config) -> None:

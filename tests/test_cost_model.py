@@ -167,10 +167,9 @@ def test_the_numbers_of_the_documents() -> None:
     wait = f"would wait less than {LEAST_WAIT_S:g} s"
     phrases = {
         "README.md": (f"`dgc` needs {sgd + 7} steps, with Adam {adam + 7}",),
-        "docs/use.md": (of_a_run, wait),
         "lightning_lowbw/strategies/names.py": (of_a_run,),
         "docs/methods/dgc.md": (f"fewer than {sgd} steps (with Adam and AdamW {adam}) are left", wait),
-        "docs/methods/lowbw.md": (wait,),
+        "docs/methods/choose.md": (of_a_run, wait),
     }
     for document, expected in phrases.items():
         text = " ".join((ROOT / document).read_text().split())

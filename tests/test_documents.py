@@ -22,11 +22,19 @@ import lightning_lowbw as lowbw
 from lightning_lowbw import cli
 from tests.programs import ROOT
 
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+GUIDES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+WRITTEN = ("compatibility", "lightning", "optimizers", "reliability")  # which have commands and names, too
+PAGES = [*GUIDES, ROOT / "CONTRIBUTING.md", *(ROOT / f"benchmarks/results/{name}.md" for name in WRITTEN)]
 PROGRAMS = dict(re.findall('^(lowbw-[a-z]+) = "(.*)"', (ROOT / "pyproject.toml").read_text(), re.MULTILINE))
 MAKE = re.findall("^([a-z][a-z -]*):|^([A-Z]+) [?:]=|[(]([A-Z]+)[),]", (ROOT / "Makefile").read_text(), re.MULTILINE)
 KNOWN = {*PROGRAMS, "make", "pip", "pytest", "python", "torchrun"}  # others' programs are not ours to check
 PYTHON = re.compile(r"(lowbw|lightning_lowbw)\.\w+\(|(L\.)?Trainer\(")
+
+
+def test_they_are_few_and_short() -> None:
+    """As `wc -w` counts; who adds a sentence deletes another one."""
+    assert len(GUIDES) <= 18
+    assert sum(len(page.read_text().split()) for page in GUIDES) <= 15_000
 
 
 def blocks(page: Path, languages: str) -> Iterator[str]:

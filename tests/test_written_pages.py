@@ -10,14 +10,16 @@ from clients import run
 
 def test_the_page_of_faults_has_their_tests() -> None:
     named = [name for cells in reliability.rows() for name in reliability.names_in(cells)]
-    assert sorted({*named}) == sorted(reliability.marked()), "a row of docs/reliability.md, or @pytest.mark.fault"
+    assert sorted({*named}) == sorted(reliability.marked()), "a row of the page, or @pytest.mark.fault"
     assert all(fault and what for fault, what, *_ in reliability.rows())
+    guide = (reliability.ROOT / reliability.GUIDE).read_text()
+    assert guide.split("<!-- faults:begin -->\n")[1].split("<!-- faults:end -->")[0] == reliability.shown()
 
 
 def test_the_page_of_lightning_has_every_row_and_nothing_fails_with_ours_alone() -> None:
     rows = (*surface.ROWS, surface.NOTEBOOK)
     cells = surface.read_table(surface.PAGE.read_text())
-    assert [*cells] == [*product(rows, surface.COLUMNS)], "make surface writes docs/lightning.md anew"
+    assert [*cells] == [*product(rows, surface.COLUMNS)], "make surface writes benchmarks/results/lightning.md anew"
     works = [name for name in rows if cells[name, "ddp"] == surface.YES]
     assert {cells[name, column] for name in works for column in surface.COLUMNS} == {surface.YES}
 

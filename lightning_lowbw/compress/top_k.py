@@ -12,7 +12,7 @@ Therien, Lidin, Belilovsky, "Communication Efficient LLM Pre-training with Spars
 Deviation: a chunk is a number of consecutive elements of a tensor, row by row, and the rest; SparseLoCo's authors cut
 matrices into square tiles and vectors into divisors of their length, and as here send as many of a small chunk as of a
 whole one. Their paper divides by N, their published code by the number of participants that sent the element, which is
-better by far for local SGD (docs/methods/sparse_local_sgd.md).
+better by far for local SGD (docs/methods/local_sgd.md).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""docs/design.md names the files and functions that a step goes through: a step is traced."""
+"""walk.md names the files and functions that a step goes through: a step is traced."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from lightning_lowbw.presets import preset
 from tests.ranks import run_ranks
 
 ROOT = Path(lightning_lowbw.__file__).parent
-PAGE = Path(__file__).parents[2] / "docs" / "design.md"
+PAGE = Path(__file__).with_name("walk.md")
 STEPS: dict[str, tuple[Method, int]] = {  # and how many steps there are before
     "One step of `dgc`": (DGC(min_numel=10_000), 2),
     "One round of `sparse_loco`": (preset("sparse_loco").replace(k_steps=2), 3),

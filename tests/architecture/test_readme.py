@@ -9,7 +9,9 @@ import re
 import pytest
 
 from benchmarks.slow_link import Cell
+from lightning_lowbw import Compression
 from lightning_lowbw.comm.collectives import all_reduce_bytes
+from lightning_lowbw.sync.quantized import FORMATS, quantized_mean_bytes
 from tests.programs import ROOT
 
 README = (ROOT / "README.md").read_text()
@@ -37,8 +39,9 @@ def test_what_a_training_on_a_gpu_takes_more() -> None:
     assert f"a batch of {least:.0f} to {most:.0f} ms takes {dgc} ms longer with `dgc`, {int8} with `int8`." in text
     at_25 = [each["dgc at 25 %"] - each["alone"] for each in ms if "dgc at 25 %" in each]
     assert f"(`dgc` that sends 25 %: {math.floor(min(at_25))} to {math.ceil(max(at_25))}.)" in text
-    plan = " ".join((ROOT / "docs/plan.md").read_text().split())
+    plan = " ".join((ROOT / "docs/quick_start.md").read_text().split())
     assert f"{int8} ms longer with `int8`, {dgc} with `dgc`, on an H100 {powersgd} with `powersgd`" in plan
+    assert f"a batch takes [{powersgd} ms longer]" in " ".join((ROOT / "docs/methods/powersgd.md").read_text().split())
 
 
 def test_steps_of_many_nodes() -> None:
@@ -74,8 +77,46 @@ def test_it_is_one_page() -> None:
 def test_seconds_of_a_dense_exchange(row: str, parameters: float) -> None:
     line = next(line for line in README.splitlines() if line.startswith(f"| {row}"))
     shown = [float(cell.strip().removesuffix(" s").replace(",", "")) for cell in line.split("|")[2:5]]
-    expected = [all_reduce_bytes(int(4 * parameters), 4) * 8 / rate for rate in (1e10, 1e9, 1e8)]
+    ranks_and_rates = ((4, 1e10), (4, 1e9), (2, 2e8))
+    expected = [all_reduce_bytes(int(4 * parameters), ranks) * 8 / rate for ranks, rate in ranks_and_rates]
     assert shown == pytest.approx(expected, rel=0.02)
+
+
+def test_the_seconds_of_two_sites() -> None:
+    """7B parameters at 200 Mb/s, one rank per site."""
+    page, numel = " ".join((ROOT / "docs/wan.md").read_text().split()), 7_000_000_000
+    sparse = Compression().nbytes([1 << 20]) * numel / (1 << 20)
+    int8 = quantized_mean_bytes(numel, 2, FORMATS["int8"])
+    sparse_s, int8_s, model_s = (8 * nbytes / 2e8 for nbytes in (sparse, int8, 4 * numel))
+    assert f"sends {sparse / 1e6:.0f} MB to the other site every 15 steps ({sparse_s:.1f} s)" in page
+    assert f"would send {int8 / 1e9:.1f} GB in each step ({int8_s:.0f} s)" in page
+    assert f"in float32 {model_s / 60:.0f} minutes, without output" in page
+
+
+def test_memory_in_a_step() -> None:
+    """As measured on a GPU."""
+    rows = [line.strip("| ").split(" | ") for line in (RESULTS / "gpu.md").read_text().splitlines()]
+    measured = {row[0]: float(row[2]) for row in rows if row[0].endswith((", 100M", ", 1B"))}
+    page = [line.strip("| ").split(" | ") for line in (ROOT / "docs/behaviour.md").read_text().splitlines()]
+    shown = {row[0]: row[3:] for row in page if len(row) == 5}
+    names = {
+        "`bfloat16`": "bfloat16",
+        "`dgc` (large tensors), sending 0.1 %": "dgc",
+        "`dgc`, sending 25 %": "dgc at 25 %",
+        "`int8` (`float16` between steps, too)": "int8",
+        "`int4`": "int4",
+        "`sparse_loco`, local SGD with a `compression`": "sparse_loco",
+    }
+    for row, name in names.items():
+        assert shown[row] == [f"{measured[f'{name}, {size}']:.1f}" for size in ("100M", "1B")], row
+    least, most = min(measured.values()), max(measured.values())
+    text = f"In a step {least:.1f} to {most:.1f} bytes come on top (H200; `dgc` {measured['dgc, 100M']:.1f} to "
+    assert f"{text}{measured['dgc at 25 %, 100M']:.1f}, `int8` {measured['int8, 100M']:.1f})" in README
+
+
+def test_how_far_predictions_are_off() -> None:
+    (found,) = re.findall(r"Of \d+ predictions \d+ are within 20 %", (RESULTS / "emulated.md").read_text())
+    assert found in (ROOT / "docs/quick_start.md").read_text()
 
 
 BY_DDP = cell("auto.md", "| text | 800 |", "test accuracy of ddp, %")

@@ -20,7 +20,7 @@ from tests.programs import ROOT
 from tests.ranks import run_ranks
 from tests.tiny import QUIET, Tiny, make_data
 
-GUIDE = ROOT / "docs" / "use.md"
+GUIDE = ROOT / "docs" / "api.md"
 DEFAULTS: dict[str, Any] = {**QUIET, "accelerator": "cpu", "devices": 2}
 SPARSE = {"sparsity": [0.9, 0.99], "rampup_step": 10, "exclude": ["*.bias"]}
 INT4 = {"payload": "quantized", "value_dtype": "int4"}

@@ -1,4 +1,4 @@
-"""docs/optimizers.md is what the optimizers of torch do with each method; none fails."""
+"""benchmarks/results/optimizers.md is what the optimizers of torch do with each method; none fails."""
 
 from __future__ import annotations
 
