@@ -1,8 +1,8 @@
-"""Fine-tuning of adapters on two throttled nodes: examples/lora.py, into docs/wan.md.
+"""Fine-tuning of adapters on two throttled nodes: examples/lora.py, into benchmarks/results/lora.md.
 
     .venv/bin/python benchmarks/lora.py    # five minutes; needs transformers and peft
 
-Two nodes in the lab, a core each. Writes the table between the marks in docs/wan.md.
+Two nodes in the lab, a core each.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.harness import describe_environment, replace_block
+from benchmarks.harness import RESULTS, describe_environment
 from lightning_lowbw.lab import Network, launch, parse_rate
 
 EXAMPLE = Path(__file__).resolve().parents[1] / "examples" / "lora.py"
@@ -24,7 +24,7 @@ NUM_NODES = 2
 
 
 def main() -> None:
-    """Run the example and put its table into the page."""
+    """Run the example and write its table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, help="for a look; writes nothing")
     options = parser.parse_args()
@@ -46,7 +46,7 @@ def main() -> None:
             f"{NUM_NODES} nodes of one rank, {RATE} between them. {about} {STEPS} steps (`benchmarks/lora.py`, "
             f"{environment['num_cpus']} cores, torch {environment['torch']}, {versions}, {environment['date']}).\n\n"
         )
-        replace_block("docs/wan.md", "lora", note + table)
+        (RESULTS / "lora.md").write_text(note + table)
 
 
 if __name__ == "__main__":
