@@ -192,7 +192,7 @@ def test_the_commands_of_the_page(tmp_path: Path) -> None:
     assert {*OmegaConf.load(tmp_path / "check.yaml").cluster} == {*CLUSTER}
     plans = re.findall("^lowbw-plan (.*)", page, re.MULTILINE)
     shown, of_file, _, usage = (run_script(tmp_path, "plan.py", *shlex.split(each)) for each in plans)
-    rows = page.split("<!-- plan:begin -->\n```\n")[1].split("```\n<!-- plan:end -->")[0].splitlines()
+    rows = [*filter(None, page.split("<!-- plan:begin -->\n```\n")[1].split("```\n<!-- plan:end -->")[0].splitlines())]
     assert [line for line in shown.splitlines() if line in rows] == rows
     assert " 1 nodes x 2 ranks" in of_file
     assert usage.startswith("# lowbw-plan parameters=")

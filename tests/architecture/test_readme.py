@@ -114,6 +114,15 @@ def test_memory_in_a_step() -> None:
     assert f"{text}{measured['dgc at 25 %, 100M']:.1f}, `int8` {measured['int8, 100M']:.1f})" in README
 
 
+def test_the_versions_tried() -> None:
+    page, pinned = (ROOT / "docs/quick_start.md").read_text(), (ROOT / "constraints.txt").read_text()
+    torch, lightning = (re.findall(rf"^{name}==(\S+)", pinned, re.MULTILINE)[0] for name in ("torch", "lightning"))
+    about = json.loads((RESULTS / "gpu.json").read_text())["environment"]
+    minor, of_gpu = (version.rpartition(".")[0] for version in (torch, about["torch"]))
+    assert f"on CPUs torch {minor} with Lightning {lightning}, on GPUs torch {of_gpu}" in page
+    assert f"CUDA {about['cuda']}" in page
+
+
 def test_how_far_predictions_are_off() -> None:
     (found,) = re.findall(r"Of \d+ predictions \d+ are within 20 %", (RESULTS / "emulated.md").read_text())
     assert found in (ROOT / "docs/quick_start.md").read_text()

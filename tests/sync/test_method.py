@@ -132,7 +132,7 @@ def test_a_mapping_gets_its_topology_before_it_is_checked() -> None:
 # The card of the names ------------------------------------------------------------------------------------------------
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "methods" / "local_sgd.md"
-HEAD = "| name | `k_steps` | `begin_step` | other values |\n| --- | --- | --- | --- |\n"
+HEAD = "| name | `k_steps` | `begin_step` | other values |\n|---|---|---|---|\n"
 NAMES = [name for name in PRESETS if preset(name).averages_weights]
 
 
