@@ -102,8 +102,9 @@ def card_of(results: dict[str, Any]) -> str:
     """Return the summary in the method card."""
     cells = cells_of(results, {})
     parts = [
-        f"{len(TASKS)} tasks on {NUM_RANKS} ranks with ddp and with auto, each for "
-        f"{', '.join(f'{each:,}' for each in STEPS)} steps at {len(LINKS)} links. {summary_of(cells)}",
+        f"`benchmarks/auto.py` trains {len(TASKS)} tasks on {NUM_RANKS} ranks with ddp and with auto, each for "
+        f"{', '.join(f'{each:,}' for each in STEPS)} steps; rows are combinations of task, length and link. "
+        f"{summary_of(cells)}",
     ]
     ratios: dict[str, list[float]] = {link: [] for link in LINKS}
     for record in sorted_records(results):
@@ -112,7 +113,7 @@ def card_of(results: dict[str, Any]) -> str:
             if dense and own:
                 ratios[record["link"]].append(dense / own)
     told = ", ".join(f"{min(of):.2f} to {max(of):.2f} at {link}" for link, of in ratios.items() if of)
-    parts.append(f"Seconds of a run with ddp divided by those with auto: {told}.")
+    parts.append(f"Seconds of a run with ddp divided by those with auto, over tasks and lengths: {told}.")
     return (
         "\n\n".join(textwrap.fill(part, 125, break_long_words=False, break_on_hyphens=False) for part in parts) + "\n"
     )

@@ -169,7 +169,8 @@ def summary_of(cells: list[Cell]) -> str:
         )
     beyond = {key: sum(is_beyond_ddp(cell, key) for cell in sparse) for key in ("val_loss", "test_accuracy")}
     parts.append(
-        f"By more than ddp's own standard error over {NUM_SEEDS} seeds auto is worse in {beyond['val_loss']} rows in the "
+        "A row with more seeds has a smaller error. By more than the standard error that ddp's own mean has over "
+        f"{NUM_SEEDS} seeds (its standard deviation / √{NUM_SEEDS}), auto is worse in {beyond['val_loss']} rows in the "
         f"loss, in {beyond['test_accuracy']} in the accuracy."
     )
     return " ".join(parts)
