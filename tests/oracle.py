@@ -194,8 +194,8 @@ def round_up(value: np.float32) -> np.float32:
 class OracleQuantized:
     """The mean in few bits over ranks, with what each of them keeps; all numbers are float32, as on the wire.
 
-    Tang et al., arXiv 1905.05957, with N servers, each for its part; two ranks need none. On two levels a rank is a
-    node, the vector one local rank's part of all tensors, and there is an oracle for each.
+    Tang et al., arXiv 1905.05957, with N servers, each for its part; two ranks need none, nor have hidden averages any.
+    On two levels a rank is a node, the vector one local rank's part of all tensors, and there is an oracle for each.
 
     Attributes:
         residuals: of each rank, of the whole vector.
@@ -203,6 +203,7 @@ class OracleQuantized:
 
     num_ranks: int
     bits: int
+    is_hidden: bool = False
     residuals: list[np.ndarray] = field(default_factory=list)
 
     def mean(self, signals: list[np.ndarray]) -> np.ndarray:
@@ -210,11 +211,11 @@ class OracleQuantized:
         num_ranks, numel = self.num_ranks, len(signals[0])
         if not self.residuals:
             self.residuals = [np.zeros(numel, dtype=np.float32) for _ in range(num_ranks)]
-        if num_ranks == 2:
+        if num_ranks == 2 or self.is_hidden:
             wanted = [signal + residual for signal, residual in zip(signals, self.residuals, strict=True)]
             sent = [encode(each, self.bits) for each in wanted]
             self.residuals = [each - own for each, own in zip(wanted, sent, strict=True)]
-            return (sent[0] + sent[1]) / np.float32(2)
+            return np.add.reduce([each * np.float32(1 / num_ranks) for each in sent])
         size = math.ceil(numel / num_ranks)
         received = np.zeros((num_ranks, num_ranks, size), dtype=np.float32)  # by sender and owner
         unsent = np.zeros_like(received)
@@ -382,3 +383,30 @@ class OracleSparseLoCo(Replicas):
         self.x0 = self.x0 - step
         for replica, snapshot in zip(self.replicas, snapshots, strict=True):
             replica.copy_(replica + (self.x0 - snapshot) if self.delay else self.x0)
+
+
+@dataclass
+class OracleFewBits(Replicas):
+    """Averages of changes in few bits, hidden, of a tensor alone, in float32 so that bits can be compared.
+
+    Args:
+        num_parts: of the tensor, each with messages of its own: the ranks of a node.
+    """
+
+    bits: int = 8
+    num_parts: int = 1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.parts = [OracleQuantized(self.num_ranks, self.bits, is_hidden=True) for _ in range(self.num_parts)]
+
+    def average(self) -> Tensor:
+        moves = [(replica.detach() - self.x0).reshape(-1) for replica in self.replicas]
+        of_parts = zip(self.parts, *(move.split(-(-move.numel() // self.num_parts)) for move in moves), strict=True)
+        means = [torch.from_numpy(oracle.mean([each.numpy() for each in own])) for oracle, *own in of_parts]
+        return torch.cat(means).view(self.start.shape)
+
+    def apply(self, average: Tensor, snapshots: list[Tensor]) -> None:
+        self.x0 = self.x0 + average
+        for replica, snapshot in zip(self.replicas, snapshots, strict=True):
+            replica.add_(self.x0 - snapshot)

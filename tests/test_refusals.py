@@ -72,7 +72,10 @@ REFUSED: dict[Callable[..., Any], list[tuple[dict[str, Any], str]]] = {
     lowbw.Method: [
         ({"what": FEW, "when": lowbw.EveryStep(sparsity=(0.9,))}, r"sparsity=\[0\.9\] with Quantized\(.*what=TopK\(\)"),
         ({"when": lowbw.EveryStep(rampup_begin_step=3)}, r"rampup_begin_step=3 with Whole\(\): every step is dense"),
-        ({"what": FEW, "when": lowbw.EveryK(delay_steps=2)}, r"delay_steps=2 with Quantized\(.*cannot be hidden"),
+        (
+            {"what": lowbw.LowRank(), "when": lowbw.EveryK(delay_steps=2)},
+            r"delay_steps=2 with LowRank\(.*cannot be hidden",
+        ),
         ({"what": FEW, "when": lowbw.EveryK(k_steps=1)}, r"k_steps=1 with Quantized\(.*nothing would be compressed"),
         ({"what": lowbw.TopK(momentum_masking=True), "when": lowbw.EveryK()}, r"momentum_masking=True every k steps"),
         ({"where": lowbw.Where(topology=[[0], [1]], algorithm="leader")}, r"algorithm='leader' with topology=Topology"),

@@ -142,7 +142,7 @@ class Payload(ABC):
         if when.delay_steps and not self.can_be_hidden:
             raise ConfigurationError(
                 f"delay_steps={when.delay_steps!r} with {self}: its messages depend on one another and cannot be "
-                "hidden. Leave out delay_steps, or send TopK or Whole."
+                "hidden. Leave out delay_steps, or send Whole, Quantized or TopK."
             )
 
     def uses(self, num_participants: int, num_parts: int = 1, *, when: Schedule) -> Uses:

@@ -3,7 +3,8 @@
 Each rank writes the N parts of its vector in few bits and sends part j to rank j; rank j averages what it got, and
 sends the mean, in few bits as well, to all. Rounding errors stay in the residual of the rank that has rounded: those of
 the vector on every rank, those of the mean, times N, on the owner of the part. Two ranks need no owners: each sends its
-vector to the other, and the mean is rounded no more.
+vector to the other, and the mean is rounded no more. Nor have averages that are hidden behind steps owners: nobody is
+there to answer between two messages. So each sends its vector to all.
 
 All tensors of a call are one vector, which is processed in ranges: on a CPU such that fit into the cache, where signal
 and residual are read once, residual and message written once. Only messages are allocated in the vector's size.
@@ -25,29 +26,31 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial, reduce
-from itertools import accumulate
+from itertools import accumulate, zip_longest
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from lightning_lowbw.arguments import check_one_of, names_arguments
+from lightning_lowbw.comm.collectives import all_gather_bytes, all_reduce_bytes
 from lightning_lowbw.comm.peers import Peers
 from lightning_lowbw.compress.payload import FLOAT_BYTES, Message, Payload, Shapes
 from lightning_lowbw.compress.selection import Residuals
+from lightning_lowbw.errors import ConfigurationError
 from lightning_lowbw.kernels.dispatch import NO_KERNELS, Uses, blocks_for
 from lightning_lowbw.kernels.reference import SCALED
 from lightning_lowbw.kernels.tensors import allocate, copy_all_, flat, split_front
 from lightning_lowbw.schedules.schedule import Schedule
 from lightning_lowbw.sync.beside import Beside
 from lightning_lowbw.sync.exchange import (
+    EXCHANGES,
     Arrived,
     Correction,
     DenseMean,
     LateMean,
     PreparedWhole,
     Signal,
-    exchanges,
 )
 from lightning_lowbw.sync.status import Fault, overflow
 
@@ -174,16 +177,16 @@ FORMATS: dict[str, QuantizedFormat] = {  # by their public names; a file with an
 }
 
 
-def quantized_mean_bytes(numel: int, num_ranks: int, value_format: QuantizedFormat) -> int:
+def quantized_mean_bytes(numel: int, num_ranks: int, value_format: QuantizedFormat, *, is_hidden: bool = False) -> int:
     """Return the bytes a rank sends for a mean of vectors in few bits: 2 (W - 1) parts of ceil(numel / W) values.
 
-    Of two ranks each sends its whole vector to the other.
+    Of two ranks each sends its whole vector to the other; in hidden averages each sends it to all.
 
     On two levels that of a part of ceil(numel / ranks of a node) elements, between nodes; and in a node, to gather the
     parts of the mean, `all_gather_bytes` of a part in the vector's own dtype.
     """
-    if num_ranks == 2:
-        return value_format.nbytes(numel)
+    if num_ranks == 2 or is_hidden:
+        return all_gather_bytes(value_format.nbytes(numel), num_ranks)
     return 2 * (num_ranks - 1) * value_format.nbytes(-(-numel // num_ranks))
 
 
@@ -205,6 +208,8 @@ class Quantized(Payload, key="quantized"):
 
     value_dtype: str = "int8"
 
+    can_be_hidden = True
+
     def __post_init__(self) -> None:
         check_one_of("value_dtype", self.value_dtype, tuple(FORMATS))
 
@@ -219,23 +224,34 @@ class Quantized(Payload, key="quantized"):
     def messages(self, shapes: Shapes, num_participants: int, num_parts: int = 1, *, when: Schedule) -> list[Message]:
         part, nbytes = -(-sum(map(math.prod, shapes)) // num_parts), FORMATS[self.value_dtype].nbytes
         in_node = Message("gather_in_node", FLOAT_BYTES * part)
-        if num_participants == 2:
+        if when.delay_steps:
+            in_node = Message("gather_in_node", num_participants * nbytes(part))
+        if num_participants == 2 or when.delay_steps:
             return [Message("all_gather", nbytes(part), carries_status=True), in_node]
         of_owner = nbytes(-(-part // num_participants))  # to its owner, and back as a mean
         return [Message("all_to_all", of_owner, carries_status=True), Message("all_gather", of_owner), in_node]
 
 
-@exchanges(Quantized)
 class QuantizedExchange:
     """Averages tensors in few bits per value; rounding errors are added to the next ones.
 
     Args:
         payload: what is sent; may be replaced between steps, on all ranks.
         peers: who takes part; on two levels the tensors are those of nodes, equal on the ranks of each.
+        is_hidden: whether steps are taken between a message and its mean.
+
+    Raises:
+        ConfigurationError: averages are hidden, and among so many participants whole values are fewer bytes.
     """
 
-    def __init__(self, payload: Quantized, peers: Peers) -> None:
-        self.payload, self.peers = payload, peers
+    def __init__(self, payload: Quantized, peers: Peers, *, is_hidden: bool = False) -> None:
+        self.payload, self.peers, self.is_hidden, num = payload, peers, is_hidden, peers.num_participants
+        nbytes = quantized_mean_bytes(SCALED, num, FORMATS[payload.value_dtype], is_hidden=True)
+        if is_hidden and num > 1 and nbytes >= all_reduce_bytes(FLOAT_BYTES * SCALED, num):
+            raise ConfigurationError(
+                f"delay_steps with {payload} among {num} participants: each would send its values to all others, which "
+                "is more than an average of whole ones. Leave out delay_steps, or the compression."
+            )
         self.residuals = Residuals()
         self.fault: Tensor | None = None
 
@@ -262,8 +278,16 @@ class QuantizedExchange:
         pass
 
 
+def _exchange(what: Quantized, peers: Peers, when: Schedule) -> Any:
+    return QuantizedExchange(what, peers, is_hidden=bool(when.delay_steps))
+
+
+EXCHANGES[Quantized] = _exchange
+
+
 class PendingQuantized(LateMean):
     """The first message: the parts of this rank's vector in few bits, for their owners; between two, all for the other.
+    Where averages are hidden, all for all, and nothing is sent later.
 
     Behind them a status, and what is sent whole (`Beside`). Among more than two participants the second message has the
     means of the owners. On two levels each rank of a node does this for its part of every tensor, and the means are
@@ -303,10 +327,13 @@ class PendingQuantized(LateMean):
         most = [self._peers.part(tensor.numel(), 0).stop for tensor in self._tensors]  # that a rank of the node has
         self._numel, num = sum(most), self._peers.num_participants
         # Of the part that a rank owns; of two ranks each sends all to the other.
-        self._num_rows, self._size = (1, self._numel) if num == 2 else (num, -(-self._numel // num))
+        has_owners = num != 2 and not exchange.is_hidden
+        self._num_rows, self._size = (num, -(-self._numel // num)) if has_owners else (1, self._numel)
         self._beside = Beside(status, whole, self._peers, self._device)
         self._beside.begin()
         self._message = self._encode() if num > 1 and self._numel else torch.empty(0)
+        is_begun = exchange.is_hidden and self._message.numel()
+        self._work = self._peers.begin_gather(self._message.view(-1)) if is_begun else None
         self._received: Tensor | None = None
         self._told: tuple[Tensor, dict[str, Tensor]] | None = None  # what was beside it
 
@@ -334,7 +361,11 @@ class PendingQuantized(LateMean):
         return message
 
     def wait(self) -> Arrived:
-        if self._told is None and self._message.numel():
+        if self._told is None and self._work is not None:
+            with self._peers.ledger.waiting(self._device):
+                self._received = self._work.wait()
+            self._told = self._beside.read(self._received[..., self._format.nbytes(self._size) :])
+        elif self._told is None and self._message.numel():
             exchanged = self._peers.between.all_gather if self._num_rows == 1 else self._peers.between.all_to_all
             self._received = exchanged(self._message.view(-1)).view(self._peers.num_participants, -1)
             besides = self._received[:, self._format.nbytes(self._size) :].unsqueeze(0)
@@ -353,11 +384,13 @@ class PendingQuantized(LateMean):
                 self._signals.write_(0, whole)
                 self._residuals.write_(0, torch.zeros_like(whole))
             return self._gathered()
-        received = self._received[:, : value_format.nbytes(size)]
+        received = self._received[..., : value_format.nbytes(size)]
         if self._num_rows == 1:
-            for _, start, stop in _ranges(1, size, self._device, num_read=2):
-                halves = value_format.read(received, size, start, stop).mul_(0.5)  # whose sum does not overflow
-                self._signals.write_(start, halves.sum(0))
+            of_ranks = received.view(-1, *received.shape[-2:]), [self._signals] if self._work is None else self._rooms()
+            for messages, means in zip(*of_ranks, strict=False):  # the last ranks of a node may have no parts
+                for _, start, stop in _ranges(1, size, self._device, num_read=len(messages)):
+                    shares = value_format.read(messages, size, start, stop).mul_(1.0 / len(messages))
+                    means.write_(start, shares.sum(0))  # of shares: that of the values may overflow
             return self._gathered()
         answer = torch.empty((1, received.shape[1]), dtype=torch.uint8, device=self._device)
         for _, start, stop in _ranges(1, size, self._device, num_read=len(received)):
@@ -377,14 +410,18 @@ class PendingQuantized(LateMean):
         """Return the means, on two levels of what the ranks of the node have; note whether something is infinite."""
         self._message, self._received = torch.empty(0), None  # memory for what is gathered
         self._exchange.fault = self._left * 0 != 0  # NaN of a NaN, and of an infinity
-        if self._peers.num_local_ranks > 1 and self._numel:
-            row = self._signals.read(0, self._numel, self._dtype)
-            rows = self._peers.gather_parts_in_node(row, self._numel * self._peers.num_local_ranks)
-            pieces = [each.split(self._peers.part(each.numel(), 0).stop) for each in self._tensors if each.numel()]
-            for local_rank, row in enumerate(rows.view(-1, self._numel)):
-                if of_rank := [parts[local_rank] for parts in pieces if local_rank < len(parts)]:
-                    Joined(of_rank).write_(0, row)
+        if self._peers.num_local_ranks > 1 and self._numel and self._work is None:
+            part = self._signals.read(0, self._numel, self._dtype)
+            rows = self._peers.gather_parts_in_node(part, self._numel * self._peers.num_local_ranks)
+            for room, row in zip(self._rooms(), rows.view(-1, self._numel), strict=False):
+                room.write_(0, row)
         return DenseMean(self._signal)
+
+    def _rooms(self) -> list[Joined]:
+        """Return, of each rank of the node that has one, the part of the tensors that it exchanges."""
+        pieces = [each.split(self._peers.part(each.numel(), 0).stop) for each in self._tensors if each.numel()]
+        of_ranks = ([of_one for of_one in parts if of_one is not None] for parts in zip_longest(*pieces))
+        return [Joined(parts) for parts in of_ranks]
 
     def take_back(self) -> bool:
         if not (self._is_pending and self._message.numel()):  # the signal may have become the mean

@@ -52,6 +52,10 @@ ROWS = {
     "slowmo, hidden": Row(lowbw.LocalSGD(4, 0, outer="slowmo", delay_steps=3)),
     "streaming": Row(lowbw.LocalSGD(4, 0, outer="nesterov", num_fragments=2, delay_steps=3, mixing=0.5)),
     "int8 every k": Row(lowbw.LocalSGD(3, compression="int8"), SGD, 3),
+    "int8 every k, hidden": Row(lowbw.LocalSGD(4, delay_steps=3, compression="int8"), SGD, 3),
+    "int4 every k, hidden, in fragments on two levels": Row(
+        lowbw.LocalSGD(4, 0, num_fragments=2, delay_steps=3, compression="int4", **TWO_LEVELS), ADAMW, 4
+    ),
     "int4 every k on two levels": Row(lowbw.LocalSGD(5, 0, compression="int4", **TWO_LEVELS), ADAMW, 4),
     "sparse_loco": Row(lowbw.LocalSGD(3, 0, compression={"min_numel": 100, "chunk": 128}), ADAMW, 3),
     "sparse_loco, hidden, of tensors": Row(lowbw.Method(when=lowbw.EveryK(k_steps=4, delay_steps=3), what=INT4)),

@@ -44,7 +44,8 @@ class Volumes:
 
     def quantized(self, value_dtype: str, numels: Sequence[int]) -> int:
         """Return the bytes of a mean in few bits."""
-        return quantized_mean_bytes(sum(self.parts(numels)), self.num_participants, FORMATS[value_dtype])
+        given = sum(self.parts(numels)), self.num_participants, FORMATS[value_dtype]
+        return quantized_mean_bytes(*given, is_hidden=self.row.method.hides_averages)
 
     def sparse(self, what: TopK, numels: Sequence[int], density: float | None) -> int:
         """Return the bytes of the largest elements; not those of a reduce-scatter, whose parts follow the data."""

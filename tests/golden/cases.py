@@ -237,6 +237,8 @@ for _name, _options, _fields in (
     ("streaming-slowmo", {"num_fragments": 2, "outer": "slowmo", "k_steps": 3, "delay_steps": 1}, {}),
     ("streaming-bfloat16", {"num_fragments": 2, "compression": "bfloat16"},
      {"model": models.Conv, "precision": "bf16-mixed"}),
+    ("streaming-int4-resume", {"num_fragments": 2, "k_steps": 3, "delay_steps": 2, "compression": "int4"},
+     {"ranks": 3, "optimizer": "adamw", "resume_at": 5, "steps": 10}),
     ("streaming-two-levels", {"num_fragments": 2, "k_steps": 3, "delay_steps": 1, "mixing": 0.3, "topology": 2},
      {"ranks": 4, "optimizer": "adamw", "bytes_by_step": False}),
     ("streaming-resume", {"num_fragments": 3, "k_steps": 3, "delay_steps": 2, "mixing": 0.5, "outer": "nesterov"},

@@ -23,7 +23,7 @@ from lightning_lowbw.comm.collectives import all_gather_bytes
 from lightning_lowbw.comm.peers import Peers, make_peers, part_of
 from lightning_lowbw.sync import quantized
 from lightning_lowbw.sync.quantized import FORMATS, Quantized, QuantizedExchange, quantized_mean_bytes
-from tests.oracle import OracleQuantized
+from tests.oracle import OracleFewBits, OracleQuantized
 from tests.ranks import on_ranks, run_ranks
 from tests.sync import problem
 from tests.sync.problem import AWKWARD, NODES, THREE, Nodes, Signals, each
@@ -173,6 +173,38 @@ def test_a_replaced_dtype_is_sent_and_another_payload_is_refused() -> None:
 
 
 # Averages of weights --------------------------------------------------------------------------------------------------
+
+ALONE = {"matrix": (30, 50)}  # a block is of values of one tensor
+HIDDEN: dict[str, tuple[str, Nodes]] = {
+    "2 ranks": ("int4", problem.FLAT),
+    "3 ranks": ("int8", THREE),
+    "2 nodes": ("int4", NODES["blocks"]),
+}
+
+
+@pytest.mark.parametrize("case", HIDDEN)
+def test_hidden_averages_are_those_of_the_definition_to_the_bit(case: str) -> None:
+    """A message to all: nobody answers while steps are taken."""
+    dtype, nodes = HIDDEN[case]
+    method, options = LocalSGD(4, 0, delay_steps=2, compression=dtype), {"k": 4, "delay": 2, "num_parts": len(nodes[0])}
+    results = run_ranks(problem.train, sum(map(len, nodes)), method, ADAMW, ALONE, nodes, problem.STEPS)
+    start = problem.make_weight("matrix", ALONE["matrix"])
+    oracle = OracleFewBits(start, len(nodes), ADAMW, bits=int(dtype[-1]), **options)
+    problem.take_steps_of(oracle, "matrix", nodes)
+    assert oracle.rounds >= 2
+    for rank, result in enumerate(results):
+        node = problem.node_of(rank, nodes)
+        assert result["weights"]["matrix"].equal(oracle.replicas[node].detach())
+        kept = oracle.parts[nodes[node].index(rank)].residuals[node]
+        assert result["residuals"]["matrix"].equal(torch.from_numpy(kept))
+
+
+@pytest.mark.parametrize("dtype", ["int8", "bfloat16"])
+@on_ranks(8)
+def test_hidden_averages_of_more_bytes_than_whole_ones_are_refused(dtype: str) -> None:
+    weight = Parameter(torch.ones(50))
+    with pytest.raises(ConfigurationError, match=r"among 8 participants.*Leave out delay_steps"):
+        LocalSGD(2, 0, delay_steps=1, compression=dtype).attach(SGD([weight], lr=1.0), [("weight", weight)])
 
 
 @on_ranks()
