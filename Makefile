@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 OLDEST := torch==2.4.0 lightning==2.4.0 pytorch-lightning==2.4.0 torchmetrics==1.0.0 hydra-core==1.3.0 omegaconf==2.3.0
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo kernels test test-slow test-wheel test-oldest test-clients reliability surface bench gpu lint docs clean
+.PHONY: help venv demo kernels test test-slow test-wheel test-oldest test-clients reliability surface bench gpu gpu-lab lint docs clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## */make \1\t/' | expand -t 20
@@ -82,6 +82,9 @@ bench: $(STAMP)  ## measure on a throttled link: step time against bandwidth (ne
 	$(RUN) benchmarks/slow_link.py
 
 # With the torch that is there: a plain install would bring another one. A test that fails does not cost the benchmark.
+gpu-lab:  ## two ranks share an NVIDIA GPU, each behind a slow link: NCCL over sockets, in nine minutes; OUT=folder, again to go on
+	$(PYTHON) benchmarks/gpu_lab.py --out $(or $(OUT),outputs/gpu_lab)
+
 gpu:  ## on a machine with an NVIDIA GPU: proofs and a benchmark in eight minutes, with PYTHON's own torch; OUT=folder
 	$(PYTHON) benchmarks/gpu.py $(if $(OUT),--out $(OUT))
 
