@@ -38,7 +38,8 @@ GRACE_S = 4.0  # in which pytest writes what it has found until the limit
 SANITIZER = shutil.which("compute-sanitizer", path=f"{os.environ.get('PATH', '')}:/usr/local/cuda/bin")
 CAPTION = (
     "nccl: 2, 4 and 6 ranks share the device. Elsewhere the 7 peers of a rank are its echoes: their work on the device "
-    "is done, their network is not there. alone: a training without any exchange; local SGD averages every 2 batches. "
+    "is done, their network is not there. alone: a training without any exchange; local SGD without a number averages "
+    "every 2 batches. Of the host: before it waits for the device, in the wait, after it, from the end of backward. "
     "Bytes: at most during a step, beyond parameters, gradients, the optimizer's state and residuals."
 )
 NO_TESTS = 5  # pytest's exit status: a shard may be empty
@@ -353,7 +354,7 @@ def report(folders: list[Path]) -> None:
             (name, each["commit"], each["outcome"].partition(": ")[2].partition("; |")[0])
             for name, each in parts.items()
         ],
-        ("training", "commit", "method", "ms per batch", "of alone", "ms in kernels"): [
+        ("training", "commit", "method", "ms per batch", "of alone", "ms in kernels", "host, ms"): [
             (
                 name,
                 each["commit"],
@@ -361,6 +362,7 @@ def report(folders: list[Path]) -> None:
                 median,
                 each["of alone"][method],
                 each["ms per batch in kernels"].get(method, ""),
+                " + ".join(map(str, each.get("ms of the host in a step", {}).get(method, {}).values())),
             )
             for name, each in rows["training"].items()
             for method, (median, _) in each["ms per batch"].items()

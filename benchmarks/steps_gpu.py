@@ -24,7 +24,7 @@ from functools import partial
 from itertools import pairwise
 from math import prod
 from pathlib import Path
-from statistics import median
+from statistics import median, quantiles
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -49,6 +49,7 @@ from benchmarks.ops_gpu import (
 )
 from lightning_lowbw import DGC, LocalSGD, Method, PowerSGD, QuantizedGradients
 from lightning_lowbw.kernels.gpu import NUM_RANGES
+from lightning_lowbw.kernels.tensors import device_of
 from lightning_lowbw.presets import preset
 from lightning_lowbw.sync.exchange import DECODED_BYTES, ELEMENT_BYTES
 from lightning_lowbw.sync.gradient import GradientSync
@@ -250,7 +251,11 @@ class Decoder(nn.Module):
         return scores.flatten(0, 1)
 
 
-TRAININGS = ("dgc", "dgc at 25 %", "int8", "local SGD")
+AVERAGED = 8  # batches between two averages of the trainings
+TRAININGS = {
+    **{name: CASES[name].method for name in ("dgc", "int8", "powersgd")},
+    f"local SGD, k = {AVERAGED}": LocalSGD(AVERAGED, 0),
+}
 
 
 def training_rows(device: torch.device, sizes: list[str]) -> list[Callable[[], dict[str, Any]]]:
@@ -281,24 +286,26 @@ def training_rows(device: torch.device, sizes: list[str]) -> list[Callable[[], d
         model = make().to(device, memory_format=torch.channels_last)  # of parameters with four dimensions
         ms: dict[str, list[float]] = {}
         kernels: dict[str, Counter[str]] = {}
-        for _ in range(2):
+        host: dict[str, dict[str, float]] = {}
+        for _ in range(2):  # in turn, so that a drift of the clock is a spread
             for method in ("alone", *TRAININGS):
-                optimizer = SGD(model.parameters(), lr=1e-6, momentum=0.9)
-                worker = None if method == "alone" else make_worker(CASES[method].method, optimizer)
+                optimizer = SGD(model.parameters(), lr=1e-6, momentum=0.9, fused=True)
+                worker = None if method == "alone" else make_worker(TRAININGS[method], optimizer)
+                step = optimizer.step if worker is None else step_of(worker, optimizer, lambda: None)
 
-                def train(optimizer: SGD = optimizer, worker: Any = worker) -> None:
+                def train(optimizer: SGD = optimizer, step: Callable[[], Any] = step) -> float:
                     with torch.autocast(device.type, torch.bfloat16):
                         loss = nn.functional.cross_entropy(model(batch), targets)
                     optimizer.zero_grad()
                     loss.backward()
-                    if worker is None:
-                        optimizer.step()
-                    else:
-                        step_of(worker, optimizer, lambda: None)()
+                    begun = time.perf_counter()
+                    step()
+                    return begun
 
                 ms.setdefault(method, []).extend(times_ms(train, device))
                 if method not in kernels:
                     kernels[method] = kernels_us(train) if device.type == "cuda" else Counter()
+                    host[method] = host_ms(train, device)
                 release(device)
         alone = median(ms["alone"])
         more = {
@@ -306,9 +313,13 @@ def training_rows(device: torch.device, sizes: list[str]) -> list[Callable[[], d
         }
         return {
             "name": name,
+            "what": "a plain loop, eager, fused SGD, bfloat16 autocast, with echoes for peers",
             "parameters": sum(each.numel() for each in model.parameters()),
+            "us per empty launch": empty_launch_us(device),
             "ms per batch": {each: [round(median(taken), 2), round(min(taken), 2)] for each, taken in ms.items()},
+            "quartiles": {each: [round(ms, 2) for ms in quantiles(taken, n=4)] for each, taken in ms.items()},
             "of alone": {each: round(median(taken) / alone, 3) for each, taken in ms.items()},
+            "ms of the host in a step": host,
             "ms per batch in kernels": {each: round(us.total() / 1e3, 2) for each, us in kernels.items()},
             "us per batch more than alone, by kernel": {
                 each: {name: round(us) for name, us in of.most_common(8)}
@@ -321,7 +332,48 @@ def training_rows(device: torch.device, sizes: list[str]) -> list[Callable[[], d
     return [partial(measure, name) for name in models]
 
 
-def kernels_us(train: Callable[[], None]) -> Counter[str]:
+def host_ms(train: Callable[[], float], device: torch.device) -> dict[str, float]:
+    """Return the milliseconds of the host from the end of backward: before it waits, in the wait, and after it."""
+    kind, waits = type(device_of(device)), list[tuple[float, float]]()
+    download = kind.download
+
+    def stamped(self: Any, numbers: Tensor) -> Callable[[], list[float]]:
+        read = download(self, numbers)
+
+        def reading() -> list[float]:
+            begun = time.perf_counter()
+            values = read()
+            waits.append((begun, time.perf_counter()))
+            return values
+
+        return reading
+
+    steps = list[tuple[float, float, float, bool]]()
+    kind.download = stamped  # type: ignore[method-assign]
+    try:
+        for _ in range(2 * AVERAGED):
+            waits.clear()
+            begun = train()
+            ended = time.perf_counter()
+            first, last = (waits[0][0], waits[-1][1]) if waits else (ended, ended)
+            steps.append((first - begun, last - first, ended - last, bool(waits)))
+    finally:
+        kind.download = download  # type: ignore[method-assign]
+    exchanging = [step for step in steps if step[-1]] or steps  # of local SGD the averages
+    parts = zip(("before", "in", "after"), zip(*exchanging, strict=True), strict=False)
+    return {name: round(1e3 * median(seconds), 3) for name, seconds in parts}
+
+
+def empty_launch_us(device: torch.device) -> float:
+    """Return the microseconds of the host for an operation that does next to nothing: the yardstick of a host."""
+    one = torch.zeros(1, device=device)
+    started = time.perf_counter()
+    for _ in range(1000):
+        one.add_(1)
+    return round(1e3 * (time.perf_counter() - started), 2)
+
+
+def kernels_us(train: Callable[[], Any]) -> Counter[str]:
     """Return the microseconds per batch of each kernel."""
     from torch.autograd import DeviceType
     from torch.profiler import ProfilerActivity, profile
@@ -344,9 +396,9 @@ def short_name(kernel: str) -> str:
     return kernel[:100]
 
 
-def times_ms(train: Callable[[], None], device: torch.device) -> list[float]:
+def times_ms(train: Callable[[], Any], device: torch.device) -> list[float]:
     """Return the milliseconds per batch of some runs of batches, between which the host waits for the device."""
-    untimed, runs, batches = (16, 3, 6) if device.type == "cuda" else (4, 2, 2)
+    untimed, runs, batches = (16, 7, AVERAGED) if device.type == "cuda" else (4, 2, 2)
     for _ in range(untimed):
         train()
     found = []
