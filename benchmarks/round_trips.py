@@ -1,12 +1,12 @@
 """What a step takes, taken apart: its work, its bytes, and how many round trips it waits.
 
-    .venv/bin/python benchmarks/round_trips.py                     # about twenty minutes on two quiet cores
+    .venv/bin/python benchmarks/round_trips.py                     # about forty minutes on two quiet cores
     .venv/bin/python benchmarks/round_trips.py --before CHECKOUT   # in turn with another version of the package
     .venv/bin/python benchmarks/round_trips.py --tasks large       # the rows of the others stay
 
-Two nodes in the lab, a core each, train the tasks of headline.py on three links: without limits, at 100 Mb/s, and at
-100 Mb/s with a round trip of 50 ms. The second adds the bytes, the third the round trips. Medians of the repetitions,
-which are interleaved.
+Two nodes in the lab, a core each, train the tasks of headline.py without limits, at the rate of each of its links, and
+at the rate with the link's round trip. The second adds the bytes, the third the round trips. Medians of the
+repetitions, which are interleaved.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import json
 import os
 import statistics
 import sys
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ import lightning_lowbw as lowbw
 from benchmarks.beside_ddp.tasks import NUM_RANKS, be_quiet, make_trainer
 from benchmarks.contestants import COMMON, DDP, FP16, POWER_SGD
 from benchmarks.harness import RESULTS, describe_environment, run_in_lab
-from benchmarks.headline import SHOWN_TASKS
+from benchmarks.headline import LINKS, SHOWN_TASKS
 from benchmarks.worker import Window
 from lightning_lowbw.lab import parse_rate
 
@@ -42,13 +43,11 @@ METHODS = {
     "dgc, 0.1 %": lambda: lowbw.DGCStrategy(sparsity=[0.999], **COMMON),
 }
 OURS = tuple(METHODS)[3:]  # what another checkout is asked for
-RTT_MS = 50.0
-LINKS: dict[str, tuple[str | None, float]] = {
-    "work": (None, 0.0),
-    "and bytes": ("100mbit", 0.0),
-    "and round trips": ("100mbit", RTT_MS),
-}
+UNLIMITED = "unlimited"
+CONDITIONS: dict[str, tuple[str | None, float]] = {UNLIMITED: (None, 0.0)}  # rate, and round-trip time in milliseconds
+CONDITIONS |= {rate: (rate, 0.0) for rate, _ in LINKS.values()} | LINKS
 UNTIMED, TIMED = 5, 10  # steps
+LEAST_RTT_MS = 10.0  # below it a round trip is lost in the noise of a step
 
 
 def measure(task_name: str, method: str) -> dict[str, float]:
@@ -81,19 +80,23 @@ def report(rows: list[dict[str, Any]], environment: dict[str, Any]) -> None:
         "# What a step waits for\n",
         " ".join(__doc__.split("\n\n")[-1].split()) + "\n",
         f"{num} repetitions of {TIMED} steps. A round trip is that of a message that is sent and answered; negative "
-        "ones are noise. The bytes are those of the interface of a node, headers included.\n",
-        "| task | method | version | work, ms | bytes, ms | waiting, ms | a step, ms | round trips | kB |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+        f"ones are noise, and below {LEAST_RTT_MS:.0f} ms all are (-). The bytes are those of the interface of a node, "
+        "headers included.\n",
+        "| link | task | method | version | work, ms | bytes, ms | waiting, ms | a step, ms | round trips | kB |",
+        "| --- " * 10 + "|",
     ]
-    for task, method, version in dict.fromkeys((row["task"], row["method"], row["version"]) for row in rows):
-        mine = [row for row in rows if (row["task"], row["method"], row["version"]) == (task, method, version)]
-        alone, carried, all_s = (
-            1e3 * statistics.median(row["step_s"] for row in mine if row["link"] == link) for link in LINKS
-        )
-        num_trips, nbytes = (all_s - carried) / RTT_MS, statistics.median(row["interface_bytes"] for row in mine)
+    cells = dict.fromkeys((row["task"], row["method"], row["version"]) for row in rows)
+    for (link, (rate, rtt_ms)), (task, method, version) in product(LINKS.items(), cells):
+        conditions = (UNLIMITED, rate, link)
+        of_cell = [row for row in rows if (row["task"], row["method"], row["version"]) == (task, method, version)]
+        in_turn = [[row for row in of_cell if row["link"] == condition] for condition in conditions]
+        alone, carried, all_s = (1e3 * statistics.median(row["step_s"] for row in some) for some in in_turn)
+        sent_bytes = statistics.median(row["interface_bytes"] for row in in_turn[-1])
+        num_trips = f"{(all_s - carried) / rtt_ms:.1f}" if rtt_ms >= LEAST_RTT_MS else "-"
+        parts_ms = (alone, carried - alone, all_s - carried, all_s)
         shown.append(
-            f"| {SHOWN_TASKS[task][0]} ({task}) | {method} | {version} | {alone:.0f} | {carried - alone:.0f} | "
-            f"{all_s - carried:.0f} | {all_s:.0f} | {num_trips:.1f} | {nbytes / 1e3:,.0f} |"
+            f"| {link} | {SHOWN_TASKS[task][0]} ({task}) | {method} | {version} | "
+            f"{' | '.join(f'{part:.0f}' for part in parts_ms)} | {num_trips} | {sent_bytes / 1e3:,.0f} |"
         )
     about = ", ".join(f"{name} {value}" for name, value in environment.items())
     RESULTS.joinpath("round_trips.md").write_text("\n".join([*shown, "", f"Environment: {about}.", ""]))
@@ -103,7 +106,7 @@ def report(rows: list[dict[str, Any]], environment: dict[str, Any]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--before", help="another checkout, measured in turn")
-    parser.add_argument("--tasks", nargs="+", default=list(SHOWN_TASKS), choices=list(SHOWN_TASKS))
+    parser.add_argument("--tasks", nargs="+", default=["resnet", "text", "large"], choices=list(SHOWN_TASKS))
     parser.add_argument("--repetitions", type=int, default=3)
     options = parser.parse_args()
     versions = {"this": str(Path(__file__).resolve().parents[1])}
@@ -113,7 +116,7 @@ def main() -> None:
     rows = [row for row in kept if row["task"] not in options.tasks]
     for task in options.tasks:
         for repetition in range(options.repetitions):
-            for link, (rate, rtt_ms) in LINKS.items():
+            for link, (rate, rtt_ms) in CONDITIONS.items():
                 for version, checkout in versions.items():
                     methods = list(METHODS if version == "this" else OURS)
                     job = {"task": task, "methods": methods}
