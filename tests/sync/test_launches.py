@@ -49,7 +49,8 @@ from tests.shapes import resnet50_shapes, transformer_shapes
 triton_kernels = pytest.importorskip("lightning_lowbw.kernels.triton_kernels")
 
 DOCUMENT = Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "launches.md"
-HEADING = "| | launches | waits | calls | bytes |\n| --- | --- | --- | --- | --- |\n"
+HEADING = "| | launches | waits | messages | calls | bytes |\n| --- | --- | --- | --- | --- | --- |\n"
+MESSAGES = "collectives, on two levels between nodes"
 CALLS = "calls of torch's dispatcher, views included"
 BYTES = "tenths of bytes per parameter"  # at most in use, beyond what there is before the step
 # Operations that only look at a tensor otherwise, or make room for one.
@@ -261,6 +262,17 @@ def stand_in(monkeypatch: pytest.MonkeyPatch, num_ranks: int) -> Counter[str]:
     return count
 
 
+def count_messages(peers: Peers, count: Counter[str]) -> None:
+    """Count what the ledger is told of a collective, where only the slow network counts."""
+    record, of_slow_network = peers.ledger.record, ("inter",) if peers.is_two_level else ("inter", None)
+
+    def recording(nbytes: int, level: Any = None) -> None:
+        count[MESSAGES] += level in of_slow_network
+        record(nbytes, level)
+
+    vars(peers.ledger)["record"] = recording
+
+
 def fake_parameters(model: str) -> list[Parameter]:
     """Return the parameters of a model on a device that is not there; inside of `FakeTensorMode`."""
     last = torch.channels_last if model.endswith(CHANNELS_LAST) else torch.contiguous_format
@@ -296,6 +308,7 @@ def count_step(patch: pytest.MonkeyPatch, model: str, optimizer: Any, peers: Any
     """Return what the second compressed step has launched and waited for, without that of the user's optimizer."""
     has_scaler, is_sharded = also == GRAD_SCALER, also == SHARDED
     count = stand_in(patch, peers.num_ranks)
+    count_messages(peers, count)
     with torch.no_grad(), FakeTensorMode(), Operations(count) as operations:
         parameters = fake_parameters(model)
         if also == BF16_TRUE:
@@ -334,6 +347,7 @@ def count_average(
     peers, of_average = Peers(), Counter[str]()
     monkeypatch.setattr(ReplicaBuffers, "compare", lambda *_: set[str]())  # the status says 1 of everything
     count = stand_in(monkeypatch, peers.num_ranks)
+    count_messages(peers, count)
     with torch.no_grad(), FakeTensorMode(), Operations(count) as operations:
         parameters = fake_parameters(model)
         named = [(str(i), each) for i, each in enumerate(parameters)]
@@ -361,6 +375,7 @@ def count_local_step(
     """Return what the third step has launched and waited for, which is synchronous or local."""
     peers = Peers()
     count = stand_in(monkeypatch, peers.num_ranks)
+    count_messages(peers, count)
     with torch.no_grad(), FakeTensorMode(), Operations(count) as operations:
         parameters = fake_parameters("ResNet-50")
         named = [(str(i), each) for i, each in enumerate(parameters)]
@@ -558,11 +573,12 @@ def test_launches(name: str, rows: dict[str, str], request: Any, monkeypatch: py
         dist.destroy_process_group()
     num_waits = sum(number for what, number in count.items() if what.startswith("wait"))
     nbytes = count.pop(BYTES) / 10 if BYTES in count else "-"
+    num_messages = "-" if name == SCATTERED else count.pop(MESSAGES, 0)
     num_calls = count.pop(CALLS, 0)
     num_launches = count.total() - num_waits
     assert num_launches <= most, count
     assert num_waits == WAITS[name], count
-    row = f"| {name} | {num_launches} | {num_waits} | {num_calls} | {nbytes} |"
+    row = f"| {name} | {num_launches} | {num_waits} | {num_messages} | {num_calls} | {nbytes} |"
     if request.config.getoption("--rewrite-golden"):
         rows[name] = row
     assert rows[name] == row, f"pytest --rewrite-golden writes {DOCUMENT.name} anew"
