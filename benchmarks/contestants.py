@@ -36,10 +36,10 @@ class HookStrategy(DDPStrategy):
         self.model.register_comm_hook(self._ddp_comm_state, self._ddp_comm_hook)
 
 
-def power_sgd(rank: int) -> DDPStrategy:
+def power_sgd(rank: int, start_step: int = WARMUP_STEPS) -> DDPStrategy:
     """Make PowerSGD in one bucket: with several, its two all-reduces per bucket race on gloo."""
     state = powerSGD_hook.PowerSGDState(
-        process_group=None, matrix_approximation_rank=rank, start_powerSGD_iter=WARMUP_STEPS, min_compression_rate=1
+        process_group=None, matrix_approximation_rank=rank, start_powerSGD_iter=start_step, min_compression_rate=1
     )
     hook = powerSGD_hook.powerSGD_hook
     return HookStrategy(ddp_comm_state=state, ddp_comm_hook=hook, bucket_cap_mb=ONE_BUCKET_MB, **COMMON)

@@ -2,6 +2,7 @@
 
     .venv/bin/python benchmarks/headline.py             # hours on two cores; goes on where it was stopped
     .venv/bin/python benchmarks/headline.py --tasks resnet text    # the rows of the others stay
+    .venv/bin/python benchmarks/headline.py --tasks resnet text --controls    # what else there is to try, half an hour
     .venv/bin/python benchmarks/headline.py --report    # tables of what there is, and the README's block
 
 Two nodes in the lab, a core each. Three tasks: a ResNet with SGD, two transformers with AdamW, all with fused
@@ -21,7 +22,9 @@ import os
 import statistics
 import sys
 import textwrap
-from collections.abc import Callable
+from bisect import bisect_right
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -56,6 +59,7 @@ SHOWN_TASKS: dict[str, tuple[str, Task, int]] = {  # title, and optimizer steps
     "resnet": ("ResNet, SGD", TASKS["resnet"], 500),
     "text": ("transformer, AdamW", TASKS["text"], 500),
     "large": ("transformer, AdamW", LARGE, 300),
+    "resnet-long": ("ResNet, SGD, 5,000 steps", TASKS["resnet"], 5000),
 }
 LINKS: dict[str, tuple[str, float]] = {  # rate, and round-trip time in milliseconds
     "100 Mb/s, 50 ms": ("100mbit", 50.0),
@@ -77,21 +81,69 @@ CHOOSING = ("dgc", "lowbw")
 AGAIN = {"ddp again": "ddp"}  # the same, to see the noise
 
 
+@dataclass(frozen=True)
+class Control:
+    """What else a user would try; trained with one seed on the slowest link.
+
+    Attributes:
+        make: makes the strategy for a number of optimizer steps.
+        steps: optimizer steps, times the task's.
+        batches: of which the gradients make a step.
+        beta1: Adam's, in place of 0.9; then tasks with SGD have no such row.
+    """
+
+    make: Callable[[int], Any]
+    steps: float = 1.0
+    batches: int = 1
+    beta1: float | None = None
+
+
+CONTROLS = {
+    "ddp, bf16 hook": Control(lambda _: HookStrategy(ddp_comm_hook=default_hooks.bf16_compress_hook, **STOCK)),
+    "ddp, beta1 = 0.7": Control(lambda _: DDPStrategy(**STOCK), beta1=0.7),
+    "ddp, 4 batches in a step, as many batches": Control(lambda _: DDPStrategy(**STOCK), steps=0.25, batches=4),
+    "ddp, PowerSGD rank 4 hook after a tenth": Control(lambda num_steps: power_sgd(4, num_steps // 10)),
+    "powersgd, rank 4 after a tenth": Control(
+        lambda num_steps: lowbw.Strategy(lowbw.PowerSGD(4, start_step=num_steps // 10), **COMMON)
+    ),
+    "local SGD, hidden, 1.6 times as many steps": Control(
+        lambda _: lowbw.LocalSGDStrategy(
+            8, begin_step=0, outer="nesterov", outer_lr=0.7, outer_momentum=0.6, delay_steps=7, **COMMON
+        ),
+        steps=1.6,
+    ),
+}
+CONTROL_LINK = "100 Mb/s, 50 ms"
+LONG = (
+    "dgc",
+    "lowbw",
+    "ddp, fp16 hook",
+    "ddp",
+)  # an hour on the slowest link, where what is sent differs from short runs
+
+
 class Fused(pl.Callback):
-    """Let the optimizers take their fused step, the fastest there is."""
+    """Let the optimizers take their fused step, the fastest there is; and Adam's beta1 where one is given."""
+
+    def __init__(self, beta1: float | None = None) -> None:
+        self.beta1 = beta1
 
     def on_fit_start(self, trainer: pl.Trainer, module: Any) -> None:
         for optimizer in trainer.optimizers:
             for group in optimizer.param_groups:
                 group["fused"] = True
+                if self.beta1 is not None:
+                    group["betas"] = (self.beta1, group["betas"][1])
 
 
-def train(task: Task, data: Any, strategy: Any, seed: int, num_steps: int) -> Row:
+def train(task: Task, data: Any, strategy: Any, seed: int, num_steps: int, control: Control | None = None) -> Row:
     """Train once on this rank, with the others; return losses, seconds, bytes, and what was chosen."""
     pl.seed_everything(seed, workers=True, verbose=False)
     curve, model = Curve(), task.make_model()
     trainer = make_trainer(strategy, num_steps, curve, data, NUM_NODES)
-    trainer.callbacks.append(Fused())
+    num_batches = control.batches if control else 1
+    trainer.accumulate_grad_batches = num_batches
+    trainer.callbacks.append(Fused(control.beta1 if control else None))
     before = read_sent_bytes(INTERFACE)
     trainer.fit(model, data)
     dist.barrier()
@@ -101,9 +153,11 @@ def train(task: Task, data: Any, strategy: Any, seed: int, num_steps: int) -> Ro
     validated = trainer.validate(model, data, verbose=False)[0]
     del trainer
     gc.collect()
+    # Lightning has divided the loss of a batch by the number of batches.
+    losses = [sum(curve.losses[done : done + num_batches]) for done in range(0, len(curve.losses), num_batches)]
     return {
-        "losses": [round(loss, 5) for loss in curve.losses],
-        "seconds": [round(clock - curve.clock[0], 4) for clock in curve.clock],
+        "losses": [round(loss, 5) for loss in losses],
+        "seconds": [round(clock - curve.clock[0], 4) for clock in curve.clock[num_batches - 1 :: num_batches]],
         "sent_bytes": sent,
         "val_loss": validated["val_loss"],
         "test_accuracy": tested["test_acc"],
@@ -119,9 +173,13 @@ def train_rank(job: Row, path: Path) -> None:
     _, task, num_steps = SHOWN_TASKS[job["task"]]
     rows, data = [], task.make_data()
     for name, method, seed in job["runs"]:
-        make = METHODS.get(name)
-        strategy = make() if method is None and make else lowbw.Strategy(lowbw.Method(**method), **COMMON)
-        run = train(task, data, strategy, seed, num_steps)
+        control = CONTROLS.get(name)
+        steps = round(num_steps * (control.steps if control else 1))
+        if control:
+            strategy = control.make(steps)
+        else:
+            strategy = METHODS[name]() if method is None else lowbw.Strategy(lowbw.Method(**method), **COMMON)
+        run = train(task, data, strategy, seed, steps, control)
         rows.append({"task": job["task"], "link": job["link"], "method": name, "given": method, "seed": seed, **run})
         if os.environ["RANK"] == "0":
             path.write_text(json.dumps(rows))
@@ -129,13 +187,26 @@ def train_rank(job: Row, path: Path) -> None:
     dist.barrier()
 
 
-def measure(results: Row, path: Path, tasks: list[str], num_seeds: int) -> None:
+def measure_controls(results: Row, path: Path, tasks: list[str]) -> None:
+    """Train the controls that are missing, and write the results after each task."""
+    for task in tasks:
+        done = {row["method"] for row in results["rows"] if row["task"] == task}
+        is_adam = SHOWN_TASKS[task][0].endswith("AdamW")
+        todo = [name for name, control in CONTROLS.items() if name not in done and (is_adam or control.beta1 is None)]
+        run(results, path, task, CONTROL_LINK, [(name, None, 0) for name in todo])
+
+
+def measure(results: Row, path: Path, tasks: list[str], links: list[str], num_seeds: int) -> None:
     """Train what is missing, link by link, and write the results after each."""
     for task in tasks:
-        for link in LINKS:
+        is_long = task.endswith("-long")
+        methods = LONG if is_long else tuple(METHODS)
+        for link in [CONTROL_LINK] if is_long else links:
             done = {row["method"] for row in results["rows"] if (row["task"], row["link"]) == (task, link)}
-            run(results, path, task, link, [(name, None, 0) for name in METHODS if name not in done])
-        chosen = {key: None for key in METHODS if key not in (*CHOOSING, *AGAIN)} | choices_of(results, task)
+            todo = [(name, None, 0) for name in methods if name not in done]
+            for together in [[each] for each in todo] if is_long else [todo]:  # each is kept when it is there
+                run(results, path, task, link, together)
+        chosen = {key: None for key in methods if key not in (*CHOOSING, *AGAIN)} | choices_of(results, task)
         done_runs = {
             (row["method"], row["seed"]) for row in results["rows"] if (row["task"], row["link"]) == (task, UNLIMITED)
         }
@@ -171,17 +242,17 @@ def run(results: Row, path: Path, task: str, link: str, runs: list[Any]) -> None
     path.write_text(json.dumps(results) + "\n")
 
 
-def smooth(losses: list[float]) -> list[float]:
+def smooth(losses: list[float], window: int = SMOOTHING) -> list[float]:
     """Return the running mean."""
-    return torch.tensor(losses).unfold(0, SMOOTHING, 1).mean(1).tolist()
+    return torch.tensor(losses).unfold(0, window, 1).mean(1).tolist()
 
 
 def summarise(rows: list[Row]) -> list[Row]:
     """Return one row for each task, link and method; differences are to ddp with the same seed."""
     found = []
     for task, link in product(SHOWN_TASKS, LINKS):
-        timed = {row["method"]: row for row in rows if (row["task"], row["link"]) == (task, link)}
-        if not timed:
+        timed = timed_rows(rows, task, link, METHODS)
+        if "ddp" not in timed:
             continue
         unlimited = {
             (row["method"], row["seed"]): row
@@ -223,11 +294,56 @@ def summarise(rows: list[Row]) -> list[Row]:
     return found
 
 
-def reached_s(run: Row, target: float, clock: list[float]) -> float | None:
+def timed_rows(rows: list[Row], task: str, link: str, names: Iterable[str]) -> dict[str, Row]:
+    """Return the rows of a task on a link, by the names of their methods."""
+    return {row["method"]: row for row in rows if (row["task"], row["link"]) == (task, link) and row["method"] in names}
+
+
+def reached_s(run: Row, target: float, clock: list[float], window: int = SMOOTHING) -> float | None:
     """Return the seconds, by the clock of a link, of the step in which a run has reached a loss; None if it has not."""
-    steps = (step for step, loss in enumerate(smooth(run["losses"]), SMOOTHING - 1) if loss <= target)
+    steps = (step for step, loss in enumerate(smooth(run["losses"], window), window - 1) if loss <= target)
     step = next(steps, None)
     return None if step is None else clock[step]
+
+
+def controls_to_markdown(rows: list[Row], task: str) -> str:
+    """Return the table of what else there is to try: the seconds to ddp's loss, and the loss after equal seconds."""
+    timed = timed_rows(rows, task, CONTROL_LINK, [*METHODS, *CONTROLS])
+    if not any(name in CONTROLS for name in timed):
+        return ""
+    target, seconds = SLACK * smooth(timed["ddp"]["losses"])[-1], timed["lowbw"]["seconds"][-1]
+    columns = (
+        "method",
+        "batches",
+        "s per batch",
+        "s",
+        "s to ddp's loss",
+        f"loss after {seconds:.0f} s",
+        "validation loss",
+    )
+    lines = ["| " + " | ".join((*columns, "accuracy")) + " |", "| --- " * (len(columns) + 1) + "|"]
+    for name, row in timed.items():
+        batches_per_step = CONTROLS[name].batches if name in CONTROLS else 1
+        num_batches, window = batches_per_step * len(row["losses"]), SMOOTHING // batches_per_step
+        reached = reached_s(row, target, row["seconds"], window)
+        num_done = bisect_right(row["seconds"], seconds)
+        after = smooth(row["losses"], window)[num_done - window] if num_done >= window else None
+        cells = (
+            name,
+            f"{num_batches}",
+            f"{row['seconds'][-1] / num_batches:.3f}",
+            f"{row['seconds'][-1]:.0f}",
+            "not reached" if reached is None else f"{reached:.0f}",
+            "" if after is None else f"{after:.4f}",
+            f"{row['val_loss']:.4f}",
+            f"{row['test_accuracy']:.2%}",
+        )
+        lines.append("| " + " | ".join(cells) + " |")
+    note = (
+        f"What else there is to try, at {CONTROL_LINK}: one seed, on the link itself. A loss is the running mean of "
+        f"{SMOOTHING} batches; that after equal seconds is of the time that `lowbw` trains.\n"
+    )
+    return "\n".join([note, *lines, ""])
 
 
 def in_words_of(chosen: Row) -> str:
@@ -295,15 +411,17 @@ def to_short(found: list[Row]) -> str:
         mine = {row["method"]: row for row in found if (row["task"], row["link"]) == (task, link)}
         if not mine:
             continue
-        seconds = [
-            f"{statistics.fmean(row['reached_s']):.0f}" + (f" ({row['chosen']})" if row["chosen"] else "")
-            if len(row["reached_s"]) == row["seeds"]
-            else f"{len(row['reached_s'])} of {row['seeds']}"
-            for row in (mine[method] for method in shown if method in mine)
-        ]
+        seconds = [in_short(mine[method]) if method in mine else "" for method in shown]
         older = " *" if mine["ddp"]["is_older"] else ""
         lines.append(f"| {title}, {millions_of(mine['ddp'])}; {link}{older} | {' | '.join(seconds)} |")
     return "\n".join([*lines, ""])
+
+
+def in_short(row: Row) -> str:
+    """Return the seconds to ddp's loss, and what was chosen; how many seeds reach it where not all do."""
+    if len(row["reached_s"]) < row["seeds"]:
+        return f"{len(row['reached_s'])} of {row['seeds']}"
+    return f"{statistics.fmean(row['reached_s']):.0f}" + (f" ({row['chosen']})" if row["chosen"] else "")
 
 
 def millions_of(row: Row) -> str:
@@ -322,7 +440,7 @@ def report(results: Row) -> None:
             elsewhere = {f"; {row['link']}: on {row['cpu']}" for row in mine if row["cpu"] != environment["cpu"]}
             elsewhere |= {"; before a step waited for one message"} if mine[0]["is_older"] else set()
             of = f"{title}: {task.note}; {num_steps} steps, seeds: {mine[0]['seeds']}{''.join(sorted(elsewhere))}.\n"
-            parts += [of, to_markdown(mine)]
+            parts += [of, to_markdown(mine), controls_to_markdown(results["rows"], name)]
     note = (
         f"{NUM_NODES} nodes on one machine ({environment['cpu']}, a core "
         f"each), torch {environment['torch']}, {environment['date']}; optimizers fused. x ddp: ddp's seconds divided "
@@ -340,7 +458,36 @@ def report(results: Row) -> None:
         '"0 of 1": seeds. *: before a step waited for one message. [All](benchmarks/results/headline.md)\n'
     )
     replace_block("README.md", "headline", f"{textwrap.fill(short, 128)}\n\n{to_short(found)}")
+    plot_gain(found, RESULTS / "headline.png")
     print(table)
+
+
+def plot_gain(found: list[Row], path: Path) -> None:
+    """Draw what a user gains: how many times as fast a step is as with torch's fp16 hook, by what the network takes."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(6.4, 3.6), layout="constrained")
+    cells = {(row["task"], row["link"], row["method"]): row for row in found}
+    of_noise = [
+        cells[task, link, "ddp"]["step_s"] / row["step_s"] for (task, link, name), row in cells.items() if name in AGAIN
+    ]
+    axes.axhspan(min(of_noise), max(of_noise), color="0.9", label="two runs of ddp")
+    for name, marker in (("ddp", "_"), ("ddp, PowerSGD rank 2 hook", "x"), ("int8", "s"), ("dgc", "^"), ("lowbw", "o")):
+        points = []
+        for (task, link, method), row in cells.items():
+            dense, hook = cells[task, link, "ddp"], cells.get((task, link, "ddp, fp16 hook"))
+            if method == name and hook is not None:
+                exchange_s = max(0.0, dense["step_s"] - dense["unlimited_step_s"])
+                points.append((exchange_s / dense["unlimited_step_s"], hook["step_s"] / row["step_s"]))
+        axes.plot(*zip(*sorted(points), strict=True), marker, label=name, linestyle="")
+    axes.set(xlabel="time of ddp's exchange / time of a step without it", ylabel="steps per second, x fp16 hook")
+    axes.set_xscale("symlog", linthresh=0.1)
+    axes.legend(frameon=False, fontsize="small")
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
 
 
 def is_same(row: Row, dense: Row) -> bool:
@@ -356,6 +503,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--tasks", nargs="+", choices=SHOWN_TASKS, default=list(SHOWN_TASKS))
+    parser.add_argument("--links", nargs="+", choices=LINKS, default=list(LINKS))
+    parser.add_argument("--controls", action="store_true", help="measure only what else there is to try")
     parser.add_argument("--report", action="store_true", help="measure nothing")
     options = parser.parse_args()
     path = RESULTS / "headline.json"
@@ -363,8 +512,10 @@ def main() -> None:
     if path.exists():
         before = json.loads(path.read_text())
         results = before if options.report else {**before, "environment": results["environment"]}
-    if not options.report:
-        measure(results, path, options.tasks, options.seeds)
+    if options.controls:
+        measure_controls(results, path, options.tasks)
+    elif not options.report:
+        measure(results, path, options.tasks, options.links, options.seeds)
     report(results)
 
 
