@@ -12,7 +12,7 @@ import torch.distributed as dist
 from lightning_lowbw.errors import DisagreementError
 
 T = TypeVar("T")
-Share = Callable[[], Mapping[str, Any]]  # returns what a member that is behind is given
+Share = Callable[[], Mapping[str, Any]]  # returns what a member that is behind is given: see `Membership.serve`
 Settings = Mapping[str, str]  # what has to be the same on all members, by name
 MAX_DIFFERENCES = 8  # lines of an error
 
@@ -32,6 +32,7 @@ class Row(NamedTuple):
         is_new: whether it has not been in a round since it was started.
         has_ended: whether it only waits for others to take its state.
         unreached: members that it could not connect to in its last attempt, by what they are called until a restart.
+        late: how often it has taken the state of another member since it was last in a round.
     """
 
     rounds: int = 0
@@ -45,6 +46,7 @@ class Row(NamedTuple):
     is_new: bool = True
     has_ended: bool = False
     unreached: Sequence[str] = ()
+    late: int = 0
 
 
 @dataclass(frozen=True)
@@ -55,8 +57,10 @@ class Quorum:
         step: outer steps completed, by `rounds_of` the members; after healing, of all.
         rank: of this group among the members.
         members: their names, in the order of their ranks; the same on all. A group that restarts keeps its name.
-        healed: the shared state of a member with this step, if this group had completed others; else None.
+        healed: the shared state of a member with this step, if this group had completed others; else None. Tensors may
+            be on the group's first process only.
         rows: what each member has told, in the order of their ranks; None if one has healed, and tells otherwise now.
+            Who has healed may be alone: then the others have a round meanwhile.
     """
 
     step: int
@@ -73,13 +77,31 @@ class Membership(Protocol):
     meets the processes with its rank in the other groups.
     """
 
+    def state_of_others(self, row: Row, gives_up: Callable[[], bool]) -> Mapping[str, Any] | None:
+        """Return the shared state of a member that trains, as it is now, without its waiting; None if there is none.
+
+        Args:
+            row: as of `quorum`.
+            gives_up: as of `quorum`.
+        """
+        ...
+
+    def serve(self, shared: Share) -> None:
+        """Let members that are behind have the state as it is now. Cheap where there are none.
+
+        Args:
+            shared: returns "tensors" by name, which may be those of the training, and plain values, among these
+                "num_averages" and "run".
+        """
+        ...
+
     def quorum(self, row: Row, settings: Settings, shared: Share, gives_up: Callable[[], bool]) -> Quorum | None:
         """Wait for the members of the next round, at least `min_replicas`; None if this group has given up.
 
         Args:
             row: what this group tells the members; the same on all its processes.
             settings: of which the row has the digest.
-            shared: returns what members that are behind are given: tensors and plain values, by name.
+            shared: as of `serve`.
             gives_up: whether to wait no longer, asked about once a second; of one process it holds for its group.
 
         Raises:

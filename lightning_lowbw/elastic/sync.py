@@ -2,10 +2,10 @@
 
 A round of one member, after its local steps:
 
+    heal        who is behind takes the shared state of one that is not, and rebases its own work:
+                w = new anchor + (w - old anchor);  the others train, and have rounds, meanwhile
     quorum      who takes part, with a row of each: its tokens, steps and anchor; from these, on all alike, the weights
                 of the mean. Who has other settings than those that have been in rounds is refused
-    heal        who is behind takes the shared state of one that is not, and rebases its own work:
-                w = new anchor + (w - old anchor);  then all begin again
     exchange    the changes of the weights, as `sync.local` does; a member is one participant
     commit      or nothing has happened: residuals as they were before, and the round is tried again
     apply       anchor = outer(anchor, mean);  w = anchor, or with work that has not been averaged rebased
@@ -31,9 +31,16 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from lightning_lowbw.comm.collectives import Collectives, TensorWork, TrafficLedger, all_gather_bytes, all_reduce_bytes
+from lightning_lowbw.comm.collectives import (
+    Collectives,
+    TensorWork,
+    TrafficLedger,
+    all_gather_bytes,
+    all_reduce_bytes,
+    broadcast_flat_,
+)
 from lightning_lowbw.comm.peers import Peers
-from lightning_lowbw.elastic.membership import Membership, Quorum, Row, deciders, digest_of, run_of
+from lightning_lowbw.elastic.membership import Membership, Quorum, Row, Settings, deciders, digest_of, run_of
 from lightning_lowbw.errors import ConfigurationError, DisagreementError, NonFiniteGradientError
 from lightning_lowbw.kernels.reference import are_not_finite
 from lightning_lowbw.kernels.tensors import CPU, as_real, checksum, copy_all_, order_of
@@ -42,11 +49,12 @@ from lightning_lowbw.namespaces import LOGGER
 from lightning_lowbw.sync.consensus import ConsensusView, copies
 from lightning_lowbw.sync.fragments import Average, Sums, average_status
 from lightning_lowbw.sync.local import LocalSync
-from lightning_lowbw.sync.state import loaded, on_cpu
+from lightning_lowbw.sync.state import on_cpu
 from lightning_lowbw.sync.status import SAVE, STOP, Status, any_of
 
 _logger = logging.getLogger(LOGGER)
 ANCHORS = 1 << 32  # checksums are compared modulo this
+CHUNK = 1 << 18  # elements that they take at a time, on all devices: with others they are other numbers
 END_S = 0.2  # between two last quorums
 SAVE_AFTER_S = 60.0  # of waiting for others, the caller is to save: they may never come
 OFTEN = 5  # that weights after a round differ, for which a lost round may be the reason once; or that all are NaN
@@ -296,12 +304,17 @@ class ElasticSync(LocalSync):
 
     @torch.no_grad()
     def join(self) -> None:
-        """Take part in a round without any steps, before the first one: who is behind heals.
+        """Take part in a round without any steps, before the first one: who is behind heals, before or in it.
 
         Collective: all members, at the end of their rounds. If none has taken a step nothing is averaged.
         """
         self.begin_local()
-        self._take_round(saves=False)
+        self.healed = None
+        gives_up = lambda: bool(self.requests) or self.should_stop()  # noqa: E731
+        if (shared := self.membership.state_of_others(self._row(self._all_settings()), gives_up)) is not None:
+            self._heal(shared, self.group)
+        if not self.is_complete:
+            self._take_round(saves=False)
 
     @torch.no_grad()
     def average_due(self) -> bool:
@@ -311,11 +324,13 @@ class ElasticSync(LocalSync):
                 "may be the first of a batch. Take one optimizer step for each batch."
             )
         self._batch = self.batch
+        self.healed = None
         self.has_communicated = self._is_over()
         if self.has_communicated:
             self.tokens = self.tokens or float(self._steps)  # where nobody counts them
             # Not in the last step: Lightning takes no further one, in which the round would be taken again.
             self._take_round(saves=self._waits_since_s is None and self.step < self.last_step)
+        self.membership.serve(self.shared_state)
         return self.has_communicated
 
     @property
@@ -330,7 +345,7 @@ class ElasticSync(LocalSync):
         """
         ends_s = time.monotonic() + grace_s
         while self.is_complete and not self._any_in_node(time.monotonic() >= ends_s)[0]:
-            quorum = self._next_quorum(self._row(has_ended=True), lambda: time.monotonic() >= ends_s)
+            quorum = self._next_quorum(lambda: time.monotonic() >= ends_s, has_ended=True)
             if quorum is None:
                 return
             self.members.members.begin(quorum)
@@ -367,7 +382,7 @@ class ElasticSync(LocalSync):
         Raises:
             TimeoutError: on all processes of the group; others have been there before, and have not come.
         """
-        self.num_skipped, self.healed = 0, None
+        self.num_skipped = 0
         if resized := self.buffers.changed():
             raise ConfigurationError(
                 f"Step {self.step}: the module has registered, removed or resized buffers since the fit began, and a "
@@ -383,7 +398,7 @@ class ElasticSync(LocalSync):
 
         while True:
             self._restart_if_not_finite()
-            quorum = self._next_quorum(self._row(), gives_up)
+            quorum = self._next_quorum(gives_up)
             if quorum is None or self._try_round(quorum):
                 break
         flags = self.stop_requested, self.save_requested, self.should_stop(), not self.has_ended
@@ -404,9 +419,11 @@ class ElasticSync(LocalSync):
         self._all.steps = self.steps_since_average = 0
         self.loss.clear()
 
-    def _next_quorum(self, row: Row, gives_up: Callable[[], bool]) -> Quorum | None:
+    def _next_quorum(self, gives_up: Callable[[], bool], *, has_ended: bool = False) -> Quorum | None:
+        settings = self._all_settings()
+        row = self._row(settings, has_ended=has_ended)
         with self.members.ledger.waiting(CPU):
-            return self.membership.quorum(row, self._all_settings(), self.shared_state, gives_up)
+            return self.membership.quorum(row, settings, self.shared_state, gives_up)
 
     def _try_round(self, quorum: Quorum) -> bool:
         """Try a round; return whether it counts. If not, nothing has changed, except that this member has healed."""
@@ -446,12 +463,11 @@ class ElasticSync(LocalSync):
         """Wait for the members, who may still be receiving the state or connecting to this one."""
         self.members.members.all_gather(torch.zeros(1))
 
-    def _row(self, *, has_ended: bool = False) -> Row:
+    def _row(self, settings: Settings, *, has_ended: bool = False) -> Row:
         """Return what this member tells the others."""
-        # On the CPU, because on a GPU it is summed in other chunks, and so another number.
-        anchor = int(checksum(start.cpu() for start in self.replica.start.values())) % ANCHORS
-        shared = *self.replica.start.values(), *self.replica.velocity.values(), *self.buffers.start.values()
-        numbers = [self.tokens, float(self._has_faults), anchor, sum(tensor.nbytes for tensor in shared)]
+        anchor = int(checksum(self.replica.start.values(), at_a_time=CHUNK)) % ANCHORS
+        state_bytes = sum(tensor.nbytes for tensor in self._shared_tensors().values())
+        numbers = [self.tokens, float(self._has_faults), anchor, state_bytes]
         of_group = torch.tensor(numbers, dtype=torch.float64).to(self.device)
         self.members.node.all_reduce_(of_group)
         tokens, faults, anchor, state_bytes = of_group.tolist()
@@ -462,7 +478,7 @@ class ElasticSync(LocalSync):
             faults=faults,
             anchor=anchor,
             state_bytes=state_bytes,
-            settings=digest_of(self._all_settings()),
+            settings=digest_of(settings),
             run=self.run,
             is_new=self._is_new,
             has_ended=has_ended,
@@ -585,12 +601,17 @@ class ElasticSync(LocalSync):
 
     # The shared state -------------------------------------------------------------------------------------------------
 
+    def _shared_tensors(self) -> dict[str, Tensor]:
+        """Return those of the anchor, which all members have, in one order."""
+        kinds = {"start": self._named(self.replica.start), "velocity": self._named(self.replica.velocity)}
+        kinds["buffers"] = self.buffers.start
+        return {f"{kind}/{name}": tensor for kind, tensors in kinds.items() for name, tensor in tensors.items()}
+
     def shared_state(self) -> dict[str, Any]:
-        """Return what a member that is behind takes: tensors by name, on the CPU, and plain values."""
+        """Return what a member that is behind takes: "tensors", which are those of the training, and plain values."""
         return {
-            "start": on_cpu(self._named(self.replica.start)),
-            "velocity": on_cpu(self._named(self.replica.velocity)),
-            "buffers": on_cpu(self.buffers.start),
+            "tensors": self._shared_tensors(),
+            "velocity": [*self._named(self.replica.velocity)],
             "num_averages": self.num_averages,
             "run": self.run,
             "step": self.step,
@@ -616,12 +637,13 @@ class ElasticSync(LocalSync):
             work = lost.work if work is None else list(torch._foreach_add(lost.work, work))
             self.tokens += lost.tokens
             self._set_residuals(lost.residuals)
-        for p, start in self.replica.start.items():
-            start.copy_(shared["start"][self.name_of(p)])
-        parameters, velocity = self.by_name(), loaded(shared["velocity"], self.device)
-        self.replica.velocity = {parameters[key]: u for key, u in velocity.items()}
-        for key, start in self.buffers.start.items():
-            start.copy_(shared["buffers"][key])
+        starts = {self.name_of(p): (p, start) for p, start in self.replica.start.items()}
+        self.replica.velocity = {p: torch.empty_like(start) for p, start in map(starts.__getitem__, shared["velocity"])}
+        for key, tensor in self._shared_tensors().items():
+            if shared["tensors"]:  # on the first process of the group, which gives them to the others
+                tensor.copy_(shared["tensors"][key])
+            if self.members.num_local_ranks > 1:
+                broadcast_flat_([tensor], self.members.node.broadcast_)
         self._add_(work)
         if was_averaged:
             self.tokens = 0.0

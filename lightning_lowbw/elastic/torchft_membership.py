@@ -11,23 +11,26 @@ restarted.
 A round of two groups, of which B is behind; the processes of a group agree after each step (`_vote`):
 
     group A                     lighthouse                    group B
+       |-- state ----------------------------------------------->|     `state_of_others`, `transfer`: A trains on
        |-- step, row, store -------->|<------ step, row, store --|     `_ask`
        |<-- number, members ---------|--------- number, members->|
        |<=============== gloo, by the store of A ===============>|     `_connect`, if the members are others
-       |-- state ----------------------------------------------->|     `_join`
        |<-------------- all-reduce, all-gather, ... ------------>|     `collective`
        |   all processes of A?             all processes of B?   |     `commit`
+
+Who is behind, for all that, is in no round: it takes the state of a member, and asks again. Who comes late `TRIES`
+times, because rounds are shorter than that takes, is waited for.
 
 Where anything fails a group leaves (`_fail`): what others wait for fails, too, and the next round has new connections.
 """
 
 from __future__ import annotations
 
+import base64
 import html
 import http.client
 import importlib
 import importlib.metadata
-import io
 import json
 import logging
 import os
@@ -38,8 +41,8 @@ import struct
 import threading
 import time
 import uuid
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+import zlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import closing, suppress
 from dataclasses import astuple, dataclass
@@ -49,10 +52,10 @@ from urllib.parse import urlsplit
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from lightning_lowbw.comm.agreement import gather_json
 from lightning_lowbw.elastic.membership import Quorum, Row, Settings, Share, raise_refused, refusals, rounds_of
+from lightning_lowbw.elastic.transfer import CONNECT_S, POLL_S, StateClient, StateServer, packed, unpacked, watch
 from lightning_lowbw.errors import ConfigurationError
 from lightning_lowbw.namespaces import LOGGER
 
@@ -62,33 +65,28 @@ T = TypeVar("T")
 TORCHFT = "0.2.0"  # others speak another protocol
 LIGHTHOUSE = "TORCHFT_LIGHTHOUSE"  # torchft's own variable: the lighthouse's address
 HEARTBEAT_S = 0.25  # between two; the lighthouse takes a member for dead after 5 s, if not started otherwise
-CONNECT_S = 5.0  # to connect to the lighthouse, or to other members, who come at the same moment
-CHUNK_BYTES, AT_ONCE = 1 << 18, 32  # of the state, and how many are on their way: a round trip may take 0.5 s
-STALL_S = 20.0  # for which a chunk is waited for from a sender that is there, and sends nothing
-SAY_S = 10.0  # between two lines that tell how much of the state has come
+TRIES = 3  # to take the state in time for a round, after which the others wait for this group
 WAIT_S = 75.0  # of one request for a quorum. In the lighthouse each begins anew to wait for others, by default 60 s.
 OWN_DATA = frozenset({"row", "failures"})  # of a member: what torchft has no field for
 SETTINGS = "settings"  # of a group, in its store
-POLL_S, RETRY_S, WARN_S = 1.0, 0.5, 60.0
+RETRY_S, WARN_S = 0.5, 60.0
 PAUSE_S, MAX_PAUSE_S = 5.0, 300.0  # twice as long each time for which a group is left out that others do not reach
-SILENT_S = 6  # after which a connection is lost: nothing confirms what was sent, or takes it, or that it is there
 GONE_S = 20.0  # after which a group with this one's name is not this one, before it was restarted
 SIOCGIFADDR = 0x8915  # Linux: the address of an interface
 MIN_TIMEOUT_S = 10.0  # for pauses of an operating system; those of a link may take SILENT_S
 ROUND_STATES = 2.0  # the bytes of a round by those of the state: at most an all-reduce of all of it
 
 
-def timeout_s_of(state_bytes: float, gbit_per_s: float, num_joiners: int = 1) -> float:
+def timeout_s_of(state_bytes: float, gbit_per_s: float) -> float:
     """Return the seconds after which a collective may be taken for lost: twice what the slowest may take.
 
-    Those that are up to date wait in their first collective for those that are still receiving the state, perhaps all
-    from one uplink. With a shorter timeout these never arrive.
+    Who has come late too often with the state is waited for in a collective: with a shorter timeout it never arrives.
 
     Example:
         >>> timeout_s_of(state_bytes=80_000_000, gbit_per_s=0.1)
         38.4
     """
-    return 2 * (num_joiners + ROUND_STATES) * state_bytes * 8 / (gbit_per_s * 1e9)
+    return 2 * (1 + ROUND_STATES) * state_bytes * 8 / (gbit_per_s * 1e9)
 
 
 @dataclass(frozen=True)
@@ -98,12 +96,14 @@ class _Member:
     Attributes:
         name: its label, and what is another after a restart.
         store: address of the store in which its processes and those of others meet.
+        state: address at which its state is served.
         row: as given to `Membership.quorum`.
         failures: rounds that have failed there. After each the members make a new group.
     """
 
     name: str
     store: str
+    state: str
     row: Row
     failures: int
 
@@ -192,22 +192,38 @@ class TorchftMembership:
         self._away_until_s, self._pause_s = 0.0, PAUSE_S  # when it is left out, because of that
         self._said_s = 0.0  # when the last line told that it waits
         self._refused: set[str] = set()  # who has been named
+        self._client: StateClient | None = None  # of the group whose state was taken last, up to a round
+        self._num_fetched = 0  # how often it was, since a round
+        self._fetching: Future[dict[str, Any]] | None = None  # goes on where it is not waited for any more
         if self._process == 0:
+            self._server = StateServer(self._address, self.timeout_s)
             listener = socket.create_server((self._address, 0))  # not at other addresses of the host
             self._port = listener.getsockname()[1]
             options: dict[str, Any] = {"is_master": True, "wait_for_workers": False}
             self._store = dist.TCPStore(self._address, self._port, master_listen_fd=listener.detach(), **options)
 
+    def state_of_others(self, row: Row, gives_up: Callable[[], bool]) -> Mapping[str, Any] | None:
+        """See `Membership`. Members of the last round are found by the lighthouse's page."""
+        with suppress(RuntimeError):  # nobody, or nobody who has a state for this group; the round will tell
+            return self._fetch(lambda: self._lighthouse.addresses(self._name), row, gives_up)
+        return None
+
+    def serve(self, shared: Share) -> None:
+        if self._process == 0:
+            self._server.answer(shared)
+
     def quorum(self, row: Row, settings: Settings, shared: Share, gives_up: Callable[[], bool]) -> Quorum | None:
         began_s = self._said_s = time.monotonic()
+        if self._process == 0:
+            self._server.row = row
         while True:
             quorum, error = None, None
             try:
-                answer = self._ask(row, settings, began_s, gives_up)
+                answer = self._ask(row, settings, shared, began_s, gives_up)
                 if answer is None:
                     self._fail()  # others may wait for this one; and the next request differs from this one
                     return None
-                quorum = self._join(*answer, shared)
+                quorum = self._join(*answer, row, shared, gives_up)
             except RuntimeError as raised:
                 error = raised.with_traceback(None)  # which refers to the group
                 self._fail()
@@ -243,11 +259,18 @@ class TorchftMembership:
         Args:
             is_ok: False lets the round fail.
         """
-        return self._vote(is_ok and self._group is not None)
+        counts = self._vote(is_ok and self._group is not None)
+        if counts:
+            self._forget_state()
+            self._num_fetched = 0
+        return counts
 
     def close(self) -> None:
+        self._forget_state()
         self._disconnect()
         self._lighthouse.close()
+        if self._process == 0:
+            self._server.close()
 
     def _vote(self, is_ok: bool) -> bool:
         """Return whether it is so on all processes of this group."""
@@ -264,7 +287,7 @@ class TorchftMembership:
     # Members --------------------------------------------------------------------------------------------------------
 
     def _ask(
-        self, row: Row, settings: Settings, began_s: float, gives_up: Callable[[], bool]
+        self, row: Row, settings: Settings, shared: Share, began_s: float, gives_up: Callable[[], bool]
     ) -> tuple[int, Sequence[_Member]] | None:
         """Return the number of the next quorum, and its members; None if a process of this group has given up.
 
@@ -283,11 +306,13 @@ class TorchftMembership:
                 self._away_until_s = self._away_until_s if self._unreached else 0.0
             if self._process == 0 and not has_asked and time.monotonic() >= self._away_until_s:
                 self._away_until_s = 0.0
-                told = row._replace(unreached=[member.name for member in self._unreached])
-                own = _Member(self._name, store, told, self._num_failures)
+                unreached = [member.name for member in self._unreached]
+                told = row._replace(unreached=unreached, late=0 if self._fetching else self._num_fetched)
+                own = _Member(self._name, store, self._server.address, told, self._num_failures)
                 request, has_asked = self._lighthouse.begin_quorum(own), True
             if self._process == 0 and wait([request], POLL_S).done:
                 answer = request.result()
+            self.serve(shared)
             # At first it is taken for granted that the others are on their way.
             waited_s = time.monotonic() - began_s
             self._say_if_due(began_s, None)
@@ -297,7 +322,10 @@ class TorchftMembership:
             answer, waited_s, self._pause_s, _ = answers[0]  # so that all raise the same
         if "error" in answer:
             raise (ConfigurationError if answer["is_final"] else RuntimeError)(answer["error"])
-        members = [_Member(name, store, Row(*told), failures) for name, store, told, failures in answer["members"]]
+        members = [
+            _Member(name, store, state, Row(*told), failures)
+            for name, store, state, told, failures in answer["members"]
+        ]
         by_name = {member.name: member for member in members}
         refused = refusals({member.name: member.row for member in members})
         if self._name in refused:
@@ -315,9 +343,6 @@ class TorchftMembership:
             self._back_off(by_name[self._name], chosen, waited_s)
         if left := [member.label for member in members if member not in chosen]:
             _logger.warning("The round is without %s: not all others reach it, or another has its name.", left)
-        if len(chosen) < self.min_replicas:
-            time.sleep(RETRY_S)
-            raise RuntimeError(f"there are {[member.label for member in chosen]}")
         return answer["number"], chosen
 
     def _back_off(self, own: _Member, chosen: Sequence[_Member], waited_s: float) -> NoReturn:
@@ -346,18 +371,30 @@ class TorchftMembership:
             return dict(json.loads(_store_at(member.store).get(SETTINGS)))
         return None
 
-    def _join(self, number: int, members: Sequence[_Member], shared: Share) -> Quorum:
-        """Connect to the members of a quorum, and give or take the state.
+    def _join(
+        self, number: int, members: Sequence[_Member], row: Row, shared: Share, gives_up: Callable[[], bool]
+    ) -> Quorum:
+        """Connect to the members of a quorum that are not behind; or take the state of one.
 
         Raises:
             RuntimeError: it was not possible.
         """
         latest = rounds_of({member.name: member.row for member in members})
-        givers = [rank for rank, member in enumerate(members) if member.row.rounds == latest]
-        takers = [rank for rank, member in enumerate(members) if member.row.rounds != latest]
-        rank = [member.name for member in members].index(self._name)
-        names = tuple(member.label for member in members)
-        key = (number, *((member.name, member.failures) for member in members))
+        (own,) = (member for member in members if member.name == self._name)
+        up_to_date = [member for member in members if member.row.rounds == latest]
+        takers = [member for member in members if member not in up_to_date and member.row.late >= TRIES][:1]
+        members = [member for member in members if member in up_to_date or member in takers]
+        donors = {member.name: member.state for member in up_to_date}
+        if own not in members:
+            self._lighthouse.is_away = True  # the others do not wait for it meanwhile
+            addresses = [donors[name] for name in _in_turn(self._name, donors)]
+            return Quorum(latest, 0, (own.label,), self._fetch(lambda: addresses, row, gives_up))
+        if len(members) < self.min_replicas:
+            time.sleep(RETRY_S)
+            raise RuntimeError(f"up to date are {[member.label for member in up_to_date]}")
+        rank, names = members.index(own), tuple(member.label for member in members)
+        giver = next((in_turn[0] for in_turn in (_in_turn(taker.name, donors) for taker in takers)), "")
+        key = tuple((member.name, member.failures) for member in members)
         if key != self._key:
             # The step, because a lighthouse that is restarted counts its quorums from 1 again.
             path = f"{number}/{latest}/{sum(member.failures for member in members)}/{self._process}"
@@ -365,27 +402,84 @@ class TorchftMembership:
             self._unreached = _unreached([member for member in members if member.name != self._name])
             if self._unreached:
                 raise RuntimeError(f"no connection to {[member.label for member in self._unreached]}")
-            self._connect(members[givers[0]].store, path, rank, len(members))
+            self._connect(up_to_date[0].store, path, rank, len(members))
             self._key, self._pause_s = key, PAUSE_S
         state_bytes = max(member.row.state_bytes for member in members)
-        timeout_s = max(self.timeout_s, timeout_s_of(state_bytes, self.gbit_per_s, len(takers)))
-        backend = self._group._get_backend(torch.device("cpu"))
-        backend._set_default_timeout(timedelta(seconds=timeout_s))
+        timeout_s = max(self.timeout_s, timeout_s_of(state_bytes, self.gbit_per_s))
+        self._group._get_backend(torch.device("cpu"))._set_default_timeout(timedelta(seconds=timeout_s))
         healed = None
-        of_this = [taker for index, taker in enumerate(takers) if givers[index % len(givers)] == rank]
-        if of_this:
-            state = _packed(shared())
-            _logger.info("Sending %.0f MB to %s.", state.nbytes / 1e6, ", ".join(names[taker] for taker in of_this))
-            for taker in of_this:
-                backend.send([torch.tensor([state.numel()])], taker, 0).wait(timedelta(seconds=STALL_S))
-            _transfer(lambda chunk: [backend.send([chunk], taker, 0) for taker in of_this], state)
-        elif rank in takers:
-            giver, size = givers[takers.index(rank) % len(givers)], torch.zeros(1, dtype=torch.int64)
-            backend.recv([size], giver, 0).wait(timedelta(seconds=timeout_s))
-            state = torch.empty(int(size), dtype=torch.uint8)
-            _transfer(lambda chunk: [backend.recv([chunk], giver, 0)], state)
-            healed = _unpacked(state)
+        if own in takers:
+            healed = self._fetch(lambda: [donors[giver]], row, gives_up, is_waited_for=True)
+        elif own.name == giver and self._process == 0:
+            ends_s = time.monotonic() + 2 * CONNECT_S
+            while not self._server.answer(shared):
+                if time.monotonic() > ends_s:
+                    raise RuntimeError(f"{takers[0].label} has not asked for the state")
+                time.sleep(POLL_S / 20)
         return Quorum(latest, rank, names, healed, None if takers else tuple(member.row for member in members))
+
+    # The state of others ----------------------------------------------------------------------------------------------
+
+    def _fetch(
+        self,
+        addresses_of: Callable[[], Sequence[str]],
+        row: Row,
+        gives_up: Callable[[], bool],
+        *,
+        is_waited_for: bool = False,
+    ) -> dict[str, Any]:
+        """Take the state of the first group that gives it; the tensors on process 0 only.
+
+        Args:
+            is_waited_for: no round ends meanwhile.
+
+        Raises:
+            RuntimeError: on all processes; there is none, or this group has given up, to come again.
+        """
+        if self._process == 0 and self._fetching is None:
+            asks = {"name": self._name, "settings": row.settings, "run": row.run if row.rounds else ""}
+            self._fetching = _begin(lambda: self._fetch_from(addresses_of(), asks, is_waited_for), "lowbw-fetch")
+            self._num_fetched += 1
+        fetched = self._fetching or Future[dict[str, Any]]()
+        answer: str | None = None
+        while answer is None:
+            if self._process == 0 and wait([fetched], POLL_S).done:
+                error = fetched.exception()
+                state = {} if error else {**fetched.result(), "tensors": {}}
+                answer = f"!{error}" if error else base64.b64encode(packed(state).numpy().tobytes()).decode()
+            answers = gather_json((answer, gives_up()))
+            if any(given_up for _, given_up in answers):
+                raise RuntimeError("given up")
+            answer = answers[0][0]
+        self._fetching = None
+        if answer.startswith("!"):
+            raise RuntimeError(answer[1:])
+        return fetched.result() if self._process == 0 else unpacked(base64.b64decode(answer))
+
+    def _fetch_from(self, addresses: Sequence[str], asks: Mapping[str, str], is_waited_for: bool) -> dict[str, Any]:
+        reasons = []
+        for address in sorted(addresses, key=lambda each: self._client is None or each != self._client.address):
+            try:
+                if self._client is None or self._client.address != address:
+                    self._forget_state()
+                    self._client = StateClient(address, asks)
+                client = self._client
+                if client.fetch() is not None if is_waited_for else client.catch_up():
+                    return client.state
+                reasons.append(f"{address} has none for this group")
+            except OSError as error:
+                if self._client is None:  # given up
+                    break
+                reasons.append(f"{address}: {error}")
+                self._forget_state()
+        if reasons:
+            time.sleep(RETRY_S)
+        raise RuntimeError(f"the state of another group could not be taken: {'; '.join(reasons) or 'there is none'}")
+
+    def _forget_state(self) -> None:
+        client, self._client = self._client, None
+        if client is not None:
+            client.close()
 
     def _connect(self, address: str, path: str, rank: int, size: int) -> None:
         """Make the group of these members, which meet in a store."""
@@ -399,7 +493,7 @@ class TorchftMembership:
         _of_group.clear()
         _of_group.update(_open_sockets() - before)
         for descriptor, _ in _of_group:
-            _watch(descriptor)
+            watch(descriptor)
         group = dist.ProcessGroup(prefixed, rank, size)
         group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
         for device in ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",):
@@ -442,13 +536,11 @@ class _Lighthouse:
 
         The answer is plain values, for JSON.
         """
-        answer: Future[Any] = Future()
         self.is_away = False
         # In a thread, because a signal would be handled only after torchft has returned.
-        threading.Thread(target=self._request, args=(own, answer), name="lowbw-quorum", daemon=True).start()
-        return answer
+        return _begin(lambda: self._request(own), "lowbw-quorum")
 
-    def _request(self, own: _Member, answer: Future[Any]) -> None:
+    def _request(self, own: _Member) -> dict[str, Any]:
         client, self._client = self._client, None
         try:
             if self._heartbeats is None:  # not before this member can come to a round
@@ -461,6 +553,7 @@ class _Lighthouse:
             found = client.quorum(
                 replica_id=own.name,
                 timeout=timedelta(seconds=WAIT_S),
+                address=own.state,
                 store_address=own.store,
                 step=own.row.rounds,  # for the lighthouse's page
                 data={"row": list(own.row), "failures": own.failures},
@@ -476,11 +569,11 @@ class _Lighthouse:
             if (own.name, own.failures) not in {(member.name, member.failures) for member in members}:
                 raise RuntimeError("the lighthouse has answered an older request of this group")
             told = [[*astuple(member)] for member in sorted(members, key=lambda member: member.name)]
-            answer.set_result({"number": found.quorum_id, "members": told})
+            return {"number": found.quorum_id, "members": told}
         except Exception as error:  # noqa: BLE001 - it is told where the answer is waited for
             if not isinstance(error, TimeoutError):  # after which the lighthouse still counts on this member
                 time.sleep(RETRY_S)
-            answer.set_result({"error": f"{error}", "is_final": isinstance(error, ConfigurationError)})
+            return {"error": f"{error}", "is_final": isinstance(error, ConfigurationError)}
 
     def _refuse_second(self, own: _Member) -> None:
         """Raise ConfigurationError if another group has the name and is alive; before the others hear of this one."""
@@ -490,15 +583,32 @@ class _Lighthouse:
             if any(age < time.monotonic() - began_s for age in self._ages(own)):  # heard of meanwhile
                 raise second_of(own.label)
 
-    def _ages(self, own: _Member) -> list[float]:
-        """Return the seconds since the last heartbeats of other groups of this name, by the lighthouse's page."""
+    def _page(self) -> str:
+        """Return the lighthouse's page.
+
+        Raises:
+            OSError, HTTPException: it cannot be read.
+        """
         address = urlsplit(self.url)
         connection = http.client.HTTPConnection(f"{address.hostname}", address.port, timeout=CONNECT_S)
         with closing(connection):
             connection.request("GET", "/status")
-            page = html.unescape(connection.getresponse().read().decode())
+            return html.unescape(connection.getresponse().read().decode())
+
+    def _ages(self, own: _Member) -> list[float]:
+        """Return the seconds since the last heartbeats of other groups of this name."""
         line = rf"(?m)^ *(?!{re.escape(own.name)}:){re.escape(own.label)}:[-0-9a-f]+: seen ([0-9.]+)s ago"
-        return [float(age) for age in re.findall(line, page)]
+        return [float(age) for age in re.findall(line, self._page())]
+
+    def addresses(self, own_name: str) -> list[str]:
+        """Return where the states of other members of the last round are served that are alive; none where unknown."""
+        with suppress(OSError, http.client.HTTPException):
+            page = self._page()
+            members = re.findall(r"<b>(.*)</b> <br/>\s*Step: [0-9]+ <br/>\s*Manager: (\S+) <br/>", page)
+            ages = {name: float(age) for name, age in re.findall(r"(?m)^ *(\S.*): seen ([0-9.]+)s ago", page)}
+            alive = {name: address for name, address in members if ages.get(name, GONE_S) < CONNECT_S}
+            return [alive[name] for name in _in_turn(own_name, alive) if name != own_name]
+        return []
 
     def _send_heartbeats(self, name: str) -> None:
         """Tell the lighthouse that this member is alive, until `close`."""
@@ -522,12 +632,32 @@ def _member_of(participant: Any) -> _Member | None:
     data = participant.data or {}
     if data.keys() != OWN_DATA or len(data["row"]) != len(Row._fields):
         return None
-    return _Member(participant.replica_id, participant.store_address, Row(*data["row"]), data["failures"])
+    addresses = participant.store_address, participant.address
+    return _Member(participant.replica_id, *addresses, Row(*data["row"]), data["failures"])
 
 
 def second_of(label: str) -> ConfigurationError:
     """Return the error of a group whose name another one has."""
     return ConfigurationError(f"Another group has the name {label!r}, too. Give each one of its own: group=...")
+
+
+def _begin(fn: Callable[[], T], name: str) -> Future[T]:
+    """Call a function in a thread that keeps no process alive."""
+    future = Future[T]()
+
+    def run() -> None:
+        try:
+            future.set_result(fn())
+        except Exception as error:  # noqa: BLE001 - it is raised where the result is waited for
+            future.set_exception(error)
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return future
+
+
+def _in_turn(own_name: str, names: Iterable[str]) -> list[str]:
+    """Return others in an order that differs between groups: they do not all take the state of one."""
+    return sorted(names, key=lambda name: zlib.crc32(f"{own_name} {name}".encode()))
 
 
 def _store_at(address: str) -> dist.TCPStore:
@@ -539,51 +669,16 @@ def _store_at(address: str) -> dist.TCPStore:
 def _unreached(members: Sequence[_Member]) -> list[_Member]:
     """Return those to whom no connection can be made."""
 
-    def is_reached(member: _Member) -> bool:
-        host, _, port = member.store.rpartition(":")
+    def is_reached(address: str) -> bool:
+        host, _, port = address.rpartition(":")
         with suppress(OSError), socket.create_connection((host, int(port)), CONNECT_S):
             return True
         return False
 
-    with ThreadPoolExecutor(1 + len(members)) as pool:
-        return [member for member, is_it in zip(members, pool.map(is_reached, members), strict=True) if not is_it]
-
-
-# The state, without pickle --------------------------------------------------------------------------------------------
-
-
-def _transfer(begin: Callable[[Tensor], list[Any]], state: Tensor) -> None:
-    """Send or receive a state in chunks: gloo has one timeout for each, and none for all.
-
-    Args:
-        begin: to send or receive a chunk.
-        state: its bytes.
-
-    Raises:
-        RuntimeError: another member has stopped.
-    """
-    works, said_s = deque[Any](), time.monotonic()
-    for number, chunk in enumerate(state.split(CHUNK_BYTES)):
-        works.extend(begin(chunk))
-        while len(works) > AT_ONCE:  # else each would take a round trip
-            works.popleft().wait(timedelta(seconds=STALL_S))
-        if time.monotonic() - said_s >= SAY_S:
-            said_s, moved_bytes = time.monotonic(), number * CHUNK_BYTES
-            _logger.info("%.0f of %.0f MB of the state are transferred.", moved_bytes / 1e6, state.nbytes / 1e6)
-    for work in works:
-        work.wait(timedelta(seconds=STALL_S))
-
-
-def _packed(state: Mapping[str, Any]) -> Tensor:
-    file = io.BytesIO()
-    torch.save(dict(state), file)
-    return torch.frombuffer(file.getbuffer(), dtype=torch.uint8)
-
-
-def _unpacked(message: Tensor) -> dict[str, Any]:
-    """Return what `_packed` was given; nothing in it is executed."""
-    state: dict[str, Any] = torch.load(io.BytesIO(message.numpy().tobytes()), map_location="cpu", weights_only=True)
-    return state
+    addresses = {address: member for member in members for address in (member.store, member.state)}
+    with ThreadPoolExecutor(1 + len(addresses)) as pool:
+        reached = dict(zip(addresses, pool.map(is_reached, addresses), strict=True))
+    return [member for member in members if not (reached[member.store] and reached[member.state])]
 
 
 # Forked processes -----------------------------------------------------------------------------------------------------
@@ -601,15 +696,6 @@ def _open_sockets() -> set[tuple[int, int]]:
             if stat.S_ISSOCK(status.st_mode):
                 found.add((int(name), status.st_ino))
     return found
-
-
-def _watch(descriptor: int) -> None:
-    """Let a connection fail soon after the other machine has vanished, which sends no end of it, or reads no more."""
-    with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:  # of another kind than TCP
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        settings = {"TCP_KEEPIDLE": SILENT_S // 2, "TCP_KEEPINTVL": 1, "TCP_KEEPCNT": SILENT_S // 2}
-        for name, value in {**settings, "TCP_USER_TIMEOUT": 1000 * SILENT_S}.items():
-            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
 def _close_in_child() -> None:

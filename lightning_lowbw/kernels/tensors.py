@@ -236,11 +236,15 @@ def _sample(tensor: Tensor, like: Tensor, stride: int) -> Tensor:
 
 
 @torch.no_grad()
-def checksum(tensors: Iterable[Tensor]) -> Tensor | int:
+def checksum(tensors: Iterable[Tensor], at_a_time: int = 0) -> Tensor | int:
     """Return a hash of the bits of some tensors in their order in memory, on their device. Cheaper than `digest`.
 
     An element in another place, a matrix with the other sign, or roundings that add up to nothing change it, which the
     sum of the bits would not show.
+
+    Args:
+        tensors: all on one kind of device, if hashes are compared.
+        at_a_time: elements, for one hash on all kinds of devices; 0 is what is fast there.
 
     Returns:
         int64, a scalar; 0 where there are no elements.
@@ -253,7 +257,8 @@ def checksum(tensors: Iterable[Tensor]) -> Tensor | int:
         alike.setdefault((bits.device, bits.dtype), []).append(bits)
     hashes: dict[torch.device, list[Tensor]] = {}
     for (device, dtype), flats in alike.items():
-        length = min(CHUNK_OF_CPU if device.type == "cpu" else CHUNK, sum(flat.numel() for flat in flats))
+        fast = CHUNK_OF_CPU if device.type == "cpu" else CHUNK
+        length = min(at_a_time or fast, sum(flat.numel() for flat in flats))
         weights = _weights(length, torch.int32, device)
         together, mixed = torch.empty_like(weights), torch.empty_like(weights)  # once: small blocks would fragment
         room = together.view(dtype) if dtype.itemsize == 4 else together

@@ -10,7 +10,7 @@ import os
 import signal
 import tempfile
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import wait
@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_lowbw.comm.collectives import Collectives
-from lightning_lowbw.elastic import torchft_membership
+from lightning_lowbw.elastic import torchft_membership, transfer
 from lightning_lowbw.elastic.membership import Row, digest_of
 from lightning_lowbw.elastic.torchft_membership import TorchftMembership, _import_torchft, _Member, _unreached
 from lightning_lowbw.lab.network import INTERFACE, Network
@@ -52,6 +52,11 @@ def average(weights: torch.Tensor, rank: int, group: dist.ProcessGroup) -> torch
     total = weights + rank
     dist.all_reduce(total, group=group)
     return total / dist.get_world_size(group)
+
+
+def average_few(weights: torch.Tensor, rank: int, group: dist.ProcessGroup) -> torch.Tensor:
+    """As a sparse payload."""
+    return torch.cat([average(weights[:1000], rank, group), weights[1000:]])
 
 
 def die_in_the_middle(weights: torch.Tensor, rank: int, group: dist.ProcessGroup) -> torch.Tensor:
@@ -111,6 +116,12 @@ def all_collectives(weights: torch.Tensor, rank: int, group: dist.ProcessGroup) 
     return total / size
 
 
+def send_slowly(connection: Any, tensor: torch.Tensor) -> None:
+    """`transfer._send_tensor` on a link on which the state takes a second."""
+    time.sleep(tensor.nbytes / (4 * SIZE))
+    connection.sendall(tensor.view(torch.uint8).numpy())
+
+
 @dataclass
 class Cut:
     """`_unreached` where the paths are cut in some attempts to reach somebody, counted from 1."""
@@ -126,18 +137,18 @@ class Cut:
 def run_member(
     connection: Any, folder: str, group: int, process: int, num_processes: int, options: dict[str, Any]
 ) -> None:
-    """Take part in rounds.
+    """Take part in rounds. In a pause it says each 0.05 s that a step has ended.
 
     Args:
         options: of the membership, and of this loop: `rounds` to commit; `pause_s` between two; `act`: what happens in
             the collective of the round number `act_in`, counted from 0; `patience_s` of each process; `size` of what is
             averaged; `late_s`, by which it comes late to the first collective; `settings`; `step` of its checkpoint;
-            `constants` of the module.
+            `constants` of the modules; `usual`, what happens in other collectives.
     """
     rounds, pause_s = options.pop("rounds", 10**6), options.pop("pause_s", 0.05)
-    act, act_in, late_s = options.pop("act", average), options.pop("act_in", 0), options.pop("late_s", 0.0)
+    act, act_in, late_s = options.pop("act", None), options.pop("act_in", 0), options.pop("late_s", 0.0)
     patience_s = options.pop("patience_s", [PATIENCE_S] * num_processes)
-    step, members = options.pop("step", 0), ()
+    step, members, usual_act = options.pop("step", 0), (), options.pop("usual", average)
     weights = torch.full((options.pop("size", SIZE),), float(options.pop("value", 0.0)))
 
     settings, is_new = options.pop("settings", {"processes": f"{num_processes}"}), True
@@ -149,7 +160,9 @@ def run_member(
     os.environ["TORCHFT_USE_OTEL"] = "true"  # which ends in an error where torchft is imported
     os.environ["GLOO_SOCKET_IFNAME"] = options.pop("interface")
     for name, value in options.pop("constants", {}).items():
-        setattr(torchft_membership, name, value)
+        for module in (torchft_membership, transfer):
+            if hasattr(module, name):
+                setattr(module, name, value)
     said = logging.Handler(logging.WARNING)
     said.emit = lambda record: tell("said", record.getMessage())  # type: ignore[method-assign]
     logging.getLogger(LOGGER).addHandler(said)
@@ -157,25 +170,49 @@ def run_member(
     usual = {"name": f"group{group}", "gbit_per_s": 1.0}
     membership = TorchftMembership(state_bytes=weights.nbytes, **{**usual, **options})
     tell("joined")
+
+    def row_of() -> Row:
+        return Row(step, tokens=0.1 * group, settings=digest_of(settings), is_new=is_new)
+
+    def shared() -> dict[str, Any]:
+        return {"tensors": {"weights": weights}, "num_averages": step, "run": "", "name": "plain"}
+
+    def heal(state: Mapping[str, Any]) -> None:
+        nonlocal weights, step
+        assert state["name"] == "plain"
+        if process == 0:  # which has the tensors
+            weights.copy_(state["tensors"]["weights"])
+        dist.broadcast(weights, 0)
+        step = state["num_averages"]
+
     try:
+        began_s = time.monotonic()
+        if (state := membership.state_of_others(row_of(), bool)) is not None:
+            heal(state)
+            tell("healed", time.monotonic() - began_s)
         while step < rounds:
-            time.sleep(pause_s)
-            began_s = time.monotonic()
-            shared = {"weights": weights, "step": step, "name": "plain"}
-            row = Row(step, tokens=0.1 * group, settings=digest_of(settings), is_new=is_new)
+            ends_s = time.monotonic() + pause_s
+            while time.monotonic() < ends_s:
+                time.sleep(min(0.05, pause_s))
+                membership.serve(shared)
+            began_s, row = time.monotonic(), row_of()
             patience = partial(gives_up, began_s + patience_s[process])
-            quorum = membership.quorum(row, settings, partial(dict, shared), patience)
+            quorum = membership.quorum(row, settings, shared, patience)
             if quorum is None:
                 tell("gave up", time.monotonic() - began_s)
                 break
             assert quorum.rows is None or quorum.healed is None
-            assert quorum.rows is None or quorum.rows[quorum.rank][:-1] == row[:-1]
-            took_s, step, members = time.monotonic() - began_s, quorum.step, quorum.members
+            assert quorum.rows is None or quorum.rows[quorum.rank][:-2] == row[:-2]
+            took_s, members = time.monotonic() - began_s, quorum.members
             if quorum.healed is not None:
-                assert (quorum.healed["step"], quorum.healed["name"]) == (step, "plain")
-                weights = quorum.healed["weights"]
+                heal(quorum.healed)
                 tell("healed", took_s)
-            in_it, act_in = average if act_in else act, act_in - 1
+            if quorum.rows is None:  # as `ElasticSync`
+                with contextlib.suppress(RuntimeError):
+                    membership.collective(partial(average, torch.zeros(1), 0))
+                membership.commit()
+                continue
+            in_it, act_in = act if act and not act_in else usual_act, act_in - 1
             time.sleep(late_s)
             mean, late_s = weights, 0.0
             try:

@@ -52,6 +52,12 @@ class PlainMembership:
         self.group: Any = None
         store.add("alive", 1)
 
+    def state_of_others(self, row: Row, gives_up: Callable[[], bool]) -> None:
+        """Return none: who is behind heals in its first quorum."""
+
+    def serve(self, shared: Share) -> None:
+        """Do nothing: as above."""
+
     def quorum(self, row: Row, settings: Settings, shared: Share, gives_up: Callable[[], bool]) -> Quorum | None:
         self.num_rounds, self.num_collectives, self.has_failed = self.num_rounds + 1, 0, False
         self.group = None

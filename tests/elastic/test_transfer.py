@@ -1,0 +1,227 @@
+"""The state of a group, sent to one that is behind: to the bit, in parts, one group after the other."""
+
+from __future__ import annotations
+
+import pickle
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_lowbw.elastic import transfer
+from lightning_lowbw.elastic.membership import Row
+from lightning_lowbw.elastic.torchft_membership import TorchftMembership
+from lightning_lowbw.elastic.transfer import StateClient, StateServer, apply_, update_
+
+ASKS = {"name": "joiner", "settings": "s", "run": ""}
+LARGE = 1 << 24  # elements: more than the buffers of two sockets hold
+
+
+class Group:
+    """A group that trains: at the end of each step it serves its state, and `change` is called.
+
+    Args:
+        tensors: of the state.
+        change: of the tensors, in a round.
+        steps: of a round.
+    """
+
+    def __init__(self, tensors: dict[str, Tensor], change: Callable[[], object] = bool, steps: int = 1) -> None:
+        self.tensors, self.change, self.steps = tensors, change, steps
+        self.server = StateServer("127.0.0.1", 2.0)
+        self.server.row = Row(3, settings="s", run="r")
+        self.rounds, self.longest_s = 3, 0.0
+        self.is_over = threading.Event()
+
+    def train(self) -> None:
+        step = 0
+        while not self.is_over.wait(0.02):
+            began_s = time.monotonic()
+            self.server.answer(self.state)
+            self.longest_s = max(self.longest_s, time.monotonic() - began_s)
+            step += 1
+            if step % self.steps == 0:
+                self.change()
+                self.rounds += 1
+
+    def state(self) -> dict[str, Any]:
+        return {"tensors": self.tensors, "num_averages": self.rounds, "run": "r", "others": {3: (1.5, "x")}}
+
+
+@contextmanager
+def training(group: Group) -> Iterator[Group]:
+    thread = threading.Thread(target=group.train, daemon=True)
+    thread.start()
+    try:
+        yield group
+    finally:
+        group.is_over.set()
+        thread.join()
+        group.server.close()
+
+
+def test_what_has_changed_arrives_to_the_bit() -> None:
+    generator = torch.Generator().manual_seed(1)
+    now = {
+        "wide": torch.randn(3, 5, 2, 2, generator=generator).to(memory_format=torch.channels_last),
+        "half": torch.randn(9, generator=generator).bfloat16(),
+        "double": torch.randn(2, 3, generator=generator).double(),
+        "scalar": torch.tensor(2.5),
+        "nothing": torch.zeros(0, 4),
+        "complex": torch.randn(4, dtype=torch.complex64, generator=generator),
+        "still": torch.ones(7),
+    }
+    sent: dict[str, Tensor] = {}
+    received: dict[str, Tensor] = {}
+    for changed in ({"wide": (0, 1, 1, 0), "half": 3, "scalar": ()}, {"double": (1, 2), "complex": 2}, {}):
+        parts = update_(sent, now)
+        for part in parts:
+            apply_(received, part)
+        for name, tensor in now.items():
+            real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+            assert received[name].dtype == real.dtype
+            pair = [each.reshape(-1).contiguous().view(torch.uint8) for each in (received[name], real)]
+            assert torch.equal(*pair), name
+        for name, place in changed.items():
+            now[name][place] = {"wide": -0.0, "scalar": float("nan")}.get(name, 7.0)
+    assert [part.name for part in parts] == ["double", "complex"], "nothing else"
+    assert [part.values.numel() for part in parts] == [1, 2]
+    now["wide"].zero_()
+    update_(sent, now)
+    now["wide"].neg_()  # -0.0 is another number for a checksum
+    (part,) = update_(sent, now)
+    assert part.values.numel() == now["wide"].numel()
+
+
+def test_rounds_that_end_meanwhile_are_caught_up_with() -> None:
+    weights = torch.zeros(LARGE)
+    with training(Group({"w": weights}, lambda: weights[:100].add_(1.0), steps=3)) as group:
+        client = StateClient(group.server.address, ASKS)
+        assert client.catch_up()
+        state = client.state
+        assert state["others"] == {3: (1.5, "x")}
+        assert state["tensors"]["w"][:101].tolist() == [state["num_averages"] - 3.0] * 100 + [0.0]
+        first = client.fetch()
+        assert first is not None
+        assert first <= 400, "only what has changed"
+        client.close()
+
+
+def test_who_cannot_catch_up_stops_trying() -> None:
+    weights = torch.zeros(LARGE)
+    with training(Group({"w": weights}, lambda: weights.add_(1.0))) as group:
+        client = StateClient(group.server.address, ASKS)
+        assert client.catch_up()
+        assert len({*client.state["tensors"]["w"][::1000].tolist()}) == 1, "of one round"
+        client.close()
+
+
+@pytest.mark.parametrize(("name", "value"), [("settings", "other"), ("run", "other")])
+def test_who_could_not_take_part_is_given_nothing(name: str, value: str) -> None:
+    with training(Group({"w": torch.zeros(3)})) as group:
+        client = StateClient(group.server.address, {**ASKS, name: value})
+        assert not client.catch_up()
+        client.close()
+        own_run = StateClient(group.server.address, {**ASKS, "run": "r"})
+        assert own_run.catch_up()
+        own_run.close()
+
+
+def stalled(address: str) -> socket.socket:
+    """Ask for the state, and read only its first bytes."""
+    host, _, port = address.rpartition(":")
+    connection = socket.create_connection((host, int(port)))
+    asks = b'{"name": "stalled", "settings": "s", "run": ""}'
+    connection.sendall(transfer._FRAME.pack(transfer.ASK, len(asks)) + asks)
+    assert connection.recv(100)
+    return connection
+
+
+def test_two_are_served_one_after_the_other_and_one_copy_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first one dies in the transfer."""
+    with training(Group({"w": torch.ones(LARGE)})) as group:
+        first, second = stalled(group.server.address), StateClient(group.server.address, ASKS)
+        waited = threading.Thread(target=second.catch_up, daemon=True)
+        waited.start()
+        waited.join(1.5)
+        assert waited.is_alive()
+        first.close()
+        waited.join(20.0)
+        assert torch.equal(second.state["tensors"]["w"], torch.ones(LARGE))
+        third = StateClient(group.server.address, ASKS)
+        assert third.catch_up()
+        with pytest.raises(OSError, match=r"closed|reset|Broken"):
+            second.fetch()
+        second.close()
+        third.close()
+
+
+def test_who_leaves_in_a_transfer_costs_its_group_nothing_and_the_next_one_is_asked() -> None:
+    with training(Group({"w": torch.ones(LARGE)})) as leaves, training(Group({"w": torch.full((9,), 2.0)})) as stays:
+        blocked = stalled(leaves.server.address)
+        assert leaves.longest_s < 1.0, "it trains on while the thread sends"
+        membership = object.__new__(TorchftMembership)
+        membership._client = None
+        addresses = [leaves.server.address, stays.server.address]
+        found: list[Any] = []
+        taking = threading.Thread(target=lambda: found.append(membership._fetch_from(addresses, ASKS, False)))
+        taking.start()
+        time.sleep(0.5)
+        leaves.is_over.set()
+        leaves.server.patience_s = 0.1
+        leaves.server.close()  # as at the end of its training
+        taking.join(20.0)
+        blocked.close()
+        assert found[0]["tensors"]["w"].tolist() == [2.0] * 9
+        membership._forget_state()
+
+
+def test_a_transfer_that_breaks_off_changes_nothing() -> None:
+    weights = torch.zeros(LARGE)
+    with training(Group({"w": weights, "last": torch.zeros(3)}, steps=1000)) as group:
+        client = StateClient(group.server.address, ASKS)
+        client.fetch()
+        weights.add_(1.0)
+        filled = transfer._fill
+        parts: list[int] = []
+
+        def breaking(connection: socket.socket, room: memoryview, *note: Any) -> None:
+            if len(room) > 1 << 20:
+                parts.append(len(room))
+                filled(connection, room[: 1 << 20], *note)
+                raise ConnectionError("broken")
+            filled(connection, room, *note)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(transfer, "_fill", breaking)
+            with pytest.raises(ConnectionError):
+                client.fetch()
+        assert parts
+        assert not client.state["tensors"]["w"].any()
+        client.close()
+
+
+def test_a_group_that_takes_no_step_is_given_up() -> None:
+    group = Group({"w": torch.zeros(3)})  # which does not train
+    client = StateClient(group.server.address, ASKS)
+    began_s = time.monotonic()
+    with pytest.raises(OSError, match=r"closed|reset"):
+        client.catch_up()
+    client.close()
+    assert 1.5 < time.monotonic() - began_s < 6.0
+    group.server.close()
+
+
+def test_a_state_is_data() -> None:
+    state = {"weights": torch.ones(3), "nested": [1, 2.5, "three", None, {"four": True}]}
+    received = transfer.unpacked(transfer.packed(state).numpy().tobytes())
+    assert torch.equal(received.pop("weights"), torch.ones(3))
+    assert received == {"nested": state["nested"]}
+    with pytest.raises(pickle.UnpicklingError, match="Weights only"):
+        transfer.unpacked(transfer.packed({"code": test_a_state_is_data}).numpy().tobytes())
