@@ -33,6 +33,7 @@ import importlib
 import importlib.metadata
 import json
 import logging
+import math
 import os
 import re
 import socket
@@ -65,6 +66,7 @@ T = TypeVar("T")
 TORCHFT = "0.2.0"  # others speak another protocol
 LIGHTHOUSE = "TORCHFT_LIGHTHOUSE"  # torchft's own variable: the lighthouse's address
 HEARTBEAT_S = 0.25  # between two; the lighthouse takes a member for dead after 5 s, if not started otherwise
+HANG_ROUNDS, HANG_S = 10, 60.0  # a group that has not come for ten times its longest round, and a minute, hangs
 TRIES = 3  # to take the state in time for a round, after which the others wait for this group
 WAIT_S = 75.0  # of one request for a quorum. In the lighthouse each begins anew to wait for others, by default 60 s.
 OWN_DATA = frozenset({"row", "failures"})  # of a member: what torchft has no field for
@@ -525,6 +527,8 @@ class _Lighthouse:
         self._torchft = torchft
         self._client: Any = None
         self.is_away = False  # whether no heartbeats are sent
+        self._answered_s = self._longest_s = 0.0  # when a request was answered last, and until the next one at most
+        self._hangs_from_s = math.inf  # when this group is to have come again
         self._is_closed = threading.Event()
         self._heartbeats: threading.Thread | None = None
 
@@ -536,7 +540,9 @@ class _Lighthouse:
 
         The answer is plain values, for JSON.
         """
-        self.is_away = False
+        now_s = time.monotonic()
+        self._longest_s = max(self._longest_s, now_s - (self._answered_s or now_s))
+        self.is_away, self._hangs_from_s = False, math.inf
         # In a thread, because a signal would be handled only after torchft has returned.
         return _begin(lambda: self._request(own), "lowbw-quorum")
 
@@ -574,6 +580,10 @@ class _Lighthouse:
             if not isinstance(error, TimeoutError):  # after which the lighthouse still counts on this member
                 time.sleep(RETRY_S)
             return {"error": f"{error}", "is_final": isinstance(error, ConfigurationError)}
+        finally:
+            self._answered_s = time.monotonic()
+            if self._longest_s:  # not in the first round
+                self._hangs_from_s = self._answered_s + max(HANG_S, HANG_ROUNDS * self._longest_s)
 
     def _refuse_second(self, own: _Member) -> None:
         """Raise ConfigurationError if another group has the name and is alive; before the others hear of this one."""
@@ -611,10 +621,14 @@ class _Lighthouse:
         return []
 
     def _send_heartbeats(self, name: str) -> None:
-        """Tell the lighthouse that this member is alive, until `close`."""
-        client = None
+        """Tell the lighthouse that this member is alive, until `close`; not while it hangs."""
+        client, has_said = None, False
         while not self._is_closed.wait(HEARTBEAT_S):
-            if self.is_away:
+            hangs = time.monotonic() > self._hangs_from_s
+            if hangs and not has_said:
+                _logger.warning("This group takes %d times as long as ever for a round; others go on.", HANG_ROUNDS)
+            has_said = hangs
+            if self.is_away or hangs:
                 continue
             with suppress(RuntimeError, TimeoutError):
                 client, used = None, client or self._connected()

@@ -64,6 +64,11 @@ def die_in_the_middle(weights: torch.Tensor, rank: int, group: dist.ProcessGroup
     return weights
 
 
+def hang_in_the_middle(weights: torch.Tensor, rank: int, group: dist.ProcessGroup) -> torch.Tensor:
+    time.sleep(PATIENCE_S)
+    return weights
+
+
 def stop_in_the_middle(weights: torch.Tensor, rank: int, group: dist.ProcessGroup) -> torch.Tensor:
     os.kill(os.getpid(), signal.SIGSTOP)
     return average(weights, rank, group)

@@ -84,6 +84,42 @@ def test_two_groups_meet_again_after_the_path_between_them_was_cut(attempts: lis
     assert [event for event in made.events if event.group == 1 and "tries again in 1 s" in f"{event.value}"]
 
 
+def test_a_dead_member_costs_its_heartbeat_and_never_the_join_timeout() -> None:
+    """Killed between rounds, in a collective, and while it takes the state."""
+    constants = {"_send_tensor": members.send_slowly}
+    with members.groups(min_replicas=2, join_timeout_ms=60_000, heartbeat_timeout_ms=1500) as made:
+        for group in range(3):
+            made.start(group, pause_s=0.3, constants=constants)
+        made.committed(2, size=3)
+        killed_s = [made.signal(2, signal.SIGKILL)]
+        made.committed(0, size=2, after_s=killed_s[-1])
+        made.start(3, pause_s=0.3, constants=constants, act=members.die_in_the_middle, act_in=1)
+        made.committed(3, size=3)
+        killed_s.append(made.first(0, "lost").at_s)
+        made.committed(0, size=2, after_s=killed_s[-1])
+        made.start(4, constants=constants)
+        made.first(4, "joined")
+        time.sleep(0.5)
+        killed_s.append(made.signal(4, signal.SIGKILL))
+        made.committed(0, made.committed(0, after_s=killed_s[-1]).step + 3)
+    for at_s in killed_s:
+        rounds = [event for event in made.events if event.kind == "committed" and at_s < event.at_s < at_s + 10.0]
+        assert max(event.value[1] for event in rounds) < 4.0
+    assert not [event for event in made.events if event.group == 4 and event.kind == "healed"]
+
+
+def test_a_group_that_hangs_and_has_heartbeats_holds_nobody_for_long() -> None:
+    constants = {"HANG_S": 3.0, "HANG_ROUNDS": 2}
+    with members.groups(min_replicas=1, join_timeout_ms=60_000) as made:
+        made.start(0, min_replicas=1, timeout_s=2.0, pause_s=0.3, constants=constants)
+        made.committed(0)
+        made.start(1, constants=constants, act=members.hang_in_the_middle, act_in=4)
+        lost = made.first(0, "lost")
+        alone = made.committed(0, size=1, after_s=lost.at_s)
+        assert alone.at_s - lost.at_s < 10.0
+        assert "as long as ever" in made.first(1, "said").value
+
+
 def test_a_kill_in_a_collective_fails_the_round_on_all_at_once() -> None:
     # Of four in a ring one is no neighbour of the killed: it hears only of a neighbour that has left the group.
     with members.groups(min_replicas=4) as made:
