@@ -80,6 +80,8 @@ def test_seconds_of_a_dense_exchange(row: str, parameters: float) -> None:
     ranks_and_rates = ((4, 1e10), (4, 1e9), (2, 2e8))
     expected = [all_reduce_bytes(int(4 * parameters), ranks) * 8 / rate for ranks, rate in ranks_and_rates]
     assert shown == pytest.approx(expected, rel=0.02)
+    longer = [all_reduce_bytes(1 << 30, 1 << 16) / all_reduce_bytes(1 << 30, ranks) for ranks in (4, 2)]
+    assert longer == pytest.approx([4 / 3, 2], rel=0.01), "up to a third longer, up to twice as long"
 
 
 def test_the_seconds_of_two_sites() -> None:
