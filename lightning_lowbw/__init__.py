@@ -15,6 +15,7 @@ from lightning_lowbw.errors import (
     NonFiniteGradientError,
 )
 from lightning_lowbw.method import Method
+from lightning_lowbw.muon import MuonAdamW
 from lightning_lowbw.presets import DGC, AdaptiveLocalSGD, Hierarchical, LocalSGD, PowerSGD, QuantizedGradients
 from lightning_lowbw.schedules.every_k import EveryK
 from lightning_lowbw.schedules.every_step import EveryStep
@@ -56,6 +57,7 @@ __all__ = [
     "LocalSGDStrategy",
     "LowRank",
     "Method",
+    "MuonAdamW",
     "NonFiniteGradientError",
     "PowerSGD",
     "Quantized",

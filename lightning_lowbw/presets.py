@@ -175,6 +175,8 @@ PRESETS: dict[str, partial[Method]] = {
     "adaptive_local_sgd": partial(AdaptiveLocalSGD),
     "diloco": partial(LocalSGD, **DILOCO),
     "streaming_diloco": partial(LocalSGD, **DILOCO, num_fragments=AUTO, delay_steps=5, mixing=0.5),
+    # The authors' for one worker, up to 15B parameters; of the inner optimizer `MuonAdamW`.
+    "muloco": partial(LocalSGD, **{**DILOCO, "k_steps": 30}, outer_lr=0.7, outer_momentum=0.6),
     "sparse_loco": partial(LocalSGD, k_steps=15, begin_step=0, compression=Compression()),
     "hierarchical": partial(Hierarchical),
 }

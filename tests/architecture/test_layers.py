@@ -32,6 +32,7 @@ BELOW: dict[str, set[str]] = {
     "arguments": {"errors"},
     "namespaces": set(),
     "kernels": {"errors"},
+    "muon": {"errors"},
     "schedules": {"errors", "arguments"},
     "compress": {"errors", "arguments", "kernels", "schedules"},
     "comm": {"errors", "arguments", "kernels", "compress"},
@@ -54,6 +55,7 @@ FOREIGN: dict[str, set[str]] = {
     "arguments": {"lightning", "torch.distributed"},
     "namespaces": {"torch", "lightning"},
     "kernels": {"lightning", "torch.distributed"},
+    "muon": {"lightning", "torch.distributed"},
     "schedules": {"lightning", "torch.distributed", "time", "datetime", "os", "random", "socket"},
     "compress": {"lightning", "torch.distributed", "time", "datetime", "os", "random", "socket"},
     "comm": {"lightning"},
@@ -172,7 +174,7 @@ def test_what_is_exported() -> None:
     exported = """
         AdaptiveLocalSGD AdaptiveLocalSGDStrategy AutoStrategy AveragingSchedule Compression
         ConfigurationError DGC DGCStrategy DisagreementError ElasticStrategy EveryK EveryStep
-        Hierarchical HierarchicalStrategy LocalSGD LocalSGDStrategy LowRank Method
+        Hierarchical HierarchicalStrategy LocalSGD LocalSGDStrategy LowRank Method MuonAdamW
         NonFiniteGradientError PowerSGD Quantized QuantizedGradients ShardedStrategy SparsityWarmup
         Strategy TopK Topology TrafficMonitor Where Whole merge_states names
     """
@@ -215,7 +217,7 @@ NAMES = {
     "lowbw": lowbw.AutoStrategy,
     **dict.fromkeys(LOCAL, lowbw.LocalSGDStrategy),
     "bfloat16": lowbw.HierarchicalStrategy,
-    **dict.fromkeys(("float16", "int8", "int4", "powersgd", "streaming_diloco"), lowbw.Strategy),
+    **dict.fromkeys(("float16", "int8", "int4", "powersgd", "streaming_diloco", "muloco"), lowbw.Strategy),
 }
 NAMES |= {f"{name}_hierarchical": cls for name, cls in NAMES.items()} | {"hierarchical": lowbw.HierarchicalStrategy}
 OF_SHARDS = [f"{name}_fsdp" for name in ("dgc", "local_sgd", "diloco", "sparse_loco", "hierarchical", "int8", "int4")]

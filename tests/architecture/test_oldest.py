@@ -26,6 +26,7 @@ LATER = {  # names that only newer releases have, or that are there later; what 
     "torch.distributed.fsdp.fully_shard": "ShardedStrategy is refused",
     "torch.distributed.fsdp.register_fsdp_forward_method": "ShardedStrategy is refused",
     "torch.distributed.tensor.DTensor": "taken from torch.distributed._tensor",
+    "torch.optim.Muon": "MuonAdamW is refused",
 }
 IS_OLDEST = torch.__version__.startswith("2.4.")
 

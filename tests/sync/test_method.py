@@ -140,15 +140,17 @@ def in_words(method: Method) -> list[str]:
     """Return the cells of a row: what differs from local SGD's defaults."""
     when, usual, others = method.when, LocalSGD().when, list[str]()
     assert isinstance(when, EveryK)
+    lr, momentum = when.outer_lr, when.outer_momentum
     words = {
         "rule": f'rule "{when.rule}"',
-        "outer": f'outer "{when.outer}"',
+        "outer": f'outer "{when.outer}"' + (f" ({lr}, momentum {momentum})" if lr or momentum else ""),
         "num_fragments": f"{when.num_fragments_of(1000)} fragments",
         "delay_steps": f"hidden (`delay_steps={when.delay_steps}`)",
         "mixing": f"mixing {when.mixing}",
     }
     changed = {each.name for each in fields(EveryK) if each.compare and each.init}
     changed = {name for name in changed if getattr(when, name) != getattr(usual, name)} - {"k_steps", "begin_step"}
+    changed -= {"outer_lr", "outer_momentum"}
     assert changed <= set(words)
     others = [words[name] for name in words if name in changed]
     if isinstance(method.what, TopK):

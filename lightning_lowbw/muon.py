@@ -1,0 +1,81 @@
+"""Matrices by Muon, all else by AdamW, in one optimizer: Lightning's automatic optimization takes no more.
+
+Source: Jordan et al., "Muon: an optimizer for hidden layers in neural networks", 2024, which is `torch.optim.Muon`; Liu
+et al., "Muon is scalable for LLM training", arXiv 2502.16982, for one learning rate of both. The inner optimizer of
+Therien et al., "MuLoCo: Muon is a practical inner optimizer for DiLoCo", arXiv 2505.23725.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import AdamW, Optimizer
+
+from lightning_lowbw.errors import ConfigurationError
+
+
+class MuonAdamW(Optimizer):
+    """Step the matrices of hidden layers by `torch.optim.Muon`, other parameters by `torch.optim.AdamW`.
+
+    Two param groups, of which a schedule changes the learning rates together.
+
+    Args:
+        model: whose parameters are trained. Those of `nn.Embedding` are no matrices of hidden layers.
+        lr: of both: a matrix moves as far as AdamW would move it ("match_rms_adamw").
+        weight_decay: of both; decoupled.
+        momentum: of Muon.
+        betas: of AdamW.
+        exclude: names of other matrices for AdamW, as the output layer's; shell patterns such as ``"head.*"``.
+
+    Raises:
+        ConfigurationError: torch has no Muon, or a pattern matches no parameter.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        lr: float = 1e-3,
+        *,
+        weight_decay: float = 0.1,
+        momentum: float = 0.95,
+        betas: tuple[float, float] = (0.9, 0.999),
+        exclude: Sequence[str] = (),
+    ) -> None:
+        if not hasattr(torch.optim, "Muon"):
+            raise ConfigurationError(
+                f"MuonAdamW with torch {torch.__version__}, which has no torch.optim.Muon. Install torch 2.9 or later."
+            )
+        named = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+        for pattern in exclude:
+            if not any(fnmatchcase(name, pattern) for name in named):
+                raise ConfigurationError(f"exclude={list(exclude)}: {pattern!r} matches no parameter that is trained.")
+        others = {p for module in model.modules() if isinstance(module, nn.Embedding) for p in module.parameters()}
+        others |= {p for name, p in named.items() if any(fnmatchcase(name, pattern) for pattern in exclude)}
+        by_muon = [p.ndim == 2 and p not in others for p in named.values()]
+        groups = []
+        for is_muon in (True, False):
+            if chosen := [p for p, of in zip(named.values(), by_muon, strict=True) if of == is_muon]:
+                options: dict[str, Any] = {"lr": lr, "weight_decay": weight_decay}
+                options |= {"momentum": momentum, "adjust_lr_fn": "match_rms_adamw"} if is_muon else {"betas": betas}
+                groups.append({**_of(is_muon)(chosen, **options).param_groups[0], "is_muon": is_muon})
+        super().__init__(groups, {})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Take a step, after the closure."""
+        with torch.enable_grad():
+            loss = None if closure is None else closure()
+        for group in self.param_groups:
+            # Made anew: a copy of an optimizer, and one that is loaded, has groups and state, and nothing else.
+            part = _of(group["is_muon"])(group["params"])
+            part.param_groups, part.state = [group], self.state
+            part.step()
+        return loss
+
+
+def _of(is_muon: bool) -> type[Any]:
+    return torch.optim.Muon if is_muon else AdamW

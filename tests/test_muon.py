@@ -1,0 +1,84 @@
+"""`MuonAdamW` is torch's Muon for matrices of hidden layers and AdamW for the rest, with one state."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_lowbw import ConfigurationError, LocalSGD, MuonAdamW
+from tests.ranks import run_ranks
+
+
+class Net(nn.Module):
+    """An embedding, a hidden layer with a bias, a convolution and an output layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.hidden = nn.Embedding(11, 6), nn.Linear(6, 6)
+        self.conv, self.head = nn.Conv1d(6, 6, 1), nn.Linear(6, 3, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        hidden = self.hidden(self.embedding(tokens)).relu()
+        return self.head(self.conv(hidden.mT).mT)
+
+
+def backward(net: nn.Module, step: int) -> None:
+    tokens = torch.randint(11, (4, 5), generator=torch.Generator().manual_seed(step))
+    net.zero_grad()
+    net(tokens).square().mean().backward()
+
+
+def make(net: nn.Module) -> MuonAdamW:
+    return MuonAdamW(net, lr=0.01, weight_decay=0.1, exclude=("head.*",))
+
+
+pytestmark = pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch before 2.9 has no Muon")
+
+
+def test_it_is_muon_for_hidden_matrices_and_adamw_for_the_rest_also_from_a_state() -> None:
+    torch.manual_seed(0)
+    net, common = Net(), {"lr": 0.01, "weight_decay": 0.1}
+    twin = deepcopy(net)
+    matrices = [twin.hidden.weight]
+    rest = [each for each in twin.parameters() if each is not matrices[0]]
+    muon = torch.optim.Muon(matrices, adjust_lr_fn="match_rms_adamw", **common)
+    both, optimizer = (muon, torch.optim.AdamW(rest, **common)), make(net)
+    schedules = [torch.optim.lr_scheduler.LinearLR(each) for each in (*both, optimizer)]
+    for step in range(6):
+        if step == 3:
+            state, optimizer = optimizer.state_dict(), make(net)
+            optimizer.load_state_dict(state)
+            schedules[-1].optimizer = optimizer
+        for module in (net, twin):
+            backward(module, step)
+        for each in (*both, optimizer, *schedules):
+            each.step()
+    for ours, theirs in zip(net.parameters(), twin.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+    assert deepcopy(optimizer).state_dict()["state"].keys() == optimizer.state_dict()["state"].keys()
+
+
+def average(num_steps: int) -> list[Tensor]:
+    torch.manual_seed(0)
+    net = Net()
+    worker = LocalSGD(2, 0, outer="nesterov").attach(make(net), net.named_parameters())
+    for step in range(num_steps):
+        backward(net, 2 * step + worker.peers.rank)
+        worker.optimizer.step()
+    return [each.detach() for each in net.parameters()]
+
+
+def test_replicas_that_it_trains_are_averaged() -> None:
+    for ours, theirs in zip(*run_ranks(average, 2, 4), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_what_cannot_be_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigurationError, match=r"'tail' matches no parameter"):
+        MuonAdamW(Net(), exclude=("tail",))
+    monkeypatch.delattr(torch.optim, "Muon")
+    with pytest.raises(ConfigurationError, match=r"Install torch 2\.9"):
+        MuonAdamW(Net())
