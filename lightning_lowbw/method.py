@@ -98,6 +98,11 @@ class Method:
         return self.when.averages_weights
 
     @property
+    def acts_alone(self) -> bool:
+        """Whether it changes the training of one rank alone: by outer steps, where whole weights are averaged."""
+        return self.when.acts_alone and self.what.sends_all
+
+    @property
     def inter_dtype(self) -> torch.dtype | None:
         """What dense steps send of gradients in a wider type; None is their own."""
         return None if self.where.inter_dtype == "float32" else getattr(torch, self.where.inter_dtype)

@@ -3,6 +3,9 @@
 The period k is fixed or adapted to the learning rate and the loss; an outer optimizer is applied to the mean; fragments
 of a model are averaged at different steps, so that less is sent at once.
 
+With one rank alone the outer optimizer steps with the change of its own weights: Kallusky et al., "SNOO: Step-K
+Nesterov outer optimizer", arXiv 2510.15830.
+
 Source: Stich, "Local SGD converges fast and communicates little", arXiv 1805.09767; Lin et al., "Don't use large
 mini-batches, use local SGD", arXiv 1808.07217 (post-local); Wang and Joshi, "Adaptive communication strategies", arXiv
 1810.08313 (adacomm); Gu et al., "A quadratic synchronization rule", arXiv 2310.14423 (qsr); Wang et al., "SlowMo",
@@ -121,6 +124,10 @@ class EveryK(Schedule, key="k"):
     def is_always_synchronous(self) -> bool:
         """Whether this is DDP: an average after every step is one of gradients, for any optimizer and clipping."""
         return self.rule == "fixed" and self.k_steps == 1
+
+    @property
+    def acts_alone(self) -> bool:
+        return self.outer != "none"
 
     @property
     def exchanges_gradients(self) -> bool:

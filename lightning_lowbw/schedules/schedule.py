@@ -38,6 +38,11 @@ class Schedule:
         return False
 
     @property
+    def acts_alone(self) -> bool:
+        """Whether it changes the training of one rank alone, which has nobody to communicate with."""
+        return False
+
+    @property
     def is_auto(self) -> bool:
         """Whether its numbers are still to be chosen, by a Lightning strategy that times the first steps."""
         return False

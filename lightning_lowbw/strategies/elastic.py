@@ -74,7 +74,7 @@ class ElasticStrategy(Strategy):
         20
     """
 
-    _needs_ranks = False
+    _acts_alone = True  # there will be others
 
     @shows(STRATEGY_KEYWORDS)
     def __init__(

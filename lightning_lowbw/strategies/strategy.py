@@ -68,7 +68,6 @@ class Strategy(CheckpointedStrategy, DDPStrategy):
     """
 
     _reports = False  # whether it brings a TrafficMonitor
-    _needs_ranks = True  # whether there is nothing to communicate with one rank
 
     @shows(DDP_KEYWORDS)
     def __init__(
@@ -94,6 +93,11 @@ class Strategy(CheckpointedStrategy, DDPStrategy):
         self.peers = self._worker_peers = Peers()
         self._begin_state()
 
+    @property
+    def _acts_alone(self) -> bool:
+        """Whether a world of one rank is trained otherwise than without the strategy."""
+        return self.method.acts_alone
+
     def __repr__(self) -> str:
         return written(self, self._options | plain_values(self._ddp_kwargs))
 
@@ -115,11 +119,11 @@ class Strategy(CheckpointedStrategy, DDPStrategy):
             self._begin_fit()
             super().setup(trainer)
             self._begin_workers(trainer)
-            if self.world_size > 1 or not self._needs_ranks:
+            if self.world_size > 1 or self._acts_alone:
                 self._step_hooks.watch(trainer.lightning_module)
             if self._reports:
                 bring_monitor(trainer)
-            if self.world_size == 1 and self._needs_ranks:
+            if self.world_size == 1 and not self._acts_alone:
                 rank_zero_warn(
                     f"{type(self).__name__} with one rank: there is no other rank to communicate with, so this trains "
                     "as without it. Set Trainer(devices=..., num_nodes=...) for more."

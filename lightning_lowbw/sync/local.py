@@ -37,6 +37,7 @@ from torch.optim import Optimizer, SparseAdam
 
 from lightning_lowbw.comm.agreement import agree
 from lightning_lowbw.comm.peers import Peers, average_gradients_
+from lightning_lowbw.compress.payload import FLOAT_BYTES
 from lightning_lowbw.errors import ConfigurationError
 from lightning_lowbw.kernels.reference import are_not_finite
 from lightning_lowbw.kernels.tensors import Rates, as_real, download, laid_out, relative_distance
@@ -109,12 +110,14 @@ class LocalSync(Synchronizer):
         named_buffers: Mapping[str, Tensor],
     ) -> None:
         super().__init__(method, optimizer, named_parameters, peers)
-        self._is_one = peers.num_participants == 1 and not peers.may_grow
-        self._is_alone = self._is_one and peers.num_ranks == 1
-        if not self._is_one:
+        is_one = peers.num_participants == 1 and not peers.may_grow
+        # One replica is its mean. An outer optimizer steps with it all the same, on one rank alone (SNOO).
+        is_outer = method.acts_alone and peers.num_ranks == 1 and not peers.are_shards
+        self._is_plain = is_one and not is_outer
+        if not is_one:
             refuse_second_weights(optimizer)
         # Inside of an elastic group, or of a sharded model, an optimizer may communicate: these ranks step alike.
-        self._is_watched = self._is_one or peers.may_grow or peers.are_shards
+        self._is_watched = is_one or peers.may_grow or peers.are_shards
         self.steps_since_average = self.num_averages = 0
         self.has_communicated = self._has_been_local = False
         self.begin_epoch()
@@ -145,7 +148,7 @@ class LocalSync(Synchronizer):
 
     @property
     def is_local(self) -> bool:
-        return not self._is_one and self.phase.is_local(self.when, self.step)
+        return not self._is_plain and self.phase.is_local(self.when, self.step)
 
     @property
     def reduces_in_backward(self) -> bool:
@@ -222,7 +225,7 @@ class LocalSync(Synchronizer):
         if not self.is_prepared:
             self.list_gradients()
         self.is_prepared = False
-        if not self._is_alone:
+        if self.peers.num_ranks > 1 or self.is_local:
             self._average_gradients()
         self.is_exchanged = True
         return True
@@ -309,8 +312,6 @@ class LocalSync(Synchronizer):
         self.torn = ""
         self.step += 1
         self.peers.ledger.steps += 1
-        if self._is_alone:
-            return
         self.loss.end_step()
         if not was_local:
             if self.is_local:
@@ -473,6 +474,11 @@ class LocalSync(Synchronizer):
         starts = {name: self.replica.start[p] for p, name in names.items() if name in changes}
         moves = [laid_out(changes[name], start.shape) for name, start in starts.items()]
         means |= zip(starts, torch._foreach_add(list(starts.values()), moves) if moves else (), strict=True)
+        for parameter, name in names.items() if self.needs_start else ():
+            if name not in changes and (dtype := as_real(parameter).dtype).itemsize < FLOAT_BYTES:
+                # It began with its consensus rounded: what was rounded away is no step back.
+                start = self.replica.start[parameter]
+                means[name].add_(start).sub_(start.to(dtype))
         self._move_weights(average, [means[name] for name in names.values()], sums.lr / self.peers.num_ranks, moved)
         self.buffers.apply(means, average.buffer_snapshots, resized)
         self.num_averages += 1

@@ -107,7 +107,8 @@ def _tell(worker: Synchronizer) -> None:
             "this trains as DDP. To compress between all ranks, leave the topology out.",
             stacklevel=4,  # the caller of `Method.attach`
         )
-    warn_if_alone(peers)
+    if not method.acts_alone:
+        warn_if_alone(peers)
     warn_if_mostly_sent(method.what, method.when, peers)
     if correction is not None and peers.rank == 0 and peers.num_participants > 1:
         if method.what.corrects and not correction.is_complete:

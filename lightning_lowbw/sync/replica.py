@@ -52,6 +52,7 @@ class Replica:
         when: EveryK,
     ) -> None:
         self.params, self.exchange, self.peers, self._when = params, exchange, peers, when
+        self._is_alone = peers.num_ranks == 1 and not (peers.may_grow or peers.are_shards)
         self.start: dict[Parameter, Tensor] = {}
         self.velocity: dict[Parameter, Tensor] = {}
         self.buffers = ReplicaBuffers(named_buffers)
@@ -67,12 +68,12 @@ class Replica:
     @property
     def parameters_agree(self) -> bool:
         """Whether the parameters are the same on all ranks; known without communication."""
-        return not any(fragment.moved or fragment.work for fragment in self.fragments)
+        return self._is_alone or not any(fragment.moved or fragment.work for fragment in self.fragments)
 
     @property
     def is_consensus(self) -> bool:
         """Whether there is nothing to average. Any forward pass may change buffers."""
-        return self.parameters_agree and not self.buffers.may_differ
+        return self._is_alone or (self.parameters_agree and not self.buffers.may_differ)
 
     # What is sent ---------------------------------------------------------------------------------------------------
 

@@ -41,6 +41,11 @@ class Configuration(Protocol):
         """Who communicates with whom."""
         ...
 
+    @property
+    def acts_alone(self) -> bool:
+        """Whether it changes the training of one rank alone."""
+        ...
+
 
 class Synchronizer:
     """One rank's side of a method for one optimizer; it has a counter of its own.

@@ -234,6 +234,8 @@ for _name, _options, _fields in (
     ("slowmo-two-levels", {"outer": "slowmo", "topology": INTERLEAVED}, {"ranks": 4}),
     ("slowmo-resume", {"outer": "slowmo", "outer_momentum": 0.7}, {"resume_at": 5, "steps": 10}),
     ("diloco-resume", {"outer": "nesterov", "k_steps": 3}, {"resume_at": 5, "steps": 10, "optimizer": "adamw"}),
+    ("diloco-alone-resume", {"outer": "nesterov", "k_steps": 3, "delay_steps": 2},
+     {"ranks": 1, "resume_at": 5, "steps": 10, "optimizer": "adamw"}),
     ("streaming-slowmo", {"num_fragments": 2, "outer": "slowmo", "k_steps": 3, "delay_steps": 1}, {}),
     ("streaming-bfloat16", {"num_fragments": 2, "compression": "bfloat16"},
      {"model": models.Conv, "precision": "bf16-mixed"}),

@@ -22,6 +22,7 @@ from tests.sync import problem
 from tests.sync.problem import ADAMW, AWKWARD, FLAT, MOMENTUM, NODES, THREE, Make, Nodes, everywhere, same_on_all
 
 CLOSE: dict[str, Any] = {"rtol": 1e-4, "atol": 2e-5}
+ONE: Nodes = ((0,),)
 STRIDED = NODES["strided"]
 DILOCO: dict[str, Any] = {"outer": "nesterov", "outer_momentum": 0.9, "outer_lr": 0.7}
 SLOWMO: dict[str, Any] = {"outer": "slowmo", "outer_momentum": 0.6, "outer_lr": 0.9}
@@ -30,13 +31,13 @@ CASES: dict[str, tuple[dict[str, Any], tuple[Nodes, ...]]] = {
     "fixed": ({"k_steps": 4, "begin_step": 0}, (FLAT,)),
     "post_local": ({"k_steps": 3, "begin_step": 5}, (THREE, STRIDED)),
     "slowmo": ({"k_steps": 4, **SLOWMO}, (THREE,)),
-    "diloco": ({"k_steps": 4, "begin_step": 0, **DILOCO}, (FLAT,)),
-    "delayed diloco": ({"k_steps": 5, "delay_steps": 2, **DILOCO}, (FLAT,)),
+    "diloco": ({"k_steps": 4, "begin_step": 0, **DILOCO}, (ONE, FLAT)),
+    "delayed diloco": ({"k_steps": 5, "delay_steps": 2, **DILOCO}, (ONE, FLAT)),
     "uneven fragments": ({"k_steps": 5, "begin_step": 0, "num_fragments": 3, "delay_steps": 2}, (FLAT,)),
     "mixed": ({"k_steps": 6, "begin_step": 0, "num_fragments": 2, "delay_steps": 4, "mixing": 0.3}, (THREE,)),
     "streaming diloco": (
         {"k_steps": 5, "begin_step": 0, "num_fragments": 2, "delay_steps": 2, "mixing": 0.5, **DILOCO},
-        (FLAT, STRIDED),
+        (ONE, FLAT, STRIDED),
     ),
     "all of the mean": ({"k_steps": 4, "begin_step": 0, "delay_steps": 1, "mixing": 0.0}, (FLAT,)),
 }
@@ -44,7 +45,9 @@ OF_ORACLE = {"k_steps": "k", "begin_step": "begin", "delay_steps": "delay"}
 
 
 @pytest.mark.parametrize(
-    ("nodes", "make"), [(FLAT, ADAMW), (THREE, MOMENTUM), (STRIDED, ADAMW)], ids=["2 ranks", "3 ranks", "2 nodes"]
+    ("nodes", "make"),
+    [(ONE, ADAMW), (FLAT, ADAMW), (THREE, MOMENTUM), (STRIDED, ADAMW)],
+    ids=["one rank takes outer steps alone", "2 ranks", "3 ranks", "2 nodes"],
 )
 def test_equals_replicas_in_one_process(nodes: Nodes, make: Make) -> None:
     """A node is what a rank is on one level, and trains with the mean gradient of its ranks."""
@@ -65,6 +68,29 @@ def test_equals_replicas_in_one_process(nodes: Nodes, make: Make) -> None:
                         torch.testing.assert_close(own, replica.detach(), **CLOSE, msg=f"{case} {name} {rank}")
         for node in nodes:  # whose ranks step together
             assert all(results[rank]["digests"] == results[node[0]]["digests"] for rank in node)
+
+
+def test_one_rank_resumes_its_outer_steps_to_the_bit() -> None:
+    """Without torch.distributed; an average had been begun. The rank is the consensus, which is shown as it is."""
+    method, saved = LocalSGD(3, 0, outer="nesterov", delay_steps=2), list[dict[str, Any]]()
+    ends = []
+    for steps in (range(7), range(4, 7)):
+        parameters = problem.make_parameters(AWKWARD)
+        worker = method.attach(ADAMW(parameters.values()), parameters.items())
+        if saved:
+            problem.set_weights(parameters, saved[0]["weights"])
+            worker.load_state_dict(saved[0]["state"])
+        for step in steps:
+            if step == 4:
+                saved.append({"weights": problem.weights_of(parameters), "state": worker.state_dict()})
+            problem.take_step(worker, parameters, step)
+        ends.append(digest(parameters.values()))
+        with worker.consensus():
+            assert digest(parameters.values()) == ends[-1]
+        worker.finish()
+        assert digest(parameters.values()) == ends[-1]
+    assert ends[0] == ends[1]
+    assert saved[0]["state"]["fragments"][0]["work"] is not None
 
 
 # Buffers -----------------------------------------------------------------------------------------------------------
@@ -158,6 +184,18 @@ def test_half_types_are_summed_in_float32() -> None:
             worker.optimizer.step()
             weight.data.fill_(1.0 + dist.get_rank() / 128)
     assert weight.tolist() == [1.0 + 1 / 128] * 4
+
+
+@pytest.mark.parametrize(("outer", "moved"), [({}, 0.0), ({**DILOCO, "outer_momentum": 0.0, "outer_lr": 1.0}, 8.0)])
+@on_ranks()
+def test_an_outer_optimizer_keeps_what_half_types_round_away(outer: dict[str, Any], moved: float) -> None:
+    """One of two ranks moves by the least that a bfloat16 can, the mean by half of it; x0 is in float32."""
+    weight = Parameter(torch.full((4,), 256.0, dtype=torch.bfloat16))
+    worker = LocalSGD(2, 0, **outer).attach(torch.optim.SGD([weight], lr=1.0), [("w", weight)])
+    for step in range(16):
+        weight.grad = torch.full_like(weight, -2.0 if dist.get_rank() == 0 and step % 2 else 0.0)
+        worker.optimizer.step()
+    assert weight.tolist() == [256.0 + moved] * 4
 
 
 # Adaptive rules ----------------------------------------------------------------------------------------------------
