@@ -10,6 +10,9 @@ A round of one member, after its local steps:
     commit      or nothing has happened: residuals as they were before, and the round is tried again
     apply       anchor = outer(anchor, mean);  w = anchor, or with work that has not been averaged rebased
 
+With `delay_steps` quorum and exchange run in a thread while the next local steps are taken; what these have changed
+stays: w = anchor + (w - w at the begin). If the round fails, it is repeated without the thread.
+
 Shared by all, and healed: the anchor (`start`), the outer velocity, averaged buffers, the numbers of rounds and steps,
 tokens seen, and the round in which each member was last averaged. Everything else is a member's own.
 """
@@ -18,9 +21,12 @@ from __future__ import annotations
 
 import logging
 import math
+import threading
 import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import compress
 from typing import Any, NamedTuple, cast
@@ -73,7 +79,10 @@ class MemberCollectives(Collectives):
     Attributes:
         quorum: of this round; before the first, of this group alone.
         has_failed: whether a collective of this round has.
+        is_hidden: whether they are waited for by no step.
     """
+
+    is_hidden = False
 
     def __init__(self, membership: Membership, ledger: TrafficLedger) -> None:
         super().__init__(None, ledger, "inter")
@@ -109,7 +118,7 @@ class MemberCollectives(Collectives):
             return
         try:
             # One after the other: what still runs when a round fails would keep its connections open.
-            with self.ledger.waiting(CPU):
+            with nullcontext() if self.is_hidden else self.ledger.waiting(CPU):
                 self._membership.collective(lambda group: begin(group).wait())
         except RuntimeError as error:
             _logger.warning("A member of the round was lost, and it is tried again: %s", error)
@@ -194,6 +203,11 @@ class Round:
     residuals: Mapping[str, Tensor]
 
     @property
+    def is_averaged(self) -> bool:
+        """Whether there is work, all of which is measured from the same weights."""
+        return self.have_one_anchor and any(self.weights)
+
+    @property
     def have_one_anchor(self) -> bool:
         """Whether all members measure their work from the same weights."""
         return len({row.anchor for row in self.told}) == 1
@@ -212,6 +226,41 @@ def draw_weights(tokens: Sequence[float], participants: float, number: int) -> l
     chosen = {having[member] for member in drawn[: math.ceil(participants * len(having))].tolist()}
     total = sum(tokens[member] for member in chosen)
     return [count / total if member in chosen else 0.0 for member, count in enumerate(tokens)]
+
+
+@dataclass(frozen=True)
+class _Begun:
+    """What a round was begun with.
+
+    Attributes:
+        step: optimizer steps completed.
+        steps: of the round.
+        tokens: of these.
+        work: the change of each tensor; None if it does not count.
+        residuals: before the exchange.
+        result: of a round that is hidden: its quorum, and what was exchanged, if the quorum was for that.
+    """
+
+    step: int
+    steps: int
+    tokens: float
+    work: list[Tensor] | None
+    residuals: Mapping[str, Tensor]
+    result: Future[tuple[Quorum | None, Round | None, Average | None]] | None = None
+
+
+class _Sent(NamedTuple):
+    """What a member has sent in a round that does not count here, but may for others.
+
+    Attributes:
+        work: the change of each tensor; None if it does not count.
+        tokens: of these steps.
+        residuals: after the exchange.
+    """
+
+    work: list[Tensor] | None
+    tokens: float
+    residuals: Mapping[str, Tensor]
 
 
 class _Averaged(NamedTuple):
@@ -297,8 +346,15 @@ class ElasticSync(LocalSync):
         self._num_apart = 0  # how often it was so
         self._num_faulty = 0  # rounds, the last ones, in which all members have had an inf or NaN
         self._is_warned = False  # that a round has few steps
-        self._sent: dict[str, Tensor] | None = None  # residuals after an exchange that was not committed here
+        self._sent: _Sent | None = None  # in the last exchange, if that was not committed here
         self._averaged: _Averaged | None = None  # in the last round
+        self._hidden: _Begun | None = None  # a round in the background
+        self._late_s = math.inf  # when that gives up to wait for others
+        if self.when.delay_steps and members.num_local_ranks > 1:
+            raise ConfigurationError(
+                f"{method}, in a group of {members.num_local_ranks} processes: a round is hidden in groups of one "
+                "process. Leave out delay_steps, or start each process as a group of its own."
+            )
 
     # Rounds -----------------------------------------------------------------------------------------------------------
 
@@ -309,7 +365,7 @@ class ElasticSync(LocalSync):
         Collective: all members, at the end of their rounds. If none has taken a step nothing is averaged.
         """
         self.begin_local()
-        self.healed = None
+        self.healed, self.num_skipped = None, 0
         gives_up = lambda: bool(self.requests) or self.should_stop()  # noqa: E731
         if (shared := self.membership.state_of_others(self._row(self._all_settings()), gives_up)) is not None:
             self._heal(shared, self.group)
@@ -324,25 +380,40 @@ class ElasticSync(LocalSync):
                 "may be the first of a batch. Take one optimizer step for each batch."
             )
         self._batch = self.batch
-        self.healed = None
-        self.has_communicated = self._is_over()
-        if self.has_communicated:
+        self.healed, self.num_skipped, self.has_communicated = None, 0, False
+        if self._hidden is not None and (self._steps >= self.when.delay_steps or self._is_over()):
+            self._settle()
+        if not self.is_complete and self._is_over():
+            self.has_communicated = True
             self.tokens = self.tokens or float(self._steps)  # where nobody counts them
-            # Not in the last step: Lightning takes no further one, in which the round would be taken again.
-            self._take_round(saves=self._waits_since_s is None and self.step < self.last_step)
-        self.membership.serve(self.shared_state)
+            if self.when.delay_steps and self.step < self.last_step and self._waits_since_s is None:
+                self._begin_hidden()
+            else:
+                self._take_round(saves=self._saves)
+        if self._hidden is None:
+            self.membership.serve(self.shared_state)
         return self.has_communicated
+
+    @property
+    def _saves(self) -> bool:
+        """Whether the caller can save, and take a step, where others are waited for long."""
+        # Not in the last step: Lightning takes no further one, in which the round would be taken again.
+        return self._waits_since_s is None and self.step < self.last_step
 
     @property
     def is_complete(self) -> bool:
         """Whether the last step has been averaged."""
-        return self.step >= self.last_step and not self._steps
+        return self.step >= self.last_step and not self._steps and self._hidden is None
 
+    @torch.no_grad()
     def end(self, grace_s: float) -> None:
         """Take part in last quorums, in which members heal that have missed the last round.
 
         For at most `grace_s`, and until all have come that were ever averaged.
         """
+        if self._hidden is not None:  # a fit that is stopped: who has sent something takes the result
+            self._late_s = 0.0
+            self._arrived()
         ends_s = time.monotonic() + grace_s
         while self.is_complete and not self._any_in_node(time.monotonic() >= ends_s)[0]:
             quorum = self._next_quorum(lambda: time.monotonic() >= ends_s, has_ended=True)
@@ -373,38 +444,26 @@ class ElasticSync(LocalSync):
     def _steps(self) -> int:
         return self._all.steps or 0
 
-    def _take_round(self, *, saves: bool) -> None:
+    def _take_round(self, *, saves: bool, quorum: Quorum | None = None) -> None:
         """Take part in a round; if this member is to stop or save before there is one, nothing has been averaged.
 
         Args:
             saves: whether it is to save when it has waited for some time.
+            quorum: for which it has waited already.
 
         Raises:
             TimeoutError: on all processes of the group; others have been there before, and have not come.
         """
-        self.num_skipped = 0
-        if resized := self.buffers.changed():
-            raise ConfigurationError(
-                f"Step {self.step}: the module has registered, removed or resized buffers since the fit began, and a "
-                f"member that is behind takes them in one shape: {', '.join(resized)}. Give them "
-                "their size before the fit, or name them in the module's _ddp_params_and_buffers_to_ignore."
-            )
-        wait_s = self.max_wait_s if self.num_averages else math.inf
-        since_s = self._waits_since_s = self._waits_since_s or time.monotonic()
-        late_s = since_s + (min(SAVE_AFTER_S, wait_s / 2) if saves else wait_s)
-
-        def gives_up() -> bool:
-            return bool(self.requests) or self.should_stop() or time.monotonic() >= late_s
-
+        self._check_buffers()
+        self._wait_from_now(saves)
         while True:
-            self._restart_if_not_finite()
-            quorum = self._next_quorum(gives_up)
+            if quorum is None:
+                self._restart_if_not_finite()
+                quorum = self._next_quorum(self._gives_up)
             if quorum is None or self._try_round(quorum):
                 break
-        flags = self.stop_requested, self.save_requested, self.should_stop(), not self.has_ended
-        stops, is_asked, is_over, has_data = self._any_in_node(*flags)  # of this group only
-        self.agree_on(STOP * stops | SAVE * is_asked)
-        self.all_have_ended = not has_data
+            quorum = None
+        stops, is_asked, is_over = self._agree_on_requests()
         if quorum is None:
             self.wants_checkpoint = saves and not (stops or is_asked or is_over)
             if not (stops or is_asked or is_over or saves):
@@ -413,11 +472,38 @@ class ElasticSync(LocalSync):
                     "the others have ended the training, or are lost. If they come back later, start this group again "
                     "from its last checkpoint, with a longer ElasticStrategy(timeout=...)."
                 )
+            if self.step >= self.last_step:  # a resume takes this step again, and the round, and not nothing
+                self.step, self.num_skipped = self.step - 1, self.num_skipped - 1
             return
         self._waits_since_s = None
         self._sent, self._has_faults, self._began_s = None, False, time.monotonic()
         self._all.steps = self.steps_since_average = 0
         self.loss.clear()
+
+    def _agree_on_requests(self) -> list[bool]:
+        """Let all processes of this group know who asks to stop, and to save; return it, and whether one is to stop."""
+        flags = self.stop_requested, self.save_requested, self.should_stop(), not self.has_ended
+        *asked, has_data = self._any_in_node(*flags)
+        self.agree_on(STOP * asked[0] | SAVE * asked[1])
+        self.all_have_ended = not has_data
+        return asked
+
+    def _check_buffers(self) -> None:
+        if resized := self.buffers.changed():
+            raise ConfigurationError(
+                f"Step {self.step}: the module has registered, removed or resized buffers since the fit began, and a "
+                f"member that is behind takes them in one shape: {', '.join(resized)}. Give them "
+                "their size before the fit, or name them in the module's _ddp_params_and_buffers_to_ignore."
+            )
+
+    def _wait_from_now(self, saves: bool) -> None:
+        """Note until when others are waited for, from the first time on that they were in this round."""
+        wait_s = self.max_wait_s if self.num_averages else math.inf
+        since_s = self._waits_since_s = self._waits_since_s or time.monotonic()
+        self._late_s = since_s + (min(SAVE_AFTER_S, wait_s / 2) if saves else wait_s)
+
+    def _gives_up(self) -> bool:
+        return bool(self.requests) or self.should_stop() or time.monotonic() >= self._late_s
 
     def _next_quorum(self, gives_up: Callable[[], bool], *, has_ended: bool = False) -> Quorum | None:
         settings = self._all_settings()
@@ -435,10 +521,10 @@ class ElasticSync(LocalSync):
             self._wait_for_members()
             membership.commit(not self.is_complete)  # for which the others do not wait
             return self.is_complete
-        weights = draw_weights([row.tokens for row in quorum.rows], self.participants, self.num_averages)
-        this_round, average = Round(quorum, quorum.rows, weights, copies(self.replica.residuals)), None
-        if is_averaged := this_round.have_one_anchor and any(weights):
-            self.members.weights = weights if len({*weights}) > 1 else ()
+        this_round, average = self._round_of(quorum, copies(self.replica.residuals)), None
+        assert this_round is not None
+        if this_round.is_averaged:
+            self._begin_members(this_round)
         else:
             self._wait_for_members()
             if self._any_in_node(members.has_failed)[0]:  # the rows may be those of a request that was given up
@@ -446,8 +532,8 @@ class ElasticSync(LocalSync):
                 return False
             self._compare(this_round)
         try:
-            if is_averaged:
-                average = self._begin_round()
+            if this_round.is_averaged:
+                average = self.begin_average(self._trained(), self._status(self._lr), takes_buffers=True)
             has_committed = membership.commit(this_round.have_one_anchor)
         except BaseException:  # a checkpoint may follow
             self._set_residuals(this_round.residuals)
@@ -455,17 +541,114 @@ class ElasticSync(LocalSync):
         if has_committed:
             self._end_round(this_round, average)
             return True
-        self._sent = self._sent if average is None else copies(self.replica.residuals)
+        if average is not None:
+            work = self._work() if self.tokens else None
+            self._sent = _Sent(work, self.tokens, copies(self.replica.residuals))
         self._set_residuals(this_round.residuals)
         return False
+
+    # A round that is hidden by local steps ----------------------------------------------------------------------------
+
+    def _begin_hidden(self) -> None:
+        """Begin a round in a thread, with the weights as they are now."""
+        self._check_buffers()
+        self._restart_if_not_finite()
+        settings, state, lr = self._all_settings(), self.shared_state(), self._lr
+        row = self._row(settings, hashes=False)
+        average, whole, changes = self.prepare_average(self._trained(), takes_buffers=True)
+        residuals, result = copies(self.replica.residuals), Future[Any]()
+
+        def run() -> None:
+            try:
+                with torch.no_grad(), torch.cuda.device_of(torch.empty(0, device=self.device)):
+                    told = row._replace(anchor=float(self._checksum()))
+                    quorum = self.membership.quorum(told, settings, lambda: state, self._gives_up)
+                    this_round = None if quorum is None else self._round_of(quorum, residuals)
+                    if this_round is None or not this_round.is_averaged:
+                        result.set_result((quorum, None, None))
+                        return
+                    self._begin_members(this_round)
+                    self.send_average(average, whole, changes, self._status(lr))
+                    result.set_result((quorum, this_round, average))
+            except BaseException as error:  # noqa: BLE001 - it is raised where the round is waited for
+                result.set_exception(error)
+
+        work = self._work() if self.tokens else None
+        self._hidden = _Begun(self.step, self._steps, self.tokens, work, residuals, result)
+        self.tokens, self._has_faults, self._late_s = 0.0, False, math.inf
+        self._all.steps = self.steps_since_average = 0
+        self._began_s = time.monotonic()
+        self.loss.clear()
+        self.members.members.is_hidden = True
+        threading.Thread(target=run, name="lowbw-round", daemon=True).start()
+
+    def _settle(self) -> None:
+        """Apply the round that is hidden; if it has failed, or others have to be waited for, take part as usual."""
+        saves = self._saves
+        self._wait_from_now(saves)
+        counts, quorum = self._arrived()
+        self.has_communicated = True
+        if counts:
+            self._waits_since_s = None
+            self._agree_on_requests()
+        else:
+            self._take_round(saves=saves, quorum=quorum)
+
+    def _arrived(self) -> tuple[bool, Quorum | None]:
+        """Wait for the round that is hidden, and apply it; return whether it counts, or else a quorum for another."""
+        begun, self._hidden = self._hidden, None
+        assert begun is not None
+        assert begun.result is not None
+        counts = False
+        try:
+            with self.members.ledger.waiting(CPU):
+                quorum, this_round, average = begun.result.result()
+            counts = average is not None and self.membership.commit()
+            if average is not None:
+                residuals = copies(self.replica.residuals)
+                self._sent = None if counts else _Sent(begun.work, begun.tokens, residuals)
+        finally:  # a checkpoint may follow
+            self.members.members.is_hidden = False
+            if not counts:
+                self._set_residuals(begun.residuals)
+                self.tokens += begun.tokens
+                self._all.steps = self._steps + begun.steps
+        if counts:
+            assert this_round is not None
+            self._end_round(this_round, average, begun)
+        return counts, None if average is not None else quorum
+
+    def _round_of(self, quorum: Quorum, residuals: Mapping[str, Tensor]) -> Round | None:
+        """Return the round of a quorum; None where it is not for one: a member heals, or has ended."""
+        if quorum.rows is None or any(row.has_ended for row in quorum.rows):
+            return None
+        weights = draw_weights([row.tokens for row in quorum.rows], self.participants, self.num_averages)
+        return Round(quorum, quorum.rows, weights, residuals)
+
+    def _begin_members(self, this_round: Round) -> None:
+        """Let the next average be that of the members of a round."""
+        self.members.members.begin(this_round.quorum)
+        weights = this_round.weights
+        self.members.weights = weights if len({*weights}) > 1 else ()
+
+    def _trained(self) -> list[Parameter]:
+        """Return the parameters that are averaged, the same on all members."""
+        return [p for p in self._all.parameters if p.requires_grad and p.numel()]
+
+    def _status(self, lr: float) -> Tensor:
+        """Return this member's status: the learning rate only, as the rest has been told."""
+        return average_status(Sums(lr=lr), None, 0.0, 0, self.peers, self.device)
 
     def _wait_for_members(self) -> None:
         """Wait for the members, who may still be receiving the state or connecting to this one."""
         self.members.members.all_gather(torch.zeros(1))
 
-    def _row(self, settings: Settings, *, has_ended: bool = False) -> Row:
-        """Return what this member tells the others."""
-        anchor = int(checksum(self.replica.start.values(), at_a_time=CHUNK)) % ANCHORS
+    def _checksum(self) -> int:
+        return int(checksum(self.replica.start.values(), at_a_time=CHUNK)) % ANCHORS
+
+    def _row(self, settings: Settings, *, has_ended: bool = False, hashes: bool = True) -> Row:
+        """Return what this member tells the others; without the checksum of its anchor, if that is to be quick."""
+        anchor = self._checksum() if hashes else 0
         state_bytes = sum(tensor.nbytes for tensor in self._shared_tensors().values())
         numbers = [self.tokens, float(self._has_faults), anchor, state_bytes]
         of_group = torch.tensor(numbers, dtype=torch.float64).to(self.device)
@@ -521,14 +704,14 @@ class ElasticSync(LocalSync):
                 "all: seed_everything with one number, or load one file."
             )
 
-    def _begin_round(self) -> Average:
-        """Send this member's work. Its status says the learning rate only: the rest has been told."""
-        trained = [p for p in self._all.parameters if p.requires_grad and p.numel()]  # the same on all members
-        status = average_status(Sums(lr=self._lr), None, 0.0, 0, self.peers, self.device)
-        return self.begin_average(trained, status, takes_buffers=True)
+    def _end_round(self, this_round: Round, average: Average | None, hidden: _Begun | None = None) -> None:
+        """Apply the average of a round that counts; nothing is communicated any more.
 
-    def _end_round(self, this_round: Round, average: Average | None) -> None:
-        """Apply the average of a round that counts; nothing is communicated any more."""
+        Args:
+            this_round: that counts.
+            average: of it; None if there was no work.
+            hidden: what it was begun with, if it was before steps that have been taken meanwhile.
+        """
         members, told = this_round.quorum.members, this_round.told
         for name, row in zip(members, told, strict=True):
             if row.faults:
@@ -543,9 +726,11 @@ class ElasticSync(LocalSync):
         self._averaged, self._is_new = None, False  # all have it: their anchors are equal
         if not self.num_averages:
             self.run = run_of(dict(zip(members, told, strict=True)))
-        latest = int(max(row.step for row in told))
-        num_steps = latest - self.step + self._steps
-        self.num_skipped, self.step = latest - self.step, latest
+        begun = hidden or _Begun(self.step, self._steps, self.tokens, None, this_round.residuals)
+        latest = int(max(*(row.step for row in told), begun.step))  # told before steps that hid the quorum
+        num_steps = latest - begun.step + begun.steps
+        before, self.step = self.step, int(min(self.step + latest - begun.step, self.last_step))
+        self.num_skipped += self.step - before
         if average is None:
             return
         if num_steps < self.when.outer_gain and latest != self.last_step and not self._is_warned:
@@ -555,18 +740,22 @@ class ElasticSync(LocalSync):
                 "training may diverge. Let a round have at least %d steps, or give a lower outer_lr.",
                 *(self.num_averages + 1, num_steps, self.when.outer_gain, math.ceil(self.when.outer_gain)),
             )
-        work = self._work() if told[this_round.quorum.rank].tokens else None
+        work = hidden.work if hidden else self._work() if told[this_round.quorum.rank].tokens else None
         weight = this_round.weights[this_round.quorum.rank]
         if not weight:
             self._set_residuals(this_round.residuals)  # what was sent did not count
         means, numbers = average.wait_for_whole()
-        self.apply_average(average, means, Sums(*Status.read(numbers.tolist(), self.peers.num_ranks).sums))
-        self._all.moved = {}
+        sums = Sums(*Status.read(numbers.tolist(), self.peers.num_ranks).sums)
+        self._all.moved = dict.fromkeys(average.parameters) if hidden and self._steps else {}
+        self.apply_average(average, means, sums, self._all.moved)
+        self.tokens = self.tokens if hidden else 0.0
         if work is not None and weight:
-            self._averaged = _Averaged(self.num_averages, work, self.tokens, this_round.residuals)
-            self.tokens = 0.0
+            self._averaged = _Averaged(self.num_averages, work, begun.tokens, this_round.residuals)
         elif work is not None:
-            self._add_(work)
+            self.tokens += begun.tokens
+            self._add_(list(torch._foreach_add(work, self._work())) if self._all.moved else work)
+        if latest >= self.last_step:  # steps that were taken meanwhile are after the end
+            self._all.steps = 0
         counted = list(compress(zip(members, told, strict=True), this_round.weights))
         self.tokens_seen += sum(row.tokens for _, row in counted)
         self.contributed |= {name: self.num_averages for name, _ in counted}
@@ -595,7 +784,7 @@ class ElasticSync(LocalSync):
             self._has_faults = True
             self._add_(None)
             self.optimizer.state.clear()
-            self.tokens = 0.0
+            self.tokens, self._sent = 0.0, None
             self._set_residuals({})
             self.forget_late_faults()
 
@@ -630,9 +819,15 @@ class ElasticSync(LocalSync):
         """
         # A checkpoint may be one of an old run, and those who begin anew cannot know that.
         log = _logger.warning if shared["is_new"] and not self.num_averages else _logger.info
-        last, lost = shared["contributed"].get(name, 0), self._averaged
+        last, lost, sent = shared["contributed"].get(name, 0), self._averaged, self._sent
         was_averaged = last > self.num_averages
-        work = None if was_averaged or not self.tokens else self._work()
+        work = self._work() if self.tokens else None
+        if was_averaged:  # all of it, or what was taken before the steps that hid the exchange
+            sent = sent or _Sent(None, self.tokens, {})
+            self.tokens -= sent.tokens
+            work = None if not work or not self.tokens else work
+            work = list(torch._foreach_sub(work, sent.work)) if work and sent.work else work
+            self._set_residuals(sent.residuals)
         if lost is not None and last < lost.number:
             work = lost.work if work is None else list(torch._foreach_add(lost.work, work))
             self.tokens += lost.tokens
@@ -645,9 +840,6 @@ class ElasticSync(LocalSync):
             if self.members.num_local_ranks > 1:
                 broadcast_flat_([tensor], self.members.node.broadcast_)
         self._add_(work)
-        if was_averaged:
-            self.tokens = 0.0
-            self._set_residuals(self._sent or {})
         self._sent, self._averaged, self._is_apart = None, None, False
         self.run, self.num_averages, self.step = shared["run"], shared["num_averages"], shared["step"]
         self._all.steps, self.tokens_seen = shared["steps"], shared["tokens_seen"]
@@ -690,7 +882,11 @@ class ElasticSync(LocalSync):
 
     def state_dict(self) -> dict[str, Any]:
         rank = self.members.local_rank, self.members.num_local_ranks  # among the members it may be another next time
-        return {**super().state_dict(), "rank": rank, "tokens": self.tokens, "group": self.group}
+        state = {**super().state_dict(), "rank": rank, "tokens": self.tokens, "group": self.group}
+        if (begun := self._hidden) is not None:  # as before it, which is how it is if it fails
+            state |= {"tokens": self.tokens + begun.tokens, "residuals": copies(begun.residuals)}
+            state["fragments"][0]["steps"] += begun.steps
+        return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         if is_copied := state.get("group", self.group) != self.group:  # that group sends its work itself
@@ -714,10 +910,10 @@ def check_elastic(method: Method) -> None:
             f"{method}: it communicates in every step, or in the first ones, so that one missing or slow group would "
             "stop all. Take a method that averages weights, with begin_step=0, as LocalSGD(k_steps=8, begin_step=0)."
         )
-    if when.rule != "fixed" or when.delay_steps or when.num_fragments != 1:
+    if when.rule != "fixed" or when.mixing is not None or when.num_fragments != 1:
         raise ConfigurationError(
-            f"{when}: a round of an elastic training ends with one average, of all tensors. Leave out rule, "
-            "delay_steps and num_fragments."
+            f"{when}: a round of an elastic training ends with one average, of all tensors, with which all go on. "
+            "Leave out rule, mixing and num_fragments."
         )
     if not method.what.takes_weights or method.where.topology != "flat":
         raise ConfigurationError(

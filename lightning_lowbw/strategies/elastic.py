@@ -171,7 +171,7 @@ class ElasticStrategy(Strategy):
         assert model is not None
         trained = filter(lambda parameter: parameter.requires_grad, model.parameters())
         numel = sum(tensor.numel() for tensor in (*trained, *model.buffers()))
-        copies = self.method.when.num_copies(keeps_start=True)
+        copies = self.method.replace(delay_steps=0).when.num_copies(keeps_start=True)  # what hides it is not sent
         state_bytes = 4 * numel * copies * self.world_size  # each process sends it all
         self.peers = self._worker_peers = Members(self.make_membership(state_bytes), self.ledger)
 

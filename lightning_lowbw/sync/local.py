@@ -66,7 +66,7 @@ from lightning_lowbw.sync.fragments import (
     note_steps,
 )
 from lightning_lowbw.sync.replica import Replica
-from lightning_lowbw.sync.state import check_replica, load_replica_, replica_state
+from lightning_lowbw.sync.state import Named, check_replica, load_replica_, replica_state
 from lightning_lowbw.sync.status import (
     Faults,
     Status,
@@ -405,26 +405,34 @@ class LocalSync(Synchronizer):
             What the payload does not send, and the floating buffers that differ, in float32 (or wider), with a status
             of 5 numbers and 2 per rank; and the messages of the payload, which contain the status if they are all.
         """
+        average, whole, changes = self.prepare_average(parameters, takes_buffers=takes_buffers)
+        return self.send_average(average, whole, changes, status)
+
+    def prepare_average(self, parameters: list[Parameter], *, takes_buffers: bool) -> tuple[Average, Named, Named]:
+        """Return an average, and what is to be sent of it whole, and by the payload: the weights may move on."""
         # signal: D = x - x0 of what the payload sends; x of the rest, and the changes of buffers.
-        replica, exchange = self.replica, self.compressed
+        replica, is_delayed = self.replica, self.when.delay_steps > 0
+        average = Average(self.step, parameters, takes_buffers=takes_buffers)
+        average.snapshots = wide_copies(parameters) if is_delayed else None
+        average.buffer_snapshots = self.buffers.snapshot() if takes_buffers and is_delayed else {}
+        average.unsent = self.buffers.unsent() if takes_buffers else []
         sent = list(filter(replica.compresses, parameters))
         moves = changes_of(list(map(as_real, sent)), [replica.start[p] for p in sent])
         changes = dict(zip(map(self.name_of, sent), moves, strict=True))
-        whole: dict[str, Tensor] = {name: p for p in parameters if (name := self.name_of(p)) not in changes}
-        whole |= self.buffers.changes() if takes_buffers else {}
+        named = zip(map(self.name_of, parameters), average.snapshots or parameters, strict=True)
+        whole = {name: value for name, value in named if name not in changes}
+        return average, whole | (self.buffers.changes() if takes_buffers else {}), changes
+
+    def send_average(self, average: Average, whole: Named, changes: Named, status: Tensor) -> Average:
+        """Send what `prepare_average` has returned; see `begin_average`."""
         # exchange: the status is part of the message of the changes if no fragment sends anything else. Ranks at
         # different steps must issue the same collectives, so that the difference is detected.
-        is_alone = not whole and bool(changes) and replica.sends_changes_only
-        average = Average(self.step, parameters, takes_buffers=takes_buffers)
+        is_alone = not whole and bool(changes) and self.replica.sends_changes_only
         if not is_alone:
             average.whole = WholeExchange(self.peers, in_memory_order=True).prepare(whole).send(status)
         if changes:
-            assert exchange is not None
-            average.changes = exchange.prepare(changes).send(status if is_alone else None)
-        if self.when.delay_steps:
-            average.snapshots = wide_copies(parameters)
-            average.buffer_snapshots = self.buffers.snapshot() if takes_buffers else {}
-        average.unsent = self.buffers.unsent() if takes_buffers else []
+            assert self.compressed is not None
+            average.changes = self.compressed.prepare(changes).send(status if is_alone else None)
         return average
 
     def _end_average(self, fragment: Fragment) -> None:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 
-from lightning_lowbw import DisagreementError, LocalSGD, NonFiniteGradientError
+from lightning_lowbw import ConfigurationError, DisagreementError, LocalSGD, NonFiniteGradientError
 from lightning_lowbw.elastic import sync
 from lightning_lowbw.elastic.membership import Quorum, Row, raise_refused
 from lightning_lowbw.elastic.sync import ElasticSync, Members
@@ -32,6 +32,8 @@ METHODS = {
     "sparse_loco": LocalSGD(k_steps=K_STEPS, begin_step=0, compression=SPARSE),
 }
 
+HIDDEN = {name: method.replace(delay_steps=1) for name, method in METHODS.items()}
+
 
 @dataclass
 class Member:
@@ -46,7 +48,7 @@ class Member:
         before: called before each step with the member and the number of the step.
         membership: more arguments.
         options: more arguments of `ElasticSync`.
-        is_even: whether it has one token in every round, whatever it has done.
+        is_even: whether it tells one token in every round, whatever it has done.
         grace_s: for which it waits for others at the end.
     """
 
@@ -72,6 +74,15 @@ class Member:
         optimizer = torch.optim.SGD(self.parameters.values(), lr=0.05, momentum=0.9)
         self.worker = ElasticSync(self.method, optimizer, self.parameters.items(), Members(self.there), **self.options)
         self.worker.last_step = self.last_step
+        self._ask, self.there.quorum = self.there.quorum, self.quorum  # type: ignore[method-assign]
+        self._end_round, self.worker._end_round = self.worker._end_round, self.end_round  # type: ignore[method-assign]
+
+    def quorum(self, row: Row, *arguments: Any) -> Quorum | None:
+        return self._ask(row._replace(tokens=float(row.tokens > 0)) if self.is_even else row, *arguments)
+
+    def end_round(self, *arguments: Any) -> None:
+        self._end_round(*arguments)
+        self.note()
 
     def run(self) -> None:
         try:
@@ -94,7 +105,7 @@ class Member:
 
     def take_step(self, step: int) -> None:
         set_gradients(self.parameters, self.number, step)
-        self.worker.tokens = 1 if self.is_even else self.worker.tokens + TOKENS
+        self.worker.tokens += TOKENS
         with self.worker.stepping():
             self.worker.exchange()
             before = self.parameters["wide"].detach().clone()
@@ -186,9 +197,116 @@ def test_fixed_members_get_the_weights_without_elasticity_to_the_bit(name: str, 
             assert member.worker.tokens_seen == 3 * 4 * K_STEPS * TOKENS
 
 
-def test_the_others_go_on_without_a_member_that_is_killed_in_a_round(store: dist.Store) -> None:
+def train_delayed(method: Method, steps: int) -> list[list[Tensor]]:
+    """Train a rank by `LocalSync`; return what changes are measured from after each average."""
+    parameters = make_parameters()
+    worker = method.attach(torch.optim.SGD(parameters.values(), lr=0.05, momentum=0.9), parameters.items())
+    starts: list[list[Tensor]] = []
+    for step in range(steps):
+        set_gradients(parameters, dist.get_rank(), step)
+        worker.optimizer.step()
+        if worker.num_averages > len(starts):
+            starts.append([each.clone() for each in worker.replica.start.values()])
+    worker.finish()
+    return starts
+
+
+@pytest.mark.parametrize("delay_steps", [1, K_STEPS - 1])
+@pytest.mark.parametrize("name", METHODS)
+def test_rounds_that_are_hidden_are_those_without_elasticity_to_the_bit(
+    name: str, delay_steps: int, store: dist.Store
+) -> None:
+    """But for the last one, which is not hidden."""
+    method = METHODS[name].replace(delay_steps=delay_steps)
+    members = [Member(store, number, method) for number in range(3)]
+    train(members)
+    assert_equal_anchors(members)
+    for starts in run_ranks(train_delayed, 3, method, 4 * K_STEPS):
+        assert len(starts) == 3
+        for member in members:
+            assert member.worker.num_averages == 4
+            for number, start in enumerate(starts, 1):
+                assert all(map(torch.equal, member.anchors[number], start))
+
+
+def test_steps_go_on_while_a_round_is_exchanged(store: dist.Store) -> None:
+    took_s: list[tuple[int, float]] = []
+
+    def slow_down(member: Member) -> None:
+        collective, take_step = member.there.collective, member.take_step
+
+        def slow(fn: Callable[..., Any]) -> Any:
+            time.sleep(0.3)
+            return collective(fn)
+
+        def timed(step: int) -> None:
+            began_s = time.monotonic()
+            take_step(step)
+            took_s.append((step, time.monotonic() - began_s))
+
+        member.there.collective, member.take_step = slow, timed  # type: ignore[method-assign]
+
+    method = METHODS["local_sgd"].replace(k_steps=8, delay_steps=7)
+    members = [Member(store, n, method, last_step=24, before=lambda *_: time.sleep(0.1)) for n in range(2)]
+    for member in members:
+        slow_down(member)
+    train(members)
+    assert_equal_anchors(members)
+    assert members[0].worker.num_averages == 3
+    hidden = [each_s for step, each_s in took_s if step < 23]
+    assert max(hidden) < 0.2, "an exchange takes at least 0.3 s"
+    assert min(each_s for step, each_s in took_s if step == 23) > 0.3
+    assert members[0].worker.peers.ledger.exposed_s < 2.0
+
+
+def test_a_state_that_is_saved_while_a_round_is_hidden_is_that_before_it(store: dist.Store) -> None:
+    states: list[dict[str, Any]] = []
+    kept: list[Tensor] = []
+
+    def save(member: Member, step: int) -> None:
+        if step == 2 * K_STEPS and member.number == 0:
+            states.append(member.worker.state_dict())
+            assert member.worker._hidden is not None
+
+    method = METHODS["sparse_loco"].replace(delay_steps=2)
+    members = [Member(store, n, method, before=save) for n in range(2)]
+    before = members[0].worker._begin_hidden
+
+    def begin_hidden() -> None:
+        kept.append(members[0].kept_change())
+        before()
+
+    members[0].worker._begin_hidden = begin_hidden  # type: ignore[method-assign]
+    train(members)
+    (state,) = states
+    assert (state["num_averages"], state["tokens"], state["fragments"][0]["steps"]) == (1, K_STEPS * TOKENS, K_STEPS)
+    again = Member(dist.HashStore(), 0, method, membership={"min_replicas": 1})
+    again.worker.load_state_dict(state)
+    torch.testing.assert_close(again.kept_change(), kept[1], rtol=0, atol=0)  # as the second round began
+
+
+def test_a_fit_that_is_stopped_while_a_round_is_hidden_takes_its_result(store: dist.Store) -> None:
+    ends: dict[str, Any] = {"is_over": lambda member: member.worker.step == K_STEPS + 1}
+    ends["before"] = lambda _, step: time.sleep(0.3 * (step == K_STEPS))
+    members = [Member(store, n, METHODS["local_sgd"].replace(delay_steps=2), **ends) for n in range(2)]
+    train(members)
+    assert_equal_anchors(members)
+    assert [member.worker.num_averages for member in members] == [1, 1]
+    assert [member.worker.tokens for member in members] == [TOKENS, TOKENS]
+
+
+@on_ranks()
+def test_a_group_of_two_processes_hides_no_rounds() -> None:
+    with pytest.raises(ConfigurationError, match="a round is hidden in groups of one process"):
+        Member(dist.HashStore(), 0, HIDDEN["local_sgd"])
+
+
+@pytest.mark.parametrize("methods", [METHODS, HIDDEN], ids=["shown", "hidden"])
+def test_the_others_go_on_without_a_member_that_is_killed_in_a_round(
+    methods: Mapping[str, Method], store: dist.Store
+) -> None:
     kills = {1: {"kill_in": (3, 1)}}
-    members = [Member(store, number, METHODS["sparse_loco"], membership=kills.get(number, {})) for number in range(3)]
+    members = [Member(store, number, methods["sparse_loco"], membership=kills.get(number, {})) for number in range(3)]
     train(members)
     assert_equal_anchors(members)
     for member in (members[0], members[2]):
@@ -288,6 +406,31 @@ def test_a_long_wait_in_the_last_round_is_not_given_up(store: dist.Store, monkey
     assert [member.worker.num_averages for member in members] == [4, 4]
 
 
+@pytest.mark.parametrize("methods", [METHODS, HIDDEN], ids=["shown", "hidden"])
+def test_a_stop_in_the_last_round_leaves_a_state_that_resumes_in_it(
+    methods: Mapping[str, Method], store: dist.Store
+) -> None:
+    """A step before the last one: after that Lightning takes none, and the work would be lost."""
+    leaves = lambda member: member.worker.num_averages == 3  # noqa: E731
+    other = Member(store, 1, methods["local_sgd"], is_over=leaves)
+    first = Member(store, 0, methods["local_sgd"], is_over=lambda member: member.worker.stop_agreed)
+    ask = first.there.quorum
+
+    def asked(*arguments: Any) -> Quorum | None:
+        first.worker.stop_requested = first.worker.num_averages == 3
+        return ask(*arguments)
+
+    first.there.quorum = asked  # type: ignore[method-assign]
+    train([first, other])
+    worker = first.worker
+    assert (worker.num_averages, worker.step, worker.num_skipped, worker.is_complete) == (3, 11, -1, False)
+    assert worker.tokens == K_STEPS * TOKENS
+    again = Member(dist.HashStore(), 0, methods["local_sgd"], membership={"min_replicas": 1})
+    again.worker.load_state_dict(worker.state_dict())
+    train([again])
+    assert (again.worker.num_averages, again.worker.step, again.worker.tokens) == (5, 12, 0.0)
+
+
 def test_a_stop_is_heard_where_others_are_waited_for(store: dist.Store) -> None:
     """Work and residuals are as they were: a checkpoint follows."""
     kept: list[Tensor] = []
@@ -309,12 +452,15 @@ def test_a_stop_is_heard_where_others_are_waited_for(store: dist.Store) -> None:
     assert torch.equal(members[0].kept_change(), kept[0])
 
 
-def test_a_change_that_is_not_finite_is_left_out_by_name(store: dist.Store, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("methods", [METHODS, HIDDEN], ids=["shown", "hidden"])
+def test_a_change_that_is_not_finite_is_left_out_by_name(
+    methods: Mapping[str, Method], store: dist.Store, caplog: pytest.LogCaptureFixture
+) -> None:
     def poison(member: Member, step: int) -> None:
         if step == K_STEPS + 1:
             member.parameters["wide"].data[3, 4] = float("nan")
 
-    members = [Member(store, n, METHODS["sparse_loco"], before=poison if n == 1 else None) for n in range(3)]
+    members = [Member(store, n, methods["sparse_loco"], before=poison if n == 1 else None) for n in range(3)]
     train(members)
     assert_equal_anchors(members)
     assert all(torch.isfinite(each).all() for member in members for each in member.parameters.values())
@@ -630,8 +776,9 @@ def test_work_that_was_averaged_only_here_is_not_lost(store: dist.Store) -> None
     check_nothing_is_lost(members, of=[other])
 
 
+@pytest.mark.parametrize("delay_steps", [0, 1, 2])
 @pytest.mark.parametrize("seed", range(4))
-def test_no_change_is_lost_or_counted_twice(seed: int, store: dist.Store) -> None:
+def test_no_change_is_lost_or_counted_twice(seed: int, delay_steps: int, store: dist.Store) -> None:
     """Whatever fails."""
     generator = random.Random(seed)
     fails = [
@@ -642,7 +789,7 @@ def test_no_change_is_lost_or_counted_twice(seed: int, store: dist.Store) -> Non
         }
         for _ in range(3)
     ]
-    method = LocalSGD(k_steps=K_STEPS, begin_step=0, compression={**SPARSE, "mean_over": "ranks"})
+    method = LocalSGD(K_STEPS, 0, delay_steps=delay_steps, compression={**SPARSE, "mean_over": "ranks"})
     options = {"participants": 0.6 if seed % 2 else 1.0}
     members = [
         Member(store, n, method, 5 * K_STEPS, membership={"fail_in": fails[n]}, options=options, is_even=True)
