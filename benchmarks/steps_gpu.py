@@ -54,7 +54,6 @@ from lightning_lowbw.presets import preset
 from lightning_lowbw.sync.exchange import DECODED_BYTES, ELEMENT_BYTES
 from lightning_lowbw.sync.gradient import GradientSync
 from lightning_lowbw.sync.local import LocalSync
-from lightning_lowbw.sync.quantized import RANGE_OF_GPU
 from tests.shapes import resnet50_shapes
 
 NUM_RANKS, K_STEPS = 8, 2
@@ -72,8 +71,8 @@ def of_messages(numel: int, *, density: float, more: float = 0.0) -> float:
 
 
 def of_few_bits(numel: int, *, num_bytes: float) -> float:
-    """Return the message, what has been received, and float32 values of one range."""
-    return 2 * num_bytes + 3 * 4 * min(1.0, RANGE_OF_GPU / numel)
+    """Return the message, what has been received, and the mean of a part."""
+    return (2 + 1 / NUM_RANKS) * num_bytes
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,8 @@ does not depend on the way it was found.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -205,6 +206,7 @@ class Residuals(Mapping[str, Tensor]):
 
     def __init__(self) -> None:
         self._views: dict[str, Tensor] = {}
+        self._places: dict[str, tuple[Tensor, int]] = {}  # of a view: the buffer, and where it begins there
 
     def __getitem__(self, name: str) -> Tensor:
         """Return the residual of a tensor, to be changed in place: float32 or float64, shape (numel,)."""
@@ -242,10 +244,23 @@ class Residuals(Mapping[str, Tensor]):
             for name, numel in numels.items()
             if name not in views or (views[name].device, views[name].dtype) != (device, dtypes[name])
         }
-        for name, view in _allocate(apart, device, dtypes).items():
+        made, places = _allocate(apart, device, dtypes)
+        for name, view in made.items():
             if name in views:
                 view.copy_(views[name])
             views[name] = view
+        self._places |= places
+
+    def together(self, names: Sequence[str]) -> Tensor | None:
+        """View residuals of one size as one tensor, of shape (names, numel); None where they do not lie at equal
+        distances in one buffer."""
+        buffers, starts = zip(*(self._places[name] for name in names), strict=True)
+        numel = self._views[names[0]].numel()
+        step = starts[1] - starts[0] if len(names) > 1 else numel
+        is_even = all(start == starts[0] + step * number for number, start in enumerate(starts))
+        if step < numel or not is_even or any(buffer is not buffers[0] for buffer in buffers):
+            return None
+        return torch.as_strided(buffers[0], (len(names), numel), (step, 1), starts[0])
 
     def to(self, device: torch.device) -> None:
         """Move all of them, into one buffer; those that are there already stay."""
@@ -260,6 +275,7 @@ class Residuals(Mapping[str, Tensor]):
 
     def pop(self, name: str) -> Tensor:
         """Take a residual out and return it; its memory is free again when the whole buffer is."""
+        del self._places[name]
         return self._views.pop(name)
 
     def state(self) -> dict[str, Tensor]:
@@ -275,17 +291,21 @@ class Residuals(Mapping[str, Tensor]):
         """
         dtypes = {name: torch.promote_types(each.dtype, torch.float32) for name, each in state.items()}
         numels = {name: each.numel() for name, each in state.items()}
-        self._views = _allocate(numels, device or torch.device("cpu"), dtypes)
+        self._views, self._places = _allocate(numels, device or torch.device("cpu"), dtypes)
         for name, view in self._views.items():
             view.copy_(state[name].reshape(-1))
 
 
-def _allocate(numels: Mapping[str, int], device: torch.device, dtypes: Mapping[str, torch.dtype]) -> dict[str, Tensor]:
-    """Return flat views of zeros into a new buffer per dtype, each of which starts at a multiple of the alignment."""
-    views: dict[str, Tensor] = {}
+def _allocate(
+    numels: Mapping[str, int], device: torch.device, dtypes: Mapping[str, torch.dtype]
+) -> tuple[dict[str, Tensor], dict[str, tuple[Tensor, int]]]:
+    """Return flat views of zeros into a new buffer per dtype, each of which starts at a multiple of the alignment; and
+    their places."""
+    views, places = dict[str, Tensor](), dict[str, tuple[Tensor, int]]()
     for dtype in dict.fromkeys(dtypes[name] for name in numels):
         mine = {name: numel for name, numel in numels.items() if dtypes[name] == dtype}
         sizes = [-(-numel // ALIGNMENT) * ALIGNMENT for numel in mine.values()]
-        parts = torch.zeros(sum(sizes), dtype=dtype, device=device).split(sizes)
-        views |= {name: part[:numel] for (name, numel), part in zip(mine.items(), parts, strict=True)}
-    return {name: views[name] for name in numels}
+        buffer = torch.zeros(sum(sizes), dtype=dtype, device=device)
+        views |= {name: part[:numel] for (name, numel), part in zip(mine.items(), buffer.split(sizes), strict=True)}
+        places |= {name: (buffer, start) for name, start in zip(mine, accumulate(sizes, initial=0), strict=False)}
+    return {name: views[name] for name in numels}, places

@@ -216,7 +216,7 @@ class TopK(Payload, key="top_k"):
             num_messages=num_messages,
             steps=(False,) if when.averages_weights else (False, True),
             over_senders=self.mean_over == "senders",
-            scaled_bits=(),
+            codes=(),
             chunks=(self.chunk,) if self.chunk and self.chunk <= LONGEST_CHUNK else (),
         )
 

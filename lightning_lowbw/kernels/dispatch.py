@@ -11,8 +11,9 @@ variant (`triton_kernels.kernel`). `Uses` lists what these depend on in a traini
 | ones | nothing that varies |
 | pack, unpack | the dtype of values on the wire, or the bits of levels |
 | apply | the next power of two of the number of messages; whether weights are stepped; what is divided by |
-| encode, decode | 8 bits or 4 |
+| encode, combine, decode | 8 bits or 4, or the half type; decode also whether messages are averaged |
 | chunks | the next power of two of the length of a chunk |
+| orthogonalize | the next power of two of the rank |
 """
 
 from __future__ import annotations
@@ -20,17 +21,18 @@ from __future__ import annotations
 import importlib
 import importlib.util
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import product
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from lightning_lowbw.kernels import gpu, reference
-from lightning_lowbw.kernels.reference import Arrival, SecondMoment, Segment
-from lightning_lowbw.kernels.table import GPU_BLOCK, Field, Kind, Workspace
+from lightning_lowbw.kernels.reference import Arrival, Code, SecondMoment, Segment
+from lightning_lowbw.kernels.table import GPU_BLOCK, Field, JoinedRow, JoinedTable, Kind, Workspace
 from lightning_lowbw.kernels.tensors import upload
 
 LONGEST_CAUSE = 200  # characters of an exception that are passed on: of a compiler's output the first line will do
@@ -104,11 +106,14 @@ def averages_for(device: torch.device) -> ModuleType:
 
 def blocks_for(*tensors: Tensor) -> ModuleType:
     """Return the module to take `encode_blocks_` and `decode_blocks` from, for these tensors."""
-    if tensors[0].dtype == torch.float64:
-        return reference
-    if uses_triton(tensors[0].device):
+    return (None if tensors[0].dtype == torch.float64 else compiled_for(*tensors)) or reference
+
+
+def orthogonal_for(device: torch.device) -> ModuleType:
+    """Return the module to take `orthogonalize_` from."""
+    if uses_triton(device):
         return gpu
-    return compiled_for(*tensors) or reference
+    return (compiled_for() if device.type == "cpu" else None) or reference
 
 
 # Before the training --------------------------------------------------------------------------------------------------
@@ -125,8 +130,9 @@ class Uses:
         num_messages: that kernels average.
         steps: whether weights are stepped by the means; otherwise the means are written.
         over_senders: whether the means are those over the senders of an element.
-        scaled_bits: of integers with a scale per block; what numba compiles for them is tried as well.
+        codes: of vectors of which all is sent, see `reference.Code`; what numba compiles for integers is tried as well.
         chunks: lengths of chunks of which the largest elements are sent.
+        ranks: columns at most of matrices that are made orthogonal.
     """
 
     kinds: tuple[Kind, ...] = (PLAIN, PLAIN._replace(is_aligned=False))
@@ -135,11 +141,17 @@ class Uses:
     num_messages: tuple[int, ...] = (2,)
     steps: tuple[bool, ...] = (False, True)
     over_senders: bool = False
-    scaled_bits: tuple[int, ...] = (8, 4)
+    codes: tuple[Code, ...] = (8, 4, torch.bfloat16, torch.float16)
     chunks: tuple[int, ...] = (4096,)
+    ranks: tuple[int, ...] = (2,)
+
+    @property
+    def bits(self) -> tuple[int, ...]:
+        """The codes that numba compiles something for."""
+        return tuple(code for code in self.codes if isinstance(code, int))
 
 
-NO_KERNELS = Uses(kinds=(), value_dtypes=(), num_messages=(), steps=(), scaled_bits=(), chunks=())
+NO_KERNELS = Uses(kinds=(), value_dtypes=(), num_messages=(), steps=(), codes=(), chunks=(), ranks=())
 
 
 def prepare(device: torch.device, uses: Uses | None = None) -> str | None:
@@ -162,14 +174,17 @@ def prepare(device: torch.device, uses: Uses | None = None) -> str | None:
     Raises:
         RuntimeError: on this rank; a kernel has left the device unusable, for plain torch, too.
     """
+    uses = uses or Uses()
     if uses_triton(device):
         name = "Triton"
+    elif device.type == "cpu" and replace(uses, codes=uses.bits) == NO_KERNELS:
+        return None
     elif device.type == "cpu" and has_numba():
         name = "numba"
     else:
         return _what_is_missing(device)
     try:
-        (_try_numba if name == "numba" else _try_triton)(device, uses or Uses())
+        (_try_numba if name == "numba" else _try_triton)(device, uses)
     except Exception as error:  # noqa: BLE001 - a compiler may fail in any way; the caller is told
         cause = next(iter(str(error).strip().splitlines()), "")[:LONGEST_CAUSE]
         reason = f"The kernels of {name} do not work on {device}: {type(error).__name__}: {cause}".rstrip(": .") + "."
@@ -248,7 +263,9 @@ def _try_numba(device: torch.device, uses: Uses) -> None:
         averaged = _averaged(module, v, positions, 2, (False, True))
         results.append([positions, accumulated, *searches, taken, v, *averaged])
     _compare(*results)
-    for bits in uses.scaled_bits:
+    for rank in uses.ranks:
+        _compare(*(_orthogonal(module, device, rank) for module in (cpu, reference)), tolerance=1e-6)
+    for bits in uses.bits:
         _compare(*(_scaled(each, device, bits) for each in (cpu, reference)))
 
 
@@ -292,8 +309,10 @@ def _try_triton(device: torch.device, uses: Uses) -> None:
     values = _tiny_segment(device, PLAIN).residual
     for chunk in uses.chunks:
         _compare(*([each.largest(values, 1, chunk, 1)] for each in (gpu, reference)))
-    for bits in uses.scaled_bits:
-        _compare(*(_scaled(each, device, bits) for each in (gpu, reference)))
+    for rank in uses.ranks:
+        _compare(*(_orthogonal(module, device, rank) for module in (gpu, reference)), tolerance=1e-6)
+    for code in uses.codes:
+        _compare(*(_joined(device, code, in_kernels=in_kernels) for in_kernels in (True, False)))
 
 
 def _scaled(module: ModuleType, device: torch.device, bits: int) -> list[Tensor]:
@@ -303,6 +322,44 @@ def _scaled(module: ModuleType, device: torch.device, bits: int) -> list[Tensor]
     packed = torch.empty((2, -(-values.shape[1] * bits // 8)), dtype=torch.uint8, device=device)
     module.encode_blocks_(values, scales, packed, bits)
     return [values, scales, packed, module.decode_blocks(scales, packed, values.shape[1], bits)]
+
+
+def _orthogonal(module: ModuleType, device: torch.device, rank: int) -> list[Tensor]:
+    """Return what a module makes of two matrices, of which one has zeros alone, and spares for it."""
+    numel = 2 * max(GPU_BLOCK, rank)
+    values = (torch.arange(2 * numel * rank, device=device) * 7919 % 8191 - 4095).to(torch.float32)
+    batches = [values.view(2, numel, rank), torch.zeros(1, rank + 1, rank, device=device)]
+    spares = [torch.ones_like(batch) for batch in batches]
+    module.orthogonalize_(batches, spares)
+    module.orthogonalize_(spares)
+    return [*batches, *spares]
+
+
+def _joined(device: torch.device, code: Code, *, in_kernels: bool) -> list[Tensor]:
+    """Return what kernels, or the reference, make of two tensors as one vector: as of three ranks, and as of two."""
+    numels, results = (GPU_BLOCK + 2, 5), list[Tensor]()
+    values = torch.arange(sum(numels), device=device).sub_(GPU_BLOCK).to(torch.float32).div_(7)
+    signals, residuals = ([*(values * factor).split(numels)] for factor in (1.0, 0.25))
+    flags = torch.zeros(len(numels) + 1, dtype=torch.bool, device=device)
+    module: ModuleType = reference
+    vector: Any = reference.Vector(signals, residuals)
+    if in_kernels:
+        parts = zip(signals, (0, numels[0]), residuals, strict=True)
+        rows = [JoinedRow.of(signal, slice(0, signal.numel()), start, residual) for signal, start, residual in parts]
+        module, vector = gpu, JoinedTable().update(rows, device)
+    if code == torch.float32:  # what the ranks of a node have gathered
+        module.decode_(vector, values.view(1, -1).view(torch.uint8), sum(numels), code, num_messages=1)
+        return signals
+    for num_rows, size in ((3, GPU_BLOCK + 3), (1, sum(numels))):  # the second row has the end of the vector
+        sent = torch.empty((num_rows, reference.code_bytes(size, code)), dtype=torch.uint8, device=device)
+        module.encode_(vector, sent, size, code, flags)
+        if num_rows == 1:
+            module.decode_(vector, torch.cat([sent, sent]), size, code, num_messages=2)
+        else:
+            module.combine_(vector, sent.clone(), sent[0], 0, size, code, flags)
+            module.decode_(vector, sent, size, code, num_messages=1)
+        results += [sent, *(tensor.clone() for tensor in (*signals, *residuals))]
+    return [*results, flags]
 
 
 def _try_compression(device: torch.device, kinds: Sequence[Kind], is_adam: bool) -> None:

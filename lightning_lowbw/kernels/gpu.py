@@ -20,8 +20,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_lowbw.kernels.reference import SCALED, Arrival, Segment, largest_integer, largest_scale_bits
-from lightning_lowbw.kernels.table import BINS, DIGITS, GPU_BLOCK, Arrived, Kind, Workspace
+from lightning_lowbw.kernels import reference
+from lightning_lowbw.kernels.reference import (
+    SCALED,
+    Arrival,
+    Code,
+    Segment,
+    largest_integer,
+    largest_scale_bits,
+    scales_end,
+)
+from lightning_lowbw.kernels.table import BINS, DIGITS, GPU_BLOCK, Arrived, Columns, JoinedTable, Kind, Workspace
 from lightning_lowbw.kernels.tensors import constant, upload
 
 SELECT_BLOCK = GPU_BLOCK  # elements that a program of the selection processes at a time; `table` has room for no more
@@ -34,7 +43,7 @@ APPLY_BLOCK = 256  # elements that a program applies at a time, of those of one 
 SENT_PER_TILE, LEAST_TILE_SHIFT = 128, 10  # of one participant; so the number of tiles follows that of elements sent
 # Launches for means of 16 bits, with a sixteenth of the elements in float32 each, but LEAST_RANGE at least.
 NUM_RANGES, LEAST_RANGE = 16, 1 << 22
-SCALED_BLOCKS = 8  # that a program of the integers with scales processes
+ORTHOGONAL_BLOCK = 1024  # elements of a matrix that a program makes orthogonal at a time
 ORDER_BLOCK = 64  # candidates that a program copies at a time; in a block there are a handful
 # Where torch rounds twice, in u.mul_(m).add_(g), a multiply and an add are not to become one instruction.
 OPTIONS: dict[str, Any] = {"enable_fp_fusion": False}
@@ -342,31 +351,93 @@ def _tile_owners(shapes: tuple[tuple[int, int], ...], device: torch.device) -> T
     return upload([owner for owner, number in enumerate(numbers) for _ in range(number)], torch.int32, device)
 
 
-def encode_blocks_(values: Tensor, scales: Tensor, packed: Tensor, bits: int) -> None:
-    """Write vectors as integers with scales; see `reference.encode_blocks_`: one launch, the same bits.
+def orthogonalize_(batches: Sequence[Tensor], spares: Sequence[Tensor] | None = None) -> None:
+    """Make the columns of matrices orthogonal; see `reference.orthogonalize_`: one launch, to rounding.
 
-    Of `packed` only rows need be contiguous; all else is.
+    Args:
+        batches: of contiguous matrices.
+        spares: the same.
+    """
+    import triton
+
+    from lightning_lowbw.kernels.triton_kernels import orthogonalize_kernel
+
+    rows, numel = list[Columns](), 0
+    for number, batch in enumerate(batches):
+        instead = [0] * len(batch) if spares is None else _addresses(spares[number])
+        for address, spare in zip(_addresses(batch), instead, strict=True):
+            rows.append(Columns(address, spare, batch.shape[1], batch.shape[2], numel))
+            numel += batch.shape[1] * batch.shape[2]
+    if not rows:
+        return
+    room = torch.empty(numel, dtype=torch.float64, device=batches[0].device)
+    width = triton.next_power_of_2(max(row.rank for row in rows))
+    with torch.cuda.device_of(room):
+        orthogonalize_kernel[(len(rows),)](
+            upload(rows, torch.int64, room.device), room, reference.DEPENDENT, RANK=width,
+            BLOCK=max(1, ORTHOGONAL_BLOCK // width), **OPTIONS,
+        )  # fmt: skip
+
+
+def _addresses(batch: Tensor) -> list[int]:
+    """Return where each matrix of a batch begins; they need not be next to each other."""
+    return [batch.data_ptr() + place * batch.stride(0) * batch.itemsize for place in range(len(batch))]
+
+
+def encode_(table: JoinedTable, message: Tensor, size: int, code: Code, flags: Tensor) -> None:
+    """Write signals plus residuals, all tensors as one vector; see `reference.encode_`: one launch, the same bits.
+
+    Args:
+        table: of the tensors.
+        message: with rows that are next to each other.
+        size, code, flags: see there.
     """
     from lightning_lowbw.kernels.triton_kernels import encode_kernel
 
-    rows, numel = values.shape
-    limits = float(largest_integer(bits)), largest_scale_bits(bits), torch.finfo(torch.float32).tiny
-    with torch.cuda.device_of(values):
-        encode_kernel[(-(-numel // (SCALED * SCALED_BLOCKS)), rows)](
-            values, scales.view(torch.int16), packed, numel, scales.shape[1], packed.stride(0), *limits,
-            BITS=bits, BLOCKS=SCALED_BLOCKS, **OPTIONS,
+    with torch.cuda.device_of(message):
+        encode_kernel[_blocks(size), len(message)](
+            table.table, table.spans(len(message), size), message, flags.view(torch.uint8), len(table.rows), size,
+            message.stride(0), *_numbers(size, code), **_constants(code), **OPTIONS,
         )  # fmt: skip
 
 
-def decode_blocks(scales: Tensor, packed: Tensor, numel: int, bits: int) -> Tensor:
-    """Return what `encode_blocks_` has written; see `reference.decode_blocks`: one launch."""
+def combine_(
+    table: JoinedTable, received: Tensor, answer: Tensor, row: int, size: int, code: Code, flags: Tensor
+) -> None:
+    """Average the messages about a row of the vector, and write the mean; see `reference.combine_`: one launch."""
+    from lightning_lowbw.kernels.triton_kernels import combine_kernel
+
+    with torch.cuda.device_of(answer):
+        combine_kernel[_blocks(size), 1](
+            table.table, table.spans(len(received), size), received, answer, flags.view(torch.uint8), len(table.rows),
+            len(received), row, size, received.stride(0), *_numbers(size, code), **_constants(code), **OPTIONS,
+        )  # fmt: skip
+
+
+def decode_(table: JoinedTable, messages: Tensor, size: int, code: Code, *, num_messages: int) -> None:
+    """Read the rows of a vector into tensors; see `reference.decode_`: one launch. Of a code, float32 is one, too."""
     from lightning_lowbw.kernels.triton_kernels import decode_kernel
 
-    rows = len(packed)
-    values = torch.empty((rows, numel), dtype=torch.float32, device=packed.device)
-    with torch.cuda.device_of(packed):
-        decode_kernel[(-(-numel // (SCALED * SCALED_BLOCKS)), rows)](
-            scales.view(torch.int16), packed, values, numel, scales.shape[1], packed.stride(0),
-            BITS=bits, BLOCKS=SCALED_BLOCKS, **OPTIONS,
+    num_rows = len(messages) // num_messages
+    with torch.cuda.device_of(messages):
+        decode_kernel[_blocks(size), num_rows](
+            table.table, table.spans(num_rows, size), messages, num_messages, 1.0 / num_messages, size,
+            messages.stride(0), scales_end(size), **_constants(code), SHARES=num_messages > 1, **OPTIONS,
         )  # fmt: skip
-    return values
+
+
+def _blocks(size: int) -> int:
+    return -(-size // GPU_BLOCK)
+
+
+def _numbers(size: int, code: Code) -> tuple[int, float, int, float]:
+    """Return where integers begin, the largest number, the bits of the largest scale, and the least unit."""
+    if isinstance(code, torch.dtype):
+        return 0, torch.finfo(code).max, 0, 0.0
+    return scales_end(size), float(largest_integer(code)), largest_scale_bits(code), torch.finfo(torch.float32).tiny
+
+
+def _constants(code: Code) -> dict[str, Any]:
+    """Return what the kernels of a code are compiled for."""
+    dtype, bits = (code, 0) if isinstance(code, torch.dtype) else (None, code)
+    return {**CodedValues(dtype, bits, 0, 0).constants(), "BLOCKS": GPU_BLOCK // SCALED}

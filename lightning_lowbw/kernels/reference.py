@@ -12,12 +12,12 @@ import struct
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
-from lightning_lowbw.kernels.tensors import as_real, flat
+from lightning_lowbw.kernels.tensors import CPU, as_real, flat
 
 SCALED, HALF = 128, 16  # values with one scale; bits between bfloat16 and float32
 AT_ONCE_ON_CPU = 1 << 16  # elements whose chunks are searched together; their keys of 8 bytes stay in the cache
@@ -536,6 +536,49 @@ def average_many_(
         weight[touched] = weight[touched].add_(out[touched], alpha=-arrival.rate)
 
 
+# Orthogonal columns, see `sync.low_rank` ------------------------------------------------------------------------
+
+HAVE_FLOAT64 = ("cpu", "cuda")  # Apple's GPUs, and some of Intel's, have none
+DEPENDENT = 2.0**-36  # of the square of a column, what is left of it that may be rounding of float32
+
+
+def orthogonalize_(batches: Sequence[Tensor], spares: Sequence[Tensor] | None = None) -> None:
+    """Make the columns of matrices orthogonal, and of length 1, from the first to the last; in float64.
+
+    A column that depends on those before becomes that of the spare, which is not made orthogonal; zeros without.
+
+    In place:
+        The matrices. NaN and infinity stay in them.
+
+    Args:
+        batches: float32, shape (matrices, n, r).
+        spares: of the same shapes.
+
+    Source: Gram-Schmidt. In float64, products of float32 are exact, and what is rounded in sums is less than float32
+        can show, up to the bound for dependent columns: no second pass is needed.
+    """
+    alike: dict[torch.Size, list[int]] = {}
+    for number, batch in enumerate(batches):
+        alike.setdefault(batch.shape[1:], []).append(number)
+    for numbers in alike.values():
+        narrow = torch.cat([batches[number] for number in numbers])
+        wide = narrow.to(narrow.device if narrow.device.type in HAVE_FLOAT64 else CPU).double()
+        instead = torch.zeros_like(wide)
+        if spares is not None:
+            instead.copy_(torch.cat([spares[number] for number in numbers]))
+        for place in range(wide.shape[2]):
+            column, before = wide[:, :, place : place + 1], wide[:, :, :place]
+            square = (column * column).sum(1, keepdim=True)
+            if place:
+                column.sub_((before * (before * column).sum(1, keepdim=True)).sum(2, keepdim=True))
+            rest = (column * column).sum(1, keepdim=True)
+            is_dependent = (rest <= DEPENDENT * square) & (square < torch.inf)
+            column.copy_(torch.where(is_dependent, instead[:, :, place : place + 1], column / rest.sqrt()))
+        columns = wide.float().split([len(batches[number]) for number in numbers])
+        for number, orthogonal in zip(numbers, columns, strict=True):
+            batches[number].copy_(orthogonal)
+
+
 # Integers with a scale per block, see `sync.quantized` ---------------------------------------------------------
 
 
@@ -596,3 +639,136 @@ def _blocks_of(vectors: Tensor) -> Tensor:
     """Return the values of each block, the last filled with zeros: shape (vectors, blocks, SCALED)."""
     num_vectors, numel = vectors.shape
     return torch.nn.functional.pad(vectors, (0, -numel % SCALED)).view(num_vectors, -(-numel // SCALED), SCALED)
+
+
+# Tensors as one vector, in few bits per value, see `sync.quantized` ---------------------------------------------------
+
+Code = int | torch.dtype  # bits of integers with scales, or a half type
+
+
+def code_bytes(numel: int, code: Code) -> int:
+    """Return the bytes of a vector in a code: for integers [scales of all blocks | integers]."""
+    return numel * code.itemsize if isinstance(code, torch.dtype) else scales_end(numel) + -(-numel * code // 8)
+
+
+def scales_end(numel: int) -> int:
+    """Return where in a message the integers begin: behind a bfloat16 for each block."""
+    return -(-numel // SCALED) * torch.bfloat16.itemsize
+
+
+def write_dense_(values: Tensor, messages: Tensor, code: Code) -> None:
+    """Write vectors into their messages; what is too large for a half type as its largest number.
+
+    In place:
+        The messages; the values, which become their rounding errors.
+
+    Args:
+        values: float32, shape (vectors, numel).
+        messages: uint8, shape (vectors, `code_bytes`).
+        code: of the values.
+    """
+    if isinstance(code, torch.dtype):
+        limit = torch.finfo(code).max
+        sent = values.clamp(-limit, limit).to(code)
+        messages.copy_(sent.view(torch.uint8))
+        values.sub_(sent)
+        return
+    split = scales_end(values.shape[1])
+    scales = values.new_empty((len(values), split // torch.bfloat16.itemsize), dtype=torch.bfloat16)
+    encode_blocks_(values, scales, messages[:, split:], code)
+    messages[:, :split] = scales.view(torch.uint8)
+
+
+def read_dense(messages: Tensor, numel: int, code: Code) -> Tensor:
+    """Return what `write_dense_` has written: float32, shape (vectors, numel)."""
+    if isinstance(code, torch.dtype):
+        return messages.clone(memory_format=torch.contiguous_format).view(code).float()
+    split = scales_end(numel)
+    scales = messages[:, :split].clone(memory_format=torch.contiguous_format).view(torch.bfloat16)
+    return decode_blocks(scales, messages[:, split:], numel, code)
+
+
+class Vector(NamedTuple):
+    """Tensors as one vector; the kernels have a `table.JoinedTable` for it.
+
+    Attributes:
+        signals: float32, bfloat16 or float16; with elements.
+        residuals: of the same sizes, float32.
+    """
+
+    signals: Sequence[Tensor]
+    residuals: Sequence[Tensor]
+
+
+def encode_(vector: Vector, message: Tensor, size: int, code: Code, flags: Tensor) -> None:
+    """Write signals plus residuals into a message, row by row; keep what is rounded.
+
+    In place:
+        The message, the residuals; the flags, where one is to be set.
+
+    Args:
+        vector: of all tensors; beyond its end are zeros.
+        message: uint8, shape (rows, `code_bytes(size)`).
+        size: elements of a row.
+        code: of the values.
+        flags: bool, shape (tensors + 1,): of each whether its signal has an inf or NaN; and, last, whether one is left
+            in a residual.
+    """
+    signals, residuals = vector
+    added = [flat(residual) + flat(signal) for signal, residual in zip(signals, residuals, strict=True)]
+    sizes = [part.numel() for part in added]
+    values = torch.nn.functional.pad(torch.cat(added), (0, len(message) * size - sum(sizes)))
+    write_dense_(values.view(-1, size), message, code)
+    flags |= torch.stack([~tensor.isfinite().all() for tensor in (*signals, values)])
+    for residual, unsent in zip(residuals, values[: sum(sizes)].split(sizes), strict=True):
+        residual.copy_(unsent.view_as(residual))
+
+
+def combine_(vector: Vector, received: Tensor, answer: Tensor, row: int, size: int, code: Code, flags: Tensor) -> None:
+    """Average the messages about a row of the vector, in their order, and write the mean; keep what is rounded.
+
+    In place:
+        The answer: uint8, shape (`code_bytes(size)`,); the residuals of the row, to which what is rounded is added
+        times the number of messages, because they enter the mean divided by it; the last flag.
+
+    Args:
+        received: uint8, shape (messages, `code_bytes(size)`).
+        row: which one.
+        vector, size, code, flags: see `encode_`.
+    """
+    mean = torch.zeros((1, size), dtype=torch.float32, device=received.device)
+    for message in read_dense(received, size, code):
+        mean += message
+    mean /= len(received)
+    write_dense_(mean, answer.unsqueeze(0), code)
+    mean *= len(received)
+    flags[-1] |= ~mean.isfinite().all()
+    start = 0
+    for residual in vector.residuals:
+        begin, end = max(start, row * size), min(start + residual.numel(), (row + 1) * size)
+        if begin < end:
+            flat(residual)[begin - start : end - start] += mean[0, begin - row * size : end - row * size]
+        start += residual.numel()
+
+
+def decode_(vector: Vector, messages: Tensor, size: int, code: Code, *, num_messages: int) -> None:
+    """Read the rows of a vector into the signals, or of several messages about each row the mean.
+
+    In place:
+        The signals, rounded to their dtypes.
+
+    Args:
+        messages: uint8, shape (rows times num_messages, `code_bytes(size)`).
+        num_messages: about a row, one after the other.
+        vector, size, code: see `encode_`.
+    """
+    values = read_dense(messages, size, code).view(-1, num_messages, size)
+    if num_messages > 1:
+        shares, values = values * (1.0 / num_messages), torch.zeros_like(values[:, :1])
+        for number in range(num_messages):
+            values += shares[:, number : number + 1]
+    values = values.flatten()
+    start = 0
+    for signal in vector.signals:
+        signal.copy_(values[start : start + signal.numel()].view_as(signal))
+        start += signal.numel()

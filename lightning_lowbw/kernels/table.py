@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -91,6 +92,32 @@ class Arrived(NamedTuple):
     rate: int  # of the step: the bits of a float32
 
 
+class JoinedRow(NamedTuple):
+    """A tensor, or a part of one, in a vector of several; addresses in bytes, the rest in elements."""
+
+    signal: int
+    residual: int  # float32; 0 without
+    start: int  # in the vector
+    numel: int
+    dtype: int  # of the signal: which of `DTYPES`
+
+    @classmethod
+    def of(cls, signal: Tensor, part: slice, start: int, residual: Tensor | None = None) -> JoinedRow:
+        """Return the row of a part of a contiguous tensor: by its address, for views of hundreds take milliseconds."""
+        address = signal.data_ptr() + part.start * signal.itemsize
+        return cls(address, _address(residual), start, part.stop - part.start, DTYPES.index(signal.dtype))
+
+
+class Columns(NamedTuple):
+    """A matrix whose columns are made orthogonal; addresses in bytes, the rest in elements."""
+
+    matrix: int
+    spare: int  # 0 without
+    numel: int  # of a column
+    rank: int
+    room: int  # where that of the matrix begins
+
+
 class Kind(NamedTuple):
     """What a kernel is compiled for; aligned: all tensors start at 16 bytes and have a multiple of 8 elements."""
 
@@ -171,6 +198,48 @@ class Workspace:
         room = sum(row.capacity for row in rows)
         self.positions, self.ordered_positions = torch.empty(2, room, dtype=torch.int32, device=device)
         self.values, self.ordered_values = torch.empty(2, room, dtype=torch.float32, device=device)
+
+
+class JoinedTable:
+    """Tensors that are one vector, on a device; written again only where an address or a size has changed.
+
+    Attributes:
+        rows: of the tensors, in the order of their starts.
+        table: the same on the device: int64.
+    """
+
+    table: Tensor
+
+    def __init__(self) -> None:
+        self.rows: list[JoinedRow] = []
+        self._layout: list[tuple[int, int]] = []
+        self._spans: dict[tuple[int, int], Tensor] = {}
+
+    def update(self, rows: Iterable[JoinedRow], device: torch.device) -> JoinedTable:
+        """Take over the tensors of this call; return the table."""
+        rows, is_here = list(rows), bool(self.rows) and self.table.device == device
+        if not is_here or rows != self.rows:
+            layout = [(row.start, row.numel) for row in rows]
+            if not is_here or layout != self._layout:
+                self._layout, self._spans = layout, {}
+            self.table, self.rows = upload(rows, torch.int64, device), rows
+        return self
+
+    def spans(self, num_rows: int, size: int) -> Tensor:
+        """Return for each block of GPU_BLOCK elements the first tensor in it, and the one behind its last: int32.
+
+        Args:
+            num_rows: in which the vector is cut, each of which has blocks of its own.
+            size: elements of a row.
+        """
+        if (num_rows, size) not in self._spans:
+            columns, rows = np.arange(0, size, GPU_BLOCK), np.arange(num_rows)[:, None]
+            begins, ends = rows * size + columns, rows * size + np.minimum(columns + GPU_BLOCK, size)
+            starts, numels = np.array(self._layout, dtype=np.int64).reshape(-1, 2).T
+            firsts = np.searchsorted(starts + numels, begins, side="right")
+            spans = np.stack([firsts, np.searchsorted(starts, ends, side="left")], axis=-1)
+            self._spans[num_rows, size] = upload(spans.ravel().tolist(), torch.int32, self.table.device)
+        return self._spans[num_rows, size]
 
 
 def _key_of(row: TableRow) -> tuple[int, int, int]:

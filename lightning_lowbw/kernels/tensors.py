@@ -13,7 +13,7 @@ messages go through the host, see `comm.collectives`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache, lru_cache, reduce
 from math import prod
 from typing import Any
@@ -163,6 +163,29 @@ def copy_all_(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
 def split_front(vector: Tensor, sizes: list[int]) -> tuple[Tensor, ...]:
     """Return views of the front of a vector, one after the other; of hundreds without what autograd notes of views."""
     return vector[: sum(sizes)].unsafe_split_with_sizes(sizes) if sizes else ()
+
+
+@contextmanager
+def exact_products() -> Iterator[None]:
+    """Multiply matrices of float32 in float32, also where TF32, or bfloat16 on a CPU, is allowed for them."""
+    before, of_backends = "highest", list[tuple[Any, str]]()
+    try:
+        before = torch.get_float32_matmul_precision()
+    except RuntimeError:  # it was set of a backend by name, as from torch 2.9 on
+        backends: Any = torch.backends
+        matmuls = backends.cuda.matmul, backends.mkldnn.matmul
+        of_backends = [(matmul, matmul.fp32_precision) for matmul in matmuls]
+    if before != "highest":
+        torch.set_float32_matmul_precision("highest")
+    for backend, _ in of_backends:
+        backend.fp32_precision = "ieee"
+    try:
+        yield
+    finally:
+        if before != "highest":
+            torch.set_float32_matmul_precision(before)
+        for backend, precision in of_backends:
+            backend.fp32_precision = precision
 
 
 def differences(now: Sequence[Tensor], before: Sequence[Tensor]) -> list[Tensor]:

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from lightning_lowbw.kernels import reference, table
-from lightning_lowbw.kernels.table import Arrived, Factors, Field, TableRow
+from lightning_lowbw.kernels.table import Arrived, Columns, Factors, Field, JoinedRow, TableRow
 
 
 def columns(of):
@@ -29,6 +29,8 @@ def columns(of):
 FIELD_NUM_SENT, FIELD_FIRST, FIELD_START, FIELD_NUMEL, FIELD_FIRST_BLOCK, FIELD_COLUMNS = columns(Field)
 (ARRIVED_OUT, ARRIVED_WEIGHT, ARRIVED_GROUP, ARRIVED_FIRST, ARRIVED_NUM_SENT, ARRIVED_SHIFT, ARRIVED_FIRST_TILE,
  ARRIVED_RATE, ARRIVED_COLUMNS) = columns(Arrived)
+COLUMNS_MATRIX, COLUMNS_SPARE, COLUMNS_NUMEL, COLUMNS_RANK, COLUMNS_ROOM, COLUMNS_COLUMNS = columns(Columns)
+JOINED_SIGNAL, JOINED_RESIDUAL, JOINED_START, JOINED_NUMEL, JOINED_DTYPE, JOINED_COLUMNS = columns(JoinedRow)
 # fmt: on
 
 LEVELS_SHIFT = tl.constexpr(table.LEVELS_SHIFT)
@@ -675,17 +677,61 @@ def apply_kernel(
                     tl.store(out + position, mean, mask=inside)
 
 
-# Integers with a scale per block, see `sync.quantized` ---------------------------------------------------------
+# Tensors as one vector, in few bits per value, see `sync.quantized` --------------------------------------------
 
 SCALED = tl.constexpr(reference.SCALED)  # values of a block
 INFINITE = tl.constexpr(0x7F800000)  # the bits of infinity; of NaN larger ones
+FLOAT32, BFLOAT16, FLOAT16 = (tl.constexpr(number) for number in range(len(table.DTYPES)))
 
 
 @triton.jit
-def pairs_of_blocks(num_blocks_of_program: tl.constexpr):
-    """Return the blocks of a program, and where the first of each two neighbours of theirs is in a vector."""
-    blocks = tl.program_id(0).to(tl.int64) * num_blocks_of_program + tl.arange(0, num_blocks_of_program)
-    return blocks, blocks[:, None] * SCALED + 2 * tl.arange(0, SCALED // 2)[None, :]
+def places_of(size, first_row, BLOCKS: tl.constexpr):
+    """Return the blocks of a program in its row of the vector, the columns of their values there, shape (BLOCKS,
+    SCALED), which of these exist, and their places in the vector."""
+    blocks = tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)
+    columns = blocks[:, None] * SCALED + tl.arange(0, SCALED)[None, :]
+    return blocks, columns, columns < size, (first_row + tl.program_id(1)) * size + columns
+
+
+@triton.jit
+def span_of(spans, first_row):
+    """Return the first tensor of a program, and the one behind its last; mostly there is one."""
+    span = spans + 2 * ((first_row + tl.program_id(1)) * tl.num_programs(0) + tl.program_id(0))
+    return tl.load(span), tl.load(span + 1)
+
+
+@triton.jit
+def offsets_in(row, places, exists):
+    """Return where places of the vector are in a tensor, and which are."""
+    offsets = places - tl.load(row + JOINED_START)
+    return offsets, exists & (offsets >= 0) & (offsets < tl.load(row + JOINED_NUMEL))
+
+
+@triton.jit
+def load_signal(row, offsets, inside):
+    """Return elements of a tensor as float32: a table has tensors of several dtypes, and no kernel for each."""
+    address, dtype = tl.load(row + JOINED_SIGNAL), tl.load(row + JOINED_DTYPE)
+    wide = tl.load(address.to(tl.pointer_type(tl.float32)) + offsets, mask=inside & (dtype == FLOAT32), other=0.0)
+    brain = tl.load(address.to(tl.pointer_type(tl.bfloat16)) + offsets, mask=inside & (dtype == BFLOAT16), other=0.0)
+    half = tl.load(address.to(tl.pointer_type(tl.float16)) + offsets, mask=inside & (dtype == FLOAT16), other=0.0)
+    return tl.where(dtype == FLOAT32, wide, tl.where(dtype == BFLOAT16, brain.to(tl.float32), half.to(tl.float32)))
+
+
+@triton.jit
+def store_signal(row, offsets, values, inside):
+    """Write elements of a tensor, rounded to its dtype."""
+    address, dtype = tl.load(row + JOINED_SIGNAL), tl.load(row + JOINED_DTYPE)
+    tl.store(address.to(tl.pointer_type(tl.float32)) + offsets, values, mask=inside & (dtype == FLOAT32))
+    brain = rounded(values, tl.bfloat16).to(tl.bfloat16)
+    tl.store(address.to(tl.pointer_type(tl.bfloat16)) + offsets, brain, mask=inside & (dtype == BFLOAT16))
+    half = tl.where(dtype == FLOAT16, values, 0.0).to(tl.float16)
+    tl.store(address.to(tl.pointer_type(tl.float16)) + offsets, half, mask=inside & (dtype == FLOAT16))
+
+
+@triton.jit
+def num_not_finite(values):
+    """Return how many values of two dimensions are infinite or NaN."""
+    return tl.sum(tl.sum(((tl.abs(values) == float("inf")) | (values != values)).to(tl.int32), 1), 0)
 
 
 @triton.jit
@@ -696,65 +742,192 @@ def nearest(value, unit, is_finite, largest):
     return tl.where(is_finite, tl.minimum(tl.maximum((quotient + shifter) - shifter, -largest), largest), 0.0)
 
 
+@triton.jit
+def write_dense(
+    values, message, blocks, columns, size, codes, largest, limit, tiny, V: tl.constexpr, BITS: tl.constexpr,
+    BLOCKS: tl.constexpr,
+):  # fmt: skip
+    """Write values into a row of a message, in bytes: `reference.write_dense_`; return their rounding errors.
+
+    Beyond the size they are zeros. Integers begin at the byte `codes`, behind the scales, which are bfloat16 and may
+    begin at an odd byte. `largest`: integer, or number of a half type; `limit`: the bits of the largest scale.
+    """
+    if BITS == 0:
+        sent = tl.where(values == values, tl.minimum(tl.maximum(values, -largest), largest), values)
+        sent = rounded(sent, V)
+        tl.store(message.to(tl.pointer_type(V)) + columns, sent.to(V), mask=columns < size)
+        unsent = values - sent
+    else:
+        # As integers, the bits of magnitudes are in their order, infinity and NaN included.
+        highest = tl.max(magnitude_bits(values), 1)
+        scale = tl.math.div_rn(highest.to(tl.float32, bitcast=True), tl.zeros([BLOCKS], tl.float32) + largest)
+        bits = scale.to(tl.int32, bitcast=True)
+        is_finite = bits < INFINITE
+        narrow = tl.where(is_finite, tl.minimum((bits + 0xFFFF) >> 16, limit), bits >> 16)
+        tl.store(message + 2 * blocks, (narrow & 0xFF).to(tl.uint8), mask=blocks * SCALED < size)
+        tl.store(message + 2 * blocks + 1, (narrow >> 8).to(tl.uint8), mask=blocks * SCALED < size)
+        scale = tl.where(is_finite, (narrow << 16).to(tl.float32, bitcast=True), 1.0)[:, None]
+        unit, is_finite = tl.maximum(scale, tiny) + tl.zeros_like(values), is_finite[:, None]
+        numbers = nearest(values, unit, is_finite, largest)
+        unsent = tl.where(is_finite, values - numbers * scale, float("nan"))
+        numbers = numbers.to(tl.int32)
+        if BITS == 8:
+            tl.store(message + codes + columns, (numbers & 0xFF).to(tl.uint8), mask=columns < size)
+        else:
+            low, high = tl.split(tl.reshape(numbers & 0xF, [BLOCKS, SCALED // 2, 2]))
+            pairs = blocks[:, None] * (SCALED // 2) + tl.arange(0, SCALED // 2)[None, :]
+            tl.store(message + codes + pairs, (low | (high << 4)).to(tl.uint8), mask=2 * pairs < size)
+    return unsent
+
+
+@triton.jit
+def read_dense(message, blocks, columns, size, codes, V: tl.constexpr, BITS: tl.constexpr):
+    """Return what `write_dense` has written: float32, shape (BLOCKS, SCALED)."""
+    exists = columns < size
+    if BITS == 0:
+        values = tl.load(message.to(tl.pointer_type(V)) + columns, mask=exists, other=0.0).to(tl.float32)
+    else:
+        low = tl.load(message + 2 * blocks, mask=blocks * SCALED < size, other=0).to(tl.int32)
+        high = tl.load(message + 2 * blocks + 1, mask=blocks * SCALED < size, other=0).to(tl.int32)
+        bits = ((low | (high << 8)) << 16)[:, None]
+        is_finite = (bits & 0x7FFFFFFF) < INFINITE
+        scale = tl.where(is_finite, bits.to(tl.float32, bitcast=True), 0.0)
+        if BITS == 8:
+            numbers = tl.load(message + codes + columns, mask=exists, other=0).to(tl.int32)
+        else:
+            both = tl.load(message + codes + columns // 2, mask=exists, other=0).to(tl.int32)
+            numbers = (both >> (4 * (columns & 1)).to(tl.int32)) & 0xF
+        half = 1 << (BITS - 1)  # keeps the sign
+        numbers = (numbers ^ half) - half
+        values = tl.where(is_finite, numbers.to(tl.float32) * scale, float("nan"))
+    return values
+
+
 @kernel
 def encode_kernel(
-    values, scales, packed, numel: tl.int64, num_scales: tl.int64, row_bytes: tl.int64, largest, limit, tiny,
-    BITS: tl.constexpr, BLOCKS: tl.constexpr,
+    table, spans, message, flags, num_tensors, size: tl.int64, row_bytes: tl.int64, codes: tl.int64, largest, limit,
+    tiny, V: tl.constexpr, BITS: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """Write vectors as integers with scales, and replace them by their rounding errors: `reference.encode_blocks_`.
+    """Write signals plus residuals, all tensors as one vector, and keep what is rounded: `reference.encode_`.
 
-    Grid: (groups of BLOCKS blocks, vectors). `scales`: shape (vectors, num_scales), the bits of bfloat16. The rows of
-    `packed` are `row_bytes` apart.
+    Grid: (groups of BLOCKS blocks, rows of the message). `flags`, zeros before: of each tensor whether its signal has
+    an inf or NaN; and, last, whether one is left in a residual.
     """
-    vector = tl.program_id(1).to(tl.int64)
-    blocks, even = pairs_of_blocks(BLOCKS)
-    values += vector * numel
-    x = tl.load(values + even, mask=even < numel, other=0.0)
-    y = tl.load(values + even + 1, mask=even + 1 < numel, other=0.0)
-    # As integers, the bits of magnitudes are in their order, infinity and NaN included.
-    highest = tl.max(tl.maximum(magnitude_bits(x), magnitude_bits(y)), 1)
-    scale = tl.math.div_rn(highest.to(tl.float32, bitcast=True), tl.zeros([BLOCKS], tl.float32) + largest)
-    bits = scale.to(tl.int32, bitcast=True)
-    is_finite = bits < INFINITE
-    narrow = tl.where(is_finite, tl.minimum((bits + 0xFFFF) >> 16, limit), bits >> 16)
-    tl.store(scales + vector * num_scales + blocks, narrow.to(tl.int16), mask=blocks < num_scales)
-    scale = tl.where(is_finite, (narrow << 16).to(tl.float32, bitcast=True), 1.0)[:, None]
-    unit, is_finite = tl.maximum(scale, tiny) + tl.zeros_like(x), is_finite[:, None]
-    first, second = nearest(x, unit, is_finite, largest), nearest(y, unit, is_finite, largest)
-    tl.store(values + even, tl.where(is_finite, x - first * scale, float("nan")), mask=even < numel)
-    tl.store(values + even + 1, tl.where(is_finite, y - second * scale, float("nan")), mask=even + 1 < numel)
-    packed += vector * row_bytes
-    first, second = first.to(tl.int32), second.to(tl.int32)
-    if BITS == 8:
-        tl.store(packed + even, (first & 0xFF).to(tl.uint8), mask=even < numel)
-        tl.store(packed + even + 1, (second & 0xFF).to(tl.uint8), mask=even + 1 < numel)
-    else:
-        tl.store(packed + even // 2, ((first & 0xF) | ((second & 0xF) << 4)).to(tl.uint8), mask=even < numel)
+    blocks, columns, exists, places = places_of(size, 0, BLOCKS)
+    first, stop = span_of(spans, 0)
+    values = tl.zeros([BLOCKS, SCALED], tl.float32)
+    for tensor in range(first, stop):
+        row = table + tensor * JOINED_COLUMNS
+        offsets, inside = offsets_in(row, places, exists)
+        signal = load_signal(row, offsets, inside)
+        residual = tl.load(row + JOINED_RESIDUAL).to(tl.pointer_type(tl.float32)) + offsets
+        values = tl.where(inside, tl.load(residual, mask=inside, other=0.0) + signal, values)
+        tl.store(flags + tensor, 1, mask=num_not_finite(signal) > 0)
+    message += tl.program_id(1) * row_bytes
+    unsent = write_dense(values, message, blocks, columns, size, codes, largest, limit, tiny, V, BITS, BLOCKS)
+    tl.store(flags + num_tensors, 1, mask=num_not_finite(unsent) > 0)
+    for tensor in range(first, stop):
+        row = table + tensor * JOINED_COLUMNS
+        offsets, inside = offsets_in(row, places, exists)
+        tl.store(tl.load(row + JOINED_RESIDUAL).to(tl.pointer_type(tl.float32)) + offsets, unsent, mask=inside)
+
+
+@kernel
+def combine_kernel(
+    table, spans, received, answer, flags, num_tensors, num_messages, first_row: tl.int64, size: tl.int64,
+    row_bytes: tl.int64, codes: tl.int64, largest, limit, tiny, V: tl.constexpr, BITS: tl.constexpr,
+    BLOCKS: tl.constexpr,
+):  # fmt: skip
+    """Average the messages about this rank's row of the vector, and write the mean: `reference.combine_`.
+
+    Grid: (groups of BLOCKS blocks, 1). The last flag: see `encode_kernel`.
+    """
+    blocks, columns, exists, places = places_of(size, first_row, BLOCKS)
+    values = tl.zeros([BLOCKS, SCALED], tl.float32)
+    for message in range(num_messages):
+        values += read_dense(received + message * row_bytes, blocks, columns, size, codes, V, BITS)
+    num = tl.zeros([BLOCKS, SCALED], tl.float32) + num_messages
+    values = tl.math.div_rn(values, num)
+    unsent = write_dense(values, answer, blocks, columns, size, codes, largest, limit, tiny, V, BITS, BLOCKS)
+    unsent = unsent * num  # a residual enters the mean divided by their number
+    tl.store(flags + num_tensors, 1, mask=num_not_finite(unsent) > 0)
+    first, stop = span_of(spans, first_row)
+    for tensor in range(first, stop):
+        row = table + tensor * JOINED_COLUMNS
+        offsets, inside = offsets_in(row, places, exists)
+        residual = tl.load(row + JOINED_RESIDUAL).to(tl.pointer_type(tl.float32)) + offsets
+        tl.store(residual, tl.load(residual, mask=inside, other=0.0) + unsent, mask=inside)
 
 
 @kernel
 def decode_kernel(
-    scales, packed, values, numel: tl.int64, num_scales: tl.int64, row_bytes: tl.int64,
-    BITS: tl.constexpr, BLOCKS: tl.constexpr,
+    table, spans, message, num_messages, share, size: tl.int64, row_bytes: tl.int64, codes: tl.int64, V: tl.constexpr,
+    BITS: tl.constexpr, SHARES: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """Read what `encode_kernel` has written; grid and layout as there."""
-    vector = tl.program_id(1).to(tl.int64)
-    blocks, even = pairs_of_blocks(BLOCKS)
-    bits = tl.load(scales + vector * num_scales + blocks, mask=blocks < num_scales, other=0).to(tl.int32)
-    bits = (bits << 16)[:, None]
-    is_finite = (bits & 0x7FFFFFFF) < INFINITE
-    scale = tl.where(is_finite, bits.to(tl.float32, bitcast=True), 0.0)
-    packed += vector * row_bytes
-    if BITS == 8:
-        first = tl.load(packed + even, mask=even < numel, other=0).to(tl.int32)
-        second = tl.load(packed + even + 1, mask=even + 1 < numel, other=0).to(tl.int32)
+    """Read the rows of a vector, or of several messages about each of them the mean (SHARES): `reference.decode_`.
+
+    Grid: (groups of BLOCKS blocks, rows of the vector).
+    """
+    blocks, columns, exists, places = places_of(size, 0, BLOCKS)
+    message += tl.program_id(1) * num_messages * row_bytes
+    if SHARES:  # whose sum does not overflow
+        values = tl.zeros([BLOCKS, SCALED], tl.float32)
+        for number in range(num_messages):
+            values += read_dense(message + number * row_bytes, blocks, columns, size, codes, V, BITS) * share
     else:
-        both = tl.load(packed + even // 2, mask=even < numel, other=0).to(tl.int32)
-        first, second = both & 0xF, both >> 4
-    half = 1 << (BITS - 1)  # keeps the sign
-    first, second = (first ^ half) - half, (second ^ half) - half
-    values += vector * numel
-    first = tl.where(is_finite, first.to(tl.float32) * scale, float("nan"))
-    second = tl.where(is_finite, second.to(tl.float32) * scale, float("nan"))
-    tl.store(values + even, first, mask=even < numel)
-    tl.store(values + even + 1, second, mask=even + 1 < numel)
+        values = read_dense(message, blocks, columns, size, codes, V, BITS)
+    first, stop = span_of(spans, 0)
+    for tensor in range(first, stop):
+        row = table + tensor * JOINED_COLUMNS
+        offsets, inside = offsets_in(row, places, exists)
+        store_signal(row, offsets, values, inside)
+
+
+# Orthogonal columns, see `sync.low_rank` ----------------------------------------------------------------------
+
+
+@kernel
+def orthogonalize_kernel(table, room, dependent, RANK: tl.constexpr, BLOCK: tl.constexpr):
+    """Make the columns of a matrix orthogonal: `reference.orthogonalize_`. One program adds in one order.
+
+    Grid: (matrices,). `room`: float64, for the columns that are done. `dependent`: of a column's square, what may be
+    rounding.
+    """
+    row = table + tl.program_id(0) * COLUMNS_COLUMNS
+    numel, rank = tl.load(row + COLUMNS_NUMEL), tl.load(row + COLUMNS_RANK)
+    matrix = tl.load(row + COLUMNS_MATRIX).to(tl.pointer_type(tl.float32))
+    spare = tl.load(row + COLUMNS_SPARE).to(tl.pointer_type(tl.float32))
+    has_spare = tl.load(row + COLUMNS_SPARE) != 0
+    room += tl.load(row + COLUMNS_ROOM)
+    places = tl.arange(0, RANK)[None, :]
+    for place in range(rank):
+        dots = tl.zeros([RANK], tl.float64)
+        square = tl.zeros([BLOCK], tl.float64)
+        for start in range(0, numel, BLOCK):
+            lines = start + tl.arange(0, BLOCK)
+            column = tl.load(matrix + lines * rank + place, mask=lines < numel, other=0.0).to(tl.float64)
+            is_before = (lines < numel)[:, None] & (places < place)
+            before = tl.load(room + lines[:, None] * rank + places, mask=is_before, other=0.0)
+            dots += tl.sum(before * column[:, None], 0)
+            square += column * column
+        rest = tl.zeros([BLOCK], tl.float64)
+        for start in range(0, numel, BLOCK):
+            lines = start + tl.arange(0, BLOCK)
+            column = tl.load(matrix + lines * rank + place, mask=lines < numel, other=0.0).to(tl.float64)
+            is_before = (lines < numel)[:, None] & (places < place)
+            before = tl.load(room + lines[:, None] * rank + places, mask=is_before, other=0.0)
+            column -= tl.sum(before * dots[None, :], 1)
+            tl.store(room + lines * rank + place, column, mask=lines < numel)
+            rest += column * column
+        whole, left = tl.sum(square, 0), tl.sum(rest, 0)
+        is_dependent = (left <= whole * dependent) & (whole < float("inf"))
+        length = tl.sqrt(tl.where(is_dependent, 1.0, left))
+        tl.debug_barrier()  # the column has been written
+        for start in range(0, numel, BLOCK):
+            lines = start + tl.arange(0, BLOCK)
+            column = tl.load(room + lines * rank + place, mask=lines < numel, other=0.0) / length
+            instead = tl.load(spare + lines * rank + place, mask=(lines < numel) & has_spare, other=0.0)
+            column = tl.where(is_dependent, instead.to(tl.float64), column)
+            tl.store(room + lines * rank + place, column, mask=lines < numel)
+            tl.store(matrix + lines * rank + place, column.to(tl.float32), mask=lines < numel)
+        tl.debug_barrier()

@@ -38,7 +38,7 @@ from lightning_lowbw.kernels import dispatch
 from lightning_lowbw.kernels.dispatch import averages_for
 from lightning_lowbw.kernels.reference import Arrival, Segment, add_
 from lightning_lowbw.kernels.table import DTYPES
-from lightning_lowbw.kernels.tensors import allocate, cut, flat
+from lightning_lowbw.kernels.tensors import allocate, copy_all_, cut, flat
 from lightning_lowbw.schedules.schedule import Schedule
 from lightning_lowbw.sync.beside import Beside
 from lightning_lowbw.sync.status import Fault
@@ -252,12 +252,15 @@ class DenseMean:
         return self.tensors
 
     def step_(self, steps: Mapping[str, Step]) -> None:
+        targets, sources = [], []
         for name, (out, weight, rate) in steps.items():
             mean = self.tensors[name]
             if weight is not None:
                 weight.sub_(mean.view(out.shape).to(weight.dtype), alpha=rate)
             elif mean.data_ptr() != out.data_ptr():  # else it has been written where it belongs
-                out.copy_(mean.view(out.shape))
+                targets.append(out)
+                sources.append(mean.view(out.shape))
+        copy_all_(targets, sources)
 
 
 class LateMean(ABC):
@@ -270,11 +273,14 @@ class LateMean(ABC):
         """Exchange that message, and return the mean; collective."""
 
     def dense(self) -> dict[str, Tensor]:
-        self._mean = self._mean or self.finish()
-        return self._mean.dense()
+        return self._finished().dense()
 
     def step_(self, steps: Mapping[str, Step]) -> None:
-        DenseMean(self.dense()).step_(steps)
+        self._finished().step_(steps)
+
+    def _finished(self) -> DenseMean:
+        self._mean = self._mean or self.finish()
+        return self._mean
 
 
 @dataclass(frozen=True)
@@ -297,17 +303,21 @@ class PreparedWhole:
     Args:
         signal: see `Exchange.prepare`.
         begin: sends the tensors that are known, a status, and other tensors whole.
+        encoded: what is taken back where nothing is sent: residuals have changed already. None if not.
+        faults: see `Prepared`.
     """
 
-    faults, is_added = None, False
+    is_added = False
 
     def __init__(
         self,
         signal: Mapping[str, Tensor | None],
         begin: Callable[[dict[str, Tensor], Tensor | None, Signal | None], Pending],
+        encoded: Pending | None = None,
+        faults: Faulty | None = None,
     ) -> None:
-        self._signal, self._begin = dict(signal), begin
-        self._sent: Pending | None = None
+        self._signal, self._begin, self.faults = dict(signal), begin, faults
+        self._sent = encoded
 
     @property
     def names(self) -> Collection[str]:

@@ -69,9 +69,9 @@ def uses_of(workers: Sequence[Synchronizer], *, measures: bool = False) -> Uses:
     """
     what, when, peers = workers[0].method.what, workers[0].method.when, workers[0].peers
     uses = what.uses(peers.num_participants, peers.num_local_ranks, when=when)
-    scaled_bits = uses.scaled_bits or (8,) * measures  # int8 is timed, too
+    codes = uses.codes or (8,) * measures  # int8 is timed, too
     if not uses.value_dtypes or (peers.num_participants == 1 and not peers.may_grow):
-        return replace(NO_KERNELS, scaled_bits=scaled_bits)
+        return replace(NO_KERNELS, codes=codes, ranks=uses.ranks)
     # An ordered set is a dict here: the same order on all ranks.
     kinds = dict.fromkeys(kind for worker in workers if uses.kinds for kind in _kinds_of(worker))
     if measures:
@@ -82,7 +82,7 @@ def uses_of(workers: Sequence[Synchronizer], *, measures: bool = False) -> Uses:
         uses,
         kinds=tuple(kind._replace(is_aligned=is_aligned) for kind in kinds for is_aligned in (True, False)),
         mean_dtypes=tuple(mean_dtypes),
-        scaled_bits=scaled_bits,
+        codes=codes,
     )
 
 

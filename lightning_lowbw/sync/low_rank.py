@@ -13,19 +13,23 @@ A tensor is a matrix of its first dimension and the product of the others. Those
 elements than a half of the matrix (vectors, too) are sent whole, with the factors P.
 
 Deviations: Q is orthogonalized, too, as torch's hook does. It changes no mean, as only the space of the columns counts,
-but P = M Q has the square of the size of M without it, and leaves the range of float32. Orthogonalization is QR, not
-Gram-Schmidt, which divides by zero where columns are dependent. On two levels e is kept whole, and the mean is over all
-ranks, of which those of a node have equal gradients: its factors are sent once.
+but P = M Q has the square of the size of M without it, leaves the range of float32, and its columns are told apart in
+the square of their differences. A column that depends on those before it is zero in P, and in Q that of the last start,
+from which the next exchange tries again. On two levels e is kept whole, and the mean is over all ranks, of which those
+of a node have equal gradients: its factors are sent once.
 
-Each rank orthogonalizes and multiplies for itself: replicas are equal to the bit where the libraries, and the kind of
-processor, are the same on all ranks.
+Each rank orthogonalizes and multiplies for itself what all have received: replicas are equal to the bit where libraries
+and the kind of processor are the same on all ranks. Of Gram-Schmidt (`kernels`) no library chooses the algorithm; in
+numba it is the same on all processors. P Q^T is a product of torch's. Every 100 steps a comparison tells if replicas
+differ.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -37,10 +41,17 @@ from lightning_lowbw.comm.peers import MeanWork, Peers, mean_over
 from lightning_lowbw.compress.payload import FLOAT_BYTES, Message, Payload, Shapes
 from lightning_lowbw.compress.selection import Residuals
 from lightning_lowbw.errors import ConfigurationError
+from lightning_lowbw.kernels import dispatch, reference
+from lightning_lowbw.kernels.dispatch import NO_KERNELS, Uses
 from lightning_lowbw.kernels.reference import are_not_finite
+from lightning_lowbw.kernels.tensors import copy_all_, exact_products, flat
 from lightning_lowbw.schedules.schedule import Schedule
 from lightning_lowbw.sync.exchange import Arrived, Correction, DenseMean, LateMean, PreparedWhole, Signal, exchanges
 from lightning_lowbw.sync.status import Fault, overflow
+
+# Elements of the matrices that are multiplied together, or one matrix: on a GPU many, for few launches, with a copy of
+# 64 MiB; on a CPU one by one, because its time is that of memory.
+BATCH, BATCH_OF_CPU = 1 << 24, 1
 
 
 @names_arguments
@@ -57,7 +68,7 @@ class LowRank(Payload, key="low_rank"):
 
     rank: int = 2
 
-    keeps_parts = False
+    keeps_parts, uses_kernels = False, True
 
     def __post_init__(self) -> None:
         if not is_count(self.rank):
@@ -70,6 +81,9 @@ class LowRank(Payload, key="low_rank"):
         n, m = shape[0], math.prod(shape[1:])
         rank = min(self.rank, n, m)
         return (n, m, rank) if 2 * (n + m) * rank < n * m else None
+
+    def uses(self, num_participants: int, num_parts: int = 1, *, when: Schedule) -> Uses:
+        return replace(NO_KERNELS, ranks=(self.rank,))
 
     def messages(self, shapes: Shapes, num_participants: int, num_parts: int = 1, *, when: Schedule) -> list[Message]:
         factors = [(self.factors(shape), math.prod(shape)) for shape in shapes]
@@ -92,7 +106,7 @@ class LowRankExchange:
 
     Attributes:
         residuals: e by name: float32, flat.
-        starts: Q by name: float32, shape (m, r).
+        starts: Q by name, with orthogonal columns: float32, shape (m, r).
         fault: whether a mean, and so a residual, has become infinite: bool, a scalar on the device; None if not.
     """
 
@@ -101,6 +115,7 @@ class LowRankExchange:
     residuals: Residuals = field(default_factory=Residuals)
     fault: Tensor | None = None
     starts: dict[str, Tensor] = field(default_factory=dict)
+    _together: dict[tuple[str, ...], Tensor] = field(default_factory=dict)  # those of a batch, of which these are views
 
     def prepare(
         self, signal: Mapping[str, Tensor | None], correction: Correction | None = None, *, is_late: bool = False
@@ -111,26 +126,47 @@ class LowRankExchange:
     def carries_status(self, numels: Sequence[int]) -> bool:
         return True
 
-    def start(self, name: str, numel: int, rank: int, device: torch.device) -> Tensor:
-        """Return Q of the last exchange with orthogonal columns; the first time random ones."""
-        if name not in self.starts or self.starts[name].shape != (numel, rank):
-            generator = torch.Generator().manual_seed(len(self.starts))
-            self.starts[name] = torch.randn(numel, rank, generator=generator, dtype=torch.float32)
-        return torch.linalg.qr(self.starts[name].to(device)).Q
+    def ensure(self, numels: Mapping[str, tuple[int, int]], device: torch.device) -> None:
+        """Make starts where there is none yet, or one of another size: random orthogonal columns, equal on all ranks.
+
+        Args:
+            numels: rows and columns by name.
+            device: where they are to be.
+        """
+        for name, shape in numels.items():
+            if name not in self.starts or self.starts[name].shape != shape:
+                self._together = {}
+                generator = torch.Generator().manual_seed(len(self.starts))
+                start = torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu")
+                reference.orthogonalize_([start.unsqueeze(0)])
+                self.starts[name] = start
+            if self.starts[name].device != device:
+                self.starts[name] = self.starts[name].to(device)
+
+    def starts_of(self, batch: list[str]) -> Tensor:
+        """Return the starts of some matrices, shape (matrices, m, r)."""
+        together = self._together.get(tuple(batch))
+        return torch.stack([self.starts[name] for name in batch]) if together is None else together
+
+    def keep(self, starts: dict[tuple[str, ...], Tensor]) -> None:
+        """Take over the starts of the next exchange, by the names of those that are one tensor."""
+        for names, together in starts.items():
+            self.starts.update(zip(names, together.unbind(), strict=True))
+        self._together = starts
 
     def describe_fault(self, step: int, kept: str, here: str) -> Fault:
         return overflow(3, step, f"{kept} on {here}")
 
     def to(self, device: torch.device) -> None:
         self.residuals.to(device)
-        self.starts = {name: start.to(device) for name, start in self.starts.items()}
+        self.starts, self._together = {name: start.to(device) for name, start in self.starts.items()}, {}
         self.fault = None if self.fault is None else self.fault.to(device)
 
     def state_dict(self) -> dict[str, Any]:
         return {"starts": {name: start.cpu().clone() for name, start in self.starts.items()}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.starts = {name: start.clone() for name, start in state.get("starts", {}).items()}
+        self.starts, self._together = {name: start.clone() for name, start in state.get("starts", {}).items()}, {}
 
 
 class PendingLowRank(LateMean):
@@ -158,22 +194,29 @@ class PendingLowRank(LateMean):
         self._exchange, self._signal, self._whole = exchange, signal, dict(whole or {})
         payload, residuals, device = exchange.payload, exchange.residuals, next(iter(signal.values())).device
         shapes = {name: shape for name, each in signal.items() if (shape := payload.factors(each.shape))}
+        self._batches = _batches(signal, shapes)
         # M = signal + e. What does not pay as a matrix, or with another rank not any more, is sent whole.
         rest = [name for name in signal if name not in shapes and name in residuals]
-        residuals.ensure({name: n * m for name, (n, m, _) in shapes.items()}, device)
-        self._matrices = {name: residuals[name].view(n, m) for name, (n, m, _) in shapes.items()}
+        residuals.ensure({name: math.prod(shapes[name][:2]) for batch in self._batches for name in batch}, device)
+        self._matrices = _matrices(residuals, self._batches, shapes)
         self._rest = {name: signal[name].float() for name in signal if name not in shapes}
         self._rest |= {name: self._rest[name] + residuals[name].view_as(self._rest[name]) for name in rest}
         # P = M Q = signal Q + e Q: the residuals change after the status has been read.
-        with _as_it_is(device):
-            self._starts = [exchange.start(name, m, rank, device) for name, (_, m, rank) in shapes.items()]
+        exchange.ensure({name: (m, rank) for name, (_, m, rank) in shapes.items()}, device)
+        with _in_float32(device):
+            self._starts = [exchange.starts_of(batch) for batch in self._batches]
             lefts = [
-                torch.addmm(matrix @ start, signal[name].reshape(matrix.shape).float(), start)
-                for (name, matrix), start in zip(self._matrices.items(), self._starts, strict=True)
+                torch.baddbmm(matrices @ start, self._signals(batch, matrices), start)
+                for batch, matrices, start in zip(self._batches, self._matrices, self._starts, strict=True)
             ]
         control = torch.zeros(1, device=device) if status is None else status
         sent = [*lefts, *self._rest.values(), *self._whole.values()]
         self._num_statuses, self._work = 0 if status is None else len(status), MeanWork(sent, control, exchange.peers)
+
+    def _signals(self, batch: list[str], matrices: Tensor) -> Tensor:
+        """Return the signals of a batch as matrices in float32: those of the gradient where it is one, else a copy."""
+        tensors = [self._signal[name] for name in batch]
+        return (tensors[0] if len(batch) == 1 else torch.stack(tensors)).reshape(matrices.shape).float()
 
     def wait(self) -> Arrived:
         self._means, status = self._work.wait()
@@ -182,37 +225,80 @@ class PendingLowRank(LateMean):
 
     @torch.no_grad()
     def finish(self) -> DenseMean:
-        exchange, matrices, signal = self._exchange, self._matrices, self._signal
-        means = self._means[: len(self._means) - len(self._whole)]
-        device, num = next(iter(signal.values())).device, len(matrices)
+        exchange, signal, starts = self._exchange, self._signal, self._starts
+        means, num = self._means[: len(self._means) - len(self._whole)], len(self._batches)
+        device, lefts = next(iter(signal.values())).device, means[:num]
         by_name = dict(zip(self._rest, means[num:], strict=True))
         for name in self._rest:
             if name in exchange.residuals:
                 exchange.residuals.pop(name)
-        with _as_it_is(device):
-            lefts = [torch.linalg.qr(left).Q for left in means[:num]]
+        kernels = dispatch.orthogonal_for(device)
+        with _in_float32(device):
+            kernels.orthogonalize_(lefts)
             # Q = M^T P, with M in the memory of e
-            for name, matrix in matrices.items():
-                matrix.add_(signal[name].reshape(matrix.shape))
-            rights = [matrix.mT @ left for matrix, left in zip(matrices.values(), lefts, strict=True)]
+            rights = []
+            for batch, matrices, left in zip(self._batches, self._matrices, lefts, strict=True):
+                matrices.add_(self._signals(batch, matrices))
+                rights.append(matrices.mT @ left)
             rights = mean_over(rights, exchange.peers, device) if rights else []
             infinite = are_not_finite([*means, *rights]).any()  # an infinity in M is one in M Q
             exchange.fault = infinite if exchange.fault is None else exchange.fault | infinite
-            # A column of zeros, as of a gradient of zeros, is no start: from it the same would be asked for ever.
-            kept = [torch.where(right.any(0), right, start) for right, start in zip(rights, self._starts, strict=True)]
-            exchange.starts |= zip(matrices, kept, strict=True)
             # mean = P Q^T;  e = M - P Q^T
-            for (name, matrix), left, right in zip(matrices.items(), lefts, rights, strict=True):
-                is_room = signal[name].dtype == torch.float32 and signal[name].is_contiguous()
-                mean = signal[name].view(matrix.shape) if is_room else torch.empty_like(matrix)
-                by_name[name] = torch.mm(left, right.mT, out=mean)
-                matrix.sub_(mean)
-        return DenseMean({name: by_name[name].reshape(-1) for name in signal})
+            for batch, matrices, left, right in zip(self._batches, self._matrices, lefts, rights, strict=True):
+                tensors = [signal[name] for name in batch]
+                is_room = all(tensor.dtype == torch.float32 and tensor.is_contiguous() for tensor in tensors)
+                room = tensors[0].view(matrices.shape) if is_room and len(batch) == 1 else torch.empty_like(matrices)
+                mean = torch.bmm(left, right.mT, out=room)
+                matrices.sub_(mean)
+                parts = mean.view(-1, *tensors[0].shape).unbind()
+                if is_room and len(batch) > 1:
+                    copy_all_(tensors, parts)
+                by_name |= zip(batch, tensors if is_room else parts, strict=True)
+            # A column of zeros, as of a gradient of zeros, is no start: from it the same would be asked for ever.
+            kernels.orthogonalize_(rights, starts)
+        exchange.keep(dict(zip(map(tuple, self._batches), rights, strict=True)))
+        return DenseMean({name: by_name[name] for name in signal})
+
+    def dense(self) -> dict[str, Tensor]:
+        return {name: flat(mean) for name, mean in super().dense().items()}
 
     def take_back(self) -> bool:
         return True  # nothing has changed yet
 
 
-def _as_it_is(device: torch.device) -> torch.autocast:
-    """Turn autocast off: in manual optimization steps are taken under that of `training_step`, which would round."""
-    return torch.autocast(device.type, enabled=False)
+def _batches(signal: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, int, int]]) -> list[list[str]]:
+    """Return the names of matrices of one shape and dtype that are multiplied together."""
+    alike: dict[tuple[torch.Size, torch.dtype], list[str]] = {}
+    for name in shapes:
+        alike.setdefault((signal[name].shape, signal[name].dtype), []).append(name)
+    batches = list[list[str]]()
+    for names in alike.values():
+        most = BATCH_OF_CPU if signal[names[0]].device.type == "cpu" else BATCH
+        at_once = max(1, most // math.prod(shapes[names[0]][:2]))
+        batches += [names[first : first + at_once] for first in range(0, len(names), at_once)]
+    return batches
+
+
+def _matrices(
+    residuals: Residuals, batches: Sequence[list[str]], shapes: Mapping[str, tuple[int, int, int]]
+) -> list[Tensor]:
+    """Return the residuals of each batch as one view, of shape (matrices, n, m)."""
+
+    rows = list(map(residuals.together, batches))
+    if any(each is None for each in rows):  # some came later, or in another order
+        first = [name for batch in batches for name in batch]
+        order = dict.fromkeys([*first, *residuals])
+        residuals.load({name: residuals[name] for name in order}, residuals[first[0]].device)
+        rows = list(map(residuals.together, batches))
+    return [
+        matrices.unflatten(1, shapes[batch[0]][:2])
+        for batch, matrices in zip(batches, rows, strict=True)
+        if matrices is not None
+    ]
+
+
+@contextmanager
+def _in_float32(device: torch.device) -> Iterator[None]:
+    """Round no product: autocast is turned off, under which manual optimization takes steps, and so is TF32."""
+    with torch.autocast(device.type, enabled=False), exact_products():
+        yield

@@ -22,10 +22,11 @@ each small block as in Markov et al., "CGX: Adaptive System Support for Communic
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial, reduce
+from functools import cached_property, partial, reduce
 from itertools import accumulate, zip_longest
 from typing import Any, Protocol
 
@@ -33,13 +34,15 @@ import torch
 from torch import Tensor
 
 from lightning_lowbw.arguments import check_one_of, names_arguments
-from lightning_lowbw.comm.collectives import all_gather_bytes, all_reduce_bytes
+from lightning_lowbw.comm.collectives import TensorWork, all_gather_bytes, all_reduce_bytes
 from lightning_lowbw.comm.peers import Peers
 from lightning_lowbw.compress.payload import FLOAT_BYTES, Message, Payload, Shapes
 from lightning_lowbw.compress.selection import Residuals
 from lightning_lowbw.errors import ConfigurationError
+from lightning_lowbw.kernels import dispatch, gpu
 from lightning_lowbw.kernels.dispatch import NO_KERNELS, Uses, blocks_for
-from lightning_lowbw.kernels.reference import SCALED
+from lightning_lowbw.kernels.reference import SCALED, Code
+from lightning_lowbw.kernels.table import DTYPES, JoinedRow, JoinedTable
 from lightning_lowbw.kernels.tensors import allocate, copy_all_, flat, split_front
 from lightning_lowbw.schedules.schedule import Schedule
 from lightning_lowbw.sync.beside import Beside
@@ -48,6 +51,7 @@ from lightning_lowbw.sync.exchange import (
     Arrived,
     Correction,
     DenseMean,
+    Faulty,
     LateMean,
     PreparedWhole,
     Signal,
@@ -176,6 +180,9 @@ FORMATS: dict[str, QuantizedFormat] = {  # by their public names; a file with an
     "int4": LinearFormat(4),
 }
 
+# What the kernels of a GPU are told of a format; those that they do not know are written in ranges there, too.
+CODES: dict[str, Code] = {"bfloat16": torch.bfloat16, "float16": torch.float16, "int8": 8, "int4": 4}
+
 
 def quantized_mean_bytes(numel: int, num_ranks: int, value_format: QuantizedFormat, *, is_hidden: bool = False) -> int:
     """Return the bytes a rank sends for a mean of vectors in few bits: 2 (W - 1) parts of ceil(numel / W) values.
@@ -215,11 +222,13 @@ class Quantized(Payload, key="quantized"):
 
     @property
     def uses_kernels(self) -> bool:
-        return isinstance(FORMATS[self.value_dtype], LinearFormat)
+        return self.value_dtype in CODES
 
     def uses(self, num_participants: int, num_parts: int = 1, *, when: Schedule) -> Uses:
-        value_format = FORMATS[self.value_dtype]
-        return replace(NO_KERNELS, scaled_bits=(value_format.bits,) if isinstance(value_format, LinearFormat) else ())
+        if self.value_dtype not in CODES:
+            return NO_KERNELS
+        in_node = (torch.float32,) if num_parts > 1 else ()  # what its ranks gather
+        return replace(NO_KERNELS, codes=(CODES[self.value_dtype], *in_node))
 
     def messages(self, shapes: Shapes, num_participants: int, num_parts: int = 1, *, when: Schedule) -> list[Message]:
         part, nbytes = -(-sum(map(math.prod, shapes)) // num_parts), FORMATS[self.value_dtype].nbytes
@@ -254,12 +263,29 @@ class QuantizedExchange:
             )
         self.residuals = Residuals()
         self.fault: Tensor | None = None
+        self._tables = Tables()
 
     def prepare(
         self, signal: Mapping[str, Tensor | None], correction: Correction | None = None, *, is_late: bool = False
     ) -> PreparedWhole:
-        """Prepare tensors: any floating dtype and shape."""
-        return PreparedWhole(signal, partial(PendingQuantized, self))
+        """Prepare tensors: any floating dtype and shape. Kernels of a GPU encode them now, and find inf and NaN."""
+        known = {name: tensor for name, tensor in signal.items() if tensor is not None}
+        if len(known) == len(signal) and self._is_in_kernels(known.values()):
+            pending = PendingQuantized(self, known, self._tables)
+            return PreparedWhole(signal, lambda _, *beside: pending.send(*beside), pending, pending.faults)
+        return PreparedWhole(signal, self._send)
+
+    def _send(self, signal: dict[str, Tensor], status: Tensor | None, whole: Signal | None) -> PendingQuantized:
+        tables = self._tables if self._is_in_kernels(signal.values()) else None
+        return PendingQuantized(self, signal, tables).send(status, whole)
+
+    def _is_in_kernels(self, tensors: Collection[Tensor]) -> bool:
+        return (
+            self.payload.value_dtype in CODES
+            and self.peers.num_participants > 1
+            and all(tensor.dtype in DTYPES for tensor in tensors)
+            and any(tensor.numel() and dispatch.uses_triton(tensor.device) for tensor in tensors)
+        )
 
     def carries_status(self, numels: Sequence[int]) -> bool:
         return True
@@ -306,137 +332,86 @@ class PendingQuantized(LateMean):
     Args:
         exchange: that has the residuals.
         signal: by name; sums are in float32, or wider if a tensor is.
-        status: see `Prepared.send`.
-        whole: see `Prepared.send`.
+        tables: of the kernels of a GPU, which encode it at once; None: it is processed in ranges.
+
+    Attributes:
+        faults: see `Prepared.faults`.
     """
 
-    def __init__(
-        self, exchange: QuantizedExchange, signal: Mapping[str, Tensor], status: Tensor | None, whole: Signal | None
-    ) -> None:
-        self._exchange, self._peers, self._is_pending = exchange, exchange.peers, True
-        self._signal = {name: flat(tensor) for name, tensor in signal.items()}
-        self._tensors = list(self._signal.values())
-        self._format, self._device = FORMATS[exchange.payload.value_dtype], self._tensors[0].device
+    def __init__(self, exchange: QuantizedExchange, signal: Mapping[str, Tensor], tables: Tables | None) -> None:
+        self._exchange, self._peers, self._is_pending, peers = exchange, exchange.peers, True, exchange.peers
+        tensors, value_dtype = list(signal.values()), exchange.payload.value_dtype
+        self._device, parts = tensors[0].device, [peers.part(tensor.numel()) for tensor in tensors]
         wide = [name for name, each in signal.items() if each.dtype == torch.float64]
-        parts = self._parts()
-        numels = {name: part.numel() for name, part in zip(signal, parts, strict=True)}
+        numels = {name: part.stop - part.start for name, part in zip(signal, parts, strict=True)}
         exchange.residuals.ensure(numels, self._device, wide)
-        self._signals, self._residuals = Joined(parts), Joined([exchange.residuals[name] for name in signal])
-        self._dtype = reduce(torch.promote_types, {each.dtype for each in self._tensors}, torch.float32)
-        self._left = torch.zeros((), dtype=self._dtype, device=self._device)
-        most = [self._peers.part(tensor.numel(), 0).stop for tensor in self._tensors]  # that a rank of the node has
-        self._numel, num = sum(most), self._peers.num_participants
+        residuals = [exchange.residuals[name] for name in signal]
+        self._numel, num = sum(peers.part(tensor.numel(), 0).stop for tensor in tensors), peers.num_participants
         # Of the part that a rank owns; of two ranks each sends all to the other.
         has_owners = num != 2 and not exchange.is_hidden
-        self._num_rows, self._size = (num, -(-self._numel // num)) if has_owners else (1, self._numel)
-        self._beside = Beside(status, whole, self._peers, self._device)
-        self._beside.begin()
-        self._message = self._encode() if num > 1 and self._numel else torch.empty(0)
-        is_begun = exchange.is_hidden and self._message.numel()
-        self._work = self._peers.begin_gather(self._message.view(-1)) if is_begun else None
-        self._received: Tensor | None = None
+        shape = (num, -(-self._numel // num)) if has_owners else (1, self._numel)
+        make: Callable[..., Vector] = InRanges if tables is None else partial(InKernels, tables=tables)
+        self._vector = make(value_dtype, tensors, residuals, peers, shape)
+        self._signal = dict(zip(signal, self._vector.signals, strict=True))
+        flags = self._vector.flags
+        self.faults: Faulty | None = None if flags is None else ([*signal], flags)
+        self._work: TensorWork | None = None  # of a hidden average
+        self._received: Tensor | None = None  # of the ranks of the node, or of this one alone, from all participants
         self._told: tuple[Tensor, dict[str, Tensor]] | None = None  # what was beside it
 
-    def _parts(self) -> list[Tensor]:
-        """Return what this rank exchanges of each tensor: all of it when flat."""
-        if self._peers.num_local_ranks == 1:  # without views: those of hundreds of tensors take milliseconds
-            return self._tensors
-        return [tensor[self._peers.part(tensor.numel())] for tensor in self._tensors]
-
-    def _encode(self) -> Tensor:
-        """Return the message; what it rounds stays in the residual."""
-        nbytes, parts, size = self._format.nbytes(self._size), self._beside.parts, self._size
-        row_bytes = nbytes + sum(part.numel() for part in parts)
-        message = torch.empty((self._num_rows, row_bytes), dtype=torch.uint8, device=self._device)
-        if parts:
-            message[:, nbytes:] = torch.cat(parts)
-            parts.clear()
-        for rows, start, stop in _ranges(self._num_rows, size, self._device):
-            first, num_values = rows.start * size + start, (rows.stop - rows.start) * (stop - start)
-            values = self._residuals.read(first, num_values, self._dtype)
-            self._signals.add_to_(first, values)
-            self._format.write_(message[rows, :nbytes], size, start, values.view(-1, stop - start))
-            self._residuals.write_(first, values)
-            self._left += values.sum()  # while it is in the cache
-        return message
+    def send(self, status: Tensor | None, whole: Signal | None) -> PendingQuantized:
+        """Send it, and what is beside it; see `Prepared.send`."""
+        self._beside = Beside(status, whole, self._peers, self._device)
+        self._beside.begin()
+        if self._peers.num_participants > 1 and self._numel:
+            self._vector.write_message(self._beside.parts)
+            self._beside.parts.clear()
+            if self._exchange.is_hidden:
+                self._work = self._peers.begin_gather(self._vector.message.view(-1))
+        return self
 
     def wait(self) -> Arrived:
+        message, peers = self._vector.message, self._peers
         if self._told is None and self._work is not None:
-            with self._peers.ledger.waiting(self._device):
+            with peers.ledger.waiting(self._device):
                 self._received = self._work.wait()
-            self._told = self._beside.read(self._received[..., self._format.nbytes(self._size) :])
-        elif self._told is None and self._message.numel():
-            exchanged = self._peers.between.all_gather if self._num_rows == 1 else self._peers.between.all_to_all
-            self._received = exchanged(self._message.view(-1)).view(self._peers.num_participants, -1)
-            besides = self._received[:, self._format.nbytes(self._size) :].unsqueeze(0)
-            if self._peers.num_local_ranks > 1 and besides.numel():
-                besides = self._peers.node.all_gather(besides.reshape(-1)).view(-1, *besides.shape[1:])
+            self._told = self._beside.read(self._received[..., self._vector.nbytes :])
+        elif self._told is None and message.numel():
+            exchanged = peers.between.all_gather if len(message) == 1 else peers.between.all_to_all
+            self._received = exchanged(message.view(-1)).view(1, peers.num_participants, -1)
+            besides = self._received[..., self._vector.nbytes :]
+            if peers.num_local_ranks > 1 and besides.numel():
+                besides = peers.node.all_gather(besides.reshape(-1)).view(-1, *besides.shape[1:])
             self._told = self._beside.read(besides)
         return Arrived(self, *(self._told or (torch.empty(0), {})))
 
     def finish(self) -> DenseMean:
         """Average what has been received; among more than two participants exchange the means of all owners."""
-        self._is_pending, size, value_format, between = False, self._size, self._format, self._peers.between
+        self._is_pending, vector, peers = False, self._vector, self._peers
         if self._received is None:  # of one participant
             if self._numel:
-                whole = self._residuals.read(0, self._numel, self._dtype)
-                self._signals.add_to_(0, whole)
-                self._signals.write_(0, whole)
-                self._residuals.write_(0, torch.zeros_like(whole))
-            return self._gathered()
-        received = self._received[..., : value_format.nbytes(size)]
-        if self._num_rows == 1:
-            of_ranks = received.view(-1, *received.shape[-2:]), [self._signals] if self._work is None else self._rooms()
-            for messages, means in zip(*of_ranks, strict=False):  # the last ranks of a node may have no parts
-                for _, start, stop in _ranges(1, size, self._device, num_read=len(messages)):
-                    shares = value_format.read(messages, size, start, stop).mul_(1.0 / len(messages))
-                    means.write_(start, shares.sum(0))  # of shares: that of the values may overflow
-            return self._gathered()
-        answer = torch.empty((1, received.shape[1]), dtype=torch.uint8, device=self._device)
-        for _, start, stop in _ranges(1, size, self._device, num_read=len(received)):
-            mean = value_format.read(received, size, start, stop).to(self._dtype).sum(0, keepdim=True)
-            value_format.write_(answer, size, start, mean.div_(len(received)))
-            # N times, because a residual enters the mean divided by N.
-            self._residuals.add_(between.rank * size + start, mean.view(-1).mul_(len(received)))
-            self._left += mean.sum()
-        room = self._message.view(-1)[: received.numel()]
-        gathered = between.all_gather(answer.view(-1), room.view(received.shape))
-        for rows, start, stop in _ranges(len(received), size, self._device):
-            values = value_format.read(gathered[rows], size, start, stop)
-            self._signals.write_(rows.start * size + start, values.reshape(-1))
-        return self._gathered()
-
-    def _gathered(self) -> DenseMean:
-        """Return the means, on two levels of what the ranks of the node have; note whether something is infinite."""
-        self._message, self._received = torch.empty(0), None  # memory for what is gathered
-        self._exchange.fault = self._left * 0 != 0  # NaN of a NaN, and of an infinity
-        if self._peers.num_local_ranks > 1 and self._numel and self._work is None:
-            part = self._signals.read(0, self._numel, self._dtype)
-            rows = self._peers.gather_parts_in_node(part, self._numel * self._peers.num_local_ranks)
-            for room, row in zip(self._rooms(), rows.view(-1, self._numel), strict=False):
-                room.write_(0, row)
+                vector.add_residuals_()
+        elif len(vector.message) == 1:
+            vector.average_(self._received[..., : vector.nbytes])
+        else:
+            received = self._received[0, :, : vector.nbytes]
+            answer = vector.combine_(received, peers.between.rank)
+            room = vector.message.view(-1)[: received.numel()]
+            vector.read_(peers.between.all_gather(answer.view(-1), room.view(received.shape)))
+        vector.message, self._received = torch.empty(0), None  # memory for what is gathered
+        self._exchange.fault = vector.is_infinite
+        if peers.num_local_ranks > 1 and self._numel and self._work is None:
+            rows = peers.gather_parts_in_node(vector.of_rank(), self._numel * peers.num_local_ranks)
+            vector.write_ranks_(rows.view(-1, self._numel))
         return DenseMean(self._signal)
 
-    def _rooms(self) -> list[Joined]:
-        """Return, of each rank of the node that has one, the part of the tensors that it exchanges."""
-        pieces = [each.split(self._peers.part(each.numel(), 0).stop) for each in self._tensors if each.numel()]
-        of_ranks = ([of_one for of_one in parts if of_one is not None] for parts in zip_longest(*pieces))
-        return [Joined(parts) for parts in of_ranks]
+    def dense(self) -> dict[str, Tensor]:
+        return {name: flat(mean) for name, mean in super().dense().items()}
 
     def take_back(self) -> bool:
-        if not (self._is_pending and self._message.numel()):  # the signal may have become the mean
-            return not self._message.numel()
-        nbytes, size, is_back = self._format.nbytes(self._size), self._size, True
-        for rows, start, stop in _ranges(self._num_rows, size, self._device):
-            # e = e + sent - signal. Of a block with an infinite gradient, which is the fault, nothing is kept.
-            sent = self._format.read(self._message[rows, :nbytes], size, start, stop).reshape(-1)
-            first = rows.start * size + start
-            signal = torch.zeros_like(sent)
-            self._signals.add_to_(first, signal)
-            kept = self._residuals.read(first, sent.numel(), self._dtype) + sent - signal
-            is_back &= bool(kept.isfinite().all())
-            self._residuals.write_(first, kept.nan_to_num_(0.0, 0.0, 0.0))
-        return is_back
+        if not (self._is_pending and self._vector.message.numel()):  # the signal may have become the mean
+            return not self._vector.message.numel()
+        return self._vector.take_back_()
 
 
 def _ranges(num_rows: int, size: int, device: torch.device, num_read: int = 1) -> Iterator[tuple[slice, int, int]]:
@@ -446,6 +421,269 @@ def _ranges(num_rows: int, size: int, device: torch.device, num_read: int = 1) -
     for row in range(0, num_rows, together):
         for start in range(0, size, step):
             yield slice(row, min(row + together, num_rows)), start, min(start + step, size)
+
+
+class Vector(ABC):
+    """The signals of a call as one vector, which become the mean, and their residuals.
+
+    Args:
+        value_dtype: by which name its values are written.
+        signals: of all tensors.
+        residuals: of this rank's part of each.
+        peers: who takes part.
+        shape: of the message: rows, and the elements of each.
+
+    Attributes:
+        flags: of each signal whether this rank's part of it has an inf or NaN; None where nobody has looked.
+        nbytes: of a row, without what is beside it.
+        message: uint8, shape (rows, bytes); empty before it has been written, and after the mean has been read.
+    """
+
+    flags: Tensor | None = None
+
+    def __init__(
+        self,
+        value_dtype: str,
+        signals: list[Tensor],
+        residuals: list[Tensor],
+        peers: Peers,
+        shape: tuple[int, int],
+    ) -> None:
+        self.signals, self._kept, self._peers, self._shape = signals, residuals, peers, shape
+        self._format, self._device = FORMATS[value_dtype], signals[0].device
+        self._dtype = reduce(torch.promote_types, {signal.dtype for signal in signals}, torch.float32)
+        self.nbytes, self.message = self._format.nbytes(shape[1]), torch.empty(0)
+
+    @property
+    @abstractmethod
+    def is_infinite(self) -> Tensor:
+        """Whether something infinite has been left in a residual: bool, a scalar on the device."""
+
+    @abstractmethod
+    def write_message(self, beside: Sequence[Tensor]) -> None:
+        """Write the message: the values in few bits, and what is beside them in each row.
+
+        In place:
+            The residuals, in which what is rounded stays.
+        """
+
+    @abstractmethod
+    def average_(self, received: Tensor) -> None:
+        """Read the mean of what all participants have sent about all of their vectors.
+
+        Args:
+            received: uint8, shape (1, participants, nbytes), by this rank of the node; or by all of its ranks.
+        """
+
+    @abstractmethod
+    def combine_(self, received: Tensor, row: int) -> Tensor:
+        """Return the mean of the messages about a row of the vector, in few bits: uint8, shape (nbytes,).
+
+        In place:
+            The residuals, in which what is rounded stays.
+        """
+
+    @abstractmethod
+    def read_(self, gathered: Tensor) -> None:
+        """Read the means of all rows: uint8, shape (rows, nbytes)."""
+
+    @abstractmethod
+    def of_rank(self) -> Tensor:
+        """Return what has been read, of the parts of this rank of the node: shape (longest,)."""
+
+    @abstractmethod
+    def write_ranks_(self, rows: Tensor) -> None:
+        """Write into the signals what all ranks of the node have read: shape (local ranks, longest)."""
+
+    def add_residuals_(self) -> None:
+        """Add the residuals to the signals, and clear them."""
+        signals, residuals = self._joined
+        whole = residuals.read(0, residuals.numel, self._dtype)
+        signals.add_to_(0, whole)
+        signals.write_(0, whole)
+        residuals.write_(0, torch.zeros_like(whole))
+
+    def take_back_(self) -> bool:
+        """Put back into the residuals what the message has, and take the signals out; return whether all is back."""
+        (num_rows, size), is_back = self._shape, True
+        signals, residuals = self._joined
+        for rows, start, stop in _ranges(num_rows, size, self._device):
+            # e = e + sent - signal. Of a block with an infinite gradient, which is the fault, nothing is kept.
+            sent = self._format.read(self.message[rows, : self.nbytes], size, start, stop).reshape(-1)
+            first = rows.start * size + start
+            signal = torch.zeros_like(sent)
+            signals.add_to_(first, signal)
+            kept = residuals.read(first, sent.numel(), self._dtype) + sent - signal
+            is_back &= bool(kept.isfinite().all())
+            residuals.write_(first, kept.nan_to_num_(0.0, 0.0, 0.0))
+        return is_back
+
+    @cached_property
+    def _joined(self) -> tuple[Joined, Joined]:
+        """This rank's parts of the signals, and the residuals."""
+        parts = list(map(flat, self.signals))
+        if self._peers.num_local_ranks > 1:  # else without views: those of hundreds of tensors take milliseconds
+            parts = [signal[self._peers.part(signal.numel())] for signal in parts]
+        return Joined(parts), Joined(self._kept)
+
+    @cached_property
+    def _longest(self) -> int:
+        """Elements of the longest vector of a rank of the node."""
+        return sum(part.stop - part.start for part in self._parts(0))
+
+    def _parts(self, local_rank: int | None = None) -> list[slice]:
+        return [self._peers.part(signal.numel(), local_rank) for signal in self.signals]
+
+
+class InRanges(Vector):
+    """A vector that is processed in ranges, which stay in the cache of a CPU; any floating dtypes and layouts."""
+
+    def __init__(self, value_dtype: str, signals: Iterable[Tensor], *others: Any) -> None:
+        super().__init__(value_dtype, list(map(flat, signals)), *others)
+        self._left = torch.zeros((), dtype=self._dtype, device=self._device)
+
+    @property
+    def is_infinite(self) -> Tensor:
+        return self._left * 0 != 0  # NaN of a NaN, and of an infinity
+
+    def write_message(self, beside: Sequence[Tensor]) -> None:
+        (num_rows, size), (signals, residuals) = self._shape, self._joined
+        row_bytes = self.nbytes + sum(part.numel() for part in beside)
+        self.message = torch.empty((num_rows, row_bytes), dtype=torch.uint8, device=self._device)
+        if beside:
+            self.message[:, self.nbytes :] = torch.cat(list(beside))
+        for rows, start, stop in _ranges(num_rows, size, self._device):
+            first, num_values = rows.start * size + start, (rows.stop - rows.start) * (stop - start)
+            values = residuals.read(first, num_values, self._dtype)
+            signals.add_to_(first, values)
+            self._format.write_(self.message[rows, : self.nbytes], size, start, values.view(-1, stop - start))
+            residuals.write_(first, values)
+            self._left += values.sum()  # while it is in the cache
+
+    def average_(self, received: Tensor) -> None:
+        size, is_all = self._shape[1], len(received) == self._peers.num_local_ranks
+        rooms = self._rooms() if is_all else [self._joined[0]]
+        for messages, means in zip(received, rooms, strict=False):  # the last ranks of a node may have no parts
+            for _, start, stop in _ranges(1, size, self._device, num_read=len(messages)):
+                shares = self._format.read(messages, size, start, stop).mul_(1.0 / len(messages))
+                means.write_(start, shares.sum(0))  # of shares: that of the values may overflow
+
+    def combine_(self, received: Tensor, row: int) -> Tensor:
+        answer, size, num = self.message.new_empty((1, self.nbytes)), self._shape[1], len(received)
+        for _, start, stop in _ranges(1, size, self._device, num_read=num):
+            mean = self._format.read(received, size, start, stop).to(self._dtype).sum(0, keepdim=True)
+            self._format.write_(answer, size, start, mean.div_(num))
+            # N times, because a residual enters the mean divided by N.
+            self._joined[1].add_(row * size + start, mean.view(-1).mul_(num))
+            self._left += mean.sum()
+        return answer.view(-1)
+
+    def read_(self, gathered: Tensor) -> None:
+        num_rows, size = self._shape
+        for rows, start, stop in _ranges(num_rows, size, self._device):
+            values = self._format.read(gathered[rows], size, start, stop)
+            self._joined[0].write_(rows.start * size + start, values.reshape(-1))
+
+    def of_rank(self) -> Tensor:
+        return self._joined[0].read(0, self._longest, self._dtype)
+
+    def write_ranks_(self, rows: Tensor) -> None:
+        for room, row in zip(self._rooms(), rows, strict=False):
+            room.write_(0, row)
+
+    def _rooms(self) -> list[Joined]:
+        """Return, of each rank of the node that has one, the part of the signals that it exchanges."""
+        pieces = [each.split(self._peers.part(each.numel(), 0).stop) for each in self.signals if each.numel()]
+        of_ranks = ([of_one for of_one in parts if of_one is not None] for parts in zip_longest(*pieces))
+        return [Joined(parts) for parts in of_ranks]
+
+
+class Tables:
+    """The tables of a GPU's kernels, kept from call to call: of this rank's parts, of what it reads, of all parts."""
+
+    def __init__(self) -> None:
+        self.parts, self.read, self.all = JoinedTable(), JoinedTable(), JoinedTable()
+
+
+class InKernels(Vector):
+    """A vector that the kernels of a GPU process: one launch each to encode, to combine and to decode all tensors.
+
+    In place:
+        The residuals: the message is encoded at once, so that the flags go in the status beside it.
+
+    Args:
+        value_dtype: one of `CODES`.
+        signals: with elements; in `table.DTYPES`.
+        others: see `Vector`.
+        tables: of the kernels.
+    """
+
+    flags: Tensor
+
+    def __init__(self, value_dtype: str, signals: Iterable[Tensor], *others: Any, tables: Tables) -> None:
+        super().__init__(
+            value_dtype, [signal if signal.is_contiguous() else flat(signal) for signal in signals], *others
+        )
+        self._code, self._tables = CODES[value_dtype], tables
+        columns = self.signals, self._parts(), accumulate(map(torch.numel, self._kept), initial=0), self._kept
+        self._rows = [JoinedRow.of(*row) for row in zip(*columns, strict=False)]
+        self._flags = torch.zeros(len(self.signals) + 1, dtype=torch.bool, device=self._device)
+        self.flags = self._flags[:-1]
+        self.message = torch.empty((self._shape[0], self.nbytes), dtype=torch.uint8, device=self._device)
+        gpu.encode_(self._table, self.message, self._shape[1], self._code, self._flags)
+        self._read = torch.empty(0)
+
+    @property
+    def is_infinite(self) -> Tensor:
+        return self._flags[-1]
+
+    @property
+    def _table(self) -> JoinedTable:
+        """Of this rank's parts; another hidden average may have had its own since then."""
+        return self._tables.parts.update(self._rows, self._device)
+
+    def write_message(self, beside: Sequence[Tensor]) -> None:
+        if beside:
+            row = beside[0] if len(beside) == 1 else torch.cat(list(beside))
+            self.message = torch.cat([self.message, row.expand(len(self.message), -1)], 1)
+
+    def average_(self, received: Tensor) -> None:
+        if len(received) == 1:
+            self._decode(received[0], num_messages=received.shape[1])
+        else:
+            messages = received.flatten(0, 1)
+            gpu.decode_(self._all(), messages, self._shape[1], self._code, num_messages=received.shape[1])
+
+    def combine_(self, received: Tensor, row: int) -> Tensor:
+        answer = self.message.new_empty(self.nbytes)
+        gpu.combine_(self._table, received, answer, row, self._shape[1], self._code, self._flags)
+        return answer
+
+    def read_(self, gathered: Tensor) -> None:
+        self._decode(gathered, num_messages=1)
+
+    def of_rank(self) -> Tensor:
+        return self._read
+
+    def write_ranks_(self, rows: Tensor) -> None:
+        gpu.decode_(self._all(), rows.view(torch.uint8), self._longest, torch.float32, num_messages=1)
+
+    def _all(self) -> JoinedTable:
+        """Return the table of the parts of all ranks of the node, of each as many elements as the longest has."""
+        table = list[JoinedRow]()
+        for local_rank in range(self._peers.num_local_ranks):
+            parts = self._parts(local_rank)
+            starts = accumulate((part.stop - part.start for part in parts), initial=local_rank * self._longest)
+            table += [JoinedRow.of(*row) for row in zip(self.signals, parts, starts, strict=False)]
+        return self._tables.all.update(table, self._device)
+
+    def _decode(self, messages: Tensor, *, num_messages: int) -> None:
+        """Read messages into the signals; on two levels into a vector, of which the ranks of the node read more."""
+        table = self._table
+        if self._peers.num_local_ranks > 1:
+            self._read = torch.empty(self._longest, dtype=torch.float32, device=self._device)
+            table = self._tables.read.update([JoinedRow.of(self._read, slice(0, self._longest), 0)], self._device)
+        gpu.decode_(table, messages, self._shape[1], self._code, num_messages=num_messages)
 
 
 class Joined:

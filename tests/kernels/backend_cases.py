@@ -258,18 +258,44 @@ def test_average(
         assert not all(a.equal(b) for a, b in zip(turned, expected, strict=True))
 
 
+# Orthogonal columns --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore:(invalid value|divide by zero|overflow) encountered")
+@pytest.mark.parametrize("rank", [1, 2, 3, 8])
+def test_orthogonal_columns(rank: int) -> None:
+    """Several blocks of rows and parts of one; dependent columns, zeros, and what is not finite."""
+    module = dispatch.orthogonal_for(DEVICE)
+    batches = [torch.randn(2, 1500, rank), torch.randn(3, rank, rank) * 1e20, 1e-20 * torch.randn(1, 700, rank)]
+    batches[0][1, :, -1], batches[1][2] = batches[0][1, :, 0] * 3.0, 0.0
+    batches.append(torch.randn(2, 9, rank))
+    batches[3][0, 4, 0], batches[3][1, 5, -1] = float("nan"), float("inf")
+    for spares in (None, [torch.randn_like(batch) for batch in batches]):
+        found, expected = ([batch.to(DEVICE) for batch in copy.deepcopy(batches)] for _ in range(2))
+        of_each = None if spares is None else [torch.cat([spare] * 2, 1).to(DEVICE) for spare in spares]
+        of_each = None if of_each is None else [spare[:, : spare.shape[1] // 2] for spare in of_each]  # with gaps
+        module.orthogonalize_(found, of_each)
+        reference.orthogonalize_(expected, of_each)
+        for one, other in zip(found[:3], expected[:3], strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-9)
+        assert not any(bool(each.isfinite().all()) for each in (*found[3], *expected[3]))
+        again = [batch.to(DEVICE) for batch in copy.deepcopy(batches)]
+        module.orthogonalize_(again, of_each)
+        assert all(equal_bits(a.nan_to_num(9.0), b.nan_to_num(9.0)) for a, b in zip(found, again, strict=True))
+    module.orthogonalize_([])
+
+
 # Before the training --------------------------------------------------------------------------------------------------
 
 
 def test_backends_are_tried_before_they_are_needed(monkeypatch: pytest.MonkeyPatch) -> None:
     """What they compute is compared; where it is something else, or they do not run, that is said."""
-    uses = dispatch.Uses(kinds=(), value_dtypes=(), steps=(False,), scaled_bits=(8,), chunks=())
+    uses = dispatch.Uses(kinds=(), value_dtypes=(), steps=(False,), codes=(8,), chunks=())
     assert dispatch.prepare(DEVICE, uses) is None
     module = dispatch.averages_for(DEVICE)
-    decode = module.decode_blocks
     for name, wrong in {
         "average_many_": lambda arrivals, *_, **options: arrivals[0].out.fill_(9.0),
-        "decode_blocks": lambda *arguments: decode(*arguments).zero_(),
+        "decode_" if IS_TRITON else "decode_blocks": lambda *_, **options: torch.zeros(2, GPU_BLOCK + 1),
     }.items():
         with monkeypatch.context() as patch:
             patch.setattr(module, name, wrong)
@@ -291,26 +317,3 @@ def test_the_largest_of_each_chunk(chunk: int, k: int, k_last: int) -> None:
     for values in (torch.randn(numel), torch.randn(numel).round(), torch.zeros(numel)):
         found = dispatch.chunks_for(values.to(DEVICE), chunk).largest(values.to(DEVICE), k, chunk, k_last)
         assert found.cpu().equal(reference.largest(values, k, chunk, k_last))
-
-
-@pytest.mark.parametrize("bits", [8, 4])
-@pytest.mark.parametrize("numel", [1, 129, 1001])
-def test_integers_with_a_scale_per_block(bits: int, numel: int) -> None:
-    """Ties, zeros, and what is not finite; in rows with gaps between them, which numba leaves to the reference."""
-    values = torch.randn(5, numel, device=DEVICE) * torch.tensor([1e-3, 1e3, 1e-38, 1e38, 0.0], device=DEVICE)[:, None]
-    values[0] = (torch.arange(numel, device=DEVICE) % 255 - 127) / 2  # halves go to the even one
-    values[1, numel // 2] = float("inf")
-    values[2, -1:] = float("nan")
-    found = []
-    for module in (dispatch.blocks_for(values), reference):
-        room = torch.full((5, numel * bits // 8 + 3), 7, dtype=torch.uint8, device=DEVICE)
-        packed = room[:, : -(-numel * bits // 8)]
-        packed = packed if module is not dispatch.compiled_for() else packed.contiguous()
-        scales = torch.empty((5, -(-numel // reference.SCALED)), dtype=torch.bfloat16, device=DEVICE)
-        unsent = values.clone()
-        module.encode_blocks_(unsent, scales, packed, bits)
-        found.append([unsent, scales, packed, module.decode_blocks(scales, packed, numel, bits)])
-        assert bool((room[:, packed.shape[1] :] == 7).all())
-    for one, other in zip(*found, strict=True):
-        assert one.isnan().equal(other.isnan())
-        assert equal_bits(one.masked_fill(one.isnan(), 0), other.masked_fill(other.isnan(), 0))

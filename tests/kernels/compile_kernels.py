@@ -5,6 +5,8 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+import torch
+
 from lightning_lowbw.kernels import gpu, table
 
 TARGETS = {70: "float32", 80: "float32", 90: "bfloat16"}  # compute capability, times ten: the oldest and two in use
@@ -15,10 +17,10 @@ POINTERS = {
     for type_name, names in {
         "i64": "table block_ends ends fields residuals sent_positions",
         "i32": "owners counts counting block_counts block_bases positions ordered_positions kth left bins num_greater "
-        "num_ties ends_greater ends_ties num_ones words messages",
+        "num_ties ends_greater ends_ties num_ones words messages spans",
         "fp32": "factors thresholds last_kth values ordered_values sent_values",
-        "i16": "scales",
-        "u8": "packed damaged",
+        "fp64": "room",
+        "u8": "damaged message received answer flags",
     }.items()
     for name in names.split()
 }
@@ -26,8 +28,8 @@ SCALARS = {
     **dict.fromkeys(["first", "k", "k_last", "masking", "num_tensors", "num_messages", "turns", "first_tile"], "i32"),
     **dict.fromkeys(["num_elements", "message_words", "first_value", "first_code", "width", "unary_bits"], "i64"),
     **dict.fromkeys(["first_bit", "end_bit", "first_place"], "i64"),
-    **dict.fromkeys(["limit", "scale", "largest", "tiny"], "fp32"),
-    **dict.fromkeys(["numel", "num_scales", "row_bytes", "chunk"], "i64"),
+    **dict.fromkeys(["limit", "scale", "largest", "tiny", "dependent", "share"], "fp32"),
+    **dict.fromkeys(["numel", "row_bytes", "chunk", "size", "codes", "first_row"], "i64"),
 }
 OF_SCALES = {"limit": "i32"}  # its bits
 
@@ -41,7 +43,7 @@ def assembly(kernel: Any, capability: int, constants: dict[str, Any], **options:
     types = {**POINTERS, **SCALARS, **dict.fromkeys(constants, "constexpr")}
     if "words" in kernel.arg_names or "chunk" in kernel.arg_names:  # what has been selected
         types["positions"] = "*i64"
-    if "scales" in kernel.arg_names:
+    if "codes" in kernel.arg_names:
         types |= OF_SCALES
     assert all(param.is_constexpr or param.do_not_specialize for param in kernel.params)
     source = ASTSource(kernel, {name: types[name] for name in kernel.arg_names}, constants, {})
@@ -87,6 +89,10 @@ def main() -> None:
                     ("unpack", triton_kernels.unpack_kernel, {"BLOCK": gpu.WORDS_BLOCK, "TENSORS": gpu.TENSORS}),
                 )
             ),
+            *(
+                (f"orthogonalize {width},", triton_kernels.orthogonalize_kernel,
+                 {"RANK": width, "BLOCK": gpu.ORTHOGONAL_BLOCK // width}, {}) for width in (1, 4, 32)
+            ),
             ("chunks,", triton_kernels.chunks_kernel, {"BLOCK": 4096}, {"num_warps": 8}),
             *(
                 (f"apply, {over_senders},", triton_kernels.apply_kernel,
@@ -94,8 +100,14 @@ def main() -> None:
                 for over_senders in (False, True)
             ),
             *(
-                (f"{name}, {bits} bits,", kernel, {"BITS": bits, "BLOCKS": gpu.SCALED_BLOCKS}, {}) for bits in (8, 4)
-                for name, kernel in (("encode", triton_kernels.encode_kernel), ("decode", triton_kernels.decode_kernel))
+                (f"{name}, {code},", kernel, {**gpu._constants(code), **more}, {})
+                for code in (8, 4, torch.bfloat16, torch.float16)
+                for name, kernel, more in (
+                    ("encode", triton_kernels.encode_kernel, {}),
+                    ("combine", triton_kernels.combine_kernel, {}),
+                    ("decode", triton_kernels.decode_kernel, {"SHARES": False}),
+                    ("decode shares", triton_kernels.decode_kernel, {"SHARES": True}),
+                )
             ),
         ):  # fmt: skip
             if capability == OLDEST and kernel not in (triton_kernels.correct_kernel, triton_kernels.take_kernel):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import accumulate
 from typing import Any
 
 import pytest
@@ -15,15 +16,16 @@ import torch
 
 from lightning_lowbw.compress.codec import SparseCodec, layout_of
 from lightning_lowbw.compress.selection import SampledSelector, Selection
-from lightning_lowbw.kernels import dispatch, gpu
+from lightning_lowbw.kernels import dispatch, gpu, reference
 from lightning_lowbw.kernels.dispatch import Uses
 from lightning_lowbw.kernels.gpu import SELECT_BLOCK
-from lightning_lowbw.kernels.table import GPU_BLOCK, Kind, Workspace
+from lightning_lowbw.kernels.reference import Code, Vector
+from lightning_lowbw.kernels.table import GPU_BLOCK, JoinedRow, JoinedTable, Kind, Workspace
 from tests.kernels.bits import BFLOAT16, FLOAT16, FLOAT32, equal_bits
 from tests.kernels.segments import FORMS, LARGE, check, draw_parts, make, redraw
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-NAMES = "correct order plan digits choose count take pack ones unpack apply encode decode chunks"
+NAMES = "correct order plan digits choose count take pack ones unpack apply encode combine decode chunks orthogonalize"
 KERNELS = [f"{name}_kernel" for name in NAMES.split()]
 
 
@@ -241,6 +243,122 @@ def test_a_position_behind_the_end_becomes_the_last(monkeypatch: pytest.MonkeyPa
         assert bool(flag) == (numel < 1011)
 
 
+# Tensors as one vector ------------------------------------------------------------------------------------------------
+
+# Many in one block, none in the last ones, and one over several blocks.
+NUMELS = [3, 0, 130, 1, 2 * GPU_BLOCK + 7, 64, 0, 900, 5, GPU_BLOCK, 1]
+Parts = list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]  # a tensor, its signal in the midst of it, the residual
+
+
+def draw_vector(dtypes: tuple[torch.dtype, ...], scale: float) -> Parts:
+    """Return parts of tensors: signals that begin anywhere, of magnitudes from tiny to large, zeros and halves."""
+    parts = []
+    for number, numel in enumerate(NUMELS):
+        dtype = dtypes[number % len(dtypes)]
+        whole = (torch.randn(numel + 3) * 10.0 ** torch.randint(-6, 4, (numel + 3,)) * scale).to(dtype).to(DEVICE)
+        whole[::5] = 0.0
+        parts.append((whole, whole[2 : 2 + numel], (0.1 * scale * torch.randn(numel)).to(DEVICE)))
+    parts[4][1][:600], parts[4][2][:600] = torch.arange(600) % 255 - 127, 0.5  # with a scale of about 1
+    return parts
+
+
+def table_of(parts: Parts) -> JoinedTable:
+    starts = accumulate(NUMELS, initial=0)
+    rows = [
+        JoinedRow.of(whole, slice(2, 2 + signal.numel()), start, residual)
+        for (whole, signal, residual), start in zip(parts, starts, strict=False)
+    ]
+    return JoinedTable().update(rows, torch.device(DEVICE))
+
+
+CODES: list[Code] = [8, 4, BFLOAT16, FLOAT16]
+NOT_FINITE: dict[str, list[tuple[int, int, float]]] = {
+    "": [],
+    "one": [(4, 700, float("nan"))],
+    "three": [(0, 1, float("inf")), (4, 9, float("nan")), (9, 5, -float("inf"))],
+}
+
+
+@pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered")  # by numpy, in Triton's interpreter
+@pytest.mark.parametrize("not_finite", NOT_FINITE)
+@pytest.mark.parametrize("code", CODES, ids=str)
+@pytest.mark.parametrize("dtypes", [(FLOAT32,), (FLOAT32, BFLOAT16, FLOAT16)], ids=["float32", "mixed"])
+def test_a_vector_of_tensors(dtypes: tuple[torch.dtype, ...], code: Code, not_finite: str) -> None:
+    """Encoded, combined and decoded as by the reference, to the bit, with the flags of those that are not finite."""
+    numel = sum(NUMELS)
+    tiny = 1e-28 if BFLOAT16 in (*dtypes, code) else 1e-38  # the interpreter does not make subnormal ones of bfloat16
+    for num_rows, size, scale in ((1, numel, 1.0), (3, numel // 3 + 1, tiny), (4, numel // 4 + 5, 6.0)):
+        parts = draw_vector(dtypes, scale)
+        for number, place, value in NOT_FINITE[not_finite]:
+            parts[number][1][place] = value
+        twins = copy.deepcopy(parts)
+        found, wholes = [], []
+        for module, mine in ((gpu, parts), (reference, twins)):
+            there = [each for each in mine if each[1].numel()]
+            vector: Any = Vector([each[1] for each in there], [each[2] for each in there])
+            vector = table_of(mine) if module is gpu else vector
+            flags = torch.zeros(len(NUMELS if module is gpu else there) + 1, dtype=torch.bool, device=DEVICE)
+            room = torch.full((num_rows, reference.code_bytes(size, code) + 4), 7, dtype=torch.uint8, device=DEVICE)
+            message = room[:, :-4]
+            module.encode_(vector, message, size, code, flags)
+            sent = message.clone()
+            if num_rows > 1:
+                module.combine_(vector, message.clone(), message[1], 1, size, code, flags)
+            received = message if num_rows > 1 else room.repeat(3, 1)[:, :-4]
+            module.decode_(vector, received, size, code, num_messages=len(received) // num_rows)
+            assert bool((room[:, -4:] == 7).all())
+            if module is gpu:  # of tensors without elements none is set
+                assert not flags[1]
+                flags = flags[[*(number for number, each in enumerate(NUMELS) if each), -1]]
+            messages = [each if not not_finite else reference.read_dense(each, size, code) for each in (sent, message)]
+            found.append([*messages, flags, *(each for _, *both in there for each in both)])  # a NaN has many bits
+            wholes.append([whole for whole, *_ in mine])
+        for one, other in zip(*found, strict=True):
+            assert equal_bits(*(each.nan_to_num(9.0) if each.is_floating_point() else each for each in (one, other)))
+        assert bool(found[0][2].any()) == bool(not_finite)
+        assert all(a.nan_to_num(9.0).equal(b.nan_to_num(9.0)) for a, b in zip(*wholes, strict=True))  # also beside
+
+
+def test_what_a_node_has_gathered_is_read_with_gaps_between_its_rows() -> None:
+    """Of two ranks, the parts of the second are shorter."""
+    longest, tensors = GPU_BLOCK + 15, [torch.zeros(numel, device=DEVICE, dtype=BFLOAT16) for numel in (2049, 7, 2058)]
+    rows, table = torch.randn(2, longest, device=DEVICE), list[JoinedRow]()
+    parts = [(slice(0, 1025), slice(0, 4), slice(0, 1029)), (slice(1025, 2049), slice(4, 7), slice(1029, 2058))]
+    expected = [torch.zeros_like(tensor) for tensor in tensors]
+    for number, of_rank in enumerate(parts):
+        start = 0
+        for tensor, part, mean in zip(tensors, of_rank, expected, strict=True):
+            table.append(JoinedRow.of(tensor, part, number * longest + start))
+            mean[part] = rows[number, start : start + part.stop - part.start].to(BFLOAT16)
+            start += part.stop - part.start
+    rooms = JoinedTable().update(table, torch.device(DEVICE))
+    gpu.decode_(rooms, rows.view(torch.uint8), longest, FLOAT32, num_messages=1)
+    assert all(equal_bits(a, b) for a, b in zip(tensors, expected, strict=True))
+
+
+def test_the_table_of_a_vector_follows_what_changes() -> None:
+    """And is kept where nothing does."""
+    device, table = torch.device(DEVICE), JoinedTable()
+    a, b, more = (torch.ones(numel, device=DEVICE) for numel in (5, GPU_BLOCK, 9))
+
+    def rows(*tensors: torch.Tensor) -> list[JoinedRow]:
+        starts = accumulate(map(torch.numel, tensors), initial=0)
+        whole = ((each, slice(0, each.numel()), start) for each, start in zip(tensors, starts, strict=False))
+        return [JoinedRow.of(tensor, part, start, tensor) for tensor, part, start in whole]
+
+    last = None
+    for tensors in ((a, b), (a.clone(), b), (b, a), (b, a, more), (b, a.to(FLOAT16), more), (more,)):
+        given, numel = rows(*tensors), sum(map(torch.numel, tensors))
+        assert table.update(given, device).table is not last
+        last = table.table
+        assert table.update(given, device).table is last
+        fresh = JoinedTable().update(given, device)
+        assert fresh.table.equal(last)
+        for shape in ((1, numel), (3, numel // 3 + 1), (1, numel)):
+            assert table.spans(*shape).equal(fresh.spans(*shape))
+        assert table.spans(1, numel) is table.spans(1, numel)
+
+
 # Before the training, and in a selection ------------------------------------------------------------------------------
 
 
@@ -272,15 +390,16 @@ def test_a_trial_of_any_kind(is_adam: bool, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(dispatch, "uses_triton", lambda device: True)
     dtypes = [(FLOAT32,) * 3, (BFLOAT16,) * 3, (FLOAT16, FLOAT16 if is_adam else FLOAT32, FLOAT16)]
     kinds = [Kind(*each, is_adam=is_adam, is_aligned=is_aligned) for each in dtypes for is_aligned in (True, False)]
-    uses = Uses(kinds=tuple(kinds), value_dtypes=(), num_messages=(), scaled_bits=(), chunks=())
+    uses = Uses(kinds=tuple(kinds), value_dtypes=(), num_messages=(), codes=(), chunks=())
     assert dispatch.prepare(torch.device(DEVICE), uses) is None
 
 
 def test_a_trial_of_any_values(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dispatch, "uses_triton", lambda device: True)
     values = FLOAT32, BFLOAT16, FLOAT16, 8, 4, 2
-    uses = Uses(kinds=(), value_dtypes=values, num_messages=(1, 3), over_senders=True, scaled_bits=(), chunks=())
+    uses = Uses(kinds=(), value_dtypes=values, num_messages=(1, 3), over_senders=True, codes=(), chunks=())
     assert dispatch.prepare(torch.device(DEVICE), uses) is None
+    assert dispatch.prepare(torch.device(DEVICE), replace(dispatch.NO_KERNELS, codes=(*CODES, FLOAT32))) is None
 
 
 def test_thresholds_are_those_of_the_last_tensors(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -223,3 +223,43 @@ def test_scales_are_the_same_where_torch_only_traces() -> None:
     with FakeTensorMode():
         traced = reference.largest_scale_bits(8)
     assert traced == reference.largest_scale_bits(8) > 0
+
+
+# orthogonalize_ -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rank", [1, 2, 5])
+def test_columns_become_those_of_a_decomposition_but_for_signs(rank: int) -> None:
+    """Of any size, also where they are nearly the same."""
+    batches = [torch.randn(3, 40, rank) * torch.tensor([1e-25, 1.0, 1e25])[:, None, None], torch.randn(2, rank, rank)]
+    batches[0][1] = batches[0][1, :, :1] + 1e-3 * batches[0][1]
+    expected = [torch.linalg.qr(batch.double()).Q for batch in batches]
+    reference.orthogonalize_(batches)
+    for batch, columns in zip(batches, expected, strict=True):
+        signs = (batch * columns).sum(1, keepdim=True).sign()
+        torch.testing.assert_close(batch.double(), signs * columns, rtol=0, atol=1e-6)
+        eye = torch.eye(rank, dtype=torch.float64).expand(len(batch), rank, rank)
+        torch.testing.assert_close(batch.double().mT @ batch.double(), eye, rtol=0, atol=1e-6)
+
+
+def test_a_column_that_depends_on_those_before_is_the_spares() -> None:
+    """Or zero: it is what rounding has left, of any direction."""
+    columns = torch.randn(40, 4)
+    columns[:, 2] = columns[:, :2] @ torch.tensor([3.0, -0.1])
+    for given, is_lost in ((columns, [2]), (columns * 0, [0, 1, 2, 3])):
+        alone, beside = given.clone().unsqueeze(0), given.clone().unsqueeze(0)
+        spare = torch.randn(1, 40, 4)
+        reference.orthogonalize_([alone])
+        reference.orthogonalize_([beside], [spare])
+        assert [place for place in range(4) if not alone[0, :, place].any()] == is_lost
+        assert beside[0, :, is_lost].equal(spare[0, :, is_lost])
+        assert beside[0, :, :2].equal(alone[0, :, :2]) or is_lost != [2]
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_what_is_not_finite_stays(value: float) -> None:
+    for place in range(2):
+        columns = torch.randn(1, 40, 2)
+        columns[0, 7, place] = value
+        reference.orthogonalize_([columns], [torch.zeros(1, 40, 2)])
+        assert not columns[0, 7, place].isfinite()

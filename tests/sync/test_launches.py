@@ -36,7 +36,7 @@ from lightning_lowbw.compress.sparse_sum import SparseSum, even_boundaries, scat
 from lightning_lowbw.compress.top_k import Compression, TopK, small_numel
 from lightning_lowbw.kernels import dispatch, gpu, tensors
 from lightning_lowbw.method import Method
-from lightning_lowbw.presets import DGC, LocalSGD, QuantizedGradients
+from lightning_lowbw.presets import DGC, LocalSGD, PowerSGD, QuantizedGradients
 from lightning_lowbw.strategies.step_hooks import exchange_unscaled_
 from lightning_lowbw.sync.buffers import ReplicaBuffers, spec_of, wide_copies
 from lightning_lowbw.sync.exchange import ReduceScatterExchange
@@ -316,7 +316,8 @@ def count_step(patch: pytest.MonkeyPatch, model: str, optimizer: Any, peers: Any
         ours = optimizer(parameters)
         sparse = DGC(exchange="all_gather", sparsity=[0.75 if also == AT_A_QUARTER else 0.999])
         named = [(str(i), each) for i, each in enumerate(parameters)]
-        worker = GradientSync(QuantizedGradients(also) if also in FORMATS else sparse, ours, named, peers)
+        whole = PowerSGD() if also == POWER_SGD else QuantizedGradients(also) if also in FORMATS else None
+        worker = GradientSync(whole or sparse, ours, named, peers)
         scale = torch.ones((), device="cuda")
         scaler = SimpleNamespace(is_enabled=lambda: has_scaler, _get_scale_async=lambda: scale)
         precision = SimpleNamespace(scaler=scaler)
@@ -472,7 +473,7 @@ PLACES = {"2 ranks": (2, 2), "8 ranks": (8, 8), "64 ranks": (64, 64), "8 nodes o
 GRAD_SCALER = "GradScaler"
 AT_A_QUARTER = "25 % of the elements"
 BF16_TRUE = "bf16-true"
-SHARDED = "sharded inside nodes"
+SHARDED, POWER_SGD = "sharded inside nodes", "powersgd"
 CELLS = [
     *(("SGD", "ResNet-50", where, "") for where in ("2 ranks", "64 ranks", "8 nodes of 8")),
     ("SGD", "transformer", "8 nodes of 8", ""),
@@ -486,6 +487,7 @@ CELLS = [
     ("SGD", "ResNet-50", "8 nodes of 8", "int8"),
     ("SGD", "transformer", "8 ranks", SHARDED),
     ("SGD", "transformer", "8 ranks", "int8"),
+    *(("SGD", model, "8 ranks", POWER_SGD) for model in MODELS),
 ]
 
 
@@ -513,12 +515,13 @@ AVERAGES: dict[str, tuple[Method, int]] = {
     f"local SGD, ResNet-50{CHANNELS_LAST}{BATCH_NORM}": (LOCAL_SGD, 45),
     f"local SGD, ResNet-50{CHANNELS_LAST}{BATCH_NORM}{LOGGED}": (LOCAL_SGD, 45),
     f"local SGD, outer Nesterov, hidden by a step, ResNet-50{BATCH_NORM}": (HIDDEN, 135),
-    f"int8, ResNet-50{BATCH_NORM}": (LocalSGD(K_STEPS, 0, compression="int8"), 135),
+    f"int8, ResNet-50{BATCH_NORM}": (LocalSGD(K_STEPS, 0, compression="int8"), 80),
     f"SparseLoCo, ResNet-50{BATCH_NORM}": (LocalSGD(K_STEPS, 0, compression=Compression()), 600),
 }
 # Five for each 256 MiB of elements, or each tensor that has more; means of 16 bits range by range, cleared before.
 MOST_MORE = {AT_A_QUARTER: 160, BF16_TRUE: gpu.NUM_RANGES + 4, SHARDED: 12}
-MOST_QUANTIZED = {"ResNet-50": 60, "transformer": 500}  # some 20 for each 16M values
+MOST_QUANTIZED, MOST_QUANTIZED_IN_NODE = 12, 25
+MOST_LOW_RANK = 210  # nine for each shape of a matrix, and 16M elements of it
 
 
 def count_cell(monkeypatch: pytest.MonkeyPatch, cell: tuple[str, str, str, str]) -> Counter[str]:
@@ -527,9 +530,11 @@ def count_cell(monkeypatch: pytest.MonkeyPatch, cell: tuple[str, str, str, str])
 
 
 def most_of(cell: tuple[str, str, str, str]) -> int:
-    optimizer, model, _, also = cell
+    optimizer, _, where, also = cell
+    if also == POWER_SGD:
+        return MOST_LOW_RANK
     if also in FORMATS:
-        return MOST_QUANTIZED[model]
+        return MOST_QUANTIZED if "nodes" not in where else MOST_QUANTIZED_IN_NODE
     return OPTIMIZERS[optimizer][1] + MOST_MORE.get(also, 0)
 
 

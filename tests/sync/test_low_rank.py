@@ -17,6 +17,7 @@ from torch.optim import SGD, AdamW
 from lightning_lowbw import LowRank, PowerSGD, merge_states
 from lightning_lowbw.comm.agreement import digest
 from lightning_lowbw.comm.peers import Peers
+from lightning_lowbw.sync import low_rank
 from lightning_lowbw.sync.low_rank import LowRankExchange
 from tests.ranks import on_ranks, run_ranks
 from tests.sync import problem
@@ -172,22 +173,27 @@ def test_it_trains_as_torch_s_hook(rank: int) -> None:
 LR = 0.1
 
 
-def train_through_changes() -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Any]]:
-    """Add a tensor, freeze one, and send more columns, which pay for two tensors only.
+def train_through_changes(most: int) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Any]]:
+    """Add tensors, freeze one, and send more columns, which do not pay for two tensors.
+
+    Args:
+        most: elements that are multiplied together.
 
     Returns:
         The weights; those that they would be if nothing was kept back; and the state.
     """
-    parameters = problem.make_parameters({"vector": (17,), "matrix": (30, 20), "square": (16, 16)})
+    low_rank.BATCH_OF_CPU = most  # put back by `run_ranks`
+    shapes = {"vector": (17,), "matrix": (30, 20), "twin": (30, 20), "square": (16, 16), "third": (30, 20)}
+    parameters = problem.make_parameters(shapes)
     parameters["complex"] = Parameter(problem.make_weight("complex", (8, 9), torch.complex64))
-    late = problem.make_parameters({"late": (9, 9)})["late"]
-    asked = {**problem.weights_of(parameters), "optimizer.4": late.detach().clone()}
+    late = problem.make_parameters({"optimizer.6": (9, 9), "optimizer.7": (16, 16)})
+    asked = {**problem.weights_of(parameters), **problem.weights_of(late)}
     optimizer = SGD(parameters.values(), lr=LR)
     worker = PowerSGD(1).attach(optimizer, parameters.items())
     for step in range(6):
         if step == 2:
-            parameters["optimizer.4"] = late
-            optimizer.add_param_group({"params": [late]})
+            parameters |= late
+            optimizer.add_param_group({"params": list(late.values())})
         if step == 4:
             worker.method = worker.method.replace(rank=3)
         for name, parameter in parameters.items():
@@ -202,10 +208,12 @@ def train_through_changes() -> tuple[dict[str, Tensor], dict[str, Tensor], dict[
     return problem.weights_of(parameters), asked, worker.state_dict()
 
 
-def test_tensors_may_come_and_go_and_the_rank_may_change() -> None:
-    results = run_ranks(train_through_changes, 2)
+@pytest.mark.parametrize("most", [1, 1300])
+def test_tensors_may_come_and_go_and_the_rank_may_change(most: int) -> None:
+    """One by one, and two of a shape together, of which one may come later."""
+    results = run_ranks(train_through_changes, 2, most)
     kept = merge_states(state for _, _, state in results)["residuals"]
-    assert kept.keys() == {"matrix", "square"}
+    assert kept.keys() == {"matrix", "twin", "third", "square", "optimizer.7"}
     assert len({digest(weights.values()) for weights, _, _ in results}) == 1
     for name, weight in results[0][0].items():
         there = weight - LR * kept[name].view_as(weight) if name in kept else weight
@@ -219,3 +227,51 @@ def test_autocast_does_not_round_the_factors() -> None:
         with torch.autocast("cpu", enabled=is_enabled):  # as in Lightning's manual optimization
             digests.append(problem.train(PowerSGD(1), partial(SGD, lr=LR), {"matrix": (30, 20)}, steps=3)["digests"])
     assert digests[0] == digests[1]
+
+
+ALIKE = {"a": (30, 20), "b": (30, 20), "c": (4, 5, 6), "d": (30, 20), "e": (4, 5, 6), "f": (20, 30), "g": (7,)}
+
+
+def train_together(most: int, nodes: Nodes, dtype: torch.dtype) -> dict[str, Any]:
+    low_rank.BATCH_OF_CPU = most  # put back by `run_ranks`
+    return problem.train(PowerSGD(2), MOMENTUM, ALIKE, nodes, STEPS, dtype=dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("nodes", [FLAT, NODES["crossed"]])
+def test_matrices_are_multiplied_together_as_one_by_one(nodes: Nodes, dtype: torch.dtype) -> None:
+    """To rounding; and the replicas are equal."""
+    close = 1e-5 if dtype == torch.float32 else 0.05
+    found, expected = (run_ranks(train_together, sum(map(len, nodes)), most, nodes, dtype) for most in (1 << 24, 1))
+    assert len({each["digests"][-1] for each in found}) == 1
+    for one, other in zip(found, expected, strict=True):
+        for what in ("weights", "residuals"):
+            assert one[what].keys() == other[what].keys()
+            for name, tensor in one[what].items():
+                torch.testing.assert_close(tensor, other[what][name], rtol=close, atol=close)
+
+
+@on_ranks()
+def test_products_are_exact_where_less_is_allowed() -> None:
+    """As far as a CPU can tell: what is allowed is taken back for the products alone."""
+    digests, seen = [], set[str]()
+    product = torch.baddbmm
+
+    def noting(*args: Tensor) -> Tensor:
+        seen.add(torch.get_float32_matmul_precision())
+        return product(*args)
+
+    before = torch.get_float32_matmul_precision()
+    for precision in ("medium", "highest"):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(torch, "baddbmm", noting)
+            torch.set_float32_matmul_precision(precision)
+            try:
+                digests.append(
+                    problem.train(PowerSGD(1), partial(SGD, lr=LR), {"matrix": (30, 20)}, steps=3)["digests"]
+                )
+                assert torch.get_float32_matmul_precision() == precision
+            finally:
+                torch.set_float32_matmul_precision(before)
+    assert digests[0] == digests[1]
+    assert seen == {"highest"}
