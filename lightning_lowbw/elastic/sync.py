@@ -360,16 +360,18 @@ class ElasticSync(LocalSync):
 
     @torch.no_grad()
     def join(self) -> None:
-        """Take part in a round without any steps, before the first one: who is behind heals, before or in it.
+        """Begin where a member is that trains, in the middle of its round; else take part in a round without steps.
 
-        Collective: all members, at the end of their rounds. If none has taken a step nothing is averaged.
+        Collective: all members, at the end of their rounds. If none has taken a step nothing is averaged. With a member
+        that trains: only that one, at the end of a step.
         """
         self.begin_local()
         self.healed, self.num_skipped = None, 0
         gives_up = lambda: bool(self.requests) or self.should_stop()  # noqa: E731
         if (shared := self.membership.state_of_others(self._row(self._all_settings()), gives_up)) is not None:
             self._heal(shared, self.group)
-        if not self.is_complete:
+            self._began_s = time.monotonic() - shared["age_s"]
+        if not self.is_complete and (shared is None or self._is_over()):
             self._take_round(saves=False)
 
     @torch.no_grad()
@@ -805,6 +807,7 @@ class ElasticSync(LocalSync):
             "run": self.run,
             "step": self.step,
             "steps": self._steps,
+            "age_s": time.monotonic() - self._began_s,  # of the round
             "tokens_seen": self.tokens_seen,
             "contributed": dict(self.contributed),
             "is_new": self._is_new,

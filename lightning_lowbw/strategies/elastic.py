@@ -35,9 +35,9 @@ class ElasticStrategy(Strategy):
     A group is one process, or several on a node, which Lightning sees alone, with its sampler, loggers and checkpoints
     (give each group a `default_root_dir` of its own). In each step its processes reduce their gradients, as DDP does.
     After a round the groups that are there average their changes, weighted by samples. Who is missing is missing; who
-    is slow, comes back, or is new takes the state of another group, and rebases its own work. A group begins when the
-    present round of the others ends. Groups begin with the same weights, so with one seed; Lightning's own sampler
-    shuffles differently in each. A model that is sharded inside a group (`_fsdp`) is not supported.
+    is slow, comes back, or is new takes the state of another group, and rebases its own work. A group that joins
+    begins in the present round of the others. Groups begin with the same weights, so with one seed; Lightning's own
+    sampler shuffles differently in each. A model that is sharded inside a group (`_fsdp`) is not supported.
 
     Steps and schedulers are those of the fastest group. The training ends for all with the same round, that in which
     the fastest has taken ``Trainer(max_steps=...)``. Validation, checkpoints and the end of the fit have the weights
@@ -234,7 +234,7 @@ class ElasticStrategy(Strategy):
         if self._timeout is not None:
             worker.max_wait_s = self._timeout.total_seconds()  # no collective waits between groups, which would end
         self._num_followed = 0  # steps, of which a scheduler takes one in `frequency`
-        worker.join()  # blocks until a round of the others ends, and takes their weights
+        worker.join()  # takes the weights of the others, or waits for a first round
         self._follow(worker, is_in_step=False)
         if self.world_size > 1:
             self.signals.read_requests(worker, self.trainer)

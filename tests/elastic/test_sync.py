@@ -336,6 +336,33 @@ def test_a_joiner_heals_and_has_no_part_in_its_first_round(store: dist.Store) ->
     assert worker.tokens_seen == members[0].worker.tokens_seen == TOKENS * K_STEPS * (4 * 2 + 2)
 
 
+@pytest.mark.parametrize("methods", [METHODS, HIDDEN], ids=["shown", "hidden"])
+def test_a_joiner_that_finds_others_in_a_round_trains_to_its_end_with_them(
+    methods: Mapping[str, Method], store: dist.Store
+) -> None:
+    joiner: list[Member] = []
+
+    def join(member: Member, step: int) -> None:
+        if step == 2 * K_STEPS - 1:  # the last one but one
+            joiner.append(Member(store, 2, methods["diloco"]))
+            state = member.worker.shared_state()
+            state["tensors"] = {name: tensor.clone() for name, tensor in state["tensors"].items()}
+            joiner[0].there.state_of_others = lambda *_: state  # type: ignore[method-assign]
+            thread.start()
+
+    thread = threading.Thread(target=lambda: joiner[0].run())
+    members = [Member(store, 0, methods["diloco"], before=join), Member(store, 1, methods["diloco"])]
+    train(members)
+    thread.join(30.0)
+    assert joiner[0].error is None
+    assert_equal_anchors([*members, *joiner])
+    worker = joiner[0].worker
+    assert [*joiner[0].anchors] == [1, 2, 3, 4], "the second one with its own step"
+    assert worker.contributed == {f"group {n}": 4 for n in range(3)}
+    assert worker.tokens_seen == members[0].worker.tokens_seen == TOKENS * (K_STEPS * 4 * 2 + K_STEPS * 2 + 1)
+    assert not [quorum for quorum in joiner[0].there.history if quorum.healed]
+
+
 def test_a_slow_member_contributes_what_it_has_done_and_delays_nobody(store: dist.Store) -> None:
     """It misses rounds; its work is rebased to the anchor that it heals to, and weighs by its tokens."""
     there = {"grace_s": 0.1, "min_replicas": 1}
