@@ -1,15 +1,15 @@
 """Groups that are killed, stopped, cut off and slow: what each fault costs the others, and the goodput under many.
 
     .venv/bin/python benchmarks/elastic.py                          # 25 minutes: each fault, and the time without any
-    .venv/bin/python benchmarks/elastic.py --only alone --minutes 20     # many faults
-    .venv/bin/python benchmarks/elastic.py --only goodput --minutes 60   # the same, begun at the same time as the next
+    .venv/bin/python benchmarks/elastic.py --state-mb 200           # an hour: the same with a large state
+    .venv/bin/python benchmarks/elastic.py --only alone --minutes 60     # many faults
     .venv/bin/python benchmarks/elastic.py --only restart --minutes 60   # the same faults; restarts the whole job
     .venv/bin/python benchmarks/elastic.py --report                 # table and plot of what there is
 
-Each group is a program on a node of the lab, on which it trains a small transformer with `sparse_loco_elastic`; the
-lighthouse has a node of its own. Loss, messages and faults are real, the time of a step is a wait. Writes
-benchmarks/results/elastic.json, .md and .png, and the goodput in docs/elastic.md; a case that is measured again
-replaces its row.
+One after the other, because they share the cores. Each group is a program on a node of the lab, on which it trains
+a small transformer with `sparse_loco_elastic`; the lighthouse has a node of its own. Loss, messages and faults are
+real, the time of a step is a wait. Writes benchmarks/results/elastic.json, .md and .png, and the goodput in
+docs/elastic.md; a case that is measured again replaces its row.
 """
 
 from __future__ import annotations
@@ -53,9 +53,10 @@ from lightning_lowbw.zoo import ByteLanguageModel, StdlibText
 
 RATE, RTT_MS = "100mbit", 50.0
 K_STEPS, STEP_S = 20, 0.2  # of a round; of a step, without the exchange
+DELAY_STEPS = 5  # that hide an exchange
 STEPS = 480
 PORT = 29510  # the lighthouse's; for a restarted job that of torchrun's rendezvous
-GRACE_S, HEARTBEAT_S = 10, 5  # the lighthouse's times
+GRACE_S, HEARTBEAT_S = 10, 1.5  # the lighthouse's times
 AWAY_S = 30.0  # for which a group is stopped or cut off
 CHECKPOINT_STEPS = 5 * K_STEPS  # of the job that is restarted
 FAULTS_PER_HOUR = 30
@@ -63,7 +64,7 @@ PATIENCE_S = 300.0  # for a training to begin, and to end after the last event
 NAMES = "abcd"
 LR = 2e-3
 FAULTS = ("kill", "stop", "stop_inside", "cut")  # of events
-SAME = ("digest", "step", "seen", "averaged")  # after a round, on all
+SAME = ("digest", "step_of_anchor", "seen", "averaged")  # after a round, on all
 NOISE_S = 0.5  # of a round
 POINT_S = 15.0  # between points of a curve
 NUM_LOSSES = 5  # the last, whose mean is compared
@@ -86,6 +87,7 @@ class Case:
         is_elastic: else one job of all groups, which torchrun restarts.
         minutes: after which all are ended; None is after `STEPS`.
         ballast: more elements of the state, in millions, which no step changes.
+        delay_steps: of the method.
     """
 
     title: str
@@ -96,18 +98,17 @@ class Case:
     is_elastic: bool = True
     minutes: float | None = None
     ballast: float = 0.0
+    delay_steps: int = DELAY_STEPS
 
 
 CASES = {
     "undisturbed": Case("none"),
+    "shown": Case("none, rounds not hidden", delay_steps=0),
     "kill": Case(
         "one killed, twice; back after 20 s",
         events=[(13.7, "kill", "c"), (33.7, "start", "c"), (55.2, "kill", "c"), (75.2, "start", "c")],
     ),
     "join": Case("a fourth joins", events=[(30.0, "start", "d")]),
-    "join_large": Case(  # whose rounds take longer
-        "a fourth joins, and receives 200 MB", events=[(30.0, "start", "d")], minutes=4.0, ballast=50.0
-    ),
     "stop": Case("one stopped for 30 s, between rounds", events=[(20.0, "stop", "c"), (50.0, "continue", "c")]),
     "stop_inside": Case(
         "one stopped for 30 s, inside a collective", events=[(20.0, "stop_inside", "c"), (50.0, "continue", "c")]
@@ -121,8 +122,7 @@ CASES = {
     "fixed": Case("none, not elastic", is_elastic=False),
 }
 LONG = {
-    "alone": Case("elastic, with the machine to itself", groups=NAMES, minutes=60.0),
-    "goodput": Case("elastic, at the same time as the next", groups=NAMES, minutes=60.0),
+    "alone": Case("elastic", groups=NAMES, minutes=60.0),
     "restart": Case("restart of all from the last checkpoint", groups=NAMES, is_elastic=False, minutes=60.0),
 }
 
@@ -199,23 +199,24 @@ class Log(pl.Callback):
             self.num_rounds, self.after_s = trainer.strategy.replicas[0].num_averages, time.monotonic()
 
     def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
-        took_s, self.after_s = time.monotonic() - self.after_s, time.monotonic()
-        worker = trainer.strategy.replicas[0]
+        self.took_s.append(time.monotonic() - self.after_s)
+        self.after_s, worker = time.monotonic(), trainer.strategy.replicas[0]
         self.num_steps += 1
         if worker.num_averages == self.num_rounds:
-            self.took_s.append(took_s)
             return
         contributed = getattr(worker, "contributed", dict.fromkeys(self.case.groups, worker.num_averages))
         is_in = contributed.get(self.group) == worker.num_averages
-        step_s = statistics.median(self.took_s or [took_s])
+        step_s = statistics.median(self.took_s)
         weights = {worker.name_of(p): start for p, start in worker.replica.start.items()}
+        weights.pop("ballast", None)
         self.write(
             "round",
             round=worker.num_averages,
             step=trainer.global_step,
+            step_of_anchor=trainer.global_step - (worker.fragments[0].steps or 0),  # but for those that hid the round
             steps=self.num_steps if is_in else 0,  # that were averaged
             step_s=step_s,
-            round_s=max(0.0, took_s - step_s),
+            round_s=max(0.0, sum(self.took_s) - len(self.took_s) * step_s),  # in all steps, whichever has waited
             lr=trainer.optimizers[0].param_groups[0]["lr"],
             seen=getattr(worker, "tokens_seen", 0.0),
             averaged="".join(sorted(name for name, last in contributed.items() if last == worker.num_averages)),
@@ -251,7 +252,7 @@ def train_group(case: Case, folder: Path, group: str) -> None:
     torch.set_num_threads(1)
     log = Log(case, folder, group)
     log.write("begin", pid=os.getpid())
-    method = preset("sparse_loco").replace(begin_step=0, k_steps=K_STEPS)
+    method = preset("sparse_loco").replace(begin_step=0, k_steps=K_STEPS, delay_steps=case.delay_steps)
     pl.seed_everything(0, verbose=False)
     model = Model(STEP_S * (case.slow[1] if group == case.slow[0] else 1), case.ballast)
     data = StdlibText(batch_size=8)
@@ -306,10 +307,10 @@ class Site:
                 "--min_replicas",
                 "2",
             ]
-            command += ["--join_timeout_ms", f"{1000 * GRACE_S}", "--heartbeat_timeout_ms", f"{1000 * HEARTBEAT_S}"]
+            command += ["--join_timeout_ms", f"{1000 * GRACE_S}", "--heartbeat_timeout_ms", f"{1000 * HEARTBEAT_S:.0f}"]
         else:
             command = [sys.executable] if self.case.is_elastic else self._torchrun(node)
-            command += [__file__, "--group", self.name, str(self.folder), name]
+            command += [__file__, "--group", self.name, str(self.folder), name, f"{self.case.ballast}"]
         with (self.folder / f"{name}.txt").open("ab") as output:
             self.processes[name] = subprocess.Popen(
                 [*self.network.enter(node), *command],
@@ -464,6 +465,9 @@ def summarise(found: Row, case: Case) -> Row:
         "differ": {what: numbers for what, numbers in differ.items() if numbers},
         "end_steps": sorted({line["step"] for line in found["lines"] if line["kind"] == "end"}),
         "goodput": goodput(found, len(by_group), step_s, exchange_s),
+        "by_steps": goodput(found, len(by_group), step_s, 0.0)[-1][1],
+        "state_mb": 4 * case.ballast,
+        "with": f"{HEARTBEAT_S:g} s, {'hidden' if case.delay_steps else 'shown'}",
     }
 
 
@@ -531,19 +535,20 @@ def to_markdown(rows: Row) -> str:
     """Return the table of the faults, and the time without any."""
     undisturbed: Any = rows.get("undisturbed")
     lines = [
-        "| fault | s that the others lose, each event | rounds averaged, each group | loss, then beside it "
-        "| weights after every round |",
-        "| --- | --- | --- | --- | --- |",
+        "| fault | heartbeat timeout, rounds | s that the others lose, each event | rounds averaged, each group "
+        "| loss, then beside it | weights after every round |",
+        "| --- | --- | --- | --- | --- | --- |",
     ]
     for name in CASES:
         row = rows.get(name)
-        if row is None or name == "fixed":
+        if row is None or name in ("fixed", "shown"):
             continue
         beside = "-"
         if undisturbed and row is not undisturbed:
             beside = f"{loss_beside(row['losses'], undisturbed['losses']):+.1f} %"
         cells = [
             CASES[name].title,
+            row["with"],
             ", ".join(f"{each:.1f}" for each in row["lost_s"]) or f"{row['waited_s']:.1f} in all rounds",
             ", ".join(f"{number}" for number in row["contributions"].values()) + f" of {row['num_rounds']}",
             f"{row['losses'][-1][1]:.3f}" if row is undisturbed else beside,
@@ -553,28 +558,36 @@ def to_markdown(rows: Row) -> str:
     if undisturbed:
         most_s = GRACE_S + undisturbed["round_s"]
         lines += ["", f"Expected are at most {most_s:.0f} s, the lighthouse's {GRACE_S} and a round."]
-    if undisturbed and "fixed" in rows:
-        elastic_s, fixed_s = undisturbed["exchange_s"], rows["fixed"]["exchange_s"]
-        more_s, round_s = elastic_s - fixed_s, K_STEPS * STEP_S + fixed_s
-        lines += ["", f"Without faults the exchange of a round takes {elastic_s:.2f} s; not elastic, {fixed_s:.2f} s."]
-        percent, of_s = 100 * more_s / round_s, more_s / 0.03
-        lines += [f"The difference is {percent:.1f} % of a round of {round_s:.1f} s, 3 % of one of {of_s:.1f} s."]
+    measured = {name: rows[name]["exchange_s"] for name in ("undisturbed", "fixed", "shown") if name in rows}
+    if undisturbed:
+        titles = {
+            "undisturbed": f"hidden by {DELAY_STEPS} steps",
+            "fixed": "not elastic, hidden",
+            "shown": "not hidden",
+        }
+        shown = [
+            f"{titles[name]}: {each_s:.2f} s, {each_s / STEP_S / K_STEPS:.1%}" for name, each_s in measured.items()
+        ]
+        of_s = f"of a round of {K_STEPS * STEP_S:.0f} s"
+        lines += ["", f"What a round without faults costs beside its steps, {'; '.join(shown)} {of_s}."]
     return "\n".join([*lines, ""])
 
 
 def goodput_table(rows: Row) -> str:
     """Return a row for each way to go on after a fault; nothing if none has been measured."""
-    if not any(name in rows for name in LONG):
+    if not any("by_steps" in rows.get(name, {}) for name in LONG):
         return ""
     lines = [
-        "Goodput: the part of the time that groups spent in steps and exchanges that counted, each as long as usual.",
+        "Goodput: the part of the time that groups spent in steps that counted, each as long as usual; and with what "
+        "rounds cost without faults. Each with the machine to itself.",
         "",
-        "| after a fault | minutes | faults | goodput | s from a kill to the next round of the killed |",
-        "| --- | --- | --- | --- | --- |",
+        "| after a fault | minutes | faults | steps | with rounds | s from a kill to the next round of the killed |",
+        "| --- | --- | --- | --- | --- | --- |",
     ]
-    for name, row in ((name, rows[name]) for name in LONG if name in rows):
+    for name, row in ((name, rows[name]) for name in LONG if "by_steps" in rows.get(name, {})):
         cells = [f"{LONG[name].title}, {row['cpu']}", f"{row['seconds'] / 60:.0f}", f"{len(row['faults_s'])}"]
-        cells += [f"{row['goodput'][-1][1]:.1%}", f"{statistics.median(row['back_s']):.0f}" if row["back_s"] else "-"]
+        cells += [f"{row['by_steps']:.1%}", f"{row['goodput'][-1][1]:.1%}"]
+        cells += [f"{statistics.median(row['back_s']):.0f}" if row["back_s"] else "-"]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join([*lines, ""])
 
@@ -615,7 +628,11 @@ def report(results: Row) -> None:
         f"torch {environment['torch']}, {environment['date']}. A step takes {STEP_S:g} s, most of it a wait; a round "
         f"{K_STEPS} steps, or with a slow group as many seconds as these take."
     )
-    text = "\n".join([to_markdown(rows), goodput_table(rows), note, ""])
+    large, sections = results.get("large", {}), [to_markdown(rows)]
+    if large:
+        (megabytes,) = {row["state_mb"] for row in large.values()}
+        sections += [f"With a state of {megabytes:.0f} MB:", "", to_markdown(large)]
+    text = "\n".join([*sections, goodput_table(rows), note, ""])
     (RESULTS / "elastic.md").write_text(text)
     replace_block("docs/elastic.md", "elastic", "\n".join([goodput_table(rows), note, ""]))
     draw(rows, RESULTS / "elastic.png")
@@ -627,11 +644,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=[*CASES, *LONG], default=[*CASES])
     parser.add_argument("--minutes", type=float, default=60.0, help="of those with many faults")
+    parser.add_argument("--state-mb", type=float, default=0.0, help="of more state, for a table of its own")
     parser.add_argument("--report", action="store_true", help="measure nothing")
     options = parser.parse_args()
     path = RESULTS / "elastic.json"
     for name in [] if options.report else options.only:
         case, folder = {**CASES, **LONG}[name], Path(tempfile.gettempdir()) / "lowbw_elastic" / name
+        case = replace(case, ballast=options.state_mb / 4)
         if name in LONG:
             events = random_faults(options.minutes, FAULTS_PER_HOUR)
             case = replace(case, minutes=options.minutes, events=events)
@@ -640,7 +659,10 @@ def main() -> None:
         # Read now: another process may have measured another case meanwhile.
         results = json.loads(path.read_text()) if path.exists() else {"rows": {}}
         results["environment"] = describe_environment()
-        results["rows"][name] = {**row, "cpu": results["environment"]["cpu"]}
+        results.setdefault("large" if options.state_mb else "rows", {})[name] = {
+            **row,
+            "cpu": results["environment"]["cpu"],
+        }
         path.write_text(json.dumps(results) + "\n")
         shown = {key: value for key, value in row.items() if key not in ("losses", "goodput")}
         print(f"{name}: {shown}, goodput {row['goodput'][-1][1]:.1%}", flush=True)
@@ -649,6 +671,7 @@ def main() -> None:
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--group"]:
-        train_group({**CASES, **LONG}[sys.argv[2]], Path(sys.argv[3]), sys.argv[4])
+        given, group_folder, group_name, group_ballast = sys.argv[2:]
+        train_group(replace({**CASES, **LONG}[given], ballast=float(group_ballast)), Path(group_folder), group_name)
     else:
         main()

@@ -20,8 +20,8 @@ pytestmark = [
 def test_goodput_under_a_kill_and_a_stop(tmp_path: Path) -> None:
     """Nearly three times as many faults as the 30 per hour of the benchmark, on a machine that may be busy."""
     events = [(2.0, "kill", "c"), (2.0, "start", "c"), (28.0, "stop", "b"), (36.0, "continue", "b")]
-    case = replace(LONG["goodput"], groups="abc", minutes=1.5, events=events)
-    row = summarise(run("goodput", case, tmp_path / "run"), case)
+    case = replace(LONG["alone"], groups="abc", minutes=1.5, events=events)
+    row = summarise(run("alone", case, tmp_path / "run"), case)
     assert row["differ"] == {}, "weights, steps, tokens, members and learning rates after each round"
     assert row["num_compared"] > 5
     assert len(row["back_s"]) == 1, "the killed one has averaged again"
