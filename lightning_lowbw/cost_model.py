@@ -11,6 +11,8 @@ The rule, as the user knows it:
 4. Of the candidates, in the order of how much they change the training, the first is chosen whose mean step is
    predicted to take at most the budget longer than the shortest.
 5. All ranks choose alike, once; a resumed run keeps the choice.
+6. Candidates are compared at equal steps. What needs more of them is named, where it would be at about the same loss in
+   less than half of the time.
 
 The 30 and 60: top-k costs accuracy because it delays elements, the less the more often each is sent, density times
 steps: 10 times cost 0.4 % of the loss, 0.8 times 2.5 % (benchmarks/results/auto.md). The warm-up is a share of the
@@ -57,9 +59,10 @@ from lightning_lowbw.comm.topology import Where
 from lightning_lowbw.compress.payload import FLOAT_BYTES, Message, Shapes, Whole
 from lightning_lowbw.compress.top_k import small_numel
 from lightning_lowbw.method import Method
-from lightning_lowbw.presets import QuantizedGradients
+from lightning_lowbw.presets import QuantizedGradients, preset
 from lightning_lowbw.schedules.every_step import EveryStep
 
+HIDDEN = "streaming_diloco"  # no step waits for it, and it needs more of them
 HALF_DDP = "bfloat16"  # DDP that sums its buckets in it, as its users have it on a slow network
 DENSITIES = (0.001, 0.002, 0.004, 0.008, 0.016, 0.032, 0.064, 0.128, 0.256)
 LEAST_TIMES_SENT = 30
@@ -189,7 +192,38 @@ strategy=lowbw.Strategy(lowbw.Method(when=lowbw.EveryStep(rampup_begin_step=7, s
     parts = [f"{measured}: {chosen.name}, {ms(chosen.mean_s)} a step{why}"]
     parts += [f"{each.name} would take {ms(each.mean_s)}" for each in candidates if each is not chosen]
     parts += [f"not {name}, because {why}" for name, why in found.items() if isinstance(why, str)]
+    parts += sooner(measured, run, chosen)
     return chosen, f"{'; '.join(parts)}. To write it down: {written(chosen.method)}"
+
+
+def steps_to_loss(method: Method, num_participants: int, num_steps: float) -> float | None:
+    """Return how many optimizer steps a method needs to DDP's loss, times DDP's; None where that is not measured.
+
+    Args:
+        method: the method.
+        num_participants: N.
+        num_steps: of DDP.
+
+    Examples:
+        >>> steps_to_loss(Method(), 2, 500), steps_to_loss(preset("powersgd"), 2, 500)
+        (1.0, None)
+    """
+    if not method.averages_weights:
+        return method.what.steps_to_loss
+    return method.when.steps_to_loss(num_participants, num_steps) if method.what.sends_all else None
+
+
+def sooner(measured: Measured, run: Run, chosen: Candidate) -> list[str]:
+    """Return in words what reaches about the same loss in less than half of the time, with more steps; else nothing."""
+    factor = steps_to_loss(preset(HIDDEN), 2, run.num_steps)
+    if HIDDEN not in measured.exchange_s or factor is None:
+        return []
+    hidden_s = factor * (measured.step_s + measured.exchange_s[HIDDEN])
+    if 2.0 * hidden_s >= chosen.mean_s:
+        return []
+    hidden, as_chosen = (f"{number(seconds * run.num_left)} s" for seconds in (hidden_s, chosen.mean_s))
+    asked = f'"{HIDDEN}" with max_steps={math.ceil(factor * run.num_steps)}'
+    return [f"{asked} would take {hidden} instead of {as_chosen} to about this loss"]
 
 
 def written(method: Method) -> str:
@@ -467,6 +501,8 @@ def predict(
         for density in DENSITIES:
             method = replace(given, when=EveryStep(sparsity=(1.0 - density,))).replace(min_numel=1, exclude=())
             add_s[density] = cost_of(method, shapes, cluster, step_s, others).seconds
+    if given.where.topology == "flat" and steps_to_loss(preset(HIDDEN), Between(cluster, 1).num_ranks, 0) is not None:
+        add_s[HIDDEN] = cost_of(preset(HIDDEN), [*shapes, *others], cluster, step_s).seconds
     whole_s = cost_of(Method(where=given.where), shapes, cluster, step_s, others).seconds
     dense_s = step_s + whole_s if dense_s is None else dense_s
     # Of a measured wait some was hidden, or the model is wrong: in both cases half the bytes wait for about half of it.

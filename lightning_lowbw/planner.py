@@ -17,6 +17,7 @@ from lightning_lowbw.cost_model import (
     CANDIDATES,
     FAST,
     HALF_DDP,
+    HIDDEN,
     Candidate,
     Cluster,
     Cost,
@@ -28,6 +29,7 @@ from lightning_lowbw.cost_model import (
     ms,
     number,
     predict,
+    steps_to_loss,
     why_dense,
 )
 from lightning_lowbw.errors import ConfigurationError
@@ -36,7 +38,7 @@ from lightning_lowbw.presets import preset
 from lightning_lowbw.schedules.every_step import EveryStep
 
 SIDE = 1024  # of the matrices that stand for a model of which only the number of parameters is known
-FLAT = ("ddp", HALF_DDP, "float16", "int8", "int4", "powersgd", "dgc", "local_sgd", "diloco", "sparse_loco")
+FLAT = ("ddp", HALF_DDP, "float16", "int8", "int4", "powersgd", "dgc", "local_sgd", "diloco", HIDDEN, "sparse_loco")
 BUDGET = EveryStep().budget
 LEVELS = "_hierarchical"
 ON_TWO_LEVELS = ("hierarchical", *(each + LEVELS for each in FLAT[2:]))
@@ -81,14 +83,21 @@ class Plan:
 
     def cost(self, name: str) -> Cost | None:
         """Return the cost of a name for `Trainer(strategy=...)`, of dgc after its warm-up; None: too short a run."""
+        method = self._method(name)
+        return None if method is None else cost_of(method, self.shapes, self.cluster, self.step_s)
+
+    def _method(self, name: str) -> Method | None:
         base, topology = name.removesuffix(LEVELS), "auto" if name.endswith(LEVELS) else None
-        method = Method() if base == "ddp" else preset(base).at(topology)
         if base == "dgc":
             found = self._dgc(name)
-            if found is None:
-                return None
-            method = found.method
-        return cost_of(method, self.shapes, self.cluster, self.step_s)
+            return None if found is None else found.method
+        return Method() if base == "ddp" else preset(base).at(topology)
+
+    def steps(self, name: str) -> float | None:
+        """Return the steps to ddp's loss, times ddp's; None where that is not measured."""
+        method, cluster = self._method(name), self.cluster
+        participants = cluster.num_nodes * (1 if name.endswith(LEVELS) else cluster.ranks_per_node)
+        return None if method is None else steps_to_loss(method, participants, self.run.num_steps)
 
     def _dgc(self, name: str) -> Candidate | None:
         given = _given("auto" if name.endswith(LEVELS) else "flat")
@@ -144,17 +153,27 @@ class Plan:
             f"{cluster.ranks_per_node} ranks, {number(link.bandwidth_bytes_per_s * 8e-9)} Gb/s, latency "
             f"{ms(link.latency_s)}, {ms(self.step_s)} a step without communication"
         )
-        lines = [_wrapped(setting), "", _row("method", "s per step", "MB sent / node", "MB kept / rank", "x bfloat16")]
+        heads = "s per step", "MB sent / node", "MB kept / rank", "x bfloat16", "steps", "hours"
+        lines = [_wrapped(setting), "", _row("method", *heads)]
         for name in self.names():
             if cost := self.cost(name):
                 seconds, speed_up = self.seconds(name), self.seconds(HALF_DDP) / self.seconds(name)
                 kept_mb = number(cost.memory_bytes / 1e6)
-                lines.append(_row(name, number(seconds), number(cost.node_bytes / 1e6), kept_mb, f"{speed_up:.2f}"))
+                steps, hours = self.steps(name), "?"
+                if steps is not None:
+                    hours = number(steps * self.run.num_steps * seconds / 3600)
+                shown = number(seconds), number(cost.node_bytes / 1e6), kept_mb, f"{speed_up:.2f}"
+                lines.append(_row(name, *shown, "?" if steps is None else number(steps), hours))
         name, why = self.recommended()
         ending = LEVELS if name.endswith(ON_TWO_LEVELS[0]) else ""
         choosing = f'Trainer(strategy="lowbw{ending}"), which measures and chooses: by this model {name}'
         advice = "stay with ddp" if name == "ddp" else choosing
-        return "\n".join([*lines, "", _wrapped(f"Recommended: {advice}"), _wrapped(f"Why: {why}."), ""])
+        of_steps = (
+            "Steps: to ddp's loss, times ddp's, and the hours of so many; ?: not measured. By headline.md, "
+            "quantized_accuracy.md and (more than 1) steps_to_loss.md in benchmarks/results."
+        )
+        said = map(_wrapped, (of_steps, f"Recommended: {advice}", f"Why: {why}."))
+        return "\n".join([*lines, "", *said, ""])
 
     def draw(self, path: Path) -> None:
         """Draw seconds per step against the number of nodes, up to 1,024; the link stays the same.
@@ -190,8 +209,8 @@ def colour_of(label: str) -> str:
 
 
 def _row(name: str, *columns: str) -> str:
-    widths = (11, 16, 16, 12)
-    return f"{name:25}" + "".join(f"{column:>{width}}" for column, width in zip(columns, widths, strict=True))
+    widths = (11, 16, 16, 12, 7, 8)
+    return f"{name:29}" + "".join(f"{column:>{width}}" for column, width in zip(columns, widths, strict=True))
 
 
 def _wrapped(line: str) -> str:

@@ -162,6 +162,7 @@ def PowerSGD(rank: int = 2, *, start_step: int = 0, topology: TopologyChoice = "
 
 
 DILOCO: dict[str, Any] = {"k_steps": 100, "begin_step": 0, "outer": "nesterov"}
+SMALL_OUTER: dict[str, Any] = {"outer_lr": 0.7, "outer_momentum": 0.6}
 # What a name for `Trainer(strategy=...)` stands for, and what differs from its defaults.
 PRESETS: dict[str, partial[Method]] = {
     "dgc": partial(DGC, sparsity="auto"),
@@ -174,9 +175,12 @@ PRESETS: dict[str, partial[Method]] = {
     "post_local_sgd": partial(LocalSGD, begin_step=FIRST_LR_DECAY),
     "adaptive_local_sgd": partial(AdaptiveLocalSGD),
     "diloco": partial(LocalSGD, **DILOCO),
-    "streaming_diloco": partial(LocalSGD, **DILOCO, num_fragments=AUTO, delay_steps=5, mixing=0.5),
+    # By benchmarks/results/steps_to_loss.md, for small worlds; the paper's, of large ones: every 100 steps, 0.9.
+    "streaming_diloco": partial(
+        LocalSGD, **{**DILOCO, "k_steps": 16}, **SMALL_OUTER, num_fragments=AUTO, delay_steps=15
+    ),
     # The authors' for one worker, up to 15B parameters; of the inner optimizer `MuonAdamW`.
-    "muloco": partial(LocalSGD, **{**DILOCO, "k_steps": 30}, outer_lr=0.7, outer_momentum=0.6),
+    "muloco": partial(LocalSGD, **{**DILOCO, "k_steps": 30}, **SMALL_OUTER),
     "sparse_loco": partial(LocalSGD, k_steps=15, begin_step=0, compression=Compression()),
     "hierarchical": partial(Hierarchical),
 }

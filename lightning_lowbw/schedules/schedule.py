@@ -100,6 +100,15 @@ class Schedule:
         """Steps beside which an exchange is in progress."""
         return 0
 
+    def steps_to_loss(self, num_participants: int, num_steps: float) -> float | None:
+        """Return the optimizer steps to DDP's loss, times DDP's, where weights are averaged; None: not measured.
+
+        Args:
+            num_participants: N.
+            num_steps: of DDP.
+        """
+        return None
+
     def num_copies(self, *, keeps_start: bool) -> int:
         """Return how many copies of the weights each rank keeps; for the cost model.
 

@@ -27,6 +27,7 @@ from lightning_lowbw.cost_model import (
     EVERY_STEP,
     FAST,
     HALF_DDP,
+    HIDDEN,
     Candidate,
     Cluster,
     Measured,
@@ -287,6 +288,7 @@ def measure(
     predicted = predict(*shapes, cluster, timed.step_s, given, timed.dense_s)
     work_s = time_work(given, names, shapes, (peers.num_participants, peers.num_local_ranks), device)
     exchange_s = {key: predicted.exchange_s[key] + seconds for key, seconds in work_s.items()}
+    exchange_s |= {key: seconds for key, seconds in predicted.exchange_s.items() if key == HIDDEN}
     return Measured(timed.step_s, timed.dense_s, exchange_s, link)
 
 
