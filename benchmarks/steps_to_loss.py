@@ -271,11 +271,12 @@ def grid() -> Iterator[Row]:
     yield from (run for task in ("resnet", "text") for run in (runs(task, 1), nesterov(task, 1, 8)))  # one rank: SNOO
     yield nesterov("text", 2, 8, delay=7, fragments=4, mixing=0.5)
     yield runs("text", 4)
-    yield from (nesterov("text", 4, 8, delay=7, stretch=stretch) for stretch in (1.6, 1.0))
-    yield from (run | {"muon": True} for run in (runs("text", 2), nesterov("text", 2, 16)))
-    yield nesterov("text", 2, 16)
+    yield nesterov("text", 4, 8, delay=7, stretch=1.6)
+    yield from (nesterov("text", 8, 8, stretch=0.5, moments=moments) for moments in (0, 1))  # DES-LOC
+    yield from (nesterov("text", 2, 16, muon=muon) for muon in (False, True))  # MuLoCo
+    yield runs("text", 2, muon=True)
+    yield nesterov("text", 4, 8, delay=7)
     yield runs("text", 8)
-    yield from (nesterov("text", 8, 8, moments=moments) for moments in (0, 1))  # DES-LOC
     yield from (nesterov("text", 8, 8, delay=7, stretch=stretch) for stretch in (1.6, 1.0))
     yield from (runs(task, 2, 8, delay=7, stretch=1.6) for task in tasks)
     yield from (nesterov(task, 2, 8) for task in tasks)  # it waits
@@ -411,6 +412,15 @@ def report(results: Row) -> None:
             parts.append(
                 f"Steps, times ddp's, over {len(points)} cells with two replicas, delay {delay}, outer "
                 f"{OUTER[0]} / {OUTER[1]}: {rules}.\n"
+            )
+    for row in rows:
+        others = {**{name: row[name] for name in row if name not in MEASURED}, "moments": 0}
+        twin = next((other for other in rows if row["moments"] and others.items() <= other.items()), None)
+        if twin is not None:
+            parts.append(
+                f"Second moments averaged with the weights (DES-LOC, arXiv 2505.22549), {row['ranks']} replicas, "
+                f"k = {row['k']}, {round(SIMULATED[row['task']].num_steps * row['stretch'])} steps: loss "
+                f"{row['val_loss']:.4f}, without {twin['val_loss']:.4f}.\n"
             )
     (RESULTS / "steps_to_loss.md").write_text("\n".join(parts))
     print("\n".join(parts))

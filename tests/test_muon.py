@@ -8,8 +8,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_lowbw import ConfigurationError, LocalSGD, MuonAdamW
-from tests.ranks import run_ranks
+from lightning_lowbw import ConfigurationError, LocalSGD, MuonAdamW, QuantizedGradients, Strategy
+from lightning_lowbw.presets import preset
+from tests.ranks import on_ranks, run_ranks
+from tests.strategies.fits import same, train
+from tests.tiny import Tiny, weights_of
 
 
 class Net(nn.Module):
@@ -74,6 +77,21 @@ def average(num_steps: int) -> list[Tensor]:
 def test_replicas_that_it_trains_are_averaged() -> None:
     for ours, theirs in zip(*run_ranks(average, 2, 4), strict=True):
         assert torch.equal(ours, theirs)
+
+
+class ByMuon(Tiny):
+    def configure_optimizers(self) -> MuonAdamW:
+        return MuonAdamW(self, 0.05, exclude=("head.*",))
+
+
+@on_ranks()
+def test_lightning_trains_by_it() -> None:
+    """It steps two others in its own step, which no strategy takes for steps past Lightning."""
+    for method in (preset("muloco").replace(k_steps=2), QuantizedGradients("int8")):
+        module = ByMuon()
+        before = weights_of(module)
+        train(Strategy(method), module, 5)
+        assert before != same(weights_of(module))
 
 
 def test_what_cannot_be_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
