@@ -6,8 +6,9 @@ the vector on every rank, those of the mean, times N, on the owner of the part. 
 vector to the other, and the mean is rounded no more. Nor have averages that are hidden behind steps owners: nobody is
 there to answer between two messages. So each sends its vector to all.
 
-All tensors of a call are one vector, which is processed in ranges: on a CPU such that fit into the cache, where signal
-and residual are read once, residual and message written once. Only messages are allocated in the vector's size.
+All tensors of a call are one vector. Signal and residual are read once, residual and message written once: on a CPU in
+ranges that fit into the cache (`InRanges`), on a GPU by one kernel, which finds the tensors in a table (`InKernels`).
+Only messages are allocated in the vector's size.
 
 A linear format ("int8", "int4") cuts a vector into blocks of SCALED values and sends of each block one scale and of
 each value the nearest integer in units of it. For dense values, mostly near zero, that is closer than the logarithmic
