@@ -452,10 +452,12 @@ def report(results: Row) -> None:
     table = "\n".join([*parts, note, ""])
     (RESULTS / "headline.md").write_text(table)
     again = [row["step_s"] / dense["step_s"] for row, dense in product(found, found) if is_same(row, dense)]
+    seeds = {SHOWN_TASKS[row["task"]][0]: row["seeds"] for row in found}
     short = (
         "Two nodes, a core each; in brackets what `dgc` and `lowbw` chose. "
-        f"Two runs of ddp take {min(again):.2f} to {max(again):.2f} times as long. "
-        '"0 of 1": seeds. *: before a step waited for one message. [All](benchmarks/results/headline.md)\n'
+        f"Seeds: {', '.join(f'{num} ({title})' for title, num in seeds.items())}. "
+        f"A second ddp takes {min(again):.2f} to {max(again):.2f} times as long. "
+        "*: older. [All](benchmarks/results/headline.md)\n"
     )
     replace_block("README.md", "headline", f"{textwrap.fill(short, 128)}\n\n{to_short(found)}")
     plot_gain(found, RESULTS / "headline.png")
