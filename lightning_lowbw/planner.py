@@ -166,7 +166,10 @@ class Plan:
                 lines.append(_row(name, *shown, "?" if steps is None else number(steps), hours))
         name, why = self.recommended()
         ending = LEVELS if name.endswith(ON_TWO_LEVELS[0]) else ""
-        choosing = f'Trainer(strategy="lowbw{ending}"), which measures and chooses: by this model {name}'
+        topology = ', topology="auto"' if ending else ""
+        of_class = f"lowbw.AutoStrategy(pretrained=True{topology})"
+        strategy = of_class if self.run.is_pretrained else f'"lowbw{ending}"'
+        choosing = f"Trainer(strategy={strategy}), which measures and chooses: by this model {name}"
         advice = "stay with ddp" if name == "ddp" else choosing
         of_steps = (
             "Steps: to ddp's loss, times ddp's, and the hours of so many; ?: not measured. By headline.md, "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shlex
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -129,6 +130,8 @@ def test_of_two_that_are_as_fast_the_one_on_two_levels() -> None:
     assert plan.seconds("dgc") < plan.seconds("dgc_hierarchical") < 1.05 * plan.seconds("dgc")
     assert plan.recommended()[0] == "dgc_hierarchical"
     assert 'Trainer(strategy="lowbw_hierarchical")' in plan.text()
+    fine_tuned = replace(plan, run=replace(plan.run, is_pretrained=True)).text()
+    assert 'Trainer(strategy=lowbw.AutoStrategy(pretrained=True, topology="auto"))' in " ".join(fine_tuned.split())
 
 
 def test_an_optimizer_that_is_not_known_is_no_sgd() -> None:

@@ -263,7 +263,7 @@ class Report:
     def rows(self) -> list[tuple[str, str]]:
         """Return the table: names and values."""
         traffic, times = self.traffic, {"a step took": self.step_s, "a step of DDP took": self.dense_s}
-        times |= {"a step after the warm-up took": self.last_s, "predicted for it": self.predicted_s}
+        times |= {"a step after the warm-up took": self.last_s, "predicted for after it": self.predicted_s}
         sent, dense = traffic.of_slow_network
         rows = [("steps", f"{traffic.steps:,}")]
         rows += [(name, f"{number(seconds)} s") for name, seconds in times.items() if seconds is not None]

@@ -114,10 +114,10 @@ def test_a_fit_ends_with_one_report_by_rank_0_of_what_is_in_the_ledger() -> None
         table = dict(line.strip("│ ").split(" │ ") for line in map(" ".join, map(str.split, lines)) if "│" in line)
         assert rows.items() <= table.items()
         known = {"a step took", "waited for the network"}
-        known |= {"a step of DDP took", "predicted for it"} if name == "lowbw" else set()  # which has measured it
+        known |= {"a step of DDP took", "predicted for after it"} if name == "lowbw" else set()  # which has measured it
         assert {*table} == {*rows, *known}
         assert table.get("a step of DDP took", "1 s") == "1 s"
-        assert table.get("predicted for it", "0.5 s") == "0.5 s"
+        assert table.get("predicted for after it", "0.5 s") == "0.5 s"
         assert f"Sent {rows['sent']} instead of {rows['DDP would send']}, waited " in sentences[0]
         assert ("times as fast as DDP on this link." in sentences[0]) == (name == "lowbw")
     assert not any(logged.values), "metrics of rank 0 alone, which nobody has asked for"
