@@ -207,13 +207,14 @@ class Log(pl.Callback):
         contributed = getattr(worker, "contributed", dict.fromkeys(self.case.groups, worker.num_averages))
         is_in = contributed.get(self.group) == worker.num_averages
         step_s = statistics.median(self.took_s)
+        step_of_anchor = trainer.global_step - (worker.fragments[0].steps or 0)  # without those that hid the round
         weights = {worker.name_of(p): start for p, start in worker.replica.start.items()}
         weights.pop("ballast", None)
         self.write(
             "round",
             round=worker.num_averages,
             step=trainer.global_step,
-            step_of_anchor=trainer.global_step - (worker.fragments[0].steps or 0),  # but for those that hid the round
+            step_of_anchor=step_of_anchor,
             steps=self.num_steps if is_in else 0,  # that were averaged
             step_s=step_s,
             round_s=max(0.0, sum(self.took_s) - len(self.took_s) * step_s),  # in all steps, whichever has waited
@@ -227,7 +228,7 @@ class Log(pl.Callback):
             torch.save({"seen": worker.tokens_seen, "weights": weights}, saved)
         self.num_rounds, self.took_s = worker.num_averages, []
         self.num_steps = 0 if is_in else self.num_steps
-        if not self.case.is_elastic and trainer.global_step % CHECKPOINT_STEPS == 0:
+        if not self.case.is_elastic and step_of_anchor % CHECKPOINT_STEPS == 0:
             trainer.save_checkpoint(self.folder / f"{trainer.global_step:09d}.ckpt")
 
 
