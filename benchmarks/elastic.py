@@ -542,17 +542,17 @@ def to_markdown(rows: Row) -> str:
     ]
     for name in CASES:
         row = rows.get(name)
-        if row is None or name in ("fixed", "shown"):
+        if row is None or name == "fixed":
             continue
-        beside = "-"
-        if undisturbed and row is not undisturbed:
-            beside = f"{loss_beside(row['losses'], undisturbed['losses']):+.1f} %"
+        beside, usual = "-", rows.get("undisturbed" if row["with"].endswith("hidden") else "shown")
+        if usual and row is not usual:
+            beside = f"{loss_beside(row['losses'], usual['losses']):+.1f} %"
         cells = [
             CASES[name].title,
             row["with"],
             ", ".join(f"{each:.1f}" for each in row["lost_s"]) or f"{row['waited_s']:.1f} in all rounds",
             ", ".join(f"{number}" for number in row["contributions"].values()) + f" of {row['num_rounds']}",
-            f"{row['losses'][-1][1]:.3f}" if row is undisturbed else beside,
+            f"{row['losses'][-1][1]:.3f}" if row is usual else beside,
             f"differ: {row['differ']}" if row["differ"] or len(row["end_steps"]) > 1 else "equal",
         ]
         lines.append(f"| {' | '.join(cells)} |")
@@ -563,8 +563,8 @@ def to_markdown(rows: Row) -> str:
     if undisturbed:
         titles = {
             "undisturbed": f"hidden by {DELAY_STEPS} steps",
-            "fixed": "not elastic, hidden",
-            "shown": "not hidden",
+            "fixed": f"not elastic, {rows.get('fixed', {}).get('with', '').rpartition(' ')[2]}",
+            "shown": "shown",
         }
         shown = [
             f"{titles[name]}: {each_s:.2f} s, {each_s / STEP_S / K_STEPS:.1%}" for name, each_s in measured.items()
@@ -576,18 +576,24 @@ def to_markdown(rows: Row) -> str:
 
 def goodput_table(rows: Row) -> str:
     """Return a row for each way to go on after a fault; nothing if none has been measured."""
-    if not any("by_steps" in rows.get(name, {}) for name in LONG):
+    if not any(name in rows for name in LONG):
         return ""
     lines = [
         "Goodput: the part of the time that groups spent in steps that counted, each as long as usual; and with what "
-        "rounds cost without faults. Each with the machine to itself.",
+        "rounds cost without faults.",
         "",
-        "| after a fault | minutes | faults | steps | with rounds | s from a kill to the next round of the killed |",
-        "| --- | --- | --- | --- | --- | --- |",
+        "| after a fault | heartbeat timeout, rounds | minutes | faults | steps | with rounds "
+        "| s from a kill to the next round of the killed |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
     ]
-    for name, row in ((name, rows[name]) for name in LONG if "by_steps" in rows.get(name, {})):
-        cells = [f"{LONG[name].title}, {row['cpu']}", f"{row['seconds'] / 60:.0f}", f"{len(row['faults_s'])}"]
-        cells += [f"{row['by_steps']:.1%}", f"{row['goodput'][-1][1]:.1%}"]
+    for name, row in ((name, rows[name]) for name in LONG if name in rows):
+        cells = [
+            f"{LONG[name].title}, {row['cpu']}",
+            row["with"],
+            f"{row['seconds'] / 60:.0f}",
+            f"{len(row['faults_s'])}",
+        ]
+        cells += [f"{row['by_steps']:.1%}" if "by_steps" in row else "-", f"{row['goodput'][-1][1]:.1%}"]
         cells += [f"{statistics.median(row['back_s']):.0f}" if row["back_s"] else "-"]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join([*lines, ""])
