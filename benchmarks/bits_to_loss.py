@@ -21,6 +21,7 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,7 +31,7 @@ import torch
 
 from benchmarks.harness import RESULTS, as_plain, describe_environment, in_words, run_in_lab
 from benchmarks.quantized_accuracy import smooth, train
-from lightning_lowbw import Compression, DGCStrategy, LocalSGDStrategy
+from lightning_lowbw import Compression, DGCStrategy, LocalSGD, LocalSGDStrategy, Strategy
 from lightning_lowbw.lab import parse_rate
 from lightning_lowbw.planner import colour_of
 from lightning_lowbw.schedules.every_step import EveryStep
@@ -65,6 +66,12 @@ def local(name: str, k: int, **knobs: Any) -> Callable[[], LocalSGDStrategy]:
     return lambda: LocalSGDStrategy(**{**NAMES[name][1], "k_steps": k, **knobs})
 
 
+def streaming(k: int, **knobs: Any) -> Strategy:
+    """Make a strategy with fragments, hidden and mixed as in the paper of Streaming DiLoCo."""
+    knobs |= {"k_steps": k, "begin_step": 0, "num_fragments": "auto", "delay_steps": 5, "mixing": 0.5}
+    return Strategy(LocalSGD(**knobs))
+
+
 DGC_SCHEDULE = EveryStep(64, 320, (0.75, 0.9375, 0.984375, 0.996, 0.999))
 METHODS: dict[str, Callable[[], Any]] = {
     "ddp": lambda: "ddp",
@@ -74,7 +81,7 @@ METHODS: dict[str, Callable[[], Any]] = {
         sparsity=list(DGC_SCHEDULE.stairs),
     ),
     **{f"diloco, k = {k}": local("diloco", k) for k in (16, 64)},
-    **{f"streaming_diloco, k = {k}": local("streaming_diloco", k) for k in (16, 64)},
+    **{f"streaming_diloco, k = {k}": partial(streaming, k, outer="nesterov") for k in (16, 64)},
     **{f"sparse_loco, k = {k}": local("sparse_loco", k) for k in (16, 64)},
     "sparse_loco, k = 16, over ranks": local("sparse_loco", 16, compression=Compression(mean_over="ranks")),
     "sparse_loco, k = 16, norms too": local("sparse_loco", 16, compression=Compression(min_numel=1)),
@@ -84,9 +91,7 @@ METHODS: dict[str, Callable[[], Any]] = {
     "sparse_loco, k = 8, 1 of 256, norms too": local(
         "sparse_loco", 8, compression=Compression(density=1 / 256, min_numel=1)
     ),
-    "sparse_loco, k = 16, streaming": local(
-        "streaming_diloco", 16, outer="none", compression=Compression(density=1 / 128, min_numel=1)
-    ),
+    "sparse_loco, k = 16, streaming": partial(streaming, 16, compression=Compression(density=1 / 128, min_numel=1)),
     "sparse_loco, k = 64, 1 of 32": local("sparse_loco", 64, compression=Compression(density=1 / 32)),
 }
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import product
 
-from benchmarks import reliability, surface
+from benchmarks import bits_to_loss, reliability, surface
 from clients import run
 
 
@@ -30,3 +30,7 @@ def test_the_page_of_clients_is_what_the_runs_have_shown_and_nothing_fails_with_
     assert run.ours_alone(results) == []
     trained = {name for name, ways in results["runs"].items() if all("loss" in ways.get(way, {}) for way in run.WAYS)}
     assert len({run.clients()[name]["project"] for name in trained}) >= 12
+
+
+def test_each_method_of_bits_to_loss_can_be_made() -> None:
+    assert all(make() for make in bits_to_loss.METHODS.values())
