@@ -17,6 +17,8 @@ from torch.optim import AdamW, Optimizer
 
 from lightning_lowbw.errors import ConfigurationError
 
+EMBEDDINGS = nn.Embedding, nn.EmbeddingBag
+
 
 class MuonAdamW(Optimizer):
     """Step the matrices of hidden layers by `torch.optim.Muon`, other parameters by `torch.optim.AdamW`.
@@ -24,7 +26,8 @@ class MuonAdamW(Optimizer):
     Two param groups, of which a schedule changes the learning rates together.
 
     Args:
-        model: whose parameters are trained. Those of `nn.Embedding` are no matrices of hidden layers.
+        model: whose parameters are trained. Those of `nn.Embedding` and `nn.EmbeddingBag` are no matrices of hidden
+            layers.
         lr: of both: a matrix moves as far as AdamW would move it ("match_rms_adamw").
         weight_decay: of both; decoupled.
         momentum: of Muon.
@@ -32,7 +35,7 @@ class MuonAdamW(Optimizer):
         exclude: names of other matrices for AdamW, as the output layer's; shell patterns such as ``"head.*"``.
 
     Raises:
-        ConfigurationError: torch has no Muon, or a pattern matches no parameter.
+        ConfigurationError: torch has no Muon, or a pattern matches no parameter; later, where a group is added.
     """
 
     def __init__(
@@ -53,7 +56,7 @@ class MuonAdamW(Optimizer):
         for pattern in exclude:
             if not any(fnmatchcase(name, pattern) for name in named):
                 raise ConfigurationError(f"exclude={list(exclude)}: {pattern!r} matches no parameter that is trained.")
-        others = {p for module in model.modules() if isinstance(module, nn.Embedding) for p in module.parameters()}
+        others = {p for module in model.modules() if isinstance(module, EMBEDDINGS) for p in module.parameters()}
         others |= {p for name, p in named.items() if any(fnmatchcase(name, pattern) for pattern in exclude)}
         by_muon = [p.ndim == 2 and p not in others for p in named.values()]
         groups = []
@@ -63,6 +66,14 @@ class MuonAdamW(Optimizer):
                 options |= {"momentum": momentum, "adjust_lr_fn": "match_rms_adamw"} if is_muon else {"betas": betas}
                 groups.append({**_of(is_muon)(chosen, **options).param_groups[0], "is_muon": is_muon})
         super().__init__(groups, {})
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        if "is_muon" not in param_group:
+            raise ConfigurationError(
+                "MuonAdamW takes no further parameters, as those that are unfrozen during a training. Let all be "
+                "trained (requires_grad) when it is made."
+            )
+        super().add_param_group(param_group)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

@@ -26,6 +26,7 @@ CONSTRUCTORS: dict[str, Callable[..., Any]] = {
     **{name: getattr(lowbw, name) for name in lowbw.__all__ if name[0].isupper() and not name.endswith("Error")},
     "Topology.blocks": Topology.blocks,
 }
+del CONSTRUCTORS["MuonAdamW"]  # an optimizer: of a module, and with torch's own arguments
 # Objects of Lightning and torch: what they are is told where they are used.
 OBJECTS = {"accelerator", "parallel_devices", "cluster_environment", "checkpoint_io", "precision_plugin"}
 OBJECTS |= {"process_group", "process_group_backend", "bucket_cap_mb_list"}

@@ -100,3 +100,11 @@ def test_what_cannot_be_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(torch.optim, "Muon")
     with pytest.raises(ConfigurationError, match=r"Install torch 2\.9"):
         MuonAdamW(Net())
+
+
+def test_a_group_that_is_added_is_refused_and_embedding_bags_are_no_matrices() -> None:
+    net = nn.Sequential(nn.EmbeddingBag(11, 6), nn.Linear(6, 6))
+    optimizer = MuonAdamW(net)
+    assert [group["is_muon"] for group in optimizer.param_groups for _ in group["params"]] == [True, False, False]
+    with pytest.raises(ConfigurationError, match="no further parameters"):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2, 2))]})

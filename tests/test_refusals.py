@@ -115,7 +115,7 @@ REFUSED: dict[Callable[..., Any], list[tuple[dict[str, Any], str]]] = {
     lowbw.ElasticStrategy: [
         ({"method": lowbw.DGC()}, "Take a method that averages weights, with begin_step=0"),
         ({"method": lowbw.LocalSGD(k_steps=4)}, "Take a method that averages weights, with begin_step=0"),
-        ({"method": lowbw.LocalSGD(4, 0, delay_steps=2)}, "Leave out rule, delay_steps and num_fragments"),
+        ({"method": lowbw.LocalSGD(4, 0, num_fragments=2)}, "Leave out rule, mixing and num_fragments"),
         ({"method": DILOCO, "k_steps": 20, "round_s": 60}, "k_steps=20 and round_s=60: .* Give one"),
         ({"method": DILOCO, "timeout_s": 0}, "timeout_s=0: give a number of seconds above 0"),
         ({"method": DILOCO, "participants": 0}, "participants=0: give a fraction above 0, at most 1"),

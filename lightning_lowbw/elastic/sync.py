@@ -414,8 +414,11 @@ class ElasticSync(LocalSync):
         For at most `grace_s`, and until all have come that were ever averaged.
         """
         if self._hidden is not None:  # a fit that is stopped: who has sent something takes the result
-            self._late_s = 0.0
+            self._late_s, has_finished = 0.0, not self.tokens
             self._arrived()
+            if has_finished:  # in the model is the anchor: now the new one, without work
+                self._add_(None)
+                self.tokens = 0.0
         ends_s = time.monotonic() + grace_s
         while self.is_complete and not self._any_in_node(time.monotonic() >= ends_s)[0]:
             quorum = self._next_quorum(lambda: time.monotonic() >= ends_s, has_ended=True)
@@ -824,6 +827,8 @@ class ElasticSync(LocalSync):
         log = _logger.warning if shared["is_new"] and not self.num_averages else _logger.info
         last, lost, sent = shared["contributed"].get(name, 0), self._averaged, self._sent
         was_averaged = last > self.num_averages
+        if shared["run"] != self.run and not self.num_averages:  # its steps have begun at other weights
+            self.tokens = 0.0
         work = self._work() if self.tokens else None
         if was_averaged:  # all of it, or what was taken before the steps that hid the exchange
             sent = sent or _Sent(None, self.tokens, {})

@@ -462,7 +462,7 @@ class TorchftMembership:
         reasons = []
         for address in sorted(addresses, key=lambda each: self._client is None or each != self._client.address):
             try:
-                if self._client is None or self._client.address != address:
+                if self._client is None or self._client.address != address or self._client.is_lost:
                     self._forget_state()
                     self._client = StateClient(address, asks)
                 client = self._client

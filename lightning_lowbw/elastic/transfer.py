@@ -223,19 +223,24 @@ class StateServer:
         self._forget_last()
 
     def _accept(self) -> None:
-        with suppress(OSError):
-            while not self._is_closed:
+        while not self._is_closed:
+            try:
                 connection = _opened(self._listener.accept()[0])
+            except OSError:  # closed; or there are too many files for now
+                time.sleep(POLL_S / 20)
+            else:
                 threading.Thread(target=self._serve, args=(connection,), name="lowbw-state", daemon=True).start()
 
     def _serve(self, connection: socket.socket) -> None:
         copy: dict[str, Tensor] = {}
+        patience_s: float | None = STALL_S
         try:
             with connection:
                 while True:
-                    connection.settimeout(None)  # who is up to date may wait for long
+                    connection.settimeout(patience_s)
                     kind, message = _receive(connection, MOST_ASKED_BYTES)
                     connection.settimeout(STALL_S)
+                    patience_s = None  # who is up to date may wait for long
                     asks = json.loads(message)
                     row = self.row
                     fits = row is not None and row.rounds > 0 and kind == ASK
@@ -244,7 +249,7 @@ class StateServer:
                         continue
                     with self._turn_of(connection):
                         self._reply(connection, asks["name"], copy)
-        except (OSError, RuntimeError, ValueError, KeyError) as error:  # who asked is lost, or is none of ours
+        except (OSError, RuntimeError, ValueError, KeyError, TypeError) as error:  # lost, or none of ours
             _logger.debug("A connection for the state has ended: %s", error)
 
     @contextmanager
@@ -293,6 +298,7 @@ class StateClient:
     Attributes:
         address: as given.
         state: what has come: "tensors" by name, on the CPU, and plain values; nothing yet is empty.
+        is_lost: whether the connection has ended, after a whole state.
 
     Raises:
         OSError: nobody answers.
@@ -304,6 +310,7 @@ class StateClient:
         self._socket = _opened(socket.create_connection((host, int(port)), CONNECT_S))
         self._tensors: dict[str, Tensor] = {}
         self.state: dict[str, Any] = {}
+        self.is_lost = False
 
     def fetch(self) -> int | None:
         """Bring `state` up to date; return the bytes that has taken, None if the other group refuses this one.
@@ -341,11 +348,18 @@ class StateClient:
         """Bring `state` up to date until no round has ended meanwhile, or it does not help; False where refused.
 
         Raises:
-            OSError: as of `fetch`.
+            OSError: as of `fetch`, before a whole state has come.
         """
         num_bytes = float("inf")
         while True:
-            rounds, last_bytes, found = self.state.get("num_averages"), num_bytes, self.fetch()
+            rounds, last_bytes = self.state.get("num_averages"), num_bytes
+            try:
+                found = self.fetch()
+            except OSError:
+                if rounds is None:
+                    raise
+                self.is_lost = True  # another group was served in between: what has come is whole
+                return True
             if found is None:
                 return False
             num_bytes = found

@@ -114,7 +114,7 @@ class LocalSync(Synchronizer):
         # One replica is its mean. An outer optimizer steps with it all the same, on one rank alone (SNOO).
         is_outer = method.acts_alone and peers.num_ranks == 1 and not peers.are_shards
         self._is_plain = is_one and not is_outer
-        if not is_one:
+        if not self._is_plain:
             refuse_second_weights(optimizer)
         # Inside of an elastic group, or of a sharded model, an optimizer may communicate: these ranks step alike.
         self._is_watched = is_one or peers.may_grow or peers.are_shards

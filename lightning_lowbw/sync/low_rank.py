@@ -232,7 +232,7 @@ class PendingLowRank(LateMean):
         for name in self._rest:
             if name in exchange.residuals:
                 exchange.residuals.pop(name)
-        kernels = dispatch.orthogonal_for(device)
+        kernels = dispatch.orthogonal_for(device, exchange.payload.rank)
         with _in_float32(device):
             kernels.orthogonalize_(lefts)
             # Q = M^T P, with M in the memory of e

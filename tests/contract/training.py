@@ -177,6 +177,7 @@ def train(name: str, look: bool = False, saved: dict[int, bytes] | None = None) 
         levels.clear()
         wire_bytes.append(ledger.of_slow_network[0])
     lists["everything"].append(digest(tensors_of(worker.state_dict())))
+    wire_bytes[-1] = ledger.of_slow_network[0]  # what has been saved has arrived
     fragments = worker.fragments if isinstance(worker, LocalSync) else []
     dense_bytes = ledger.dense_bytes
     worker.finish()

@@ -295,6 +295,25 @@ def test_a_fit_that_is_stopped_while_a_round_is_hidden_takes_its_result(store: d
     assert [member.worker.tokens for member in members] == [TOKENS, TOKENS]
 
 
+def test_the_model_of_a_fit_that_is_stopped_while_a_round_is_hidden_is_the_new_anchor(store: dist.Store) -> None:
+    ends: dict[str, Any] = {"is_over": lambda member: member.worker.step == K_STEPS + 1}
+    ends["before"] = lambda _, step: time.sleep(0.3 * (step == K_STEPS))
+    members = [Member(store, n, METHODS["local_sgd"].replace(delay_steps=2), **ends) for n in range(2)]
+    for member in members:
+        end, worker = member.worker.end, member.worker
+
+        def finish_and_end(grace_s: float, end: Any = end, worker: Any = worker) -> None:
+            worker.finish()  # as Lightning's callbacks have it, which come before the strategy
+            end(grace_s)
+
+        member.worker.end = finish_and_end  # type: ignore[method-assign]
+    train(members)
+    assert [member.worker.num_averages for member in members] == [1, 1]
+    for member in members:
+        for now, anchor in zip(*member.worker._tensors(), strict=True):
+            torch.testing.assert_close(now, anchor, rtol=0, atol=0)
+
+
 @on_ranks()
 def test_a_group_of_two_processes_hides_no_rounds() -> None:
     with pytest.raises(ConfigurationError, match="a round is hidden in groups of one process"):

@@ -191,7 +191,7 @@ def test_too_few_members_wait_and_say_so() -> None:
         made.signal(2, signal.SIGKILL)
         made.until(lambda event: event.kind == "said" and event.at_s > said.at_s + 1.0)
         made.signal(0, signal.SIGINT)
-        made.processes[0, 0].join(20.0)
+        made.processes[0, 0].join(60.0)
         assert made.processes[0, 0].exitcode == 1  # of Ctrl-C, although it waits
 
 
@@ -332,7 +332,7 @@ def test_who_is_late_with_the_state_too_often_is_waited_for() -> None:
         new = made.committed(2, size=3)
         assert made.committed(0, new.step).value[0] == new.value[0]
         healed = [event for event in made.events if event.group == 2 and event.kind == "healed"]
-        assert len(healed) == torchft_membership.TRIES + 1
+        assert torchft_membership.TRIES <= len(healed) <= torchft_membership.TRIES + 1  # the last may come in time
     waits = [event.value[1] for event in made.events if event.kind == "committed" and event.group == 0]
     alone = [event for event in made.events if event.at_s > joined.at_s and len(event.members) == 2]
     assert len(alone) > 2 * torchft_membership.TRIES, "rounds without it"

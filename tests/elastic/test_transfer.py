@@ -225,3 +225,36 @@ def test_a_state_is_data() -> None:
     assert received == {"nested": state["nested"]}
     with pytest.raises(pickle.UnpicklingError, match="Weights only"):
         transfer.unpacked(transfer.packed({"code": test_a_state_is_data}).numpy().tobytes())
+
+
+def test_a_whole_state_is_kept_where_another_group_is_served_before_it_is_asked_for_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    group = Group({"w": torch.arange(5.0)})
+    fetch, served = StateClient.fetch, list[int | None]()
+
+    def fetch_once(client: StateClient) -> int | None:
+        if served:
+            group.server._forget_last()  # as for the next group in the queue
+        served.append(fetch(client))
+        return served[-1]
+
+    monkeypatch.setattr(StateClient, "fetch", fetch_once)
+    with training(group):
+        client = StateClient(group.server.address, ASKS)
+        assert client.catch_up()
+        assert client.is_lost
+        client.close()
+    assert client.state["tensors"]["w"].equal(torch.arange(5.0))
+
+
+def test_what_strangers_send_does_not_end_the_serving() -> None:
+    group = Group({"w": torch.ones(3)})
+    with training(group):
+        host, _, port = group.server.address.rpartition(":")
+        for sent in (b"", b"GET / HTTP/1.1", b"\x00" + (2).to_bytes(8, "big") + b"[]"):
+            with socket.create_connection((host, int(port)), 5.0) as stranger:
+                stranger.sendall(sent)
+        client = StateClient(group.server.address, ASKS)
+        assert client.catch_up()
+        client.close()

@@ -265,7 +265,7 @@ def test_average(
 @pytest.mark.parametrize("rank", [1, 2, 3, 8])
 def test_orthogonal_columns(rank: int) -> None:
     """Several blocks of rows and parts of one; dependent columns, zeros, and what is not finite."""
-    module = dispatch.orthogonal_for(DEVICE)
+    module = dispatch.orthogonal_for(DEVICE, rank)
     batches = [torch.randn(2, 1500, rank), torch.randn(3, rank, rank) * 1e20, 1e-20 * torch.randn(1, 700, rank)]
     batches[0][1, :, -1], batches[1][2] = batches[0][1, :, 0] * 3.0, 0.0
     batches.append(torch.randn(2, 9, rank))
