@@ -285,10 +285,15 @@ def test_a_state_that_is_saved_while_a_round_is_hidden_is_that_before_it(store: 
     torch.testing.assert_close(again.kept_change(), kept[1], rtol=0, atol=0)  # as the second round began
 
 
-def test_a_fit_that_is_stopped_while_a_round_is_hidden_takes_its_result(store: dist.Store) -> None:
+def stopped_while_hidden(store: dist.Store) -> list[Member]:
+    """Make members that stop a step after their first round has begun."""
     ends: dict[str, Any] = {"is_over": lambda member: member.worker.step == K_STEPS + 1}
     ends["before"] = lambda _, step: time.sleep(0.3 * (step == K_STEPS))
-    members = [Member(store, n, METHODS["local_sgd"].replace(delay_steps=2), **ends) for n in range(2)]
+    return [Member(store, n, METHODS["local_sgd"].replace(delay_steps=2), **ends) for n in range(2)]
+
+
+def test_a_fit_that_is_stopped_while_a_round_is_hidden_takes_its_result(store: dist.Store) -> None:
+    members = stopped_while_hidden(store)
     train(members)
     assert_equal_anchors(members)
     assert [member.worker.num_averages for member in members] == [1, 1]
@@ -296,9 +301,7 @@ def test_a_fit_that_is_stopped_while_a_round_is_hidden_takes_its_result(store: d
 
 
 def test_the_model_of_a_fit_that_is_stopped_while_a_round_is_hidden_is_the_new_anchor(store: dist.Store) -> None:
-    ends: dict[str, Any] = {"is_over": lambda member: member.worker.step == K_STEPS + 1}
-    ends["before"] = lambda _, step: time.sleep(0.3 * (step == K_STEPS))
-    members = [Member(store, n, METHODS["local_sgd"].replace(delay_steps=2), **ends) for n in range(2)]
+    members = stopped_while_hidden(store)
     for member in members:
         end, worker = member.worker.end, member.worker
 
@@ -312,6 +315,20 @@ def test_the_model_of_a_fit_that_is_stopped_while_a_round_is_hidden_is_the_new_a
     for member in members:
         for now, anchor in zip(*member.worker._tensors(), strict=True):
             torch.testing.assert_close(now, anchor, rtol=0, atol=0)
+
+
+def test_steps_that_began_at_other_weights_are_not_added_to_a_running_training(store: dist.Store) -> None:
+    worker = Member(store, 0, METHODS["local_sgd"], membership={"min_replicas": 1}).worker
+    worker.begin_local()
+    shared = worker.shared_state() | {"run": "another", "num_averages": 3}
+    shared["tensors"] = {name: tensor + 1.0 for name, tensor in shared["tensors"].items()}
+    for now, _ in zip(*worker._tensors(), strict=True):
+        now.add_(5.0)
+    worker.tokens = float(TOKENS)
+    worker._heal(shared, "group 0")
+    assert (worker.run, worker.num_averages, worker.tokens) == ("another", 3, 0.0)
+    for now, anchor in zip(*worker._tensors(), strict=True):
+        torch.testing.assert_close(now, anchor, rtol=0, atol=0)
 
 
 @on_ranks()
@@ -333,6 +350,15 @@ def test_the_others_go_on_without_a_member_that_is_killed_in_a_round(
         assert member.worker.contributed == {"group 0": 4, "group 1": 1, "group 2": 4}
 
 
+def train_with_joiner(members: list[Member], joiner: list[Member], thread: threading.Thread) -> ElasticSync:
+    """Train; return the worker of the one that has joined in a thread, and ends with the anchors of the others."""
+    train(members)
+    thread.join(30.0)
+    assert joiner[0].error is None
+    assert_equal_anchors([*members, *joiner])
+    return joiner[0].worker
+
+
 def test_a_joiner_heals_and_has_no_part_in_its_first_round(store: dist.Store) -> None:
     joiner: list[Member] = []
 
@@ -344,11 +370,7 @@ def test_a_joiner_heals_and_has_no_part_in_its_first_round(store: dist.Store) ->
 
     thread = threading.Thread(target=lambda: joiner[0].run())
     members = [Member(store, 0, METHODS["diloco"], before=join), Member(store, 1, METHODS["diloco"])]
-    train(members)
-    thread.join(30.0)
-    assert joiner[0].error is None
-    assert_equal_anchors([*members, *joiner])
-    worker = joiner[0].worker
+    worker = train_with_joiner(members, joiner, thread)
     assert [*joiner[0].anchors] == [2, 3, 4], "the first is that of the round which it has joined"
     assert worker.step == 12
     assert worker.contributed["group 2"] == 4
@@ -371,11 +393,7 @@ def test_a_joiner_that_finds_others_in_a_round_trains_to_its_end_with_them(
 
     thread = threading.Thread(target=lambda: joiner[0].run())
     members = [Member(store, 0, methods["diloco"], before=join), Member(store, 1, methods["diloco"])]
-    train(members)
-    thread.join(30.0)
-    assert joiner[0].error is None
-    assert_equal_anchors([*members, *joiner])
-    worker = joiner[0].worker
+    worker = train_with_joiner(members, joiner, thread)
     assert [*joiner[0].anchors] == [1, 2, 3, 4], "the second one with its own step"
     assert worker.contributed == {f"group {n}": 4 for n in range(3)}
     assert worker.tokens_seen == members[0].worker.tokens_seen == TOKENS * (K_STEPS * 4 * 2 + K_STEPS * 2 + 1)
