@@ -44,6 +44,7 @@ from benchmarks.harness import RESULTS, describe_environment, replace_block, run
 from benchmarks.worker import INTERFACE
 from lightning_lowbw.lab import parse_rate
 from lightning_lowbw.lab.network import read_sent_bytes
+from lightning_lowbw.presets import preset
 from lightning_lowbw.strategies.auto_choice import NUM_STEPS
 from lightning_lowbw.zoo import ByteLanguageModel, StdlibText
 
@@ -99,7 +100,7 @@ class Control:
 
 
 CONTROLS = {
-    "ddp, bf16 hook": Control(lambda _: HookStrategy(ddp_comm_hook=default_hooks.bf16_compress_hook, **STOCK)),
+    "bfloat16": Control(lambda _: lowbw.Strategy(preset("bfloat16"), **COMMON)),  # torch's hook for it needs NCCL
     "ddp, beta1 = 0.7": Control(lambda _: DDPStrategy(**STOCK), beta1=0.7),
     "ddp, 4 batches in a step, as many batches": Control(lambda _: DDPStrategy(**STOCK), steps=0.25, batches=4),
     "ddp, PowerSGD rank 4 hook after a tenth": Control(lambda num_steps: power_sgd(4, num_steps // 10)),
@@ -107,8 +108,8 @@ CONTROLS = {
         lambda num_steps: lowbw.Strategy(lowbw.PowerSGD(4, start_step=num_steps // 10), **COMMON)
     ),
     "local SGD, hidden, 1.6 times as many steps": Control(
-        lambda _: lowbw.LocalSGDStrategy(
-            8, begin_step=0, outer="nesterov", outer_lr=0.7, outer_momentum=0.6, delay_steps=7, **COMMON
+        lambda _: lowbw.Strategy(
+            lowbw.LocalSGD(8, 0, outer="nesterov", outer_lr=0.7, outer_momentum=0.6, delay_steps=7), **COMMON
         ),
         steps=1.6,
     ),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import product
 
-from benchmarks import bits_to_loss, reliability, surface
+from benchmarks import bits_to_loss, gpu_lab, headline, reliability, surface
 from clients import run
 
 
@@ -32,5 +32,7 @@ def test_the_page_of_clients_is_what_the_runs_have_shown_and_nothing_fails_with_
     assert len({run.clients()[name]["project"] for name in trained}) >= 12
 
 
-def test_each_method_of_bits_to_loss_can_be_made() -> None:
-    assert all(make() for make in bits_to_loss.METHODS.values())
+def test_each_method_that_is_measured_can_be_made() -> None:
+    for methods in (bits_to_loss.METHODS, headline.METHODS, gpu_lab.METHODS):
+        assert all(make() for make in methods.values())
+    assert all(control.make(500) for control in headline.CONTROLS.values())
