@@ -48,7 +48,7 @@ def test_a_part_that_hangs_is_ended_with_what_it_has_started(tmp_path: Path, mon
 
 @pytest.mark.parametrize("kind", steps_gpu.KINDS)
 def test_steps_of_all_methods(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for owner, name in ((Status, "differences"), (gradient, "CHECK_EVERY_STEPS")):  # replaced by the program
+    for owner, name in ((Status, "read"), (gradient, "CHECK_EVERY_STEPS")):  # replaced by the program
         monkeypatch.setattr(owner, name, getattr(owner, name))
     monkeypatch.setattr(sys, "argv", ["steps_gpu.py", kind, "--device", "cpu", "--out", str(tmp_path / kind)])
     steps_gpu.main()
