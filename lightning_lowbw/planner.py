@@ -148,8 +148,9 @@ class Plan:
     def text(self) -> str:
         """Return a table, and what to use."""
         cluster, link = self.cluster, self.cluster.link
+        numel = sum(map(math.prod, self.shapes))
         setting = (
-            f"{number(sum(map(math.prod, self.shapes)) / 1e6)}M parameters, {cluster.num_nodes} nodes x "
+            f"{number(numel / 1e6)}M parameters, {cluster.num_nodes} nodes x "
             f"{cluster.ranks_per_node} ranks, {number(link.bandwidth_bytes_per_s * 8e-9)} Gb/s, latency "
             f"{ms(link.latency_s)}, {ms(self.step_s)} a step without communication"
         )
@@ -175,7 +176,12 @@ class Plan:
             "Steps: to ddp's loss, times ddp's, and the hours of so many; ?: not measured. By headline.md, "
             "quantized_accuracy.md and (more than 1) steps_to_loss.md in benchmarks/results."
         )
-        said = map(_wrapped, (of_steps, f"Recommended: {advice}", f"Why: {why}."))
+        held_gb = number((16 if self.run.is_adam else 12) * numel / 1e9)  # float32; SGD with momentum
+        of_memory = (
+            f"A rank holds {held_gb} GB: trained parameters, gradients and the optimizer's state, besides what the table "
+            "says is kept. If that does not fit, none of these: int8_fsdp, over a WAN sparse_loco_fsdp."
+        )
+        said = map(_wrapped, (of_steps, of_memory, f"Recommended: {advice}", f"Why: {why}."))
         return "\n".join([*lines, "", *said, ""])
 
     def draw(self, path: Path) -> None:
