@@ -37,7 +37,8 @@ if hasattr(os, "SCHED_BATCH"):
     # A thread that is woken up waits for its turn. Otherwise gloo's own thread interrupts one that has just sent and
     # still holds the lock that it needs, and polls until that one has its turn: a tenth of the time of all tests.
     with contextlib.suppress(OSError):  # not everywhere allowed
-        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+        if os.sched_getscheduler(0) == os.SCHED_OTHER:  # who started the tests at idle priority keeps that
+            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
