@@ -178,8 +178,8 @@ class Plan:
         )
         held_gb = number((16 if self.run.is_adam else 12) * numel / 1e9)  # float32; SGD with momentum
         of_memory = (
-            f"A rank holds {held_gb} GB: trained parameters, gradients and the optimizer's state, besides what the table "
-            "says is kept. If that does not fit, none of these: int8_fsdp, over a WAN sparse_loco_fsdp."
+            f"A rank holds {held_gb} GB: trained parameters, gradients and the optimizer's state, besides what the "
+            "table says is kept. If that does not fit, none of these: int8_fsdp, over a WAN sparse_loco_fsdp."
         )
         said = map(_wrapped, (of_steps, of_memory, f"Recommended: {advice}", f"Why: {why}."))
         return "\n".join([*lines, "", *said, ""])
