@@ -115,12 +115,7 @@ CONTROLS = {
     ),
 }
 CONTROL_LINK = "100 Mb/s, 50 ms"
-LONG = (
-    "dgc",
-    "lowbw",
-    "ddp, fp16 hook",
-    "ddp",
-)  # an hour on the slowest link, where what is sent differs from short runs
+LONG = ("dgc", "lowbw", "ddp, fp16 hook", "ddp")  # an hour on the slowest link: less is sent there than in short runs
 
 
 class Fused(pl.Callback):
