@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from fnmatch import fnmatchcase
+from inspect import unwrap
 from typing import Any
 
 import torch
@@ -84,7 +85,7 @@ class MuonAdamW(Optimizer):
             # Made anew: a copy of an optimizer, and one that is loaded, has groups and state, and nothing else.
             part = _of(group["is_muon"])(group["params"])
             part.param_groups, part.state = [group], self.state
-            part.step()
+            unwrap(type(part).step)(part)  # hooks of all optimizers are called for this one
         return loss
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from copy import deepcopy
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from lightning_lowbw import ConfigurationError, LocalSGD, MuonAdamW, QuantizedGradients, Strategy
 from lightning_lowbw.presets import preset
@@ -62,6 +64,23 @@ def test_it_is_muon_for_hidden_matrices_and_adamw_for_the_rest_also_from_a_state
     for ours, theirs in zip(net.parameters(), twin.parameters(), strict=True):
         assert torch.equal(ours, theirs)
     assert deepcopy(optimizer).state_dict()["state"].keys() == optimizer.state_dict()["state"].keys()
+
+
+def test_hooks_of_all_optimizers_are_called_once_a_step() -> None:
+    """Not again for the two optimizers that it is made of; theirs are called as they would be of any."""
+    net, called = Net(), list[Any]()
+    optimizer = make(net)
+    handles = [
+        register(lambda one, *_: called.append(one))
+        for register in (register_optimizer_step_pre_hook, register_optimizer_step_post_hook)
+    ]
+    try:
+        backward(net, 0)
+        optimizer.step()
+    finally:
+        for handle in handles:
+            handle.remove()
+    assert called == [optimizer, optimizer]
 
 
 def average(num_steps: int) -> list[Tensor]:

@@ -21,7 +21,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Literal, get_args
+from typing import Any, Literal, cast, get_args
 
 import torch
 from torch import Tensor
@@ -155,6 +155,18 @@ class EveryK(Schedule, key="k"):
         if not (is_measured and is_hidden and self._outer_rates == HIDDEN_OUTER):
             return None
         return 1.0 + STEPS_BY_LOG2_K * math.log2(self.k_steps)
+
+    def check_replacement(self, before: Schedule) -> None:
+        super().check_replacement(before)
+        made_for = cast("EveryK", before)
+        # With a delay other messages are sent, in other process groups.
+        if (self.delay_steps > 0, self.num_fragments) != (made_for.delay_steps > 0, made_for.num_fragments):
+            raise ConfigurationError(
+                f"delay_steps={self.delay_steps}, num_fragments={self.num_fragments!r} in place of "
+                f"{made_for.delay_steps}, {made_for.num_fragments!r}: whether averages are hidden, and in how many "
+                "fragments, cannot change during a training. Change k_steps, or a delay into another one above 0; or "
+                "attach the method anew."
+            )
 
     def num_copies(self, *, keeps_start: bool) -> int:
         has_outer = self.outer != "none"

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from lightning_lowbw.errors import ConfigurationError
+
 SCHEDULES: dict[str, type[Schedule]] = {}
 
 
@@ -108,6 +110,18 @@ class Schedule:
             num_steps: of DDP.
         """
         return None
+
+    def check_replacement(self, before: Schedule) -> None:
+        """Check that the schedule can take the place of another one, for which a worker has been made.
+
+        Raises:
+            ConfigurationError: it cannot.
+        """
+        if self.averages_weights != before.averages_weights:
+            raise ConfigurationError(
+                f"{self} in place of {before}: averages of weights and exchanges of gradients cannot replace one "
+                "another during a training. Attach the method anew."
+            )
 
     def num_copies(self, *, keeps_start: bool) -> int:
         """Return how many copies of the weights each rank keeps; for the cost model.

@@ -227,6 +227,8 @@ class LocalSync(Synchronizer):
         self.is_prepared = False
         if self.peers.num_ranks > 1 or self.is_local:
             self._average_gradients()
+        elif not self._is_plain and self.phase.has_decayed(self._lr):
+            self._begin_after_decay(self.step)
         self.is_exchanged = True
         return True
 
@@ -286,7 +288,12 @@ class LocalSync(Synchronizer):
         if self.when.begin_step != FIRST_LR_DECAY or self._unread is None:
             return
         step, read = self._unread
-        if read().sums[NUM_DECAYED] and self.phase.begin_at(step + 2) and self.peers.rank == 0:
+        if read().sums[NUM_DECAYED]:
+            self._begin_after_decay(step)
+
+    def _begin_after_decay(self, step: int) -> None:
+        is_begin = self.when.begin_step == FIRST_LR_DECAY and self.phase.begin_at(step + 2)
+        if is_begin and self.peers.rank == 0:
             _logger.info("The learning rate has fallen: synchronous up to step %d, then local.", step + 2)
 
     @property

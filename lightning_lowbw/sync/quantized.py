@@ -269,7 +269,7 @@ class QuantizedExchange:
             )
         self.residuals = Residuals()
         self.fault: Tensor | None = None
-        self._tables = Tables()
+        self._tables: dict[tuple[str, ...], Tables] = {}
 
     def prepare(
         self, signal: Mapping[str, Tensor | None], correction: Correction | None = None, *, is_late: bool = False
@@ -277,13 +277,17 @@ class QuantizedExchange:
         """Prepare tensors: any floating dtype and shape. Kernels of a GPU encode them now, and find inf and NaN."""
         known = {name: tensor for name, tensor in signal.items() if tensor is not None}
         if len(known) == len(signal) and self._is_in_kernels(known.values()):
-            pending = PendingQuantized(self, known, self._tables)
+            pending = PendingQuantized(self, known, self._tables_of(known))
             return PreparedWhole(signal, lambda _, *beside: pending.send(*beside), pending, pending.faults)
         return PreparedWhole(signal, self._send)
 
     def _send(self, signal: dict[str, Tensor], status: Tensor | None, whole: Signal | None) -> PendingQuantized:
-        tables = self._tables if self._is_in_kernels(signal.values()) else None
+        tables = self._tables_of(signal) if self._is_in_kernels(signal.values()) else None
         return PendingQuantized(self, signal, tables).send(status, whole)
+
+    def _tables_of(self, signal: Iterable[str]) -> Tables:
+        """Return those of a fragment: another one may be in progress, or come between two of its averages."""
+        return self._tables.setdefault(tuple(signal), Tables())
 
     def _is_in_kernels(self, tensors: Collection[Tensor]) -> bool:
         return (
@@ -605,7 +609,7 @@ class InRanges(Vector):
 
 
 class Tables:
-    """The tables of a GPU's kernels, kept from call to call: of this rank's parts, of what it reads, of all parts."""
+    """The tables of a GPU's kernels for some tensors, kept from call to call: of parts, of what is read, of all."""
 
     def __init__(self) -> None:
         self.parts, self.read, self.all = JoinedTable(), JoinedTable(), JoinedTable()
@@ -632,7 +636,7 @@ class InKernels(Vector):
         )
         self._code, self._tables = CODES[value_dtype], tables
         columns = self.signals, self._parts(), accumulate(map(torch.numel, self._kept), initial=0), self._kept
-        self._rows = [JoinedRow.of(*row) for row in zip(*columns, strict=False)]
+        self._table = tables.parts.update((JoinedRow.of(*row) for row in zip(*columns, strict=False)), self._device)
         self._flags = torch.zeros(len(self.signals) + 1, dtype=torch.bool, device=self._device)
         self.flags = self._flags[:-1]
         self.message = torch.empty((self._shape[0], self.nbytes), dtype=torch.uint8, device=self._device)
@@ -642,11 +646,6 @@ class InKernels(Vector):
     @property
     def is_infinite(self) -> Tensor:
         return self._flags[-1]
-
-    @property
-    def _table(self) -> JoinedTable:
-        """Of this rank's parts; another hidden average may have had its own since then."""
-        return self._tables.parts.update(self._rows, self._device)
 
     def write_message(self, beside: Sequence[Tensor]) -> None:
         if beside:

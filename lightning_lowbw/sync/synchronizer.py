@@ -102,7 +102,7 @@ class Synchronizer:
             )
         self.method, self.optimizer, self.peers = method, optimizer, peers
         self.params = Params(optimizer, named_parameters)
-        self._made_for = method.what
+        self._made_for = method
         self.step = self.batch = 0
         self.torn = ""
         self.is_prepared = self.is_exchanged = self.is_stepping = False
@@ -341,9 +341,10 @@ class Synchronizer:
     # Also called by the strategies ----------------------------------------------------------------------------------
 
     def check_payload(self) -> None:
-        """Raise if the payload has been replaced by one of another kind, to which the residuals mean nothing."""
-        if self.method.what is not self._made_for:
-            self.method.what.check_replacement(self._made_for)
+        """Raise if the method has been replaced by one for which this worker has not been made."""
+        if self.method is not self._made_for:
+            self.method.what.check_replacement(self._made_for.what)
+            self.method.when.check_replacement(self._made_for.when)
 
     def check_schedule(self) -> None:
         """Raise if the coming step does not fit the state; called when the training starts."""

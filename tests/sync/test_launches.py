@@ -43,7 +43,7 @@ from lightning_lowbw.sync.exchange import ReduceScatterExchange
 from lightning_lowbw.sync.gradient import GradientSync
 from lightning_lowbw.sync.local import LocalSync
 from lightning_lowbw.sync.local_view import agree_in_node
-from lightning_lowbw.sync.quantized import FORMATS
+from lightning_lowbw.sync.quantized import FORMATS, Quantized, QuantizedExchange
 from tests.shapes import resnet50_shapes, transformer_shapes
 
 triton_kernels = pytest.importorskip("lightning_lowbw.kernels.triton_kernels")
@@ -594,6 +594,26 @@ def eight_ranks() -> Iterator[None]:
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
     yield
     dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("eight_ranks")
+def test_the_tables_of_hidden_fragments_are_written_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where addresses are the same again, also while another fragment is in progress."""
+    count = stand_in(monkeypatch, 8)
+    with torch.no_grad(), FakeTensorMode(), Operations(count):
+        exchange = QuantizedExchange(Quantized(value_dtype="int4"), Peers(), is_hidden=True)
+        shapes = {"first": [(300, 20), (7,)], "second": [(5, 5000)]}
+        fragments = [
+            {f"{name} {i}": torch.empty(shape, device="cuda") for i, shape in enumerate(shapes[name])}
+            for name in shapes
+        ]
+        uploads = []
+        for _ in range(3):
+            count.clear()
+            for pending in [exchange.prepare(fragment).send() for fragment in fragments]:
+                pending.wait().mean.dense()
+            uploads.append(count["upload"])
+    assert uploads == [4, 0, 0]  # of each its table, and which tensors are in which block
 
 
 @pytest.mark.usefixtures("eight_ranks")

@@ -172,6 +172,25 @@ def test_a_replaced_dtype_is_sent_and_another_payload_is_refused() -> None:
         assert "another payload needs a worker of its own" in str(said)
 
 
+@on_ranks()
+def test_whether_averages_are_hidden_cannot_change() -> None:
+    """Nor how many fragments there are; what they are of, and when, can."""
+    parameters = problem.make_parameters({"large": (40, 50), "small": (7,)})
+    method = LocalSGD(4, 0, compression="int8")
+    worker = method.attach(SGD(parameters.values(), lr=0.05), parameters.items())
+    problem.take_step(worker, parameters, 0)
+    for change in ({"delay_steps": 3}, {"num_fragments": 2}):
+        worker.method = method.replace(**change)
+        with pytest.raises(ConfigurationError, match=r"in place of 0, 1: .* or attach the method anew"):
+            problem.take_step(worker, parameters, 1)
+    worker.method = Method(what=method.what)
+    with pytest.raises(ConfigurationError, match="averages of weights and exchanges of gradients"):
+        problem.take_step(worker, parameters, 1)
+    worker.method = method.replace(k_steps=2)
+    problem.take_step(worker, parameters, 1)
+    assert worker.num_averages == 1
+
+
 # Averages of weights --------------------------------------------------------------------------------------------------
 
 ALONE = {"matrix": (30, 50)}  # a block is of values of one tensor
