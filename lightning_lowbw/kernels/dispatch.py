@@ -38,6 +38,7 @@ from lightning_lowbw.kernels.tensors import upload
 LONGEST_CAUSE = 200  # characters of an exception that are passed on: of a compiler's output the first line will do
 MOST_COLUMNS = 16  # that Triton makes orthogonal, in one program each matrix; torch takes more at once (not measured)
 PLAIN = Kind(torch.float32, torch.float32, torch.float32, is_adam=False, is_aligned=True)
+TINY_NUMELS = GPU_BLOCK, GPU_BLOCK + 1
 
 OLDEST_TRITON = (3, 2)  # comes with torch 2.6; those before it want the types of pointers written out
 OLDEST_CAPABILITY = (7, 0)  # what Triton compiles for
@@ -268,6 +269,11 @@ def _try_numba(device: torch.device, uses: Uses) -> None:
         _compare(*(_orthogonal(module, device, rank) for module in (cpu, reference)), tolerance=1e-6)
     for bits in uses.bits:
         _compare(*(_scaled(each, device, bits) for each in (cpu, reference)))
+    positions, code, fields = _tiny_positions(device)
+    words, read = torch.zeros(2, dtype=torch.int32), torch.empty(len(positions) + cpu.BYTE, dtype=torch.int32)
+    cpu.pack_(positions, fields, *code, words)
+    counts = torch.tensor(cpu.unpack(words, fields, code, (0, code[1]), read))
+    _compare([read[: len(positions)].long(), counts], [positions, torch.tensor([len(positions), 0])])
 
 
 def _averaged(
@@ -287,7 +293,7 @@ def _averaged(
             Arrival(out, number, 0, count - number, weight if is_step else None, 0.5)
             for number, (out, weight) in enumerate(zip(outs, weights, strict=True))
         ]
-        values = torch.full(indices.shape, 0.75, device=like.device)
+        values = torch.full_like(indices, 0.75, dtype=torch.float32)
         module.average_many_(arrivals, indices, values, over_senders=over_senders)
         results += weights if is_step else outs
     return results
@@ -300,7 +306,7 @@ def _try_triton(device: torch.device, uses: Uses) -> None:
             _try_compression(device, kinds, is_adam)
     for value_dtype in uses.value_dtypes:
         _try_wire(device, value_dtype)
-    like = torch.ones(GPU_BLOCK + 1, device=device)
+    like = torch.ones(GPU_BLOCK + 1, dtype=torch.float32, device=device)
     positions = torch.tensor([0, 5, GPU_BLOCK - 3, GPU_BLOCK], device=device)
     dtypes = dict.fromkeys([torch.float32, *uses.mean_dtypes])
     for num_messages, dtype in product(uses.num_messages, dtypes):
@@ -329,7 +335,7 @@ def _orthogonal(module: ModuleType, device: torch.device, rank: int) -> list[Ten
     """Return what a module makes of two matrices, of which one has zeros alone, and spares for it."""
     numel = 2 * max(GPU_BLOCK, rank)
     values = (torch.arange(2 * numel * rank, device=device) * 7919 % 8191 - 4095).to(torch.float32)
-    batches = [values.view(2, numel, rank), torch.zeros(1, rank + 1, rank, device=device)]
+    batches = [values.view(2, numel, rank), values.new_zeros(1, rank + 1, rank)]
     spares = [torch.ones_like(batch) for batch in batches]
     module.orthogonalize_(batches, spares)
     module.orthogonalize_(spares)
@@ -380,16 +386,20 @@ def _try_compression(device: torch.device, kinds: Sequence[Kind], is_adam: bool)
             _compare([segment.residual.index_put((at,), sent)], [twin.residual], tolerance=tolerance)
 
 
+def _tiny_positions(device: torch.device) -> tuple[Tensor, tuple[int, int], Tensor]:
+    """Return two positions of each of two tensors, and how they are coded in two words: see `compress.codec`."""
+    width, k, numels = 10, 2, TINY_NUMELS
+    positions = torch.tensor([5, numels[0] - 3, 0, numels[1] - 1], device=device)
+    rows = [Field(k, 0, 0, numels[0], 0), Field(k, k, numels[0], numels[1], 1)]
+    return positions, (width, 2 * k + (sum(numels) >> width)), upload(rows, torch.int64, device).view(2, -1)
+
+
 def _try_wire(device: torch.device, value_dtype: torch.dtype | int) -> None:
     """Raise if what has been selected does not come out of a message, or is rounded otherwise."""
-    numels, width, k = [GPU_BLOCK, GPU_BLOCK + 1], 10, 2
-    positions = torch.tensor([5, GPU_BLOCK - 3, 0, GPU_BLOCK], device=device)
-    values = torch.tensor([1.0, -1.0 - 2.0**-9, 3.0, 2.0**-3], device=device)
-    window = 0, 2 * k + (sum(numels) >> width)  # `compress.codec`
-    code = width, window[1]
-    rows = [Field(k, 0, 0, numels[0], 0), Field(k, k, numels[0], numels[1], 1)]
-    fields = upload(rows, torch.int64, device).view(2, -1)
-    residuals = [torch.ones(numel, device=device) for numel in numels]
+    positions, code, fields = _tiny_positions(device)
+    k, window = len(positions) // 2, (0, code[1])
+    values = torch.tensor([1.0, -1.0 - 2.0**-9, 3.0, 2.0**-3], dtype=torch.float32, device=device)
+    residuals = [torch.ones(numel, dtype=torch.float32, device=device) for numel in TINY_NUMELS]
     twins = [residual.clone() for residual in residuals]
     message = torch.zeros(8, dtype=torch.int32, device=device)  # two words of positions, then the values
     if isinstance(value_dtype, torch.dtype):
@@ -400,7 +410,7 @@ def _try_wire(device: torch.device, value_dtype: torch.dtype | int) -> None:
         codes = top + 1 | top << value_dtype | top << 3 * value_dtype
         message[2:5] = torch.tensor([0x4000 << 16 | lowest] * 2 + [codes], dtype=torch.int32)
         bits = torch.tensor([lowest << 16, (lowest << 16) + (0x80 << 16) // top * top] * 2, dtype=torch.int32)
-        rounded = bits.view(torch.float32).to(device) * torch.tensor([-1.0, 1.0, 1.0, 1.0], device=device)
+        rounded = bits.view(torch.float32).to(device) * values.sign()[[1, 0, 0, 0]]
     gpu.pack(positions, values, fields, code, k, message, coded, residuals)
     damaged = torch.zeros((), dtype=torch.bool, device=device)
     read_positions, read = gpu.unpack(message.unsqueeze(0), fields, code, window, len(positions), coded, damaged)

@@ -33,6 +33,26 @@ def test_which_one_runs() -> None:
 
 
 @needs_numba
+def test_one_variant_of_each_kernel_is_compiled_before_the_training_whatever_the_default_dtype() -> None:
+    """Otherwise ranks compile for seconds in their first step, or at each start in float64."""
+
+    def variants() -> dict[str, int]:
+        kernels = {name: each for name, each in vars(compiled_for()).items() if name.endswith("_kernel")}
+        return {name: len(kernel.signatures) for name, kernel in kernels.items()}
+
+    found = []
+    for dtype in (torch.float32, torch.float64):
+        torch.set_default_dtype(dtype)
+        try:
+            assert dispatch.prepare(CPU) is None
+        finally:
+            torch.set_default_dtype(torch.float32)
+        found.append(variants())
+    assert all(found[0].values())
+    assert found[0] == found[1]
+
+
+@needs_numba
 def test_a_numba_that_cannot_be_imported_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """Installed, but not for this numpy, say; or not installed."""
     monkeypatch.setattr(dispatch, "_import_cpu", dispatch._import_cpu.__wrapped__)
