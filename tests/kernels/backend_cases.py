@@ -262,7 +262,7 @@ def test_average(
 
 
 @pytest.mark.filterwarnings("ignore:(invalid value|divide by zero|overflow) encountered")
-@pytest.mark.parametrize("rank", [1, 2, 3, 8])
+@pytest.mark.parametrize("rank", [1, 3, 8])
 def test_orthogonal_columns(rank: int) -> None:
     """Several blocks of rows and parts of one; dependent columns, zeros, and what is not finite."""
     module = dispatch.orthogonal_for(DEVICE, rank)

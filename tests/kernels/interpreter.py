@@ -87,7 +87,8 @@ def _assert_no_overflow(self: Any, lhs: Any, rhs: Any, binary_op: Any) -> None:
     assert fits, f"int{of.int_bitwidth} overflow in {binary_op.__name__}"
 
 
-def main(*names: str) -> int:
+def main() -> int:
     """Run the tests of files beside this one."""
     speed_up()
-    return pytest.main(["-q", "-p", "no:cacheprovider", *(f"tests/kernels/{name}.py" for name in names)])
+    files = (f"tests/kernels/{name}.py" for name in ("backend_cases", "kernel_cases", "kernel_steps"))
+    return pytest.main(["-q", "-p", "no:cacheprovider", *files])

@@ -274,7 +274,6 @@ def table_of(parts: Parts) -> JoinedTable:
 CODES: list[Code] = [8, 4, BFLOAT16, FLOAT16]
 NOT_FINITE: dict[str, list[tuple[int, int, float]]] = {
     "": [],
-    "one": [(4, 700, float("nan"))],
     "three": [(0, 1, float("inf")), (4, 9, float("nan")), (9, 5, -float("inf"))],
 }
 

@@ -13,9 +13,8 @@ needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, re
 
 
 @needs_triton
-@pytest.mark.parametrize("names", [("backend_cases", "kernel_cases"), ("kernel_steps",)], ids=str)
-def test_interpreted(names: tuple[str, ...]) -> None:
-    program = f"from tests.kernels.interpreter import main; sys.exit(main(*{names}))"
+def test_interpreted() -> None:
+    program = "from tests.kernels.interpreter import main; sys.exit(main())"
     output = run_without_lightning(program, TRITON_INTERPRET="1")
     assert " passed" in output
     assert "skipped" not in output

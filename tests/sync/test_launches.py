@@ -11,7 +11,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -126,6 +126,22 @@ def indexed(tensor: Tensor, index: Any) -> Tensor:
     return tensor
 
 
+@cache  # as the next one, of what is done at each operation
+def name_of(operation: Any) -> tuple[str, str]:
+    """Return the library of an operation, and its name."""
+    library, name, *_ = f"{operation}.".split(".")
+    return library, name
+
+
+def type_of(tensor: Tensor) -> str:
+    """Return the type of the device, which asking a fake tensor would be another operation."""
+    return (tensor.fake_device if isinstance(tensor, FakeTensor) else tensor.device).type
+
+
+def tensors_of(values: Any) -> list[Tensor]:
+    return [each for each in torch.utils._pytree.tree_leaves(values) if isinstance(each, Tensor)]
+
+
 class Operations(TorchDispatchMode):
     """Counts what torch launches on the device, and the bytes that are in use there.
 
@@ -157,19 +173,20 @@ class Operations(TorchDispatchMode):
 
     def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = operation(*args, **(kwargs or {}))
-        self.count[CALLS] += not str(operation).startswith("prim")  # what a fake tensor is asked, and a real one knows
-        for each in torch.utils._pytree.tree_leaves(result):
-            if isinstance(each, Tensor) and each.is_cuda:
+        library, name = name_of(operation)
+        if library == "prim":  # what a fake tensor is asked, and a real one knows
+            return result
+        self.count[CALLS] += 1
+        for each in tensors_of(result):
+            if type_of(each) == "cuda":
                 self.note(each)
-        name = str(operation).split(".")[1 if str(operation).startswith("aten") else 0]
-        if name not in FREE and str(operation).startswith("aten"):
-            flat = torch.utils._pytree.tree_leaves((args, kwargs, result))
-            if any(isinstance(each, Tensor) and each.device.type == self.device for each in flat):
-                if name != "_local_scalar_dense":
-                    self.count[name] += launches_of(name, args)
-                selects = name == "index" and any(each is not None and each.dtype == torch.bool for each in args[1])
-                if self.device == "cpu" and (selects or name in WAITING):
-                    self.count[f"wait: {name}"] += 1
+        leaves = tensors_of((args, kwargs, result)) if name not in FREE and library == "aten" else []
+        if any(type_of(each) == self.device for each in leaves):
+            if name != "_local_scalar_dense":
+                self.count[name] += launches_of(name, args)
+            selects = name == "index" and any(each is not None and each.dtype == torch.bool for each in args[1])
+            if self.device == "cpu" and (selects or name in WAITING):
+                self.count[f"wait: {name}"] += 1
         return result
 
 

@@ -16,10 +16,10 @@ from lightning_lowbw import DGC
 from tests.ranks import run_ranks
 
 STEPS = 3  # in the second most elements are candidates, because what is kept has doubled
-SHAPES = {"four tensors": [(4096, 1024)] * 4, "one tensor": [(16384, 1024)]}
+SHAPES = {"four tensors": [(2048, 1024)] * 4, "one tensor": [(8192, 1024)]}
 SMALL = [(1024, 1024)]
 M_MMAP_THRESHOLD = -3  # of malloc.h
-RESIDUAL_BYTES = 16384 * 1024 * 4
+RESIDUAL_BYTES = 8192 * 1024 * 4
 
 
 def peak_bytes() -> int:
