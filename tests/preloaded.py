@@ -15,6 +15,8 @@ import os
 from _pytest.assertion import install_importhook
 from _pytest.config import get_config
 
+from tests.ranks import what_is_loaded
+
 # The server must not use CUDA before it forks: torch asks NVML then whether there is a device.
 os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
 # Each Trainer looks for callbacks of other packages, through all that is installed: a seventh of a short fit.
@@ -59,5 +61,6 @@ if os.environ.get("TRITON_INTERPRET") == "1":  # tests/kernels/kernel_steps.py
 # What a failed assert in a rank has compared, as in the process of the tests.
 install_importhook(get_config())
 
+what_is_loaded()
 gc.collect()
 gc.freeze()  # and is not looked through again, after each function that a rank runs

@@ -225,7 +225,7 @@ class _Left:
 
     def __init__(self) -> None:
         import numpy as np
-        from lightning_utilities.core.rank_zero import WarningCache, rank_zero_only
+        from lightning_utilities.core.rank_zero import rank_zero_only
 
         self.np, self.rank_zero_only = np, rank_zero_only
         self.environment = dict(os.environ)
@@ -234,10 +234,7 @@ class _Left:
         self.dtype = torch.get_default_dtype()
         self.threads = torch.get_num_threads()
         self.rank = getattr(rank_zero_only, "rank", 0)
-        self.loggers = {logger: _settings(logger) for logger in _loggers()}
-        self.names = {module: dict(vars(module)) for module in _modules(PATCHED)}
-        values = [value for module in _modules(("lightning",)) for value in vars(module).values()]
-        self.warned = [value for value in values if type(value) is WarningCache]
+        self.loggers, self.names, self.warned = what_is_loaded()
 
     def forget(self) -> None:
         """Put everything back. After the first function all its ranks have ended it, and no peer is left waiting."""
@@ -272,6 +269,19 @@ class _Left:
         for cache in self.warned:
             cache.clear()
         gc.collect()
+
+
+@functools.cache
+def what_is_loaded() -> tuple[dict[logging.Logger, Any], dict[ModuleType, dict[str, Any]], list[Any]]:
+    """Return loggers, names and what warns once as they are: in the server, or each rank would copy its memory."""
+    from lightning_utilities.core.rank_zero import WarningCache
+
+    values = [value for module in _modules(("lightning",)) for value in vars(module).values()]
+    return (
+        {logger: _settings(logger) for logger in _loggers()},
+        {module: dict(vars(module)) for module in _modules(PATCHED)},
+        [value for value in values if type(value) is WarningCache],
+    )
 
 
 def _loggers() -> list[logging.Logger]:
