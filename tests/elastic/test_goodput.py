@@ -20,10 +20,10 @@ pytestmark = [
 def test_goodput_under_a_kill_and_a_stop(tmp_path: Path) -> None:
     """Nearly three times as many faults as the 30 per hour of the benchmark, on a machine that may be busy."""
     events = [(2.0, "kill", "c"), (2.0, "start", "c"), (28.0, "stop", "b"), (36.0, "continue", "b")]
-    case = replace(LONG["alone"], groups="abc", minutes=1.5, events=events)
+    case = replace(LONG["alone"], groups="abc", minutes=1.0, events=events)
     row = summarise(run("alone", case, tmp_path / "run"), case)
     assert row["differ"] == {}, "weights, steps, tokens, members and learning rates after each round"
     assert row["num_compared"] > 5
     assert len(row["back_s"]) == 1, "the killed one has averaged again"
-    # Of 270 s of three groups a kill costs one group its start, 10 to 20 s, and the others 5 s; a stop 8 s and 5 s.
+    # Of 180 s of three groups a kill costs one group its start, 10 to 20 s, and the others 5 s; a stop 8 s and 5 s.
     assert row["goodput"][-1][1] > 0.5

@@ -110,7 +110,7 @@ def mean_of_nodes(parts: Sequence[Tensor], nodes: Nodes) -> Tensor:
 
 
 def make_weight(name: str, shape: Shape, dtype: torch.dtype = torch.float32) -> Tensor:
-    weight = torch.randn(shape, generator=_generator(name, 0, 0)).to(dtype)
+    weight = torch.randn(shape, generator=_generator(name, 0, 0), dtype=torch.float32).to(dtype)
     if name == "transposed":
         return weight.t().contiguous().t()
     return weight.contiguous(memory_format=torch.channels_last) if len(shape) == 4 else weight
@@ -134,7 +134,7 @@ def make_parameters(shapes: Mapping[str, Shape], dtype: torch.dtype = torch.floa
 
 
 def coefficients(name: str, like: Tensor, rank: int, step: int) -> Tensor:
-    return torch.randn(like.shape, generator=_generator(name, rank + 1, step)).to(like.dtype)
+    return torch.randn(like.shape, generator=_generator(name, rank + 1, step), dtype=torch.float32).to(like.dtype)
 
 
 def _generator(name: str, rank: int, step: int) -> torch.Generator:
