@@ -157,7 +157,7 @@ def run_without_lightning(program: str, **environment: str) -> str:
         env={**os.environ, "CUDA_VISIBLE_DEVICES": "", **environment},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=600,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
