@@ -29,13 +29,12 @@ demo: $(STAMP)  ## train over a slow link with DDP and with DGC; table, and a pl
 	$(RUN) -m lightning_lowbw.demo
 
 # Three at a time: a test of several ranks waits much of the time for their messages. A file's tests share their ranks, and
-# the long files come first (tests/conftest.py). What measures time runs by itself; only files with such tests are read.
+# the long files come first (tests/conftest.py). What measures time is slow, too, and runs by itself.
 # Bytecode is kept even where it is not otherwise: each of some hundred processes would compile what it imports.
 PARALLEL := -n 3 --dist loadfile --no-loadscope-reorder
 test test-slow kernels: export PYTHONDONTWRITEBYTECODE =
 test: kernels  ## run the tests
-	$(RUN) -m pytest $(PARALLEL) -m "not alone and not slow"
-	$(RUN) -m pytest -m "alone and not slow" $$(grep -rl "mark\.alone" tests --include="test_*.py")
+	$(RUN) -m pytest $(PARALLEL) -m "not slow"
 
 # numba's, which are kept beside the sources: all processes of the tests would wait for the first one that needs them.
 kernels: $(STAMP)

@@ -6,7 +6,6 @@ import os
 import sys
 import tempfile
 
-import pytest
 import torch.distributed as dist
 
 from lightning_lowbw.comm.link import Link, measure_link
@@ -16,28 +15,33 @@ from tests.programs import WITHOUT_LIGHTNING
 from tests.ranks import on_ranks
 from tests.sync.problem import everywhere, same_on_all
 
-MAX_S = 1.0
-
+RATE = 5e7  # on a faster link the cores decide as well
+# Until a try is as it should be: other work on the machine, as that of other tests, only adds time.
 PROBE = f"""{WITHOUT_LIGHTNING}
-import os, sys, time
+import os, time
 import torch
 import torch.distributed as dist
 from lightning_lowbw.comm.link import measure_link
 dist.init_process_group("gloo")
-for _ in range(3):
+long, is_right = torch.zeros({RATE / 100:.0f}), False  # a third of a second
+for _ in range(15):
     dist.barrier()
     started = time.monotonic()
     link = measure_link()
     took = time.monotonic() - started
-    long = torch.zeros(int(sys.argv[1]) // 4)
     dist.barrier()
     started = time.monotonic()
     dist.all_reduce(long)
     achieved = 2 * (1 - 1 / dist.get_world_size()) * long.nbytes / (time.monotonic() - started)
-    if dist.get_rank() == 0:
-        print(took, link.latency_s, link.bandwidth_bytes_per_s, achieved, flush=True)
+    found = link.bandwidth_bytes_per_s
+    tried = torch.tensor([took, link.latency_s, 8 * found / {RATE}, found / achieved])
+    dist.broadcast(tried, 0)
+    took, latency_s, of_rate, of_achieved = tried.tolist()
+    print(took, latency_s, of_rate, of_achieved, flush=True)
+    if is_right := took < 1.0 and latency_s < 0.01 and 0.85 < of_rate < 1.15 and of_achieved > 0.8:
+        break
 dist.barrier()
-os._exit(0)
+os._exit(not is_right)
 """
 
 
@@ -59,24 +63,10 @@ def test_all_ranks_of_a_group_have_the_same_link() -> None:
 class TestInTheLab:
     pytestmark = needs_lab
 
-    @pytest.mark.alone
     def test_the_bandwidth_of_a_shaped_link(self) -> None:
-        rate = 5e7
-        with Network([rate] * 3) as network, tempfile.TemporaryFile() as output:
-            report = launch(
-                network,
-                [sys.executable, "-c", PROBE, str(int(rate / 25))],  # a third of a second
-                environment={"PYTHONPATH": os.pathsep.join(sys.path)},
-                timeout_s=60.0,
-                output=output,
-            )
+        with Network([RATE] * 3) as network, tempfile.TemporaryFile() as output:
+            environment = {"PYTHONPATH": os.pathsep.join(sys.path)}
+            command = [sys.executable, "-c", PROBE]
+            report = launch(network, command, environment=environment, timeout_s=60.0, output=output)
             output.seek(0)
-            text = output.read().decode()
-        assert report.status == 0, text
-        measured = [tuple(map(float, line.split())) for line in text.splitlines()[-3:]]
-        seconds, latencies, bandwidths, achieved = zip(*measured, strict=True)
-        assert min(seconds) < MAX_S  # of three tries, as below: other work on the machine only adds time
-        assert min(latencies) < 0.01
-        assert 8 * max(bandwidths) < 1.15 * rate
-        assert 8 * max(bandwidths) > 0.85 * rate  # on a faster one the cores decide as well
-        assert max(bandwidths) > 0.8 * max(achieved)
+            assert report.status == 0, output.read().decode()
