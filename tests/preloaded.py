@@ -62,5 +62,6 @@ if os.environ.get("TRITON_INTERPRET") == "1":  # tests/kernels/kernel_steps.py
 install_importhook(get_config())
 
 what_is_loaded()
+gc.set_threshold(20_000)  # objects: what a fit makes for a while is no garbage, and each call of `run_ranks` collects
 gc.collect()
 gc.freeze()  # and is not looked through again, after each function that a rank runs

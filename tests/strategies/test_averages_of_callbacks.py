@@ -207,7 +207,7 @@ def test_an_average_of_a_sharded_model_is_that_of_all_nodes() -> None:
     for out in (None, "on_validation_end", "on_train_epoch_start", "on_train_batch_start", ""):
         module, validated = Configured(), Noted(shard_digest, "on_validation_batch_start")
         callbacks = [] if out is None else [Average(out), validated]
-        options = {"callbacks": callbacks, "max_epochs": 2, "max_steps": 13}
+        options = {"callbacks": callbacks, "max_epochs": 2, "max_steps": 13, "limit_val_batches": 2}
         train_shards(LocalSGD(4, 0), module, STEPS - 1, val=out is not None, **options)
         for of_ranks in (gathered(validated.values), left.setdefault(out, gathered(shard_digest(module)))):
             assert of_ranks[:2] == of_ranks[2:], out

@@ -208,7 +208,7 @@ class Normed(Listed):
 @on_ranks(4)
 def test_validation_and_the_end_have_the_same_statistics_on_all_ranks(tmp_path: Path) -> None:
     model, resumed, path = Normed(sgd), Normed(sgd), f"{tmp_path}/some.ckpt"
-    options = {"val": True, "max_epochs": 2}
+    options = {"val": True, "max_epochs": 2, "limit_val_batches": 1}
     train_shards(LOCAL, model, STEPS, callbacks=[saving(path, (STEPS,))], **options)
     train_shards(LOCAL, resumed, STEPS, resume=path, **options)
     assert shard_digest(model) == shard_digest(resumed)
@@ -325,6 +325,7 @@ class Sampling(pl.Callback):
 def test_training_is_the_same_with_validation(module: type[Plain], method: Method, tmp_path: Path) -> None:
     """And with forward passes of a callback, and on from the end of an epoch; FSDP keeps weights that it gathered."""
     path, validated = f"{tmp_path}/{{}}.ckpt", {"val": True, "num_sanity_val_steps": 1, "val_check_interval": 2}
+    validated["limit_val_batches"] = 2
     resumed = {"resume": path.format(STEPS)}
     digests = []
     for options in ({}, {**validated, "callbacks": [Sampling(), saving(path, (STEPS,))]}, {**validated, **resumed}):
