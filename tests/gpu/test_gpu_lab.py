@@ -77,6 +77,7 @@ def check_row(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 class TestWithNamespaces:
     pytestmark = needs_lab
 
+    @pytest.mark.slow
     def test_a_row_is_written(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         check_row(tmp_path, monkeypatch)
 
