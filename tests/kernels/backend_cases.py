@@ -279,9 +279,9 @@ def test_orthogonal_columns(rank: int) -> None:
         for one, other in zip(found[:3], expected[:3], strict=True):
             torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-9)
         assert not any(bool(each.isfinite().all()) for each in (*found[3], *expected[3]))
-        again = [batch.to(DEVICE) for batch in copy.deepcopy(batches)]
-        module.orthogonalize_(again, of_each)
-        assert all(equal_bits(a.nan_to_num(9.0), b.nan_to_num(9.0)) for a, b in zip(found, again, strict=True))
+    again = [batch.to(DEVICE) for batch in copy.deepcopy(batches)]
+    module.orthogonalize_(again, of_each)
+    assert all(equal_bits(a.nan_to_num(9.0), b.nan_to_num(9.0)) for a, b in zip(found, again, strict=True))
     module.orthogonalize_([])
 
 
