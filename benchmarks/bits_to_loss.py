@@ -21,6 +21,7 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,15 +29,17 @@ from typing import Any, NamedTuple
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
+from torch.optim.lr_scheduler import OneCycleLR
 
 from benchmarks.harness import RESULTS, as_plain, describe_environment, in_words, run_in_lab
 from benchmarks.quantized_accuracy import smooth, train
-from lightning_lowbw import Compression, DGCStrategy, LocalSGD, LocalSGDStrategy, Strategy
+from lightning_lowbw import Compression, DGCStrategy, LocalSGD, LocalSGDStrategy, MuonAdamW, Quantized, Strategy
 from lightning_lowbw.lab import parse_rate
 from lightning_lowbw.planner import colour_of
+from lightning_lowbw.presets import preset
 from lightning_lowbw.schedules.every_step import EveryStep
 from lightning_lowbw.strategies.names import NAMES
-from lightning_lowbw.zoo import StdlibText
+from lightning_lowbw.zoo import ByteLanguageModel, StdlibText
 
 NUM_RANKS = 4
 RATE = "100mbit"
@@ -82,6 +85,11 @@ METHODS: dict[str, Callable[[], Any]] = {
     ),
     **{f"diloco, k = {k}": local("diloco", k) for k in (16, 64)},
     **{f"streaming_diloco, k = {k}": partial(streaming, k, outer="nesterov") for k in (16, 64)},
+    "streaming_diloco by name": lambda: "streaming_diloco",
+    "streaming_diloco by name, int4": lambda: Strategy(
+        replace(preset("streaming_diloco"), what=Quantized(value_dtype="int4"))
+    ),
+    "muloco, k = 16": lambda: Strategy(preset("muloco").replace(k_steps=16)),
     **{f"sparse_loco, k = {k}": local("sparse_loco", k) for k in (16, 64)},
     "sparse_loco, k = 16, over ranks": local("sparse_loco", 16, compression=Compression(mean_over="ranks")),
     "sparse_loco, k = 16, norms too": local("sparse_loco", 16, compression=Compression(min_numel=1)),
@@ -101,6 +109,16 @@ PLAIN = ("ddp", "dgc", "diloco, k = 16", "diloco, k = 64", "sparse_loco, k = 16"
 DRAWN = (*PLAIN, "streaming_diloco, k = 16", "sparse_loco, k = 16, 1 of 128, norms too")
 
 
+class ByMuon(ByteLanguageModel):
+    """Steps its matrices by Muon, at the rates of AdamW."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer, lr = MuonAdamW(self, weight_decay=0.0, exclude=("head.*",)), self.hparams["lr"]
+        num_steps = int(self.trainer.estimated_stepping_batches)
+        schedule = OneCycleLR(optimizer, max_lr=lr, total_steps=num_steps, cycle_momentum=False)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
 def train_all(job: dict[str, Any], path: Path) -> None:
     """One rank: train from each start with each method and seed in turn; rank 0 writes the curves."""
     curves = []
@@ -112,7 +130,8 @@ def train_all(job: dict[str, Any], path: Path) -> None:
         weights = Path(job["folder"]) / f"{seed}.pt" if goes_on or method == "ddp" else None
         if goes_on and weights is not None and not weights.exists():
             raise SystemExit(f"{weights} is not there: let DDP train from scratch first, with the same --folder.")
-        run = train(METHODS[method], seed, num_steps, data, 1.0, weights, lr=lr, **MODEL)
+        make_model = ByMuon if method.startswith("muloco") else ByteLanguageModel
+        run = train(METHODS[method], seed, num_steps, data, 1.0, weights, make_model, lr=lr, **MODEL)
         curves.append({"start": start, "method": method, "rate": job["rate"], **run})
         if os.environ["RANK"] == "0":
             path.write_text(json.dumps(curves))
@@ -184,8 +203,10 @@ def note(results: dict[str, Any]) -> str:
         f"{environment['date']}). Bits are those that rank 0's interface has sent in the whole fit, with all headers: "
         f"in an all-gather each message passes it {NUM_RANKS - 1} times. The busiest steps are {PEAK_STEPS} in a row. "
         f'Seconds are those of the seeds that were run at {RATE}; losses and bits do not depend on it. "Norms too": no '
-        'tensor is averaged whole. "Over ranks": mean_over="ranks". "Streaming": in fragments, hidden, 1 of 128, norms '
-        "too; its replicas are not equal at the end, so it ends with a whole average. dgc sends "
+        'tensor is averaged whole. "Over ranks": mean_over="ranks". "By name": with its defaults, k = 16, hidden by 15 '
+        "steps, outer 0.7 / 0.6; other rows of streaming_diloco as in the paper: by 5 steps, 0.7 / 0.9, mixing 0.5. "
+        'muloco trains by MuonAdamW. "Streaming": in fragments, hidden, 1 of 128, norms too; its replicas are not '
+        "equal at the end, so it ends with a whole average. dgc sends "
         f"{in_words(as_plain(DGC_SCHEDULE))}; it has not chosen this itself.\n\n"
     )
 

@@ -42,7 +42,7 @@ from lightning_lowbw.zoo import ByteLanguageModel, StdlibText
 
 Row = dict[str, Any]
 SLACK = 1.01
-STRETCHES = (1.0, 1.3, 1.6, 2.0)
+STRETCHES = (1.0, 1.6, 2.5)
 OUTER = (0.7, 0.6)  # rate and momentum of the first runs
 NUM_CROPS, NUM_EVAL = 64_000, 1024
 
@@ -270,14 +270,13 @@ def grid() -> Iterator[Row]:
     yield nesterov("text", 2, 8, delay=7, fragments=4)  # streaming
     yield from (run for task in ("resnet", "text") for run in (runs(task, 1), nesterov(task, 1, 8)))  # one rank: SNOO
     yield nesterov("text", 2, 8, delay=7, fragments=4, mixing=0.5)
-    yield runs("text", 4)
-    yield nesterov("text", 4, 8, delay=7, stretch=1.6)
+    for ranks, stretches in ((4, (1.6, 1.0)), (8, (1.6, 2.5))):
+        yield runs("text", ranks)
+        for k, stretch in product((8, 16), stretches):
+            yield nesterov("text", ranks, k, delay=k - 1, stretch=stretch)
     yield from (nesterov("text", 8, 8, stretch=0.5, moments=moments) for moments in (0, 1))  # DES-LOC
     yield from (nesterov("text", 2, 16, muon=muon) for muon in (False, True))  # MuLoCo
     yield runs("text", 2, muon=True)
-    yield nesterov("text", 4, 8, delay=7)
-    yield runs("text", 8)
-    yield from (nesterov("text", 8, 8, delay=7, stretch=stretch) for stretch in (1.6, 1.0))
     yield from (runs(task, 2, 8, delay=7, stretch=1.6) for task in tasks)
     yield from (nesterov(task, 2, 8) for task in tasks)  # it waits
     for seed, task in product((1, 2), ("resnet", "continued", "text")):
@@ -300,8 +299,8 @@ CELL = ("task", "ranks", "k", "delay", "outer", "mixing", "fragments", "moments"
 def factors(rows: Sequence[Row]) -> dict[tuple[Any, ...], tuple[dict[float, float], float | None]]:
     """Return for each method the loss to ddp's by the number of steps, and the factor of steps to ddp's loss.
 
-    None: it is not reached with the most steps that were run, nor by the line through the last two numbers up to
-    twice ddp's.
+    None: it is not reached with the most steps that were run, nor by the line through the last two numbers up to the
+    last of `STRETCHES`.
     """
     dense = {(r["task"], r["ranks"], r["seed"]): r["val_loss"] for r in rows if r["k"] == 1 and not r["muon"]}
     ratios: dict[tuple[Any, ...], dict[float, list[float]]] = {}
@@ -339,36 +338,40 @@ def factor_of(ratios: dict[float, float]) -> float | None:
     return None
 
 
-RULES: dict[str, Callable[[int], float]] = {
-    "1 + a": lambda k: 1.0,
-    "1 + a log2(k)": math.log2,
-    "1 + a (k - 1)": lambda k: k - 1.0,
+Point = tuple[int, int, float]
+RULES: dict[str, Callable[[int, int], float]] = {
+    "1 + a": lambda k, ranks: 1.0,
+    "1 + a log2(k)": lambda k, ranks: math.log2(k),
+    "1 + a (k - 1)": lambda k, ranks: k - 1.0,
+    "1 + a log2(k) log2(N)": lambda k, ranks: math.log2(k) * math.log2(ranks),
 }
 
 
-def fit(points: Sequence[tuple[int, float]]) -> dict[str, tuple[float, float]]:
+def fit(points: Sequence[Point]) -> dict[str, tuple[float, float]]:
     """Return of each rule its a, and the root of the mean squared error.
 
     Args:
-        points: k, and the factor.
+        points: k, the number of replicas N, and the factor.
     """
     found = {}
     for name, x in RULES.items():
-        a = sum(x(k) * (factor - 1) for k, factor in points) / sum(x(k) ** 2 for k, _ in points)
-        errors = [1 + a * x(k) - factor for k, factor in points]
+        a = sum(x(*of) * (factor - 1) for *of, factor in points) / sum(x(*of) ** 2 for *of, _ in points)
+        errors = [1 + a * x(*of) - factor for *of, factor in points]
         found[name] = a, math.sqrt(statistics.fmean(error**2 for error in errors))
     return found
 
 
-def points_of(found: dict[Any, Any], *, is_hidden: bool = True) -> list[tuple[int, float]]:
-    """Return k and factor of the cells that the rule is of: two replicas, one outer optimizer, one fragment."""
+def points_of(found: dict[Any, Any], *, is_hidden: bool = True) -> list[Point]:
+    """Return k, replicas and factor of the cells that the rule is of: several, one outer optimizer, one fragment."""
     cells = [(dict(cell), factor) for cell, (_, factor) in found.items() if factor is not None]
-    plain = {"ranks": 2, "outer": OUTER, "fragments": 1, "moments": 0, "mixing": None, "muon": False}
+    plain = {"outer": OUTER, "fragments": 1, "moments": 0, "mixing": None, "muon": False}
     delays = {True: lambda k: k - 1, False: lambda k: 0}[is_hidden]
     return [
-        (cell["k"], factor)
+        (cell["k"], cell["ranks"], factor)
         for cell, factor in cells
-        if all(cell[name] == value for name, value in plain.items()) and cell["delay"] == delays(cell["k"])
+        if cell["ranks"] > 1
+        and all(cell[name] == value for name, value in plain.items())
+        and cell["delay"] == delays(cell["k"])
     ]
 
 
@@ -378,6 +381,8 @@ def to_markdown(rows: Sequence[Row]) -> str:
     lines = ["| " + " | ".join(columns) + " |", "| --- " * len(columns) + "|"]
     for cell, (ratios, factor) in sorted(factors(rows).items(), key=lambda each: _order(dict(each[0]))):
         run = dict(cell)
+        if ratios.keys().isdisjoint(STRETCHES):
+            continue
         more = [f"{run['fragments']} fragments"] * (run["fragments"] > 1)
         more += [f"mixing {run['mixing']}"] * (run["mixing"] is not None)
         more += ["second moments averaged"] * (run["moments"] > 0) + ["Muon"] * run["muon"]
@@ -399,7 +404,7 @@ def report(results: Row) -> None:
     parts = [
         f"Replicas in one process ({results['environment']['cpu']}, torch {results['environment']['torch']}, "
         f"{results['environment']['date']}; `benchmarks/steps_to_loss.py`). Loss to ddp's with as many replicas and 1, "
-        f"1.3, 1.6 and 2 times its steps ({SIMULATED['text'].num_steps} where none are named), on data that is not "
+        f"1.6 and 2.5 times its steps ({SIMULATED['text'].num_steps} where none are named), on data that is not "
         f"trained on; last column: times ddp's steps to at most {SLACK - 1:.0%} more than its loss, interpolated. "
         "Outer: rate / momentum of Nesterov. One replica: to training without an outer step.\n",
         to_markdown(rows),
@@ -410,7 +415,7 @@ def report(results: Row) -> None:
             rules = "; ".join(f"{name}: a = {a:.3f}, error {error:.2f}" for name, (a, error) in fit(points).items())
             delay = "k - 1" if is_hidden else "0"
             parts.append(
-                f"Steps, times ddp's, over {len(points)} cells with two replicas, delay {delay}, outer "
+                f"Steps, times ddp's, over {len(points)} cells of N replicas, delay {delay}, outer "
                 f"{OUTER[0]} / {OUTER[1]}: {rules}.\n"
             )
     for row in rows:
@@ -431,6 +436,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--report", action="store_true", help="run nothing")
     parser.add_argument("--most", type=int, help="so many runs at most")
+    parser.add_argument("--replicas", type=int, nargs="+", help="runs of so many only")
     options = parser.parse_args()
     path = RESULTS / "steps_to_loss.json"
     results: Row = {"environment": describe_environment(link=None), "rows": []}
@@ -441,7 +447,8 @@ def main() -> None:
         torch.set_num_threads(1)
         torch.set_flush_denormal(True)
         done = [{name: row[name] for name in row if name not in MEASURED} for row in results["rows"]]
-        asked = {json.dumps(run): run for run in grid()}  # each once
+        chosen = (run for run in grid() if options.replicas is None or run["ranks"] in options.replicas)
+        asked = {json.dumps(run): run for run in chosen}  # each once
         todo = [run for text, run in asked.items() if json.loads(text) not in done]
         for run in todo[: options.most]:
             row = {**run, **train(run)[0]}

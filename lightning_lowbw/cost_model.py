@@ -83,12 +83,14 @@ class Measured:
         dense_s: seconds of a dense one.
         exchange_s: predicted seconds that an exchange adds to the first: by density, or by the name of a payload.
         link: by which they were predicted.
+        num_ranks: that exchange.
     """
 
     step_s: float
     dense_s: float
     exchange_s: Mapping[float | str, float]
     link: Link
+    num_ranks: int = 2
 
     def of(self, names: Sequence[str]) -> Measured:
         """Return it without the exchanges of what is no candidate."""
@@ -215,7 +217,7 @@ def steps_to_loss(method: Method, num_participants: int, num_steps: float) -> fl
 
 def sooner(measured: Measured, run: Run, chosen: Candidate) -> list[str]:
     """Return in words what reaches about the same loss in less than half of the time, with more steps; else nothing."""
-    factor = steps_to_loss(preset(HIDDEN), 2, run.num_steps)
+    factor = steps_to_loss(preset(HIDDEN), measured.num_ranks, run.num_steps)
     if HIDDEN not in measured.exchange_s or factor is None:
         return []
     hidden_s = factor * (measured.step_s + measured.exchange_s[HIDDEN])
@@ -314,6 +316,7 @@ def slowest(measured: Sequence[Measured]) -> Measured:
         max(each.dense_s for each in measured),
         {name: max(each.exchange_s[name] for each in measured) for name in measured[0].exchange_s},
         min((each.link for each in measured), key=lambda link: link.bandwidth_bytes_per_s),
+        measured[0].num_ranks,
     )
 
 
@@ -501,10 +504,11 @@ def predict(
         for density in DENSITIES:
             method = replace(given, when=EveryStep(sparsity=(1.0 - density,))).replace(min_numel=1, exclude=())
             add_s[density] = cost_of(method, shapes, cluster, step_s, others).seconds
-    if given.where.topology == "flat" and steps_to_loss(preset(HIDDEN), Between(cluster, 1).num_ranks, 0) is not None:
+    num_ranks = Between(cluster, 1).num_ranks
+    if given.where.topology == "flat" and steps_to_loss(preset(HIDDEN), num_ranks, 0) is not None:
         add_s[HIDDEN] = cost_of(preset(HIDDEN), [*shapes, *others], cluster, step_s).seconds
     whole_s = cost_of(Method(where=given.where), shapes, cluster, step_s, others).seconds
     dense_s = step_s + whole_s if dense_s is None else dense_s
     # Of a measured wait some was hidden, or the model is wrong: in both cases half the bytes wait for about half of it.
     add_s[HALF_DDP] *= (dense_s - step_s) / whole_s if whole_s > 0 else 1.0
-    return Measured(step_s, dense_s, add_s, cluster.link)
+    return Measured(step_s, dense_s, add_s, cluster.link, num_ranks)

@@ -41,7 +41,7 @@ from lightning_lowbw.cost_model import (
     why_dense,
 )
 from lightning_lowbw.presets import preset
-from lightning_lowbw.schedules.every_k import MOST_REPLICAS, MOST_STEPS, STEPS_BY_LOG2_K
+from lightning_lowbw.schedules.every_k import MOST_REPLICAS, MOST_STEPS, STEPS_BY_LOG2
 from lightning_lowbw.strategies import auto_choice
 from lightning_lowbw.strategies.auto_choice import measure
 from tests.ranks import on_ranks
@@ -101,12 +101,14 @@ def test_what_is_refused_is_named() -> None:
     assert "; not dgc, because of the reason. " in reason
 
 
-def test_what_needs_more_steps_is_named_where_it_takes_less_than_half_of_the_time() -> None:
-    factor = steps_to_loss(preset(HIDDEN), 2, 507)
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_what_needs_more_steps_is_named_where_it_takes_less_than_half_of_the_time(num_ranks: int) -> None:
+    factor = steps_to_loss(preset(HIDDEN), num_ranks, 507)
     assert factor is not None
     run = Run(num_done=7, num_steps=507)
     for dense_s, is_named in ((0.95 * 2 * factor * 0.1, False), (1.05 * 2 * factor * 0.1, True)):
-        found, reason = choose(Measured(0.1, dense_s, {HIDDEN: 0.0}, Link(1e-4, 1e7)), run, GIVEN, ("ddp",), {})
+        measured = Measured(0.1, dense_s, {HIDDEN: 0.0}, Link(1e-4, 1e7), num_ranks)
+        found, reason = choose(measured, run, GIVEN, ("ddp",), {})
         assert found.name == "ddp"
         asked = f'"{HIDDEN}" with max_steps={math.ceil(507 * factor)} would take {50 * factor:.3g} s instead of '
         assert (f"; {asked}{number(500 * dense_s)} s to about this loss. To" in reason) == is_named
@@ -117,17 +119,18 @@ def test_what_needs_more_steps_is_named_where_it_takes_less_than_half_of_the_tim
 def test_the_rule_of_steps_is_that_of_the_runs() -> None:
     rows = json.loads((RESULTS / "steps_to_loss.json").read_text())["rows"]
     points = points_of(factors(rows))
-    assert {k for k, _ in points} == {4, 8, 16}
-    a, error = fit(points)["1 + a log2(k)"]
-    assert round(a, 2) == STEPS_BY_LOG2_K
+    assert {k for k, *_ in points} == {4, 8, 16}
+    a, error = fit(points)["1 + a log2(k) log2(N)"]
+    assert round(a, 2) == STEPS_BY_LOG2
     assert error == min(error for _, error in fit(points).values())
     method = Method(when=replace(preset(HIDDEN).when, k_steps=8, delay_steps=7))
-    assert steps_to_loss(method, 2, 500) == pytest.approx(1 + 3 * STEPS_BY_LOG2_K)
+    for ranks, doublings in ((2, 1), (4, 2)):
+        assert steps_to_loss(method, ranks, 500) == pytest.approx(1 + 3 * doublings * STEPS_BY_LOG2)
     for other in (method.replace(delay_steps=3), method.replace(outer_momentum=0.5), preset("diloco")):
         assert steps_to_loss(other, 2, 500) is None
     assert steps_to_loss(method, MOST_REPLICAS + 1, 500) is steps_to_loss(method, 2, 100_000) is None
-    assert max(row["ranks"] for row in rows if row["k"] > 1 and row["stretch"] > 1) == MOST_REPLICAS
-    assert max(SIMULATED[row["task"]].num_steps for row in rows) * 10 == MOST_STEPS
+    assert max(ranks for _, ranks, _ in points) == MOST_REPLICAS
+    assert max(SIMULATED[row["task"]].num_steps for row in rows) * 2 == MOST_STEPS
 
 
 @pytest.mark.parametrize(

@@ -289,7 +289,7 @@ def measure(
     work_s = time_work(given, names, shapes, (peers.num_participants, peers.num_local_ranks), device)
     exchange_s = {key: predicted.exchange_s[key] + seconds for key, seconds in work_s.items()}
     exchange_s |= {key: seconds for key, seconds in predicted.exchange_s.items() if key == HIDDEN}
-    return Measured(timed.step_s, timed.dense_s, exchange_s, link)
+    return Measured(timed.step_s, timed.dense_s, exchange_s, link, predicted.num_ranks)
 
 
 def hierarchical_to_flat(shapes: tuple[Shapes, Shapes], peers: Peers, device: torch.device, timed: Measured) -> float:
