@@ -448,10 +448,10 @@ def report(results: Row) -> None:
     table = "\n".join([*parts, note, ""])
     (RESULTS / "headline.md").write_text(table)
     again = [row["step_s"] / dense["step_s"] for row, dense in product(found, found) if is_same(row, dense)]
-    seeds = {SHOWN_TASKS[row["task"]][0]: row["seeds"] for row in found}
+    more = {SHOWN_TASKS[row["task"]][0]: row["seeds"] for row in found if row["seeds"] > 1}
     short = (
         "Two nodes, a core each; in brackets what `dgc` and `lowbw` chose. "
-        f"Seeds: {', '.join(f'{num} ({title})' for title, num in seeds.items())}. "
+        f"One seed{''.join(f'; of {title} {num}' for title, num in more.items())}. "
         f"A second ddp takes {min(again):.2f} to {max(again):.2f} times as long. "
         "*: older. [All](benchmarks/results/headline.md)\n"
     )
