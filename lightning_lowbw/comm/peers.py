@@ -52,6 +52,7 @@ BUCKET_BYTES = 25 * 2**20  # as DDP's
 BESIDE_BYTES = 1 << 17  # bandwidth times latency, 100 Mb/s x 10 ms; a constant, because all ranks decide alike
 
 
+@lru_cache(maxsize=4096)
 def part_of(numel: int, local_rank: int, num_local_ranks: int) -> slice:
     """Return the part of a flat tensor that one of a node's ranks keeps; the last ones may be shorter, or empty."""
     size = -(-numel // num_local_ranks)

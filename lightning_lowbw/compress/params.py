@@ -66,23 +66,46 @@ class Row:
         return cut(ordered, own)
 
     @property
-    def has_sparse_layout(self) -> bool:
-        """Whether the gradient is a sparse tensor, which cannot be summed."""
-        gradient = self.parameter.grad
-        return gradient is not None and gradient.layout != torch.strided
-
-    @property
-    def is_missing(self) -> bool:
-        """Whether there is no gradient that could be summed."""
-        gradient = self.parameter.grad
-        return gradient is None or gradient.layout != torch.strided
-
-    @property
     def is_steppable(self) -> bool:
         """Whether kernels can step the parameter, in float32, with the memory of its gradient as workspace."""
         parameter, gradient = self.parameter, self.gradient
-        are_float32 = parameter.dtype == gradient.dtype == torch.float32
-        return are_float32 and all(self.in_order(each).is_contiguous() for each in (parameter, gradient))
+        if not parameter.dtype == gradient.dtype == torch.float32:
+            return False
+        return self.in_order(gradient).is_contiguous() and (self.is_plain or self.in_order(parameter).is_contiguous())
+
+
+class Rows(tuple[Row, ...]):
+    """The rows of a step, and what follows from them: made once for all steps with the same rows."""
+
+    @functools.cached_property
+    def compressed(self) -> list[Row]:
+        """Those of which the largest elements are sent; also empty shards."""
+        return [row for row in self if row.is_compressed]
+
+    @functools.cached_property
+    def filled(self) -> list[Row]:
+        """Those of them with elements."""
+        return [row for row in self.compressed if row.parameter.numel()]
+
+    @functools.cached_property
+    def numels(self) -> list[int]:
+        """The elements of these."""
+        return [row.parameter.numel() for row in self.filled]
+
+    @functools.cached_property
+    def whole(self) -> list[Row]:
+        """Those that are sent whole."""
+        return [row for row in self if not row.is_compressed]
+
+    @functools.cached_property
+    def nbytes(self) -> int:
+        """Bytes of all parameters."""
+        return sum(row.parameter.nbytes for row in self)
+
+    @functools.cached_property
+    def orders(self) -> dict[str, Order]:
+        """The order of each, by name."""
+        return {row.name: row.order for row in self}
 
 
 def by_group(rows: Iterable[Row]) -> Iterator[tuple[dict[str, Any], list[Row]]]:
@@ -109,7 +132,7 @@ class Params:
         self._names = names_of(named_parameters)
         self.whole_numels: Mapping[Parameter, int] = {}
         self.orders: dict[str, Order] = {}
-        self._rows: list[Row] = []  # of the last step, what they were made of, and who has the ids in that
+        self._rows = Rows()  # of the last step, what they were made of, and who has the ids in that
         self._key: tuple[Any, ...] = ()
         self._reduced: tuple[Any, ...] | None = None  # of a step all of whose gradients DDP has reduced: no rows
         self._members: list[tuple[Parameter, dict[str, Any]]] = []
@@ -162,7 +185,7 @@ class Params:
                 kinds[not (parameter.is_floating_point() and self.is_compressed(what, parameter))].append(parameter)
         return kinds
 
-    def trained(self, what: Payload | None, skipped: frozenset[Parameter]) -> list[Row]:
+    def trained(self, what: Payload | None, skipped: frozenset[Parameter]) -> Rows:
         """Return the rows of a step; the same on all ranks, whatever gradients they happen to have.
 
         In place:
@@ -172,28 +195,30 @@ class Params:
             what: chooses those that are compressed; None in a step that compresses none.
             skipped: parameters that are left out.
         """
-        parameters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+        groups = self.optimizer.param_groups
+        parameters: list[Parameter] = [parameter for group in groups for parameter in group["params"]]
         are_trained = [parameter.requires_grad for parameter in parameters]
         if not all(are_trained):
             for parameter, is_trained in zip(parameters, are_trained, strict=True):
                 if not is_trained:
                     parameter.grad = None  # frozen since the backward: torch would step it, each rank on its own
-        if what is None and self._reduced == (skipped, are_trained, [*map(id, parameters)]):
+        ids = [*map(id, parameters)]
+        if what is None and self._reduced == (skipped, are_trained, ids):
             return self._rows
-        members = [(parameter, group) for group in self.optimizer.param_groups for parameter in group["params"]]
-        # All that rows are made of, in one pass: of 300 tensors it takes a tenth of a millisecond, and rows take two.
-        layouts = [(id(p), id(group), p.requires_grad, p.dtype, p.shape, p.stride()) for p, group in members]
-        key = what, skipped, vars(self).get("small_numel"), id(self.whole_numels), layouts
+        # All that rows are made of: of 300 tensors it takes a tenth of a millisecond, and rows take two.
+        layouts = [*map(Tensor.size, parameters)], [*map(Tensor.stride, parameters)], [p.dtype for p in parameters]
+        sizes = [(id(group), len(group["params"])) for group in groups]
+        key = what, skipped, vars(self).get("small_numel"), id(self.whole_numels), sizes, ids, are_trained, layouts
         if key != self._key:
-            rows = []
+            members, rows = [(parameter, group) for group in groups for parameter in group["params"]], list[Row]()
             for parameter, group in members:
                 if parameter.requires_grad and parameter not in skipped:
                     is_compressed = what is not None and self.is_compressed(what, parameter)
                     if what is not None and what.takes_density:  # of complex gradients there is no order
                         is_compressed &= parameter.is_floating_point()
                     rows.append(Row.of(self.name_of(parameter), parameter, group, is_compressed=is_compressed))
-            self._key, self._members, self._rows = key, members, rows
-            self._reduced = None if rows else (skipped, are_trained, [*map(id, parameters)])
+            self._key, self._members, self._rows = key, members, Rows(rows)
+            self._reduced = None if rows else (skipped, are_trained, ids)
         return self._rows
 
     @property
@@ -201,12 +226,14 @@ class Params:
         """The rows of the last step."""
         return self._rows
 
-    def note_orders(self, rows: Sequence[Row], step: int, kept: Collection[str]) -> None:
+    def note_orders(self, rows: Rows, step: int, kept: Collection[str]) -> None:
         """Note the order of each parameter's elements in memory, in which its residual will be.
 
         Raises:
             ConfigurationError: something is kept of one already, in another order.
         """
+        if rows.orders.items() <= self.orders.items():
+            return
         for row in rows:
             if row.name in kept and self.orders.get(row.name) != row.order:
                 raise ConfigurationError(
@@ -215,7 +242,7 @@ class Params:
                     "in that order. Change the memory format before training: model.to(memory_format=...) in __init__ "
                     f"or configure_model. Or {WITHOUT_RESIDUALS}."
                 )
-        self.orders.update((row.name, row.order) for row in rows)
+        self.orders |= rows.orders
 
 
 def check_shapes(saved: Mapping[str, Sequence[int]], tensors: Mapping[str, Tensor]) -> None:

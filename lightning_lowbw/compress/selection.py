@@ -83,9 +83,8 @@ class Selection:
         Returns:
             Of each segment: positions, int64, ascending, and their exact values, float32; both of shape (num_sent,).
         """
-        together = {
-            n: each for n, each in segments.items() if dispatch.uses_triton(each.residual.device) and is_supported(each)
-        }
+        has_kernels = bool(segments) and dispatch.uses_triton(next(iter(segments.values())).residual.device)
+        together = {name: each for name, each in segments.items() if has_kernels and is_supported(each)}
         parts = self._compress_together_(together, masking) if together else {}
         for name, given in segments.items():
             if name not in parts:
@@ -230,20 +229,21 @@ class Residuals(Mapping[str, Tensor]):
             ValueError: a residual is there with another number of elements; nothing has changed then.
         """
         views = self._views
-        for name, numel in numels.items():
-            if name in views and views[name].numel() != numel:
-                raise ValueError(
-                    f"The residual of {name!r} has {views[name].numel()} elements, and {numel} are asked for: take it "
-                    "out (pop) before the parameter changes its size."
-                )
-        if device.index is None:  # "cuda" is some "cuda:0"
+        if device.index is None and device.type != "cpu":  # "cuda" is some "cuda:0"
             device = torch.empty(0, device=device).device
         dtypes = {name: torch.float64 if name in wide else torch.float32 for name in numels}
-        apart = {
-            name: numel
-            for name, numel in numels.items()
-            if name not in views or (views[name].device, views[name].dtype) != (device, dtypes[name])
-        }
+        apart = dict[str, int]()
+        for name, numel in numels.items():
+            view = views.get(name)
+            if view is not None and view.numel() != numel:
+                raise ValueError(
+                    f"The residual of {name!r} has {view.numel()} elements, and {numel} are asked for: take it "
+                    "out (pop) before the parameter changes its size."
+                )
+            if view is None or view.device != device or view.dtype != dtypes[name]:
+                apart[name] = numel
+        if not apart:
+            return
         made, places = _allocate(apart, device, dtypes)
         for name, view in made.items():
             if name in views:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import struct
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import cache, lru_cache
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -286,21 +285,14 @@ def average_many_(
         ranges, places, most = _ranges(shapes)
         workspace = torch.empty(most, dtype=torch.float32, device=device)
         addresses = [workspace.data_ptr() + workspace.itemsize * place for place in places]
-        arrivals = [replace(arrival, weight=arrival.out, rate=-1.0) for arrival in arrivals]  # of zeros
+        arrivals = [arrival._replace(weight=arrival.out, rate=-1.0) for arrival in arrivals]  # of zeros
     rates = {arrival.rate for arrival in arrivals}
     bits = {rate: int.from_bytes(struct.pack("<f", rate), "little", signed=True) for rate in rates}
     rows = [
-        Arrived(
-            out=address,
-            weight=0 if arrival.weight is None else arrival.weight.data_ptr(),
-            group=arrival.group,
-            first=arrival.first,
-            num_sent=arrival.count,
-            shift=shift,
-            first_tile=first_tile,
-            rate=bits[arrival.rate],
+        Arrived(address, 0 if weight is None else weight.data_ptr(), group, first, count, *tile, bits[rate])
+        for (_, group, first, count, weight, rate), address, tile in zip(
+            arrivals, addresses, _tiles(shapes)[0], strict=True
         )
-        for arrival, address, (shift, first_tile) in zip(arrivals, addresses, _tiles(shapes)[0], strict=True)
     ]
     turns = max(arrival.count for arrival in arrivals).bit_length()
     with torch.cuda.device_of(positions):

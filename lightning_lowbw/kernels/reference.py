@@ -23,8 +23,10 @@ SCALED, HALF = 128, 16  # values with one scale; bits between bfloat16 and float
 AT_ONCE_ON_CPU = 1 << 16  # elements whose chunks are searched together; their keys of 8 bytes stay in the cache
 AT_ONCE = 1 << 24  # elsewhere: few launches, and the keys take 128 MiB
 
+# These classes are not frozen: one that is takes several times as long to make, of each tensor in each step.
 
-@dataclass(frozen=True, kw_only=True)
+
+@dataclass(kw_only=True)
 class SecondMoment:
     """Adam's mean of squares, whose root the velocity is divided by.
 
@@ -86,7 +88,7 @@ class SecondMoment:
         return first / math.sqrt(second), self.eps * first
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class Constants:
     """How a gradient enters the residual of a param group's tensors.
 
@@ -107,7 +109,7 @@ class Constants:
     sign: float = 1.0
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class OtherPart(Constants):
     """A part of a tensor that another rank of the node accumulates, and whose second moment is kept here too.
 
@@ -132,7 +134,7 @@ class OtherPart(Constants):
         self.second_moment.update_(decayed(gradient, self.weight, weight_decay=self.weight_decay, sign=self.sign))
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class Segment(Constants):
     """One tensor of a compress step: a row of the table that every backend takes.
 
@@ -482,8 +484,7 @@ def add_(out: Tensor, parts: Sequence[tuple[Tensor, Tensor]], share: float) -> N
         out.index_add_(0, indices, values.to(out.dtype) * share)
 
 
-@dataclass(frozen=True)
-class Arrival:
+class Arrival(NamedTuple):
     """A tensor, or a part of one, for which messages have been received.
 
     Args:

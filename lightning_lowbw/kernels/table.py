@@ -35,7 +35,10 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class TableRow(NamedTuple):
-    """The description of a tensor for the kernels: addresses in bytes, 0 for a missing tensor; the rest in elements."""
+    """The description of a tensor for the kernels: addresses in bytes, 0 for a missing tensor; the rest in elements.
+
+    That of the gradient is written into the table alone: it may be another in each step.
+    """
 
     residual: int
     momentum_buffer: int
@@ -53,6 +56,9 @@ class TableRow(NamedTuple):
     first_block: int
     first_candidate: int
     first_output: int
+
+
+GRADIENT = TableRow._fields.index("gradient")
 
 
 class Factors(NamedTuple):
@@ -133,8 +139,8 @@ class Workspace:
 
     On the device it takes 8 KiB per tensor, and about a byte per parameter at most, mostly far less.
 
-    The table is written again when an address or a factor has changed (gradients may come to lie elsewhere in every
-    step), the rest only when the tensors themselves or their k have.
+    The table is written again when an address has changed (gradients may come to lie elsewhere in every step), the
+    factors when one has, the rest only when the tensors themselves or their k have.
 
     Attributes:
         thresholds: magnitude that somewhat more than 2 k elements reach, per tensor; float32, on the device; 0 where
@@ -146,29 +152,33 @@ class Workspace:
         self.thresholds = torch.empty(0, dtype=torch.float32)
         self.rows: list[TableRow] = []  # of the segments, then of other parts
         self.kinds: list[Kind] = []
-        self._made_of: list[tuple[Any, ...]] = []  # the rows
-        self._written: list[Factors] = []
+        self._made_of: list[tuple[Any, ...]] = []  # rows and kinds
+        self._gradients: list[int] = []  # their addresses
+        self._constants: list[tuple[Any, ...]] = []  # of the factors
 
     def update(self, segments: Sequence[Segment]) -> None:
         """Take over the tensors of this step."""
         device = segments[0].residual.device
         others = [other for segment in segments for other in segment.other_parts]
         everything: list[Segment | OtherPart] = [*segments, *others]
-        made_of = [
-            (*_addresses(segment), segment.gradient.numel(), segment.k, segment.nesterov) for segment in everything
-        ]
-        kinds = [_kind(segment, values[:6]) for segment, values in zip(everything, made_of, strict=True)]
+        gradients = [segment.gradient.data_ptr() for segment in everything]
+        made_of = [_made_of(*each) for each in zip(everything, gradients, strict=True)]
         self.num_tensors = len(segments)
-        if made_of != self._made_of or kinds != self.kinds:
+        is_other = made_of != self._made_of
+        if is_other:
+            kinds = [_kind(*each) for each in zip(everything, gradients, strict=True)]
             rows = _rows(everything, kinds)
             if [_key_of(row) for row in rows] != [_key_of(row) for row in self.rows] or kinds != self.kinds:
                 self._allocate(rows, kinds, device)
-            self.table = upload(rows, torch.int64, device)
             self.rows, self.kinds, self._made_of = rows, kinds, made_of
-        factors = [_factors(segment) for segment in everything]
-        if factors != self._written:
-            self.factors = upload(factors, torch.float32, device)
-        self._written = factors
+        if is_other or gradients != self._gradients:
+            pairs = zip(self.rows, gradients, strict=True)
+            table = [(*row[:GRADIENT], gradient, *row[GRADIENT + 1 :]) for row, gradient in pairs]
+            self.table, self._gradients = upload(table, torch.int64, device), gradients
+        constants = [_constants(segment) for segment in everything]
+        if constants != self._constants:
+            self.factors = upload([_factors(segment) for segment in everything], torch.float32, device)
+        self._constants = constants
 
     def _allocate(self, rows: Sequence[TableRow], kinds: Sequence[Kind], device: torch.device) -> None:
         numbers = {_key_of(row): number for number, row in enumerate(self.rows)}
@@ -268,23 +278,25 @@ def is_supported(segment: Segment) -> bool:
     )
 
 
-def _addresses(segment: Segment | OtherPart) -> tuple[int, ...]:
-    """Return the addresses in a `TableRow`, in its order."""
-    moment = segment.second_moment
-    return (
-        _address(segment.residual),
-        _address(segment.momentum_buffer),
-        segment.gradient.data_ptr(),
-        _address(None if segment.weight_decay == 0 else segment.weight),
-        _address(None if moment is None else moment.square),
-        _address(None if moment is None else moment.largest),
-        _address(segment.fault),
-    )
+def _tensors(segment: Segment | OtherPart) -> tuple[Tensor | None, ...]:
+    """Return those whose addresses are in a `TableRow`, in its order; without the gradient, another in each step."""
+    moment, weight = segment.second_moment, None if segment.weight_decay == 0 else segment.weight
+    square, largest = (None, None) if moment is None else (moment.square, moment.largest)
+    return segment.residual, segment.momentum_buffer, None, weight, square, largest, segment.fault
 
 
-def _kind(segment: Segment | OtherPart, addresses: Iterable[int]) -> Kind:
+def _made_of(segment: Segment | OtherPart, gradient: int) -> tuple[Any, ...]:
+    """Return all that `_rows` and `_kind` make of a segment, given the address of its gradient."""
+    tensors = [None if each is None else (each.data_ptr(), each.dtype) for each in _tensors(segment)]
+    dtypes = segment.gradient.dtype, None if segment.weight is None else segment.weight.dtype
+    numbers = segment.gradient.numel(), segment.k, segment.nesterov
+    return tensors, dtypes, gradient % ALIGNMENT_BYTES, numbers
+
+
+def _kind(segment: Segment | OtherPart, gradient: int) -> Kind:
     """Return what the kernel is compiled for that corrects a tensor, or keeps a second moment up to date."""
     moment, buffer, weight = segment.second_moment, segment.momentum_buffer, segment.weight
+    addresses = [gradient, *map(_address, _tensors(segment)[:6])]
     squares = torch.float32 if moment is None else moment.square.dtype
     return Kind(
         segment.gradient.dtype,
@@ -293,6 +305,14 @@ def _kind(segment: Segment | OtherPart, addresses: Iterable[int]) -> Kind:
         moment is not None,
         segment.gradient.numel() % ALIGNMENT_NUMEL == 0 and not any(address % ALIGNMENT_BYTES for address in addresses),
     )
+
+
+def _constants(segment: Segment | OtherPart) -> tuple[Any, ...]:
+    """Return all that `_factors` makes of a segment."""
+    moment = segment.second_moment
+    of_moment = None if moment is None else (moment.beta2, moment.share, moment.eps, moment.corrections)
+    numbers = segment.momentum, segment.weight_decay, segment.ahead, segment.sign, segment.dampening
+    return numbers, of_moment
 
 
 def _factors(segment: Segment | OtherPart) -> Factors:
@@ -328,7 +348,7 @@ def _rows(segments: Sequence[Segment | OtherPart], kinds: Sequence[Kind]) -> lis
         capacity = capacity if segment.k and capacity >= LEAST_ROOM * aim else 0
         sizes = numel, segment.k, aim, capacity, first_block, first_candidate, first_output
         flags = 0 if buffer is None else buffer.itemsize, int(segment.nesterov and buffer is not None)
-        rows.append(TableRow._make((*_addresses(segment), *flags, *sizes)))
+        rows.append(TableRow._make((*map(_address, _tensors(segment)), *flags, *sizes)))
         first_candidate += capacity
         first_output += segment.k
     return rows

@@ -148,9 +148,10 @@ def copy_all_(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
     """
     by_dtypes: dict[tuple[torch.dtype, torch.dtype], tuple[list[Tensor], list[Tensor]]] = {}
     for target, source in zip(targets, sources, strict=True):
-        if target.stride() != source.stride() and target.is_contiguous() and source.is_contiguous():
-            target, source = target.view(-1), source.view(-1)
-        if target.stride() != source.stride() or has_gaps(target):
+        is_alike = target.stride() == source.stride()
+        if not is_alike and target.is_contiguous() and source.is_contiguous():
+            target, source, is_alike = target.view(-1), source.view(-1), True
+        if not is_alike or has_gaps(target):
             target.copy_(source)
             continue
         some_targets, some_sources = by_dtypes.setdefault((target.dtype, source.dtype), ([], []))

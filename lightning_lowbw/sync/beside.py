@@ -37,10 +37,11 @@ class Beside:
         self._shapes, values = {name: tensor.shape for name, tensor in whole.items()}, list(whole.values())
         self._peers, self._apart = peers, list[Tensor]()
         self._work: MeanWork | None = None
-        if values and is_apart(sum(value.numel() for value in values) * FLOAT_BYTES, num):
+        kinds = tuple((value.dtype, value.numel()) for value in values)
+        if values and is_apart(sum(numel for _, numel in kinds) * FLOAT_BYTES, num):
             self._apart, values = values, []
         sections = [] if status is None else [status]
-        self._buckets = fill_buckets(tuple((value.dtype, value.numel()) for value in values)) if values else []
+        self._buckets = fill_buckets(kinds) if values else []
         for dtype, members, sizes in self._buckets:
             joined = allocate(sum(sizes), dtype, device)
             fill_(joined, sizes, [values[index] for index in members], 1.0 / num)

@@ -523,13 +523,14 @@ class PreparedTopK:
         exchange, correction, names = self._exchange, self._correction, list(signal)
         payload, residuals, device = exchange.payload, exchange.residuals, next(iter(signal.values())).device
         parts = {name: _part(tensor, exchange.peers) for name, tensor in signal.items()}
-        for name, part in parts.items():
-            if part.numel() > MAX_NUMEL:
+        numels = {name: part.numel() for name, part in parts.items()}
+        for name, numel in numels.items():
+            if numel > MAX_NUMEL:
                 raise ConfigurationError(
-                    f"{name!r} has {part.numel()} elements, positions go up to {MAX_NUMEL}: exclude=[{name!r}]."
+                    f"{name!r} has {numel} elements, positions go up to {MAX_NUMEL}: exclude=[{name!r}]."
                 )
         wide = [name for name, part in parts.items() if part.dtype == torch.float64]
-        residuals.ensure({name: part.numel() for name, part in parts.items()}, device, wide)
+        residuals.ensure(numels, device, wide)
         fields: dict[str, Mapping[str, Any]] = {name: {} for name in names}
         faults: Faulty | None = None
         if correction is not None:
@@ -537,12 +538,12 @@ class PreparedTopK:
             fields = {
                 n: {"fault": flag, **correction.segment(n)} for n, flag in zip(names, faults[1].unbind(), strict=True)
             }
-        for name, part in parts.items():
-            if not part.numel():  # nothing of it is this rank's, except that all keep Adam's second moment of all
+        for name, numel in numels.items():
+            if not numel:  # nothing of it is this rank's, except that all keep Adam's second moment of all
                 for other in fields[name].get("other_parts", ()):
                     other.update_()
-        parts = {name: part for name, part in parts.items() if part.numel()}
-        counts = payload.selected([part.numel() for part in parts.values()])
+        parts = {name: part for name, part in parts.items() if numels[name]}
+        counts = payload.selected([numels[name] for name in parts])
         table = {
             name: Segment(residual=residuals[name], gradient=part, **fields[name], **count)
             for (name, part), count in zip(parts.items(), counts, strict=True)
@@ -575,10 +576,7 @@ def _part(tensor: Tensor, peers: Peers) -> Tensor:
 
     The whole in its own shape: views of hundreds of tensors take as long as all else that a step does on the host.
     """
-    own = peers.part(tensor.numel())
-    if own.stop - own.start == tensor.numel() and tensor.is_contiguous():
-        return tensor
-    return cut(tensor, own)
+    return tensor if peers.num_local_ranks == 1 and tensor.is_contiguous() else cut(tensor, peers.part(tensor.numel()))
 
 
 class ReduceScatterExchange(TopKExchange):
@@ -627,7 +625,7 @@ class ReduceScatterExchange(TopKExchange):
                     residual.index_add_(0, positions, values.to(residual.dtype))
         counts = [each.numel() for each, _ in means]
         positions, values = (torch.cat(column).view(1, 1, -1) for column in zip(*means, strict=True))
-        spans = _spans({name: slice(0, numels[name]) for name in selected}.items(), counts, 0)
+        spans = _spans([[(name, slice(0, numels[name])) for name in selected]], counts)
         decoded = Decoded(positions.to(torch.int32), values, spans, first=0, num_participants=1)
         mean = SparseMean(self.payload, numels, lambda: [decoded], positions.device)
         return Deferred(lambda: mean)
@@ -661,7 +659,7 @@ class Piece(NamedTuple):
     participants: slice
     tensors: slice
     numels: list[int]  # of all parts of one of these ranks
-    spans: list[Span]
+    spans: Spans
 
 
 @dataclass(frozen=True)
@@ -696,6 +694,11 @@ class Messages:
     def of(cls, payload: TopK, numels: Mapping[str, int], peers: Peers) -> Messages:
         of_ranks = peers.num_local_ranks, peers.num_participants
         return _messages(payload, tuple(numels.items()), *of_ranks, DECODED_BYTES // ELEMENT_BYTES)
+
+    @property
+    def is_once(self) -> bool:
+        """Whether all is decoded at once, and may be used several times; over senders a mean uses it up."""
+        return len(self.pieces) == 1 and self.payload.mean_over != "senders"
 
     def decode(self, gathered: Tensor, damaged: Tensor) -> Iterator[Decoded]:
         """Yield the elements in the messages of all, piece by piece."""
@@ -736,8 +739,7 @@ def _messages(
             at_once = num_participants if payload.mean_over == "senders" else max(1, most // num_sent)
             for rank, first in product(range(0, len(alike), ranks_at_once), range(0, num_participants, at_once)):
                 mine = alike[rank : rank + ranks_at_once]
-                of_ranks = ([*parts[each].items()][tensors] for each in mine)
-                spans = [span for row, each in enumerate(of_ranks) for span in _spans(each, counts[tensors], row)]
+                spans = _spans([[*parts[each].items()][tensors] for each in mine], counts[tensors])
                 participants = slice(first, min(first + at_once, num_participants))
                 pieces.append(Piece(slice(mine[0], mine[-1] + 1), participants, tensors, of_one, spans))
     sizes = [payload.nbytes(of_rank) for of_rank in lengths]
@@ -776,9 +778,12 @@ class PendingTopK:
             with self._peers.ledger.waiting(self._damaged.device):
                 self._gathered.append(self._work.wait())
         (gathered,), messages, damaged = self._gathered, self._messages, self._damaged
-        decode, weights = (lambda: messages.decode(gathered, damaged)), self._peers.weights
-        mean = SparseMean(messages.payload, messages.numels, decode, damaged.device, weights)
-        return Arrived(mean, *self._beside.read(gathered[..., max(messages.sizes) :]))
+        status, whole = self._beside.read(gathered[..., max(messages.sizes) :])
+        decode: Callable[[], Iterable[Decoded]] = partial(messages.decode, gathered, damaged)
+        if status.numel() and messages.is_once:  # launched before the host waits for the status
+            decode = partial(iter, list(decode()))
+        mean = SparseMean(messages.payload, messages.numels, decode, damaged.device, self._peers.weights)
+        return Arrived(mean, status, whole)
 
     def take_back(self) -> bool:
         if not self._residuals:
@@ -803,11 +808,13 @@ DECODED_BYTES = 1 << 28  # 256 MiB of decoded elements at once, or those of one 
 class Span(NamedTuple):
     """The position of the elements of a tensor, or a part of one, among those received."""
 
-    name: str
     part: slice  # of the tensor
     row: int
     first: int
     num_sent: int
+
+
+Spans = Mapping[str, Sequence[Span]]
 
 
 @dataclass(frozen=True)
@@ -817,14 +824,14 @@ class Decoded:
     Attributes:
         positions: in the part: int32, shape (local ranks, participants, elements).
         values: float32, of the same shape.
-        spans: of the tensors; one, where not all participants are here.
+        spans: of the tensors, by name; one, where not all participants are here.
         first: participant that is here.
         num_participants: of which some or all are here.
     """
 
     positions: Tensor
     values: Tensor
-    spans: list[Span]
+    spans: Spans
     first: int
     num_participants: int
 
@@ -839,11 +846,10 @@ class Decoded:
 
     def arrivals(self, steps: Mapping[str, Step]) -> list[Arrival]:
         """Return what a kernel takes."""
-        arrivals, spans_of = list[Arrival](), dict[str, list[Span]]()
-        for span in self.spans:
-            if span.name in steps:
-                spans_of.setdefault(span.name, []).append(span)
-        for name, spans in spans_of.items():
+        arrivals = list[Arrival]()
+        for name, spans in self.spans.items():
+            if name not in steps:
+                continue
             out, weight, rate = steps[name]
             weights = [None] * len(spans) if weight is None else _pieces(weight, spans)
             for at, room, stepped in zip(spans, _pieces(out, spans), weights, strict=True):
@@ -911,15 +917,13 @@ class SparseMean:
 
     def step_(self, steps: Mapping[str, Step]) -> None:
         # Kernels write float32 and 16 bits, contiguous.
-        is_out = {name: room.dtype in DTYPES and room.is_contiguous() for name, (room, _, _) in steps.items()}
         outs = {
-            name: steps[name][0].new_empty(self._numels[name], dtype=torch.float32)
-            for name in steps
-            if not is_out[name]
+            name: (room.new_empty(self._numels[name], dtype=torch.float32), weight, rate)
+            for name, (room, weight, rate) in steps.items()
+            if not (room.dtype in DTYPES and room.is_contiguous())
         }
-        rooms = {name: (outs.get(name, room), weight, rate) for name, (room, weight, rate) in steps.items()}
-        self._step_(self._decode, rooms)
-        for name, out in outs.items():
+        self._step_(self._decode, {**steps, **outs})
+        for name, (out, _, _) in outs.items():
             steps[name][0].copy_(out.view(steps[name][0].shape))
 
     def _step_(self, decode: Callable[[], Iterable[Decoded]], steps: Mapping[str, Step]) -> None:
@@ -957,8 +961,9 @@ def _groups(counts: Sequence[int], most: int) -> Iterator[slice]:
     yield slice(first, len(counts))
 
 
-def _spans(parts: Iterable[tuple[str, slice]], counts: Sequence[int], row: int) -> list[Span]:
-    ends = accumulate(counts)
-    return [
-        Span(name, part, row, end - count, count) for (name, part), end, count in zip(parts, ends, counts, strict=True)
-    ]
+def _spans(of_ranks: Iterable[Iterable[tuple[str, slice]]], counts: Sequence[int]) -> Spans:
+    spans = dict[str, list[Span]]()
+    for row, parts in enumerate(of_ranks):
+        for (name, part), end, count in zip(parts, accumulate(counts), counts, strict=True):
+            spans.setdefault(name, []).append(Span(part, row, end - count, count))
+    return spans

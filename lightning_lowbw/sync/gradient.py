@@ -36,7 +36,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_lowbw.comm.peers import Peers, average_gradients_, mean_over, wide_dtype
 from lightning_lowbw.compress.corrections import ErrorFeedback, KeptState, correction_for
-from lightning_lowbw.compress.params import Row, by_group, check_shapes
+from lightning_lowbw.compress.params import Row, Rows, by_group, check_shapes
 from lightning_lowbw.errors import WITHOUT_RESIDUALS, ConfigurationError, DisagreementError, NonFiniteGradientError
 from lightning_lowbw.kernels.reference import are_not_finite
 from lightning_lowbw.kernels.tensors import as_real, copy_all_, copy_in_order_, order_of
@@ -86,7 +86,7 @@ class GradientSync(Synchronizer):
         self._has_compressed = False  # whether a step since the last load was compressed; equal on all ranks
         # Of the step in progress: the tensors, what of them is compressed, and of that the tensors whose means are in
         # `.grad`, for `step_exchanged`; then these gradients, which the optimizer is not to see until it has stepped.
-        self._rows: list[Row] = []
+        self._rows = Rows()
         self._prepared: Prepared | None = None
         # Of it the rows without a gradient here, in case that no rank has used them: what zeros in its place change.
         self._zeros: dict[str, tuple[Row, KeptState | None, Tensor | None]] = {}
@@ -200,6 +200,7 @@ class GradientSync(Synchronizer):
         skipped = reduced if self.reduces_in_backward else frozenset()
         self._rows = self.params.trained(None if self.reduces_in_backward else what, skipped)
         self._check_rows()
+        self._refuse_sparse_layouts()
         if self.reduces_in_node:
             others = [row.parameter for row in self._rows if row.parameter not in reduced]
             if others:
@@ -216,16 +217,16 @@ class GradientSync(Synchronizer):
     def check_gradients(self) -> None:
         if not self._rows:
             return
-        unchecked = [row for row in self._rows if row.name not in self._checked and not row.is_missing]
+        gradients = {row.name: row.parameter.grad for row in self._rows if row.name not in self._checked}
+        unchecked = {name: gradient for name, gradient in gradients.items() if gradient is not None}
         if unchecked:
-            flags = are_not_finite([row.gradient for row in unchecked])
-            self._note(([row.name for row in unchecked], flags))
-        self._refuse_sparse_layouts()
+            self._note((list(unchecked), are_not_finite(list(unchecked.values()))))
         self.fault = self._faults.any(self.device)
 
     def _refuse_sparse_layouts(self) -> None:
         for row in self._rows:
-            if row.has_sparse_layout:
+            gradient = row.parameter.grad
+            if gradient is not None and gradient.layout != torch.strided:
                 row.parameter.grad = None  # clipping would fail on this rank alone
                 self._faults.add(torch.ones((), dtype=torch.bool), [row.name], self._describe_sparse)
 
@@ -233,7 +234,7 @@ class GradientSync(Synchronizer):
         """Note whether gradients of this step, or sums with their residuals, have an inf or NaN."""
         if found is not None:
             # Clipping spreads an inf to all tensors: whose it was is known already.
-            are_known = self._checked.issuperset(set(found[0]) - self._zeros.keys())
+            are_known = self._checked.issuperset(found[0] if not self._zeros else set(found[0]) - self._zeros.keys())
             self._checked.update(found[0])
             self._faults.add(found[1], found[0], self._describe_sum if are_known else self._describe_nonfinite)
 
@@ -317,12 +318,16 @@ class GradientSync(Synchronizer):
             self._late = [faults]
         # Parameters that no rank has used are not changed, as in DDP; one that only others have used has a zero here.
         rows = [row for row, number in zip(self._rows, status.sums, strict=True) if round(number)]
+        targets, sources = [], []
         for row in rows:
             self._zeros.pop(row.name, None)
-            if row.parameter.grad is None:
-                row.parameter.grad = torch.zeros_like(row.parameter)
-        averaged = [row for row in rows if row.name in means]
-        copy_all_([row.in_order(row.gradient) for row in averaged], [means[row.name] for row in averaged])
+            gradient = row.parameter.grad
+            if gradient is None:
+                gradient = row.parameter.grad = torch.zeros_like(row.parameter)
+            if row.name in means:
+                targets.append(row.in_order(gradient))
+                sources.append(means[row.name])
+        copy_all_(targets, sources)
         if self.peers.num_participants == 1:
             return self._exchange_alone(skip_nonfinite=False)
         # Of an empty shard the peers have none either.
@@ -343,8 +348,7 @@ class GradientSync(Synchronizer):
         if self.reduces_in_backward or self.compressed is None:
             return False
         self.compressed.payload = self.method.what.at(self.density)
-        numels = [row.parameter.numel() for row in self._rows if row.is_compressed and row.parameter.numel()]
-        return bool(numels) and self.compressed.carries_status(numels)
+        return bool(self._rows.numels) and self.compressed.carries_status(self._rows.numels)
 
     def _exchange_late(self, rows: Sequence[Row]) -> Mean:
         """Exchange gradients after the status; the faults found from here on are told with that of the next step."""
@@ -400,17 +404,14 @@ class GradientSync(Synchronizer):
 
     def _whole(self) -> dict[str, Tensor]:
         """Return the gradients that are sent whole: in dense steps all that DDP has not reduced."""
-        return {
-            row.name: row.in_order(torch.zeros_like(row.parameter) if row.is_missing else row.gradient)
-            for row in self._rows
-            if not row.is_compressed
-        }
+        gradients = [(row, row.parameter.grad) for row in self._rows.whole]
+        return {row.name: row.in_order(torch.zeros_like(row.parameter) if g is None else g) for row, g in gradients}
 
     def _message(self) -> Tensor:
         """Return this rank's status."""
         assert self.fault is not None
         peers, fault = self.peers, self.fault
-        peers.count_dense(sum(row.parameter.nbytes for row in self._rows))
+        peers.count_dense(self._rows.nbytes)
         used = [float(row.parameter.grad is not None and row.name not in self._zeros) for row in self._rows]
         # A rank may have left out what DDP has reduced up to now.
         begins = not (self.reduces_in_backward or self._has_compressed)
@@ -434,20 +435,20 @@ class GradientSync(Synchronizer):
             is_late: see `Exchange.prepare`.
         """
         what, exchange, correction = self.method.what, self.compressed, None
-        rows = [row for row in self._rows if row.is_compressed]
         assert exchange is not None
         if takes_zeros:
-            self._refuse_sparse_layouts()
-            for row in rows:
-                if row.is_missing:
+            for row in self._rows.compressed:
+                if row.parameter.grad is None:
                     residual = exchange.residuals[row.name].clone() if row.name in exchange.residuals else None
                     self._zeros[row.name] = row, self.correction.kept(row.parameter), residual
                     row.parameter.grad = torch.zeros_like(row.parameter)
         exchange.payload = what.at(self.density)
         if what.corrects:
             correction = self.correction
-            correction.begin_step(rows, self.peers.part, exchange.payload)  # also empty shards: it masks alike on all
-        signal = {r.name: None if r.is_missing else r.in_order(r.gradient) for r in rows if r.parameter.numel()}
+            # Also empty shards: it masks alike on all.
+            correction.begin_step(self._rows.compressed, self.peers.part, exchange.payload)
+        gradients = [(row, row.parameter.grad) for row in self._rows.filled]
+        signal = {row.name: None if gradient is None else row.in_order(gradient) for row, gradient in gradients}
         has_gradient = any(gradient is not None and name not in self._zeros for name, gradient in signal.items())
         self._is_torn = has_gradient  # also where this fails
         self._prepared = exchange.prepare(signal, correction, is_late=is_late)
@@ -613,8 +614,8 @@ class GradientSync(Synchronizer):
         self.params.note_orders(self._rows, self.step, kept)
         if not self.is_sparse:
             return
-        for row in self._rows:
-            if row.name in kept and not row.is_compressed:
+        for row in self._rows.whole:
+            if row.name in kept:
                 raise ConfigurationError(
                     f"Step {self.step} would send {row.name!r} dense, but gradients that earlier sparse steps did not "
                     "send are kept for it. Go on with the schedule, min_numel and exclude that it was trained with, or "
@@ -704,7 +705,7 @@ class GradientSync(Synchronizer):
         self._take_back_zeros()
         if self._is_torn:
             self.torn, self._is_torn = f"the exchange of gradients after step {self.step}", False
-        self._rows, self._unstepped, self.fault, self._faults = [], [], None, Faults()
+        self._rows, self._unstepped, self.fault, self._faults = Rows(), [], None, Faults()
 
     # State ----------------------------------------------------------------------------------------------------------
 

@@ -5,6 +5,7 @@ On one level, and on two, where it is that of one rank per node on each part of 
 
 from __future__ import annotations
 
+from copy import deepcopy
 from functools import partial
 from typing import Any
 
@@ -20,6 +21,7 @@ from lightning_lowbw.comm import peers
 from lightning_lowbw.comm.agreement import digest
 from lightning_lowbw.comm.peers import part_of
 from lightning_lowbw.compress import top_k
+from lightning_lowbw.compress.params import Rows
 from lightning_lowbw.sync import exchange
 from tests.ranks import on_ranks, run_ranks
 from tests.sync import problem
@@ -296,12 +298,18 @@ def train_with_changes(keeps: bool) -> list[Tensor]:
         6: lambda: matrix.requires_grad_(True),
         8: lambda: optimizer.add_param_group({"params": [parameters["other"]]}),
         9: lambda: setattr(worker, "method", DGC(**{**STAIRS, "rampup_begin_step": 0, "min_numel": 18})),
+        10: lambda: optimizer.state[matrix].update(momentum_buffer=torch.ones_like(matrix)),
+        11: lambda: setattr(optimizer.state[conv]["momentum_buffer"], "data", torch.ones_like(conv.data)),
+        12: lambda: optimizer.load_state_dict(deepcopy(optimizer.state_dict())),
+        13: lambda: worker.load_state_dict(deepcopy(worker.state_dict())),
+        14: lambda: worker.compressed.residuals.load({n: 2 * each for n, each in worker.residuals.items()}),
     }
-    for step in range(12):
+    for step in range(16):
         changes.get(step, lambda: None)()
         if not keeps:
             worker.params._key = ()
-            for cached in (exchange._messages, top_k._layouts, top_k._at, peers.fill_buckets):
+            worker.params._rows = Rows(worker.params._rows)  # without what has followed from them
+            for cached in (exchange._messages, top_k._layouts, top_k._at, peers.fill_buckets, peers.part_of):
                 cached.cache_clear()
         for name, parameter in parameters.items():
             gradient = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(97 * step + len(name)))
@@ -316,5 +324,5 @@ def train_with_changes(keeps: bool) -> list[Tensor]:
 @on_ranks()
 def test_what_is_kept_between_steps_is_never_stale() -> None:
     kept, anew = train_with_changes(True), train_with_changes(False)
-    assert len(kept) == 48
+    assert len(kept) == 64
     assert all(map(torch.equal, kept, anew))
