@@ -649,7 +649,7 @@ def average_many_(
         out, weight = (mean, None) if arrival.weight is None else (None, arrival.weight.detach())
         average_kernel(
             *(NOTHING if each is None else each.view(-1).numpy() for each in (out, weight)), np.float32(-arrival.rate),
-            positions[arrival.group].numpy(), values[arrival.group].numpy(), arrival.first, arrival.count,
+            positions[arrival.group].numpy(), values[arrival.group].numpy(), arrival.first, arrival.num_sent,
         )  # fmt: skip
         if mean is not arrival.out:
             arrival.out.copy_(mean)

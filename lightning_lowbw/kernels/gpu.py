@@ -278,7 +278,7 @@ def average_many_(
     steps = arrivals[0].weight is not None
     _, num_messages, num_elements = positions.shape
     # By the order of magnitude, for after a reduce-scatter the numbers are others in each step.
-    shapes = tuple((arrival.out.numel(), 1 << arrival.count.bit_length()) for arrival in arrivals)
+    shapes = tuple((arrival.out.numel(), 1 << arrival.num_sent.bit_length()) for arrival in arrivals)
     owners = _tile_owners(shapes, device)
     ranges, addresses = [(0, len(owners), 0)], [out.data_ptr() for out in outs]
     if is_half := dtype != torch.float32:
@@ -294,7 +294,7 @@ def average_many_(
             arrivals, addresses, _tiles(shapes)[0], strict=True
         )
     ]
-    turns = max(arrival.count for arrival in arrivals).bit_length()
+    turns = max(arrival.num_sent for arrival in arrivals).bit_length()
     with torch.cuda.device_of(positions):
         if not steps:
             torch._foreach_zero_(outs)

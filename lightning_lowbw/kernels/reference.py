@@ -491,7 +491,7 @@ class Arrival(NamedTuple):
         out: where the mean goes: float32, or without a weight of 16 bits; contiguous, of any shape.
         group: row of the messages that are about it.
         first: its first element in each of these.
-        count: its elements there.
+        num_sent: its elements there.
         weight: the weight to step by the mean, of the same shape: float32, contiguous; None: no step.
         rate: of the step.
     """
@@ -499,7 +499,7 @@ class Arrival(NamedTuple):
     out: Tensor
     group: int
     first: int
-    count: int
+    num_sent: int
     weight: Tensor | None = None
     rate: float = 0.0
 
@@ -521,7 +521,7 @@ def average_many_(
         over_senders: see `scatter_mean_`.
     """
     for arrival in arrivals:
-        mine = slice(arrival.first, arrival.first + arrival.count)
+        mine = slice(arrival.first, arrival.first + arrival.num_sent)
         indices = positions[arrival.group, :, mine].long()
         parts = list(zip(indices, values[arrival.group, :, mine], strict=True))
         out = flat(arrival.out)
