@@ -531,23 +531,20 @@ class PreparedTopK:
                 )
         wide = [name for name, part in parts.items() if part.dtype == torch.float64]
         residuals.ensure(numels, device, wide)
-        fields: dict[str, Mapping[str, Any]] = {name: {} for name in names}
         faults: Faulty | None = None
+        flags: Sequence[Tensor | None] = [None] * len(names)
         if correction is not None:
             faults = names, exchange.flags_for(len(names), device, is_late=self._is_late or bool(self._numels))
-            fields = {
-                n: {"fault": flag, **correction.segment(n)} for n, flag in zip(names, faults[1].unbind(), strict=True)
-            }
-        for name, numel in numels.items():
-            if not numel:  # nothing of it is this rank's, except that all keep Adam's second moment of all
-                for other in fields[name].get("other_parts", ()):
-                    other.update_()
-        parts = {name: part for name, part in parts.items() if numels[name]}
-        counts = payload.selected([numels[name] for name in parts])
-        table = {
-            name: Segment(residual=residuals[name], gradient=part, **fields[name], **count)
-            for (name, part), count in zip(parts.items(), counts, strict=True)
-        }
+            flags = faults[1].unbind()
+        counts, table = iter(payload.selected([numel for numel in numels.values() if numel])), dict[str, Segment]()
+        for (name, part), flag in zip(parts.items(), flags, strict=True):
+            fields = {} if correction is None else correction.segment(name)
+            if numels[name]:
+                table[name] = Segment(residual=residuals[name], gradient=part, fault=flag, **fields, **next(counts))
+                continue
+            # Nothing of it is this rank's, except that all keep Adam's second moment of all.
+            for other in fields.get("other_parts", ()):
+                other.update_()
         if payload.decay != 1.0 and table:
             torch._foreach_mul_([segment.residual for segment in table.values()], payload.decay)
         clears = correction is not None and correction.clears
@@ -851,6 +848,10 @@ class Decoded:
             if name not in steps:
                 continue
             out, weight, rate = steps[name]
+            (part, row, first, num_sent), *others = spans
+            if not others and part.stop - part.start == out.numel():
+                arrivals.append(Arrival(out, row, first, num_sent, weight, rate))
+                continue
             weights = [None] * len(spans) if weight is None else _pieces(weight, spans)
             for at, room, stepped in zip(spans, _pieces(out, spans), weights, strict=True):
                 arrivals.append(Arrival(room, at.row, at.first, at.num_sent, stepped, rate))
@@ -945,8 +946,6 @@ class SparseMean:
 def _pieces(tensor: Tensor, spans: Sequence[Span]) -> Sequence[Tensor]:
     """Return the parts of a contiguous tensor that spans are of, which are of one size and follow each other."""
     part = slice(spans[0].part.start, spans[-1].part.stop)
-    if len(spans) == 1:
-        return [tensor if part.stop - part.start == tensor.numel() else cut(tensor, part)]
     return cut(tensor, part).split(spans[0].part.stop - part.start)
 
 
