@@ -124,7 +124,7 @@ def test_the_rule_of_steps_is_that_of_the_runs() -> None:
     assert round(a, 2) == STEPS_BY_LOG2
     assert error == min(error for _, error in fit(points).values())
     method = Method(when=replace(preset(HIDDEN).when, k_steps=8, delay_steps=7))
-    for ranks, doublings in ((2, 1), (4, 2)):
+    for ranks, doublings in ((2, 1), (8, 3)):
         assert steps_to_loss(method, ranks, 500) == pytest.approx(1 + 3 * doublings * STEPS_BY_LOG2)
     for other in (method.replace(delay_steps=3), method.replace(outer_momentum=0.5), preset("diloco")):
         assert steps_to_loss(other, 2, 500) is None

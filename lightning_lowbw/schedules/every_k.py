@@ -40,8 +40,8 @@ MOST_FRAGMENTS = 4  # of "auto"
 # Steps to DDP's loss of averages that are hidden, times DDP's, by benchmarks/results/steps_to_loss.md, which a test
 # compares; with this outer rate and momentum, for as many replicas and as long a period as was run, and twice the
 # steps: it grows with them.
-STEPS_BY_LOG2 = 0.14
-HIDDEN_OUTER, MOST_REPLICAS, MOST_K, MOST_STEPS = (0.7, 0.6), 4, 16, 960
+STEPS_BY_LOG2 = 0.15
+HIDDEN_OUTER, MOST_REPLICAS, MOST_K, MOST_STEPS = (0.7, 0.6), 8, 16, 960
 DEFAULT_OUTER_LR = {"none": 1.0, "slowmo": 1.0, "nesterov": 0.7}
 DEFAULT_OUTER_MOMENTUM = {"none": 0.0, "slowmo": 0.5, "nesterov": 0.9}
 
