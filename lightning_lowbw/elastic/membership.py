@@ -13,6 +13,7 @@ from lightning_lowbw.errors import DisagreementError
 
 T = TypeVar("T")
 Share = Callable[[], Mapping[str, Any]]  # returns what a member that is behind is given: see `Membership.serve`
+GivesUp = Callable[[bool], bool]  # see `Membership.quorum`
 Settings = Mapping[str, str]  # what has to be the same on all members, by name
 MAX_DIFFERENCES = 8  # lines of an error
 
@@ -69,6 +70,16 @@ class Quorum:
     healed: Mapping[str, Any] | None = None
     rows: tuple[Row, ...] | None = None
 
+    @property
+    def is_for_round(self) -> bool:
+        """Whether no member heals or has ended."""
+        return self.rows is not None and not any(row.has_ended for row in self.rows)
+
+    @property
+    def have_one_anchor(self) -> bool:
+        """Whether all members measure their work from the same weights."""
+        return len({row.anchor for row in self.rows or ()}) == 1
+
 
 class Membership(Protocol):
     """Finds the members of each round, and ends the round for all or for none.
@@ -77,12 +88,19 @@ class Membership(Protocol):
     meets the processes with its rank in the other groups.
     """
 
-    def state_of_others(self, row: Row, gives_up: Callable[[], bool]) -> Mapping[str, Any] | None:
+    def state_of_others(self, row: Row, settings: Settings, gives_up: GivesUp) -> Mapping[str, Any] | None:
         """Return the shared state of a member that trains, as it is now, without its waiting; None if there is none.
+
+        While one lives it is asked again, whatever fails: no second training begins beside the first.
 
         Args:
             row: as of `quorum`.
-            gives_up: as of `quorum`.
+            settings: as of `quorum`.
+            gives_up: as of `quorum`; then None is returned.
+
+        Raises:
+            DisagreementError: a member that trains refuses this group.
+            ConfigurationError: no member that trains can be reached.
         """
         ...
 
@@ -95,14 +113,15 @@ class Membership(Protocol):
         """
         ...
 
-    def quorum(self, row: Row, settings: Settings, shared: Share, gives_up: Callable[[], bool]) -> Quorum | None:
+    def quorum(self, row: Row, settings: Settings, shared: Share, gives_up: GivesUp) -> Quorum | None:
         """Wait for the members of the next round, at least `min_replicas`; None if this group has given up.
 
         Args:
             row: what this group tells the members; the same on all its processes.
             settings: of which the row has the digest.
             shared: as of `serve`.
-            gives_up: whether to wait no longer, asked about once a second; of one process it holds for its group.
+            gives_up: whether to wait no longer, asked about once a second, given whether the state of a member is
+                coming, which ends by itself where nothing comes; of one process it holds for its group.
 
         Raises:
             DisagreementError: this group is refused; the others go on.
@@ -125,8 +144,19 @@ class Membership(Protocol):
         """
         ...
 
+    def note(self, longest_s: float) -> None:
+        """Note that this group is at work: with a batch, or at the end of a step.
+
+        Who notes nothing for many times as long, and a minute, hangs, and the others go on without it; not while it
+        waits in `quorum`.
+
+        Args:
+            longest_s: which a step has taken; infinity: it waits for others.
+        """
+        ...
+
     def close(self) -> None:
-        """Leave."""
+        """Leave; after a transfer that is in progress, if the training has ended, else soon."""
         ...
 
 

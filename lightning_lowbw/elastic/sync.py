@@ -27,9 +27,9 @@ import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import compress
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -46,7 +46,7 @@ from lightning_lowbw.comm.collectives import (
     broadcast_flat_,
 )
 from lightning_lowbw.comm.peers import Peers
-from lightning_lowbw.elastic.membership import Membership, Quorum, Row, Settings, deciders, digest_of, run_of
+from lightning_lowbw.elastic.membership import GivesUp, Membership, Quorum, Row, Settings, deciders, digest_of, run_of
 from lightning_lowbw.errors import ConfigurationError, DisagreementError, NonFiniteGradientError
 from lightning_lowbw.kernels.reference import are_not_finite
 from lightning_lowbw.kernels.tensors import CPU, as_real, checksum, copy_all_, order_of
@@ -55,7 +55,7 @@ from lightning_lowbw.namespaces import LOGGER
 from lightning_lowbw.sync.consensus import ConsensusView, copies
 from lightning_lowbw.sync.fragments import Average, Sums, average_status
 from lightning_lowbw.sync.local import LocalSync
-from lightning_lowbw.sync.state import on_cpu
+from lightning_lowbw.sync.state import Named, on_cpu
 from lightning_lowbw.sync.status import SAVE, STOP, Status, any_of
 
 _logger = logging.getLogger(LOGGER)
@@ -63,6 +63,7 @@ ANCHORS = 1 << 32  # checksums are compared modulo this
 CHUNK = 1 << 18  # elements that they take at a time, on all devices: with others they are other numbers
 END_S = 0.2  # between two last quorums
 SAVE_AFTER_S = 60.0  # of waiting for others, the caller is to save: they may never come
+SETTLE_S = 10.0  # of waiting for others in a hidden round, before a save or a validation
 OFTEN = 5  # that weights after a round differ, for which a lost round may be the reason once; or that all are NaN
 BEHIND = 0  # what a member claims to have completed that must be healed
 
@@ -186,33 +187,6 @@ class Members(Peers):
 # A round --------------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Round:
-    """A round in which all members have told their numbers.
-
-    Attributes:
-        quorum: its members.
-        told: by each.
-        weights: of each in the mean: its tokens, if it is drawn; the sum is 1, or all are 0.
-        residuals: of this member before the exchange, by name.
-    """
-
-    quorum: Quorum
-    told: Sequence[Row]
-    weights: Sequence[float]
-    residuals: Mapping[str, Tensor]
-
-    @property
-    def is_averaged(self) -> bool:
-        """Whether there is work, all of which is measured from the same weights."""
-        return self.have_one_anchor and any(self.weights)
-
-    @property
-    def have_one_anchor(self) -> bool:
-        """Whether all members measure their work from the same weights."""
-        return len({row.anchor for row in self.told}) == 1
-
-
 def draw_weights(tokens: Sequence[float], participants: float, number: int) -> list[float]:
     """Return what each member counts in the mean of a round: its tokens, if it is drawn.
 
@@ -229,54 +203,29 @@ def draw_weights(tokens: Sequence[float], participants: float, number: int) -> l
 
 
 @dataclass(frozen=True)
-class _Begun:
+class _Work:
     """What a round was begun with.
 
     Attributes:
+        number: of the round.
         step: optimizer steps completed.
         steps: of the round.
         tokens: of these.
-        work: the change of each tensor; None if it does not count.
+        change: of each tensor; None if it does not count.
         residuals: before the exchange.
-        result: of a round that is hidden: its quorum, and what was exchanged, if the quorum was for that.
-    """
-
-    step: int
-    steps: int
-    tokens: float
-    work: list[Tensor] | None
-    residuals: Mapping[str, Tensor]
-    result: Future[tuple[Quorum | None, Round | None, Average | None]] | None = None
-
-
-class _Sent(NamedTuple):
-    """What a member has sent in a round that does not count here, but may for others.
-
-    Attributes:
-        work: the change of each tensor; None if it does not count.
-        tokens: of these steps.
-        residuals: after the exchange.
-    """
-
-    work: list[Tensor] | None
-    tokens: float
-    residuals: Mapping[str, Tensor]
-
-
-class _Averaged(NamedTuple):
-    """What a member has sent in a round, until the next one shows that the others have its result.
-
-    Attributes:
-        number: of the round.
-        work: the change of each tensor.
-        tokens: of these steps.
-        residuals: before the exchange.
+        prepared: what `send_average` is given.
     """
 
     number: int
-    work: list[Tensor]
+    step: int
+    steps: int
     tokens: float
+    change: list[Tensor] | None
     residuals: Mapping[str, Tensor]
+    prepared: tuple[Average, Named, Named] | None = None
+
+
+Exchanged = tuple[Quorum | None, Average | None]  # the average is None where the quorum is not for one
 
 
 # One member -----------------------------------------------------------------------------------------------------------
@@ -346,9 +295,11 @@ class ElasticSync(LocalSync):
         self._num_apart = 0  # how often it was so
         self._num_faulty = 0  # rounds, the last ones, in which all members have had an inf or NaN
         self._is_warned = False  # that a round has few steps
-        self._sent: _Sent | None = None  # in the last exchange, if that was not committed here
-        self._averaged: _Averaged | None = None  # in the last round
-        self._hidden: _Begun | None = None  # a round in the background
+        # In the last exchange, if only others may have committed that; the residuals are those after it.
+        self._sent: _Work | None = None
+        self._averaged: _Work | None = None  # in the last round, until the next one shows that the others have it
+        self._hidden: tuple[_Work, Future[Exchanged]] | None = None  # a round in the background
+        self._batch_s, self._longest_s = math.inf, 0.0  # when the last batch began; which the longest step has taken
         self._late_s = math.inf  # when that gives up to wait for others
         if self.when.delay_steps and members.num_local_ranks > 1:
             raise ConfigurationError(
@@ -367,8 +318,8 @@ class ElasticSync(LocalSync):
         """
         self.begin_local()
         self.healed, self.num_skipped = None, 0
-        gives_up = lambda: bool(self.requests) or self.should_stop()  # noqa: E731
-        if (shared := self.membership.state_of_others(self._row(self._all_settings()), gives_up)) is not None:
+        settings, gives_up = self._all_settings(), lambda _: bool(self.requests) or self.should_stop()
+        if (shared := self.membership.state_of_others(self._row(settings), settings, gives_up)) is not None:
             self._heal(shared, self.group)
             self._began_s = time.monotonic() - shared["age_s"]
         if not self.is_complete and (shared is None or self._is_over()):
@@ -382,9 +333,11 @@ class ElasticSync(LocalSync):
                 "may be the first of a batch. Take one optimizer step for each batch."
             )
         self._batch = self.batch
+        self._longest_s = max(self._longest_s, time.monotonic() - self._batch_s)
+        self.membership.note(self._longest_s)
         self.healed, self.num_skipped, self.has_communicated = None, 0, False
         if self._hidden is not None and (self._steps >= self.when.delay_steps or self._is_over()):
-            self._settle()
+            self._end_hidden()
         if not self.is_complete and self._is_over():
             self.has_communicated = True
             self.tokens = self.tokens or float(self._steps)  # where nobody counts them
@@ -395,6 +348,11 @@ class ElasticSync(LocalSync):
         if self._hidden is None:
             self.membership.serve(self.shared_state)
         return self.has_communicated
+
+    def begin_batch(self) -> None:
+        """Note that a batch begins, also one of a validation: this group does not hang."""
+        self._batch_s = time.monotonic()
+        self.membership.note(self._longest_s)
 
     @property
     def _saves(self) -> bool:
@@ -413,15 +371,10 @@ class ElasticSync(LocalSync):
 
         For at most `grace_s`, and until all have come that were ever averaged.
         """
-        if self._hidden is not None:  # a fit that is stopped: who has sent something takes the result
-            self._late_s, has_finished = 0.0, not self.tokens
-            self._arrived()
-            if has_finished:  # in the model is the anchor: now the new one, without work
-                self._add_(None)
-                self.tokens = 0.0
+        self.settle()
         ends_s = time.monotonic() + grace_s
         while self.is_complete and not self._any_in_node(time.monotonic() >= ends_s)[0]:
-            quorum = self._next_quorum(lambda: time.monotonic() >= ends_s, has_ended=True)
+            quorum = self._next_quorum(lambda _: time.monotonic() >= ends_s, has_ended=True)
             if quorum is None:
                 return
             self.members.members.begin(quorum)
@@ -460,8 +413,8 @@ class ElasticSync(LocalSync):
             TimeoutError: on all processes of the group; others have been there before, and have not come.
         """
         self._check_buffers()
-        self._wait_from_now(saves)
         while True:
+            self._wait_from_now(saves)
             if quorum is None:
                 self._restart_if_not_finite()
                 quorum = self._next_quorum(self._gives_up)
@@ -480,10 +433,7 @@ class ElasticSync(LocalSync):
             if self.step >= self.last_step:  # a resume takes this step again, and the round, and not nothing
                 self.step, self.num_skipped = self.step - 1, self.num_skipped - 1
             return
-        self._waits_since_s = None
-        self._sent, self._has_faults, self._began_s = None, False, time.monotonic()
-        self._all.steps = self.steps_since_average = 0
-        self.loss.clear()
+        self._began_s = time.monotonic()
 
     def _agree_on_requests(self) -> list[bool]:
         """Let all processes of this group know who asks to stop, and to save; return it, and whether one is to stop."""
@@ -507,10 +457,11 @@ class ElasticSync(LocalSync):
         since_s = self._waits_since_s = self._waits_since_s or time.monotonic()
         self._late_s = since_s + (min(SAVE_AFTER_S, wait_s / 2) if saves else wait_s)
 
-    def _gives_up(self) -> bool:
-        return bool(self.requests) or self.should_stop() or time.monotonic() >= self._late_s
+    def _gives_up(self, is_taking: bool) -> bool:
+        is_late = not is_taking and time.monotonic() >= self._late_s
+        return bool(self.requests) or self.should_stop() or is_late
 
-    def _next_quorum(self, gives_up: Callable[[], bool], *, has_ended: bool = False) -> Quorum | None:
+    def _next_quorum(self, gives_up: GivesUp, *, has_ended: bool = False) -> Quorum | None:
         settings = self._all_settings()
         row = self._row(settings, has_ended=has_ended)
         with self.members.ledger.waiting(CPU):
@@ -518,39 +469,66 @@ class ElasticSync(LocalSync):
 
     def _try_round(self, quorum: Quorum) -> bool:
         """Try a round; return whether it counts. If not, nothing has changed, except that this member has healed."""
-        members, membership = self.members.members, self.membership
+        members = self.members.members
         members.begin(quorum)
         if quorum.healed is not None:
             self._heal(quorum.healed, quorum.members[quorum.rank])
-        if quorum.rows is None or any(row.has_ended for row in quorum.rows):  # who has healed tells other numbers now
+        if not quorum.is_for_round:  # who has healed tells other numbers now
             self._wait_for_members()
-            membership.commit(not self.is_complete)  # for which the others do not wait
+            self.membership.commit(not self.is_complete)  # for which the others do not wait
             return self.is_complete
-        this_round, average = self._round_of(quorum, copies(self.replica.residuals)), None
-        assert this_round is not None
-        if this_round.is_averaged:
-            self._begin_members(this_round)
-        else:
+        if not self._weights_of(quorum):
             self._wait_for_members()
             if self._any_in_node(members.has_failed)[0]:  # the rows may be those of a request that was given up
-                membership.commit(False)
+                self.membership.commit(False)
                 return False
-            self._compare(this_round)
+            self._compare(quorum)
+        work, lr = self._begin(), self._lr
+        return self._conclude(work, lambda: self._exchange(quorum, work, lr))[0]
+
+    def _begin(self) -> _Work:
+        """Begin a round with the work that there is; steps that follow are those of the next one."""
+        prepared = self.prepare_average(self._trained(), takes_buffers=True)
+        change = self._work() if self.tokens else None
+        residuals = copies(self.replica.residuals)
+        work = _Work(self.num_averages + 1, self.step, self._steps, self.tokens, change, residuals, prepared)
+        self.tokens, self._all.steps, self.steps_since_average = 0.0, 0, 0
+        return work
+
+    def _exchange(self, quorum: Quorum | None, work: _Work, lr: float) -> Exchanged:
+        """Send what was begun with, if the quorum is for that."""
+        weights = [] if quorum is None else self._weights_of(quorum)
+        if quorum is None or not weights:
+            return quorum, None
+        assert work.prepared is not None
+        self.members.members.begin(quorum)
+        self.members.weights = weights if len({*weights}) > 1 else ()
+        # The learning rate only, as the rest has been told.
+        status = average_status(Sums(lr=lr), None, 0.0, 0, self.peers, self.device)
+        return quorum, self.send_average(*work.prepared, status)
+
+    def _conclude(self, work: _Work, exchanged: Callable[[], Exchanged]) -> tuple[bool, Quorum | None]:
+        """Apply a round if it counts; else all is as before. Return whether, or else a quorum for another."""
+        counts, is_hidden = False, self.members.members.is_hidden
         try:
-            if this_round.is_averaged:
-                average = self.begin_average(self._trained(), self._status(self._lr), takes_buffers=True)
-            has_committed = membership.commit(this_round.have_one_anchor)
-        except BaseException:  # a checkpoint may follow
-            self._set_residuals(this_round.residuals)
-            raise
-        if has_committed:
-            self._end_round(this_round, average)
-            return True
-        if average is not None:
-            work = self._work() if self.tokens else None
-            self._sent = _Sent(work, self.tokens, copies(self.replica.residuals))
-        self._set_residuals(this_round.residuals)
-        return False
+            quorum, average = exchanged()
+            if quorum is not None and (average is not None or not is_hidden):
+                counts = self.membership.commit(quorum.have_one_anchor)
+            if average is not None or counts:
+                residuals = copies(self.replica.residuals)
+                self._sent = None if counts else replace(work, residuals=residuals, prepared=None)
+        finally:  # a checkpoint may follow
+            self.members.members.is_hidden = False
+            if not counts:
+                self._set_residuals(work.residuals)
+                self.tokens += work.tokens
+                self._all.steps = self._steps + work.steps
+                self.steps_since_average += work.steps
+        if counts:
+            assert quorum is not None
+            self._waits_since_s = None
+            self._end_round(quorum, average, work)
+        return counts, None if average is not None else quorum
 
     # A round that is hidden by local steps ----------------------------------------------------------------------------
 
@@ -559,90 +537,69 @@ class ElasticSync(LocalSync):
         self._check_buffers()
         self._restart_if_not_finite()
         settings, state, lr = self._all_settings(), self.shared_state(), self._lr
-        row = self._row(settings, hashes=False)
-        average, whole, changes = self.prepare_average(self._trained(), takes_buffers=True)
-        residuals, result = copies(self.replica.residuals), Future[Any]()
+        row, work, result = self._row(settings, hashes=False), self._begin(), Future[Exchanged]()
 
         def run() -> None:
             try:
                 with torch.no_grad(), torch.cuda.device_of(torch.empty(0, device=self.device)):
                     told = row._replace(anchor=float(self._checksum()))
                     quorum = self.membership.quorum(told, settings, lambda: state, self._gives_up)
-                    this_round = None if quorum is None else self._round_of(quorum, residuals)
-                    if this_round is None or not this_round.is_averaged:
-                        result.set_result((quorum, None, None))
-                        return
-                    self._begin_members(this_round)
-                    self.send_average(average, whole, changes, self._status(lr))
-                    result.set_result((quorum, this_round, average))
+                    result.set_result(self._exchange(quorum, work, lr))
             except BaseException as error:  # noqa: BLE001 - it is raised where the round is waited for
                 result.set_exception(error)
 
-        work = self._work() if self.tokens else None
-        self._hidden = _Begun(self.step, self._steps, self.tokens, work, residuals, result)
-        self.tokens, self._has_faults, self._late_s = 0.0, False, math.inf
-        self._all.steps = self.steps_since_average = 0
-        self._began_s = time.monotonic()
-        self.loss.clear()
+        self._hidden, self._late_s, self._began_s = (work, result), math.inf, time.monotonic()
         self.members.members.is_hidden = True
         threading.Thread(target=run, name="lowbw-round", daemon=True).start()
 
-    def _settle(self) -> None:
+    def settle(self) -> bool:
+        """Apply the round that is hidden, or take it later where others do not come; return whether there was one."""
+        if self._hidden is None:
+            return False
+        self.healed, self.num_skipped, self._late_s = None, 0, time.monotonic() + SETTLE_S
+        with torch.inference_mode(False), torch.no_grad():  # tensors made here outlive an evaluation
+            counts, quorum = self._arrived()
+        if quorum is not None and not counts:
+            self.membership.commit(False)  # others may wait for this member
+        if self.step >= self.last_step and not self.is_complete:  # one more step is taken, with which the last round is
+            self.step, self.num_skipped = self.step - 1, self.num_skipped - 1
+        return True
+
+    def _end_hidden(self) -> None:
         """Apply the round that is hidden; if it has failed, or others have to be waited for, take part as usual."""
         saves = self._saves
         self._wait_from_now(saves)
         counts, quorum = self._arrived()
         self.has_communicated = True
         if counts:
-            self._waits_since_s = None
             self._agree_on_requests()
         else:
             self._take_round(saves=saves, quorum=quorum)
 
     def _arrived(self) -> tuple[bool, Quorum | None]:
-        """Wait for the round that is hidden, and apply it; return whether it counts, or else a quorum for another."""
-        begun, self._hidden = self._hidden, None
-        assert begun is not None
-        assert begun.result is not None
-        counts = False
-        try:
+        """Wait for the round that is hidden, and apply it; see `_conclude`."""
+        assert self._hidden is not None
+        (work, result), self._hidden = self._hidden, None
+        self.membership.note(math.inf)
+
+        def exchanged() -> Exchanged:
             with self.members.ledger.waiting(CPU):
-                quorum, this_round, average = begun.result.result()
-            counts = average is not None and self.membership.commit()
-            if average is not None:
-                residuals = copies(self.replica.residuals)
-                self._sent = None if counts else _Sent(begun.work, begun.tokens, residuals)
-        finally:  # a checkpoint may follow
-            self.members.members.is_hidden = False
-            if not counts:
-                self._set_residuals(begun.residuals)
-                self.tokens += begun.tokens
-                self._all.steps = self._steps + begun.steps
-        if counts:
-            assert this_round is not None
-            self._end_round(this_round, average, begun)
-        return counts, None if average is not None else quorum
+                return result.result()
 
-    def _round_of(self, quorum: Quorum, residuals: Mapping[str, Tensor]) -> Round | None:
-        """Return the round of a quorum; None where it is not for one: a member heals, or has ended."""
-        if quorum.rows is None or any(row.has_ended for row in quorum.rows):
-            return None
-        weights = draw_weights([row.tokens for row in quorum.rows], self.participants, self.num_averages)
-        return Round(quorum, quorum.rows, weights, residuals)
+        return self._conclude(work, exchanged)
 
-    def _begin_members(self, this_round: Round) -> None:
-        """Let the next average be that of the members of a round."""
-        self.members.members.begin(this_round.quorum)
-        weights = this_round.weights
-        self.members.weights = weights if len({*weights}) > 1 else ()
+    def _weights_of(self, quorum: Quorum) -> list[float]:
+        """Return what each member counts in the mean; nothing where nothing is averaged.
+
+        Its tokens, if it is drawn; the sum is 1.
+        """
+        rows = quorum.rows if quorum.is_for_round and quorum.have_one_anchor else ()
+        weights = draw_weights([row.tokens for row in rows or ()], self.participants, self.num_averages)
+        return weights if any(weights) else []
 
     def _trained(self) -> list[Parameter]:
         """Return the parameters that are averaged, the same on all members."""
         return [p for p in self._all.parameters if p.requires_grad and p.numel()]
-
-    def _status(self, lr: float) -> Tensor:
-        """Return this member's status: the learning rate only, as the rest has been told."""
-        return average_status(Sums(lr=lr), None, 0.0, 0, self.peers, self.device)
 
     def _wait_for_members(self) -> None:
         """Wait for the members, who may still be receiving the state or connecting to this one."""
@@ -684,14 +641,14 @@ class ElasticSync(LocalSync):
         settings |= {f"buffer {name}": f"{t.dtype} of shape {[*t.shape]}" for name, t in floating}
         return {name: f"{value}" for name, value in {**settings, **self.settings}.items()}
 
-    def _compare(self, this_round: Round) -> None:
+    def _compare(self, quorum: Quorum) -> None:
         """Note whether this member has another anchor than those that decide, or most of them: then it is behind.
 
         Raises:
             DisagreementError: on those that have other weights before the first average.
         """
-        rows = dict(zip(this_round.quorum.members, this_round.told, strict=True))
-        name = this_round.quorum.members[this_round.quorum.rank]
+        rows = dict(zip(quorum.members, quorum.rows or (), strict=True))
+        name = quorum.members[quorum.rank]
         anchors = [rows[judge].anchor for judge in deciders(rows)]
         usual = max(anchors, key=anchors.count)
         self._is_apart = rows[name].anchor != usual
@@ -709,15 +666,15 @@ class ElasticSync(LocalSync):
                 "all: seed_everything with one number, or load one file."
             )
 
-    def _end_round(self, this_round: Round, average: Average | None, hidden: _Begun | None = None) -> None:
+    def _end_round(self, quorum: Quorum, average: Average | None, work: _Work) -> None:
         """Apply the average of a round that counts; nothing is communicated any more.
 
         Args:
-            this_round: that counts.
+            quorum: of the round.
             average: of it; None if there was no work.
-            hidden: what it was begun with, if it was before steps that have been taken meanwhile.
+            work: what it was begun with; steps may have been taken meanwhile.
         """
-        members, told = this_round.quorum.members, this_round.told
+        members, told, weights = quorum.members, quorum.rows or (), self._weights_of(quorum)
         for name, row in zip(members, told, strict=True):
             if row.faults:
                 _logger.warning("Member %r had an inf or NaN after step %d: its work is left out.", name, self.step)
@@ -728,13 +685,12 @@ class ElasticSync(LocalSync):
                 "has been averaged in these. Lower the learning rate, or clip the gradients, and start the groups "
                 "again from their checkpoints."
             )
-        self._averaged, self._is_new = None, False  # all have it: their anchors are equal
+        self._averaged, self._is_new, self._has_faults = None, False, False  # all have it: their anchors are equal
         if not self.num_averages:
             self.run = run_of(dict(zip(members, told, strict=True)))
-        begun = hidden or _Begun(self.step, self._steps, self.tokens, None, this_round.residuals)
-        latest = int(max(*(row.step for row in told), begun.step))  # told before steps that hid the quorum
-        num_steps = latest - begun.step + begun.steps
-        before, self.step = self.step, int(min(self.step + latest - begun.step, self.last_step))
+        latest = int(max(*(row.step for row in told), work.step))  # told before steps that hid the quorum
+        num_steps = latest - work.step + work.steps
+        before, self.step = self.step, int(min(self.step + latest - work.step, self.last_step))
         self.num_skipped += self.step - before
         if average is None:
             return
@@ -745,23 +701,21 @@ class ElasticSync(LocalSync):
                 "training may diverge. Let a round have at least %d steps, or give a lower outer_lr.",
                 *(self.num_averages + 1, num_steps, self.when.outer_gain, math.ceil(self.when.outer_gain)),
             )
-        work = hidden.work if hidden else self._work() if told[this_round.quorum.rank].tokens else None
-        weight = this_round.weights[this_round.quorum.rank]
+        weight = weights[quorum.rank]
         if not weight:
-            self._set_residuals(this_round.residuals)  # what was sent did not count
+            self._set_residuals(work.residuals)  # what was sent did not count
         means, numbers = average.wait_for_whole()
         sums = Sums(*Status.read(numbers.tolist(), self.peers.num_ranks).sums)
-        self._all.moved = dict.fromkeys(average.parameters) if hidden and self._steps else {}
+        self._all.moved = dict.fromkeys(average.parameters) if self._steps else {}
         self.apply_average(average, means, sums, self._all.moved)
-        self.tokens = self.tokens if hidden else 0.0
-        if work is not None and weight:
-            self._averaged = _Averaged(self.num_averages, work, begun.tokens, this_round.residuals)
-        elif work is not None:
-            self.tokens += begun.tokens
-            self._add_(list(torch._foreach_add(work, self._work())) if self._all.moved else work)
+        if work.change is not None and weight:
+            self._averaged = replace(work, prepared=None)
+        elif work.change is not None:
+            self.tokens += work.tokens
+            self._add_(list(torch._foreach_add(work.change, self._work())) if self._all.moved else work.change)
         if latest >= self.last_step:  # steps that were taken meanwhile are after the end
             self._all.steps = 0
-        counted = list(compress(zip(members, told, strict=True), this_round.weights))
+        counted = list(compress(zip(members, told, strict=True), weights))
         self.tokens_seen += sum(row.tokens for _, row in counted)
         self.contributed |= {name: self.num_averages for name, _ in counted}
 
@@ -831,13 +785,13 @@ class ElasticSync(LocalSync):
             self.tokens = 0.0
         work = self._work() if self.tokens else None
         if was_averaged:  # all of it, or what was taken before the steps that hid the exchange
-            sent = sent or _Sent(None, self.tokens, {})
-            self.tokens -= sent.tokens
+            self.tokens -= sent.tokens if sent else self.tokens
             work = None if not work or not self.tokens else work
-            work = list(torch._foreach_sub(work, sent.work)) if work and sent.work else work
-            self._set_residuals(sent.residuals)
+            work = list(torch._foreach_sub(work, sent.change)) if work and sent and sent.change else work
+            self._set_residuals(sent.residuals if sent else {})
         if lost is not None and last < lost.number:
-            work = lost.work if work is None else list(torch._foreach_add(lost.work, work))
+            assert lost.change is not None
+            work = lost.change if work is None else list(torch._foreach_add(lost.change, work))
             self.tokens += lost.tokens
             self._set_residuals(lost.residuals)
         starts = {self.name_of(p): (p, start) for p, start in self.replica.start.items()}
@@ -848,7 +802,7 @@ class ElasticSync(LocalSync):
             if self.members.num_local_ranks > 1:
                 broadcast_flat_([tensor], self.members.node.broadcast_)
         self._add_(work)
-        self._sent, self._averaged, self._is_apart = None, None, False
+        self._sent, self._averaged, self._is_apart, self._waits_since_s = None, None, False, None
         self.run, self.num_averages, self.step = shared["run"], shared["num_averages"], shared["step"]
         self._all.steps, self.tokens_seen = shared["steps"], shared["tokens_seen"]
         self.contributed, self.healed = dict(shared["contributed"]), shared["others"]
@@ -866,6 +820,7 @@ class ElasticSync(LocalSync):
 
     def show_consensus(self) -> None:
         if not self.replica.view.is_shown and self.replica.start:
+            self.settle()
             self.replica.show({**self.replica.tensors(), **self._named(self.replica.start), **self.buffers.start})
 
     def adopt_parameters(self) -> None:
@@ -873,7 +828,7 @@ class ElasticSync(LocalSync):
         self.replica.hide(keeps_parameters=True)
 
     def finish(self) -> None:
-        """Leave the anchor in the model. Communicates nothing: others may train on."""
+        """Leave the anchor in the model, after a round that is hidden. Nothing else is waited for."""
         self.show_consensus()
         self.replica.view = ConsensusView()
         self._all.moved.clear()
@@ -889,12 +844,9 @@ class ElasticSync(LocalSync):
             setattr(self, name, value)
 
     def state_dict(self) -> dict[str, Any]:
+        self.settle()
         rank = self.members.local_rank, self.members.num_local_ranks  # among the members it may be another next time
-        state = {**super().state_dict(), "rank": rank, "tokens": self.tokens, "group": self.group}
-        if (begun := self._hidden) is not None:  # as before it, which is how it is if it fails
-            state |= {"tokens": self.tokens + begun.tokens, "residuals": copies(begun.residuals)}
-            state["fragments"][0]["steps"] += begun.steps
-        return state
+        return {**super().state_dict(), "rank": rank, "tokens": self.tokens, "group": self.group}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         if is_copied := state.get("group", self.group) != self.group:  # that group sends its work itself

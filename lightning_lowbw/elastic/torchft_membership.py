@@ -8,7 +8,7 @@ It does not use `torchft.Manager`: one failed quorum leaves it unusable, its hea
 HTTP, its server ends the process for whoever asks it to, and it waits in vain for an answer if the lighthouse is
 restarted.
 
-A round of two groups, of which B is behind; the processes of a group agree after each step (`_vote`):
+A round of two groups, of which B is behind; the processes of a group agree after each step:
 
     group A                     lighthouse                    group B
        |-- state ----------------------------------------------->|     `state_of_others`, `transfer`: A trains on
@@ -31,7 +31,6 @@ import html
 import http.client
 import importlib
 import importlib.metadata
-import json
 import logging
 import math
 import os
@@ -51,13 +50,12 @@ from datetime import timedelta
 from typing import Any, NoReturn, TypeVar
 from urllib.parse import urlsplit
 
-import torch
 import torch.distributed as dist
 
 from lightning_lowbw.comm.agreement import gather_json
-from lightning_lowbw.elastic.membership import Quorum, Row, Settings, Share, raise_refused, refusals, rounds_of
+from lightning_lowbw.elastic.membership import GivesUp, Quorum, Row, Settings, Share, raise_refused, refusals, rounds_of
 from lightning_lowbw.elastic.transfer import CONNECT_S, POLL_S, StateClient, StateServer, packed, unpacked, watch
-from lightning_lowbw.errors import ConfigurationError
+from lightning_lowbw.errors import ConfigurationError, DisagreementError
 from lightning_lowbw.namespaces import LOGGER
 
 _logger = logging.getLogger(LOGGER)
@@ -66,14 +64,14 @@ T = TypeVar("T")
 TORCHFT = "0.2.0"  # others speak another protocol
 LIGHTHOUSE = "TORCHFT_LIGHTHOUSE"  # torchft's own variable: the lighthouse's address
 HEARTBEAT_S = 0.25  # between two; the lighthouse takes a member for dead after 5 s, if not started otherwise
-HANG_ROUNDS, HANG_S = 10, 60.0  # a group that has not come for ten times its longest round, and a minute, hangs
+HANG_STEPS, HANG_S = 10, 60.0  # a group without a batch for ten times its longest step, and a minute, hangs
+LEAVE_S = 5.0  # for which who is ended waits for a transfer that is in progress
 TRIES = 3  # to take the state in time for a round, after which the others wait for this group
 WAIT_S = 75.0  # of one request for a quorum. In the lighthouse each begins anew to wait for others, by default 60 s.
 OWN_DATA = frozenset({"row", "failures"})  # of a member: what torchft has no field for
-SETTINGS = "settings"  # of a group, in its store
 RETRY_S, WARN_S = 0.5, 60.0
-PAUSE_S, MAX_PAUSE_S = 5.0, 300.0  # twice as long each time for which a group is left out that others do not reach
-GONE_S = 20.0  # after which a group with this one's name is not this one, before it was restarted
+PAUSE_S = 20.0  # for which a group is left out that others do not reach, if it does not reach them before
+GONE_S = 20.0  # after which who has this one's name is not this one before a restart, and who is not reached never is
 SIOCGIFADDR = 0x8915  # Linux: the address of an interface
 MIN_TIMEOUT_S = 10.0  # for pauses of an operating system; those of a link may take SILENT_S
 ROUND_STATES = 2.0  # the bytes of a round by those of the state: at most an all-reduce of all of it
@@ -185,59 +183,64 @@ class TorchftMembership:
         self.timeout_s = max(MIN_TIMEOUT_S, needed_s) if timeout_s is None else timeout_s
         self._lighthouse = _Lighthouse(torchft, lighthouse if "//" in lighthouse else f"http://{lighthouse}")
         self._address = _own_address(address, self._lighthouse.url)
-        self._process, self._num_processes = dist.get_rank(), dist.get_world_size()
+        self._process = dist.get_rank()
         (self._name, *_) = gather_json(f"{name or socket.gethostname()}:{uuid.uuid4()}")
         self._key: tuple[Any, ...] = ()  # of the quorum for which the group was made
         self._group: Any = None
         self._num_failures = 0
+        self._limit_s, self._longest_s = self.timeout_s, 0.0  # of a collective of this round; of a step
         self._unreached: list[_Member] = []  # of the last members
-        self._away_until_s, self._pause_s = 0.0, PAUSE_S  # when it is left out, because of that
+        self._is_left_out, self._away_until_s = False, 0.0  # because of that
         self._said_s = 0.0  # when the last line told that it waits
         self._refused: set[str] = set()  # who has been named
         self._client: StateClient | None = None  # of the group whose state was taken last, up to a round
-        self._num_fetched = 0  # how often it was, since a round
+        self._why_not, self._num_fetched = "", 0  # it could not be; how often one was, since a round
+        self._told: tuple[Row, Settings] = Row(), {}  # as of `quorum`
         self._fetching: Future[dict[str, Any]] | None = None  # goes on where it is not waited for any more
         if self._process == 0:
-            self._server = StateServer(self._address, self.timeout_s)
+            self._server = StateServer(self._name.rpartition(":")[0], self._address, self.timeout_s)
             listener = socket.create_server((self._address, 0))  # not at other addresses of the host
             self._port = listener.getsockname()[1]
             options: dict[str, Any] = {"is_master": True, "wait_for_workers": False}
             self._store = dist.TCPStore(self._address, self._port, master_listen_fd=listener.detach(), **options)
 
-    def state_of_others(self, row: Row, gives_up: Callable[[], bool]) -> Mapping[str, Any] | None:
+    def state_of_others(self, row: Row, settings: Settings, gives_up: GivesUp) -> Mapping[str, Any] | None:
         """See `Membership`. Members of the last round are found by the lighthouse's page."""
-        with suppress(RuntimeError):  # nobody, or nobody who has a state for this group; the round will tell
-            return self._fetch(lambda: self._lighthouse.addresses(self._name), row, gives_up)
+        self._told = row, settings
+        with suppress(RuntimeError):  # there is none, or this group has given up
+            return self._fetch(lambda: self._lighthouse.addresses(self._name), gives_up, insists=True)
         return None
 
     def serve(self, shared: Share) -> None:
         if self._process == 0:
             self._server.answer(shared)
 
-    def quorum(self, row: Row, settings: Settings, shared: Share, gives_up: Callable[[], bool]) -> Quorum | None:
+    def note(self, longest_s: float) -> None:
+        self._lighthouse.hangs_from_s = time.monotonic() + max(HANG_S, HANG_STEPS * longest_s)
+        self._longest_s = longest_s
+
+    def quorum(self, row: Row, settings: Settings, shared: Share, gives_up: GivesUp) -> Quorum | None:
         began_s = self._said_s = time.monotonic()
+        self._told = row, settings
         if self._process == 0:
-            self._server.row = row
+            self._server.row, self._server.settings = row, dict(settings)
         while True:
-            quorum, error = None, None
             try:
-                answer = self._ask(row, settings, shared, began_s, gives_up)
+                self._lighthouse.hangs_from_s = math.inf
+                answer = self._ask(shared, began_s, gives_up)
                 if answer is None:
                     self._fail()  # others may wait for this one; and the next request differs from this one
                     return None
-                quorum = self._join(*answer, row, shared, gives_up)
-            except RuntimeError as raised:
-                error = raised.with_traceback(None)  # which refers to the group
-                self._fail()
-            if self._vote(quorum is not None):
-                assert quorum is not None
-                return quorum
-            self._say_if_due(began_s, error)
+                return self._join(*answer, shared, gives_up)
+            except RuntimeError as error:  # on all processes
+                told = f"{error}"
+            self._fail()  # not before the error is forgotten, which refers to the group
+            self._say_if_due(began_s, told)
 
-    def _say_if_due(self, began_s: float, error: Exception | None) -> None:
+    def _say_if_due(self, began_s: float, error: str = "") -> None:
         """Tell that this group waits, once a minute; the first time after an error soon."""
         now_s = time.monotonic()
-        if now_s - self._said_s < WARN_S and (error is None or self._said_s > began_s or now_s - began_s < WARN_S / 6):
+        if now_s - self._said_s < WARN_S and (not error or self._said_s > began_s or now_s - began_s < WARN_S / 6):
             return
         self._said_s = now_s
         _logger.warning(
@@ -250,10 +253,13 @@ class TorchftMembership:
         if self._group is None:
             raise RuntimeError("This round has failed.")
         try:
+            self._lighthouse.hangs_from_s = time.monotonic() + self._limit_s + HANG_S
             return fn(self._group)
         except Exception:
             self._fail()
             raise
+        finally:
+            self.note(self._longest_s)
 
     def commit(self, is_ok: bool = True) -> bool:
         """See `Membership`.
@@ -261,25 +267,35 @@ class TorchftMembership:
         Args:
             is_ok: False lets the round fail.
         """
-        counts = self._vote(is_ok and self._group is not None)
-        if counts:
-            self._forget_state()
-            self._num_fetched = 0
-        return counts
+        if not all(gather_json(is_ok and self._group is not None)):
+            self._fail()
+            return False
+        self._forget_state()
+        self._num_fetched = 0
+        if self._process == 0:
+            self._server.row = self._server.row._replace(is_new=False)
+        return True
 
     def close(self) -> None:
         self._forget_state()
         self._disconnect()
         self._lighthouse.close()
         if self._process == 0:
-            self._server.close()
+            self._server.close(self.timeout_s if self._server.row.has_ended else LEAVE_S)
 
-    def _vote(self, is_ok: bool) -> bool:
-        """Return whether it is so on all processes of this group."""
-        if not all(gather_json(is_ok)):
-            self._fail()
-            return False
-        return True
+    def _together(self, fn: Callable[[], object]) -> None:
+        """Call a function that communicates with other groups only; raise on all processes of this one.
+
+        Raises:
+            RuntimeError: it has failed on one of them.
+        """
+        told = ""
+        try:
+            fn()
+        except RuntimeError as error:
+            told = f"{error}"
+        if failed := [error for error in gather_json(told) if error]:
+            raise RuntimeError(failed[0])
 
     def _fail(self) -> None:
         """Leave the group, so that those fail, too, that wait for this member; a new one is made for the next round."""
@@ -288,9 +304,7 @@ class TorchftMembership:
 
     # Members --------------------------------------------------------------------------------------------------------
 
-    def _ask(
-        self, row: Row, settings: Settings, shared: Share, began_s: float, gives_up: Callable[[], bool]
-    ) -> tuple[int, Sequence[_Member]] | None:
+    def _ask(self, shared: Share, began_s: float, gives_up: GivesUp) -> tuple[int, Sequence[_Member]] | None:
         """Return the number of the next quorum, and its members; None if a process of this group has given up.
 
         Raises:
@@ -298,16 +312,13 @@ class TorchftMembership:
             DisagreementError: on all processes; this group is not as the others are, who go on without it.
         """
         answer: dict[str, Any] | None = None
-        request, has_asked = Future[Any](), False
+        request, has_asked, (row, settings) = Future[Any](), False, self._told
         if self._process == 0:
             store = f"{self._address}:{self._port}"
-            self._store.set(SETTINGS, json.dumps(dict(settings)))  # for who differs
         while answer is None:
-            if self._process == 0 and not has_asked and self._unreached:
+            if self._process == 0 and not has_asked:
                 self._unreached = _unreached(self._unreached)
-                self._away_until_s = self._away_until_s if self._unreached else 0.0
-            if self._process == 0 and not has_asked and time.monotonic() >= self._away_until_s:
-                self._away_until_s = 0.0
+            if self._process == 0 and not has_asked and (not self._unreached or time.monotonic() >= self._away_until_s):
                 unreached = [member.name for member in self._unreached]
                 told = row._replace(unreached=unreached, late=0 if self._fetching else self._num_fetched)
                 own = _Member(self._name, store, self._server.address, told, self._num_failures)
@@ -317,13 +328,12 @@ class TorchftMembership:
             self.serve(shared)
             # At first it is taken for granted that the others are on their way.
             waited_s = time.monotonic() - began_s
-            self._say_if_due(began_s, None)
-            answers = gather_json((answer, waited_s, self._pause_s, waited_s >= POLL_S and gives_up()))
+            self._say_if_due(began_s)
+            answers = gather_json((answer, waited_s, waited_s >= POLL_S and gives_up(False)))
             if any(given_up for *_, given_up in answers):
                 return None
-            answer, waited_s, self._pause_s, _ = answers[0]  # so that all raise the same
-        if "error" in answer:
-            raise (ConfigurationError if answer["is_final"] else RuntimeError)(answer["error"])
+            answer, waited_s, _ = answers[0]  # so that all raise the same
+        _raise_told(answer)
         members = [
             _Member(name, store, state, Row(*told), failures)
             for name, store, state, told, failures in answer["members"]
@@ -332,7 +342,8 @@ class TorchftMembership:
         refused = refusals({member.name: member.row for member in members})
         if self._name in refused:
             other = by_name[refused[self._name]]
-            raise_refused(row, settings, other.row, self._settings_of(other), f"{other.label} at {other.store}")
+            theirs = settings if other.row.settings == row.settings else self._settings_of(other)
+            raise_refused(row, settings, other.row, theirs, f"{other.label} at {other.store}")
         if new := refused.keys() - self._refused:
             self._refused |= new
             _logger.warning(
@@ -359,27 +370,25 @@ class TorchftMembership:
             f"This group, at {own.store}, and {others} do not reach one another, and the others go on without it. All "
             "ports have to be open between all groups: give address=..., or a VPN where one is behind NAT."
         )
-        if own.row.is_new and self._pause_s > PAUSE_S:  # the second time in a row
+        if own.row.is_new and self._is_left_out:  # the second time in a row
             raise ConfigurationError(told)
-        self._lighthouse.is_away = True  # so that nobody waits for it
-        self._pause_s = min(2 * self._pause_s, MAX_PAUSE_S)
-        self._away_until_s = time.monotonic() + self._pause_s
-        _logger.warning("%s It tries again in %.0f s.", told, self._pause_s)
+        self._is_left_out = self._lighthouse.is_away = True  # so that nobody waits for it
+        self._away_until_s = time.monotonic() + PAUSE_S
+        _logger.warning("%s It tries again in %.0f s.", told, PAUSE_S)
         raise RuntimeError(told)
 
     def _settings_of(self, member: _Member) -> Settings | None:
-        """Return the settings of another group, which it has put into its store; None if it cannot be reached."""
-        with suppress(RuntimeError):
-            return dict(json.loads(_store_at(member.store).get(SETTINGS)))
+        """Return the settings of another group, which are not those of this one; None if it cannot be reached."""
+        with suppress(OSError), closing(StateClient(member.state, self._asks())) as client:
+            client.fetch()
+            return dict(client.refusal["settings"])
         return None
 
-    def _join(
-        self, number: int, members: Sequence[_Member], row: Row, shared: Share, gives_up: Callable[[], bool]
-    ) -> Quorum:
+    def _join(self, number: int, members: Sequence[_Member], shared: Share, gives_up: GivesUp) -> Quorum:
         """Connect to the members of a quorum that are not behind; or take the state of one.
 
         Raises:
-            RuntimeError: it was not possible.
+            RuntimeError: on all processes; it was not possible.
         """
         latest = rounds_of({member.name: member.row for member in members})
         (own,) = (member for member in members if member.name == self._name)
@@ -390,128 +399,171 @@ class TorchftMembership:
         if own not in members:
             self._lighthouse.is_away = True  # the others do not wait for it meanwhile
             addresses = [donors[name] for name in _in_turn(self._name, donors)]
-            return Quorum(latest, 0, (own.label,), self._fetch(lambda: addresses, row, gives_up))
+            return Quorum(latest, 0, (own.label,), self._fetch(lambda: addresses, gives_up))
         if len(members) < self.min_replicas:
             time.sleep(RETRY_S)
             raise RuntimeError(f"up to date are {[member.label for member in up_to_date]}")
         rank, names = members.index(own), tuple(member.label for member in members)
-        giver = next((in_turn[0] for in_turn in (_in_turn(taker.name, donors) for taker in takers)), "")
         key = tuple((member.name, member.failures) for member in members)
         if key != self._key:
             # The step, because a lighthouse that is restarted counts its quorums from 1 again.
             path = f"{number}/{latest}/{sum(member.failures for member in members)}/{self._process}"
             self._disconnect()
-            self._unreached = _unreached([member for member in members if member.name != self._name])
-            if self._unreached:
-                raise RuntimeError(f"no connection to {[member.label for member in self._unreached]}")
-            self._connect(up_to_date[0].store, path, rank, len(members))
-            self._key, self._pause_s = key, PAUSE_S
+            self._together(lambda: self._connect(members, up_to_date[0].store, path, rank))
+            self._key, self._is_left_out = key, False
         state_bytes = max(member.row.state_bytes for member in members)
-        timeout_s = max(self.timeout_s, timeout_s_of(state_bytes, self.gbit_per_s))
-        self._group._get_backend(torch.device("cpu"))._set_default_timeout(timedelta(seconds=timeout_s))
-        healed = None
-        if own in takers:
-            healed = self._fetch(lambda: [donors[giver]], row, gives_up, is_waited_for=True)
-        elif own.name == giver and self._process == 0:
-            ends_s = time.monotonic() + 2 * CONNECT_S
-            while not self._server.answer(shared):
-                if time.monotonic() > ends_s:
-                    raise RuntimeError(f"{takers[0].label} has not asked for the state")
-                time.sleep(POLL_S / 20)
-        return Quorum(latest, rank, names, healed, None if takers else tuple(member.row for member in members))
+        self._limit_s = max(self.timeout_s, timeout_s_of(state_bytes, self.gbit_per_s))
+        self._group._set_default_timeout(timedelta(seconds=self._limit_s))
+        if not takers:
+            return Quorum(latest, rank, names, None, tuple(member.row for member in members))
+        (taker,), healed = takers, None
+        giver = _in_turn(taker.name, donors)[0]
+        if own is taker:
+            healed = self._fetch(lambda: [donors[giver]], gives_up, is_waited_for=True)
+        elif own.name == giver:
+            self._together(lambda: self._give(taker, shared))
+        return Quorum(latest, rank, names, healed)
+
+    def _give(self, taker: _Member, shared: Share) -> None:
+        """Copy the state for a member that all wait for; before it, for who has asked earlier.
+
+        Raises:
+            RuntimeError: it has not asked.
+        """
+        ends_s = time.monotonic() + 2 * CONNECT_S
+        while self._process == 0 and self._server.answer(shared) != taker.name:
+            if self._server.is_sending:
+                ends_s = time.monotonic() + 2 * CONNECT_S
+            if time.monotonic() > ends_s:
+                raise RuntimeError(f"{taker.label} has not asked for the state")
+            time.sleep(POLL_S / 20)
 
     # The state of others ----------------------------------------------------------------------------------------------
 
     def _fetch(
         self,
         addresses_of: Callable[[], Sequence[str]],
-        row: Row,
-        gives_up: Callable[[], bool],
+        gives_up: GivesUp,
         *,
+        insists: bool = False,
         is_waited_for: bool = False,
     ) -> dict[str, Any]:
         """Take the state of the first group that gives it; the tensors on process 0 only.
 
         Args:
+            addresses_of: returns those of groups; raises OSError where they cannot be found out.
+            gives_up: as of `quorum`.
+            insists: whether it is tried again as long as one of these has completed a round.
             is_waited_for: no round ends meanwhile.
 
         Raises:
-            RuntimeError: on all processes; there is none, or this group has given up, to come again.
+            RuntimeError: on all processes, as all others; there is none, or this group has given up, to come again.
+            DisagreementError: this group is refused.
+            ConfigurationError: those that train are not reached.
         """
+        began_s = self._said_s = time.monotonic()
         if self._process == 0 and self._fetching is None:
-            asks = {"name": self._name, "settings": row.settings, "run": row.run if row.rounds else ""}
-            self._fetching = _begin(lambda: self._fetch_from(addresses_of(), asks, is_waited_for), "lowbw-fetch")
             self._num_fetched += 1
+            self._fetching = _begin(lambda: self._fetch_from(addresses_of, insists, is_waited_for), "lowbw-fetch")
         fetched = self._fetching or Future[dict[str, Any]]()
-        answer: str | None = None
+        answer: dict[str, Any] | None = None
         while answer is None:
             if self._process == 0 and wait([fetched], POLL_S).done:
                 error = fetched.exception()
-                state = {} if error else {**fetched.result(), "tensors": {}}
-                answer = f"!{error}" if error else base64.b64encode(packed(state).numpy().tobytes()).decode()
-            answers = gather_json((answer, gives_up()))
+                state = packed({} if error else {**fetched.result(), "tensors": {}}).numpy().tobytes()
+                answer = told_of(error) if error else {"state": base64.b64encode(state).decode()}
+            answers = gather_json((answer, gives_up(True)))
             if any(given_up for _, given_up in answers):
                 raise RuntimeError("given up")
             answer = answers[0][0]
-        self._fetching = None
-        if answer.startswith("!"):
-            raise RuntimeError(answer[1:])
-        return fetched.result() if self._process == 0 else unpacked(base64.b64decode(answer))
+            client = self._client
+            self._say_if_due(began_s, self._why_not or (client.progress if client else ""))
+        self._fetching, self._why_not = None, ""
+        _raise_told(answer)
+        return fetched.result() if self._process == 0 else unpacked(base64.b64decode(answer["state"]))
 
-    def _fetch_from(self, addresses: Sequence[str], asks: Mapping[str, str], is_waited_for: bool) -> dict[str, Any]:
-        reasons = []
-        for address in sorted(addresses, key=lambda each: self._client is None or each != self._client.address):
+    def _fetch_from(
+        self, addresses_of: Callable[[], Sequence[str]], insists: bool, is_waited_for: bool
+    ) -> dict[str, Any]:
+        reached_s = time.monotonic()
+        while True:
+            failed, addresses = list[str](), list[str]()
             try:
-                if self._client is None or self._client.address != address or self._client.is_lost:
-                    self._forget_state()
-                    self._client = StateClient(address, asks)
-                client = self._client
-                if client.fetch() is not None if is_waited_for else client.catch_up():
-                    return client.state
-                reasons.append(f"{address} has none for this group")
+                addresses = [*addresses_of()]
             except OSError as error:
-                if self._client is None:  # given up
-                    break
-                reasons.append(f"{address}: {error}")
+                failed, reached_s = [f"{error}"], time.monotonic()
+            for address in sorted(addresses, key=lambda each: self._client is None or each != self._client.address):
+                try:
+                    if self._client is None or self._client.address != address:
+                        self._forget_state()
+                        self._client = StateClient(address, self._asks())
+                    client, reached_s = self._client, time.monotonic()
+                    if client.fetch() is not None if is_waited_for else client.catch_up():
+                        return client.state
+                    self._check_refusal(client.refusal, address)
+                except DisagreementError:
+                    raise
+                except Exception as error:  # noqa: BLE001 - whatever it is, another training is there
+                    failed.append(f"{address}: {error!r}")
                 self._forget_state()
-        if reasons:
+            if not failed:
+                raise RuntimeError("no other group has completed a round")
+            self._why_not = "; ".join(failed)
             time.sleep(RETRY_S)
-        raise RuntimeError(f"the state of another group could not be taken: {'; '.join(reasons) or 'there is none'}")
+            if not insists or self._lighthouse.is_closed.is_set():
+                raise RuntimeError(self._why_not)
+            if time.monotonic() > reached_s + GONE_S:
+                raise ConfigurationError(
+                    f"Groups train, and this one does not reach them: {self._why_not}. All ports have to be open "
+                    "between all groups: give address=..., or a VPN where one is behind NAT."
+                )
+
+    def _check_refusal(self, refusal: Mapping[str, Any], address: str) -> None:
+        """Raise DisagreementError if who has refused this group has been in a round; else all compare in the next."""
+        (row, settings), other = self._told, Row(*refusal["row"])
+        if not other.is_new and (other.rounds or other.settings != row.settings):
+            raise_refused(row, settings, other, refusal["settings"], f"{refusal['name']} at {address}")
 
     def _forget_state(self) -> None:
         client, self._client = self._client, None
         if client is not None:
             client.close()
 
-    def _connect(self, address: str, path: str, rank: int, size: int) -> None:
-        """Make the group of these members, which meet in a store."""
-        before = _open_sockets()
-        prefixed = dist.PrefixStore(path, _store_at(address))
+    def _asks(self) -> dict[str, str]:
+        """Return what is told to a group whose state is asked for."""
+        row, _ = self._told
+        return {"name": self._name, "settings": row.settings, "run": row.run if row.rounds else ""}
+
+    def _connect(self, members: Sequence[_Member], address: str, path: str, rank: int) -> None:
+        """Make the group of these members, which meet in a store.
+
+        Raises:
+            RuntimeError: on this process.
+        """
+        self._unreached = _unreached([member for member in members if member.name != self._name])
+        if self._unreached:
+            raise RuntimeError(f"no connection to {[member.label for member in self._unreached]}")
         gloo: Any = dist.ProcessGroupGloo
-        options = gloo._Options()
-        options._devices = [gloo.create_device(hostname=self._address)]
+        prefixed, options, size = dist.PrefixStore(path, _store_at(address)), gloo._Options(), len(members)
+        before = _tcp_sockets()
+        options._devices = [gloo.create_device(hostname=self._address)]  # it listens at a port of its own
+        listening = [ports[0] for key, ports in _tcp_sockets().items() if key not in before and not ports[1]]
+        if len(listening) != 1:
+            raise RuntimeError("another thread has begun to listen at the same moment")
+        (own_port,) = listening
+        prefixed.set(f"port {rank}", f"{own_port}")
         options._timeout = timedelta(seconds=CONNECT_S)
-        backend = gloo(prefixed, rank, size, options)
+        group = gloo(prefixed, rank, size, options)
+        # Of what other threads have opened meanwhile, as loggers do, none is from one of these ports to another.
+        ports = set(map(int, prefixed.multi_get([f"port {member}" for member in range(size)])))
         _of_group.clear()
-        _of_group.update(_open_sockets() - before)
+        _of_group.update(key for key, each in _tcp_sockets().items() if each[0] == own_port or each[1] in ports)
         for descriptor, _ in _of_group:
             watch(descriptor)
-        group = dist.ProcessGroup(prefixed, rank, size)
-        group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
-        for device in ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",):
-            group._register_backend(torch.device(device), dist.ProcessGroup.BackendType.GLOO, backend)
-        # What torch.distributed's functions look up: members by global rank. That of another is of no importance.
-        others = [member for member in range(size) if member != rank]
-        world = dist.distributed_c10d._world
-        world.pg_map[group] = ("gloo", prefixed)
-        world.pg_group_ranks[group] = {self._process: rank, **{self._num_processes + other: other for other in others}}
         self._group = group
 
     def _disconnect(self) -> None:
         """Forget the group. gloo closes its connections when nothing refers to it any more; `abort` does not."""
-        world = dist.distributed_c10d._world
-        world.pg_map.pop(self._group, None)
-        world.pg_group_ranks.pop(self._group, None)
         self._group, self._key = None, ()
 
 
@@ -527,9 +579,8 @@ class _Lighthouse:
         self._torchft = torchft
         self._client: Any = None
         self.is_away = False  # whether no heartbeats are sent
-        self._answered_s = self._longest_s = 0.0  # when a request was answered last, and until the next one at most
-        self._hangs_from_s = math.inf  # when this group is to have come again
-        self._is_closed = threading.Event()
+        self.hangs_from_s = math.inf  # when this group, if nothing else is noted before, hangs
+        self.is_closed = threading.Event()  # read where the state is asked for again and again
         self._heartbeats: threading.Thread | None = None
 
     def _connected(self) -> Any:
@@ -540,9 +591,7 @@ class _Lighthouse:
 
         The answer is plain values, for JSON.
         """
-        now_s = time.monotonic()
-        self._longest_s = max(self._longest_s, now_s - (self._answered_s or now_s))
-        self.is_away, self._hangs_from_s = False, math.inf
+        self.is_away = False
         # In a thread, because a signal would be handled only after torchft has returned.
         return _begin(lambda: self._request(own), "lowbw-quorum")
 
@@ -579,11 +628,7 @@ class _Lighthouse:
         except Exception as error:  # noqa: BLE001 - it is told where the answer is waited for
             if not isinstance(error, TimeoutError):  # after which the lighthouse still counts on this member
                 time.sleep(RETRY_S)
-            return {"error": f"{error}", "is_final": isinstance(error, ConfigurationError)}
-        finally:
-            self._answered_s = time.monotonic()
-            if self._longest_s:  # not in the first round
-                self._hangs_from_s = self._answered_s + max(HANG_S, HANG_ROUNDS * self._longest_s)
+            return told_of(error)
 
     def _refuse_second(self, own: _Member) -> None:
         """Raise ConfigurationError if another group has the name and is alive; before the others hear of this one."""
@@ -597,13 +642,17 @@ class _Lighthouse:
         """Return the lighthouse's page.
 
         Raises:
-            OSError, HTTPException: it cannot be read.
+            OSError: it cannot be read.
         """
         address = urlsplit(self.url)
         connection = http.client.HTTPConnection(f"{address.hostname}", address.port, timeout=CONNECT_S)
-        with closing(connection):
+        try:
             connection.request("GET", "/status")
             return html.unescape(connection.getresponse().read().decode())
+        except http.client.HTTPException as error:
+            raise OSError(f"{self.url}: {error}") from error
+        finally:
+            connection.close()
 
     def _ages(self, own: _Member) -> list[float]:
         """Return the seconds since the last heartbeats of other groups of this name."""
@@ -611,22 +660,25 @@ class _Lighthouse:
         return [float(age) for age in re.findall(line, self._page())]
 
     def addresses(self, own_name: str) -> list[str]:
-        """Return where the states of other members of the last round are served that are alive; none where unknown."""
-        with suppress(OSError, http.client.HTTPException):
-            page = self._page()
-            members = re.findall(r"<b>(.*)</b> <br/>\s*Step: [0-9]+ <br/>\s*Manager: (\S+) <br/>", page)
-            ages = {name: float(age) for name, age in re.findall(r"(?m)^ *(\S.*): seen ([0-9.]+)s ago", page)}
-            alive = {name: address for name, address in members if ages.get(name, GONE_S) < CONNECT_S}
-            return [alive[name] for name in _in_turn(own_name, alive) if name != own_name]
-        return []
+        """Return where the states of other members of the last round are served that are alive; with most rounds first.
+
+        Raises:
+            OSError: the page cannot be read.
+        """
+        page = self._page()
+        members = re.findall(r"<b>(.*)</b> <br/>\s*Step: ([0-9]+) <br/>\s*Manager: (\S+) <br/>", page)
+        ages = {name: float(age) for name, age in re.findall(r"(?m)^ *(\S.*): seen ([0-9.]+)s ago", page)}
+        alive = {name: each for name, *each in members if name != own_name and ages.get(name, GONE_S) < CONNECT_S}
+        in_turn = sorted(_in_turn(own_name, alive), key=lambda name: -int(alive[name][0]))
+        return [alive[name][1] for name in in_turn]
 
     def _send_heartbeats(self, name: str) -> None:
         """Tell the lighthouse that this member is alive, until `close`; not while it hangs."""
         client, has_said = None, False
-        while not self._is_closed.wait(HEARTBEAT_S):
-            hangs = time.monotonic() > self._hangs_from_s
+        while not self.is_closed.wait(HEARTBEAT_S):
+            hangs = time.monotonic() > self.hangs_from_s
             if hangs and not has_said:
-                _logger.warning("This group takes %d times as long as ever for a round; others go on.", HANG_ROUNDS)
+                _logger.warning("This group takes %d times as long as ever for a step; others go on.", HANG_STEPS)
             has_said = hangs
             if self.is_away or hangs:
                 continue
@@ -636,7 +688,7 @@ class _Lighthouse:
                 client = used
 
     def close(self) -> None:
-        self._is_closed.set()
+        self.is_closed.set()
         if self._heartbeats is not None:
             self._heartbeats.join()
 
@@ -653,6 +705,18 @@ def _member_of(participant: Any) -> _Member | None:
 def second_of(label: str) -> ConfigurationError:
     """Return the error of a group whose name another one has."""
     return ConfigurationError(f"Another group has the name {label!r}, too. Give each one of its own: group=...")
+
+
+def told_of(error: BaseException) -> dict[str, Any]:
+    """Return an error as plain values, for all processes of a group."""
+    return {"error": f"{error}", "kind": type(error).__name__}
+
+
+def _raise_told(answer: Mapping[str, Any]) -> None:
+    """Raise the error of which `told_of` has told; RuntimeError, where it may pass."""
+    if "error" in answer:
+        kinds = {kind.__name__: kind for kind in (ConfigurationError, DisagreementError)}
+        raise kinds.get(answer["kind"], RuntimeError)(answer["error"])
 
 
 def _begin(fn: Callable[[], T], name: str) -> Future[T]:
@@ -698,22 +762,27 @@ def _unreached(members: Sequence[_Member]) -> list[_Member]:
 # Forked processes -----------------------------------------------------------------------------------------------------
 # A DataLoader's workers inherit all sockets. While one of these is open there, nobody notices that it is left here.
 
-_of_group: set[tuple[int, int]] = set()  # gloo's, as `_open_sockets` returns them
+_of_group: set[tuple[int, int]] = set()  # gloo's, as `_tcp_sockets` returns them
 
 
-def _open_sockets() -> set[tuple[int, int]]:
-    """Return the descriptor and the inode of each."""
-    found = set()
+def _tcp_sockets() -> dict[tuple[int, int], tuple[int, int]]:
+    """Return the ports of each TCP socket, here and there (0 where it listens), by its descriptor and inode."""
+    found = {}
     for name in os.listdir("/dev/fd"):
         with suppress(OSError):  # that of the listing itself
             status = os.fstat(int(name))
-            if stat.S_ISSOCK(status.st_mode):
-                found.add((int(name), status.st_ino))
+            if not stat.S_ISSOCK(status.st_mode):
+                continue
+            with socket.socket(fileno=os.dup(int(name))) as copy:
+                if copy.family in (socket.AF_INET, socket.AF_INET6) and copy.type == socket.SOCK_STREAM:
+                    listens = copy.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+                    ends = copy.getsockname(), (0, 0) if listens else copy.getpeername()
+                    found[int(name), status.st_ino] = ends[0][1], ends[1][1]
     return found
 
 
 def _close_in_child() -> None:
-    for descriptor, _ in _of_group & _open_sockets():
+    for descriptor, _ in _of_group & _tcp_sockets().keys():
         os.close(descriptor)
 
 

@@ -6,13 +6,14 @@ changed, to the bit: it is up to date as soon as a transfer takes less time than
 
     who is behind                         a group that trains
        |-- run, settings, name --------------->|
-       |<-- WAIT, once a second ---------------|   until its step ends, or an earlier transfer
+       |<-- WAIT, once a second ---------------|   until its step ends, or who has asked before is up to date
        |<-- STATE: plain values, tensors ------|   its thread sends, and it trains
        |-- run, settings, name --------------->|
        |<-- STATE: what has changed -----------|   of each tensor a bit for each element, and the changed ones
 
-Memory: one more copy of the state on both sides; there until another group asks, or who has asked is up to date.
-Nothing that is received is executed.
+Who could not take part is REFUSED, and told the settings and the run of this group. Nothing that is received is
+executed. Memory: one more copy of the state on both sides; there until another group asks, or who has asked has been in
+a round.
 """
 
 from __future__ import annotations
@@ -20,14 +21,15 @@ from __future__ import annotations
 import io
 import json
 import logging
+import math
 import os
 import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Future, wait
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, suppress
 from typing import Any, NamedTuple
 from weakref import WeakSet
 
@@ -44,7 +46,6 @@ _logger = logging.getLogger(LOGGER)
 CONNECT_S = 5.0  # to connect to the lighthouse, or to other members, who come at the same moment
 SILENT_S = 6  # after which a connection is lost: nothing confirms what was sent, or takes it, or that it is there
 STALL_S = 20.0  # for which bytes are waited for from a sender that is there, and sends nothing
-SAY_S = 10.0  # between two lines that tell how much of the state has come
 POLL_S = 1.0
 CHUNK_BYTES = 1 << 18  # that are sent at a time, each within STALL_S
 MOST_ASKED_BYTES = 1 << 16
@@ -143,18 +144,21 @@ def _send(connection: socket.socket, kind: int, message: Tensor | None = None) -
         _send_tensor(connection, message)
 
 
+def _json(value: Any) -> Tensor:
+    return torch.tensor([*json.dumps(value).encode()], dtype=torch.uint8)
+
+
 def _send_tensor(connection: socket.socket, tensor: Tensor) -> None:
     whole = tensor.view(torch.uint8).numpy().data
     for start in range(0, len(whole), CHUNK_BYTES):  # each in time: of `sendall` the timeout is that of all
         connection.sendall(whole[start : start + CHUNK_BYTES])
 
 
-def _fill(connection: socket.socket, room: memoryview, note: Callable[[int], None] = lambda _: None) -> None:
+def _fill(connection: socket.socket, room: memoryview) -> None:
     while len(room):
         num = connection.recv_into(room)
         if not num:
             raise ConnectionError("the connection was closed")
-        note(num)
         room = room[num:]
 
 
@@ -184,43 +188,54 @@ class StateServer:
     """Sends the state of this group to those that ask, one after the other.
 
     Args:
+        name: of this group.
         address: at which it listens.
-        patience_s: for which who asks waits for the end of a step, or of a round; and which a last transfer may take.
+        patience_s: for which who asks waits for the end of a step, or of a round.
 
     Attributes:
         address: with the port.
-        row: what this group has told last: of its settings and its run is who is sent something.
+        row, settings: what this group has told last.
     """
 
-    def __init__(self, address: str, patience_s: float) -> None:
-        self._listener = _opened(socket.create_server((address, 0), backlog=64))
+    def __init__(self, name: str, address: str, patience_s: float) -> None:
+        self._name, self._listener = name, _opened(socket.create_server((address, 0), backlog=64))
         self._listener.settimeout(None)
-        self.address, self.patience_s = f"{address}:{self._listener.getsockname()[1]}", patience_s
-        self.row: Row | None = None
-        self._asked: tuple[dict[str, Tensor], Future[list[Any]]] | None = None
-        self._turn = threading.Lock()  # of the group to which is sent
-        self._last: socket.socket | None = None  # to which was sent last, and for which a copy is kept
+        self.address, self._patience_s = f"{address}:{self._listener.getsockname()[1]}", patience_s
+        self.row, self.settings = Row(), dict[str, str]()
+        self._asked: tuple[dict[str, str], dict[str, Tensor], Future[Any]] | None = None
+        self._turn = threading.Lock()
+        self._idle: socket.socket | None = None  # whose turn it is, and who has asked for nothing more
         self._is_closed = False
         threading.Thread(target=self._accept, name="lowbw-state", daemon=True).start()
 
-    def answer(self, share: Share) -> bool:
-        """Copy the state for who has asked; return whether anybody has. While it is read nobody may change it."""
-        asked, self._asked = self._asked, None
-        if asked is not None:
-            copy, future = asked
-            state = dict(share())
-            future.set_result([update_(copy, state.pop("tensors")), state])
-        return asked is not None
+    @property
+    def is_sending(self) -> bool:
+        """Whether a group has asked, and does not have the state yet."""
+        return self._turn.locked() and self._idle is None
 
-    def close(self) -> None:
-        """End, after a transfer that is in progress."""
+    def answer(self, share: Share) -> str:
+        """Copy the state for who has asked; return its name, or "". While the state is read nobody may change it."""
+        asked, self._asked = self._asked, None
+        if asked is None:
+            return ""
+        asks, copy, future = asked
+        state = dict(share())
+        tensors = state.pop("tensors")
+        fits = state["num_averages"] and asks["run"] in ("", state["run"])
+        future.set_result((update_(copy, tensors) if fits else None, state))
+        return asks["name"]
+
+    def close(self, patience_s: float) -> None:
+        """End, after a transfer that is in progress, if it ends in time."""
+        if self._is_closed:
+            return
         self._is_closed = True
         with suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)  # which wakes the thread
         self._listener.close()
-        if not self._turn.acquire(timeout=self.patience_s):
-            _logger.warning("Another group has not received the state of this one in %.0f s.", self.patience_s)
-        self._forget_last()
+        self._end_idle()
+        if not self._turn.acquire(timeout=patience_s):
+            _logger.warning("Another group has not received the state of this one in %.0f s.", patience_s)
 
     def _accept(self) -> None:
         while not self._is_closed:
@@ -232,60 +247,64 @@ class StateServer:
                 threading.Thread(target=self._serve, args=(connection,), name="lowbw-state", daemon=True).start()
 
     def _serve(self, connection: socket.socket) -> None:
-        copy: dict[str, Tensor] = {}
-        patience_s: float | None = STALL_S
+        copy, has_turn = dict[str, Tensor](), False
         try:
-            with connection:
+            with connection, ExitStack() as turn:
                 while True:
-                    connection.settimeout(patience_s)
-                    kind, message = _receive(connection, MOST_ASKED_BYTES)
+                    asks = json.loads(_receive(connection, MOST_ASKED_BYTES)[1])
                     connection.settimeout(STALL_S)
-                    patience_s = None  # who is up to date may wait for long
-                    asks = json.loads(message)
-                    row = self.row
-                    fits = row is not None and row.rounds > 0 and kind == ASK
-                    if not fits or row.settings != asks["settings"] or asks["run"] not in ("", row.run):  # type: ignore[union-attr]
-                        _send(connection, REFUSED)
+                    if has_turn:
+                        self._idle = None
+                    if asks["settings"] != self.row.settings:
+                        self._refuse(connection, self.row)
                         continue
-                    with self._turn_of(connection):
-                        self._reply(connection, asks["name"], copy)
+                    if not has_turn:
+                        while not self._turn.acquire(timeout=POLL_S):
+                            self._end_idle()
+                            self._wait(connection, math.inf)
+                        turn.callback(self._end_turn)
+                        has_turn = True
+                    self._reply(connection, asks, copy)
+                    connection.settimeout(None)  # who is up to date may wait for long
+                    self._idle = connection
         except (OSError, RuntimeError, ValueError, KeyError, TypeError) as error:  # lost, or none of ours
             _logger.debug("A connection for the state has ended: %s", error)
 
-    @contextmanager
-    def _turn_of(self, connection: socket.socket) -> Iterator[None]:
-        while not self._turn.acquire(timeout=POLL_S):
-            if self._is_closed:
-                raise TimeoutError("the training has ended")
-            _send(connection, WAIT)
-        try:
-            if self._last is not connection:
-                self._forget_last()  # two copies would be two states more
-            yield
-            self._last = connection
-        finally:
-            self._turn.release()
-
-    def _forget_last(self) -> None:
-        if self._last is not None:
+    def _end_idle(self) -> None:
+        idle = self._idle
+        if idle is not None:
             with suppress(OSError):
-                self._last.shutdown(socket.SHUT_RDWR)
-        self._last = None
+                idle.shutdown(socket.SHUT_RDWR)
 
-    def _reply(self, connection: socket.socket, name: str, copy: dict[str, Tensor]) -> None:
-        future: Future[list[Any]] = Future()
-        self._asked, ends_s = (copy, future), time.monotonic() + self.patience_s
+    def _end_turn(self) -> None:
+        self._idle = None
+        self._turn.release()
+
+    def _wait(self, connection: socket.socket, ends_s: float) -> None:
+        if self._is_closed or time.monotonic() > ends_s:
+            raise TimeoutError("the training has ended, or takes no step")
+        _send(connection, WAIT)
+
+    def _refuse(self, connection: socket.socket, row: Row) -> None:
+        _send(connection, REFUSED, _json({"name": self._name, "row": row, "settings": self.settings}))
+
+    def _reply(self, connection: socket.socket, asks: dict[str, str], copy: dict[str, Tensor]) -> None:
+        future: Future[Any] = Future()
+        self._asked, ends_s = (asks, copy, future), time.monotonic() + self._patience_s
         while not wait([future], POLL_S).done:
-            if self._is_closed or time.monotonic() > ends_s:
-                raise TimeoutError("the training has ended, or takes no step")
-            _send(connection, WAIT)
+            self._wait(connection, ends_s)
         parts, plain = future.result()
+        if parts is None:
+            self._refuse(connection, self.row._replace(rounds=plain["num_averages"], run=plain["run"]))
+            return
         heads = [(part.name, part.shape, part.mask, part.values[:0].clone(), part.values.numel()) for part in parts]
         _send(connection, STATE, packed({"plain": plain, "parts": heads}))
         for part in parts:
             _send_tensor(connection, part.values)
         megabytes = sum(part.values.nbytes for part in parts) / 1e6
-        _logger.info("%s has the state after round %d; sent were %.1f MB.", name, plain["num_averages"], megabytes)
+        _logger.info(
+            "%s has the state after round %d; sent were %.1f MB.", asks["name"], plain["num_averages"], megabytes
+        )
 
 
 class StateClient:
@@ -296,9 +315,10 @@ class StateClient:
         asks: what this group is: "name", "settings" and "run", or "" where it may take part in any.
 
     Attributes:
-        address: as given.
         state: what has come: "tensors" by name, on the CPU, and plain values; nothing yet is empty.
-        is_lost: whether the connection has ended, after a whole state.
+        address: as given.
+        progress: in words.
+        refusal: "name", "row" and "settings" of the other group, if that has refused this one.
 
     Raises:
         OSError: nobody answers.
@@ -306,11 +326,12 @@ class StateClient:
 
     def __init__(self, address: str, asks: Mapping[str, str]) -> None:
         host, _, port = address.rpartition(":")
-        self.address, self._asks = address, torch.tensor([*json.dumps(dict(asks)).encode()], dtype=torch.uint8)
+        self.address, self._asks = address, _json(asks)
         self._socket = _opened(socket.create_connection((host, int(port)), CONNECT_S))
         self._tensors: dict[str, Tensor] = {}
         self.state: dict[str, Any] = {}
-        self.is_lost = False
+        self.refusal: dict[str, Any] = {}
+        self.progress = ""
 
     def fetch(self) -> int | None:
         """Bring `state` up to date; return the bytes that has taken, None if the other group refuses this one.
@@ -323,22 +344,17 @@ class StateClient:
         while kind == WAIT:
             kind, message = _receive(self._socket, 1 << 40)
         if kind == REFUSED:
+            self.refusal = json.loads(message)
             return None
         head = unpacked(message)
         total = sum(number * carrier.itemsize for _, _, _, carrier, number in head["parts"])
-        moved, said_s, parts = 0, time.monotonic(), []
-
-        def note(num: int) -> None:
-            nonlocal moved, said_s
-            moved += num
-            if time.monotonic() - said_s >= SAY_S:
-                said_s = time.monotonic()
-                _logger.info("%.0f of %.0f MB of the state of %s have come.", moved / 1e6, total / 1e6, self.address)
-
+        moved, parts = 0, []
         for name, shape, mask, carrier, number in head["parts"]:
             values = carrier.new_empty(number)
-            _fill(self._socket, values.view(torch.uint8).numpy().data, note)
+            _fill(self._socket, values.view(torch.uint8).numpy().data)
             parts.append(Part(name, shape, mask, values))
+            moved += values.nbytes
+            self.progress = f"{moved / 1e6:.0f} of {total / 1e6:.0f} MB of the state of {self.address} have come"
         for part in parts:  # all or none
             apply_(self._tensors, part)
         self.state = {**head["plain"], "tensors": self._tensors}
@@ -350,22 +366,21 @@ class StateClient:
         Raises:
             OSError: as of `fetch`, before a whole state has come.
         """
-        num_bytes = float("inf")
+        last_bytes = math.inf
         while True:
-            rounds, last_bytes = self.state.get("num_averages"), num_bytes
+            rounds = self.state.get("num_averages")
             try:
-                found = self.fetch()
+                num_bytes = self.fetch()
             except OSError:
                 if rounds is None:
                     raise
-                self.is_lost = True  # another group was served in between: what has come is whole
-                return True
-            if found is None:
+                self.close()
+                return True  # another group was served in between: what has come is whole
+            if num_bytes is None:
                 return False
-            num_bytes = found
-            is_no_help = rounds is not None and num_bytes >= SHRINK * last_bytes
-            if self.state["num_averages"] == rounds or is_no_help:
+            if self.state["num_averages"] == rounds or (rounds is not None and num_bytes >= SHRINK * last_bytes):
                 return True
+            last_bytes = num_bytes
 
     def close(self) -> None:
         """End the connection; a `fetch` in another thread fails."""

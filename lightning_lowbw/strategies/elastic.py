@@ -10,6 +10,7 @@ from types import MappingProxyType
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint, Timer
 from lightning.pytorch.utilities.data import extract_batch_size
@@ -245,6 +246,18 @@ class ElasticStrategy(Strategy):
         super().on_train_batch_start(batch, batch_idx)
         self._hook.prepare(self.workers)
         self._replica.tokens += float(self._num_tokens(batch))  # the weight of this group in the next mean
+
+    @override
+    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
+        if self._workers:
+            self._replica.begin_batch()
+        return super().batch_to_device(batch, device, dataloader_idx)
+
+    @override
+    def show_consensus(self, *, weights_only: bool = False) -> None:
+        if self._workers and self._replica.settle():
+            self._follow(self._replica, is_in_step=False)
+        super().show_consensus(weights_only=weights_only)
 
     @override
     def _end_step(self, worker: Any) -> None:

@@ -20,10 +20,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lightning_lowbw.comm.collectives import Collectives
 from lightning_lowbw.elastic import torchft_membership, transfer
 from lightning_lowbw.elastic.membership import Row, digest_of
 from lightning_lowbw.elastic.torchft_membership import TorchftMembership, _import_torchft, _Member, _unreached
+from lightning_lowbw.elastic.transfer import StateClient
 from lightning_lowbw.lab.network import INTERFACE, Network
 from lightning_lowbw.namespaces import LOGGER
 
@@ -44,14 +44,14 @@ class Event:
     at_s: float
 
 
-def gives_up(at_s: float) -> bool:
-    return time.monotonic() >= at_s
+def gives_up(at_s: float, is_taking: bool) -> bool:
+    return not is_taking and time.monotonic() >= at_s
 
 
 def average(weights: torch.Tensor, rank: int, group: dist.ProcessGroup) -> torch.Tensor:
     total = weights + rank
-    dist.all_reduce(total, group=group)
-    return total / dist.get_world_size(group)
+    group.allreduce([total]).wait()
+    return total / group.size()
 
 
 def average_few(weights: torch.Tensor, rank: int, group: dist.ProcessGroup) -> torch.Tensor:
@@ -95,30 +95,29 @@ def fail_in_process_1(weights: torch.Tensor, rank: int, group: dist.ProcessGroup
 
 
 def all_collectives(weights: torch.Tensor, rank: int, group: dist.ProcessGroup) -> torch.Tensor:
-    """Use each of `Collectives` with the dtypes that are sent."""
-    collectives = Collectives(group)
-    size = collectives.num_ranks
-    assert (collectives.rank, size) == (rank, dist.get_world_size(group))
-    for dtype in (torch.float32, torch.bfloat16, torch.uint8):
+    """Use each collective with the dtypes that are sent."""
+    size = group.size()
+    for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.uint8):
         own = torch.arange(size * 5).to(dtype) + rank
-        everyone = [torch.arange(size * 5).to(dtype) + each for each in range(size)]
-        assert torch.equal(collectives.all_gather(own), torch.stack(everyone))
-        assert torch.equal(collectives.begin_all_gather(own).wait(), torch.stack(everyone))
-        assert torch.equal(collectives.all_to_all(own), torch.cat([each.chunk(size)[rank] for each in everyone]))
-        first = own.clone()
-        collectives.broadcast_(first)
-        assert torch.equal(first, everyone[0])
-        total = own.clone()
-        collectives.all_reduce_(total)
-        assert torch.equal(total, torch.stack(everyone).sum(0).to(dtype))
-        if dtype.is_floating_point:
-            assert torch.equal(collectives.reduce_scatter(own), total.chunk(size)[rank])
-    rows = torch.zeros(size, 4)
-    group.allgather([list(rows.unbind())], [torch.full((4,), float(rank))]).wait()
-    assert torch.equal(rows[:, 0], torch.arange(float(size)))
-    total = weights + rank
-    group.allreduce([total]).wait()
-    return total / size
+        everyone = torch.stack([torch.arange(size * 5).to(dtype) + each for each in range(size)])
+        rows = torch.zeros(size, 5 * size, dtype=dtype)
+        group.allgather([list(rows.unbind())], [own]).wait()
+        assert torch.equal(rows, everyone)
+        group.allreduce([own]).wait()
+        assert torch.equal(own, everyone.sum(0).to(dtype))
+    return average(weights, rank, group)
+
+
+class LateClient(StateClient):
+    """Receives the state as it is a round before the others are."""
+
+    def catch_up(self) -> bool:
+        self.fetch()
+        late = {**self.state, "tensors": {name: tensor.clone() for name, tensor in self.state["tensors"].items()}}
+        while self.state["num_averages"] == late["num_averages"]:
+            self.fetch()
+        self.state = late
+        return True
 
 
 def send_slowly(connection: Any, tensor: torch.Tensor) -> None:
@@ -192,7 +191,7 @@ def run_member(
 
     try:
         began_s = time.monotonic()
-        if (state := membership.state_of_others(row_of(), bool)) is not None:
+        if (state := membership.state_of_others(row_of(), settings, lambda _: False)) is not None:
             heal(state)
             tell("healed", time.monotonic() - began_s)
         while step < rounds:

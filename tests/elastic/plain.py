@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_lowbw.comm.agreement import gather
-from lightning_lowbw.elastic.membership import Quorum, Row, Settings, Share, raise_refused, refusals, rounds_of
+from lightning_lowbw.elastic.membership import GivesUp, Quorum, Row, Settings, Share, raise_refused, refusals, rounds_of
 
 T = TypeVar("T")
 
@@ -48,17 +48,21 @@ class PlainMembership:
         self.kill_in, self.fail_in = kill_in, fail_in or {}
         self.num_rounds, self.num_collectives = 0, 0
         self.history: list[Quorum] = []
+        self.noted: list[tuple[float, float]] = []
         self.has_failed = False
         self.group: Any = None
         store.add("alive", 1)
 
-    def state_of_others(self, row: Row, gives_up: Callable[[], bool]) -> None:
+    def state_of_others(self, row: Row, settings: Settings, gives_up: GivesUp) -> None:
         """Return none: who is behind heals in its first quorum."""
 
     def serve(self, shared: Share) -> None:
         """Do nothing: as above."""
 
-    def quorum(self, row: Row, settings: Settings, shared: Share, gives_up: Callable[[], bool]) -> Quorum | None:
+    def note(self, longest_s: float) -> None:
+        self.noted.append((time.monotonic(), longest_s))
+
+    def quorum(self, row: Row, settings: Settings, shared: Share, gives_up: GivesUp) -> Quorum | None:
         self.num_rounds, self.num_collectives, self.has_failed = self.num_rounds + 1, 0, False
         self.group = None
         while (epoch := self._meet(row, settings, gives_up)) is None:
@@ -89,14 +93,15 @@ class PlainMembership:
         self.history.append(Quorum(latest, rank, names, healed, rows if {*steps} == {latest} else None))
         return self.history[-1]
 
-    def _meet(self, row: Row, settings: Settings, gives_up: Callable[[], bool]) -> int | None:
+    def _meet(self, row: Row, settings: Settings, gives_up: GivesUp) -> int | None:
         """Come to the next round; return its number, None if it began without this member, -1 if that gave up."""
         store, epoch, came_s = self.store, self.store.add("epoch", 0), time.monotonic()
         index = store.add(f"{epoch}/count", 1)
         store.set(f"{epoch}/arrival{index}", pickle.dumps((self.name, row, settings)))
         while True:
             # Whether it has begun, and who gives up: on all processes of the group.
-            begun, given_up = zip(*gather((store.check([f"{epoch}/members"]), gives_up()), "patience"), strict=True)
+            here = store.check([f"{epoch}/members"]), gives_up(False)
+            begun, given_up = zip(*gather(here, "patience"), strict=True)
             if all(begun):
                 break
             if any(given_up):
