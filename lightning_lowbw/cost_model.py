@@ -34,9 +34,10 @@ all-reduced meanwhile (`comm.peers.is_apart`).
 
 Flat rings cross the link of a node once. In an all-to-all W - G senders meet at each node: what all its ranks receive
 passes through its link. On two levels M participants exchange each of G parts: B is that of the node, m that of a part,
-and each rank of a node sends its own. Beside the backward pass run whole gradients, and the sum inside the node; the
-rest comes after it, every k steps, or is hidden by `delay_steps`. Work is memory read and written: `WORK_BYTES` per
-element of a dense payload, and none for TopK, whose pass replaces the optimizer's.
+and each rank of a node sends its own. Beside the backward pass run whole gradients, the sum inside the node, and when
+flat the first message of gradients in few bits, but for the last of its groups (`sync.early`; in a plain loop nothing
+of it does); the rest comes after it, every k steps, or is hidden by `delay_steps`. Work is memory read and written:
+`WORK_BYTES` per element of a dense payload, and none for TopK, whose pass replaces the optimizer's.
 
 A Lightning strategy (`strategies.auto_choice`) measures the link and a dense step, and adds to these seconds what the
 payloads compute, from exchanges of a sample without a network. Not in the model: lost packets, stragglers,
@@ -61,6 +62,7 @@ from lightning_lowbw.compress.top_k import small_numel
 from lightning_lowbw.method import Method
 from lightning_lowbw.presets import QuantizedGradients, preset
 from lightning_lowbw.schedules.every_step import EveryStep
+from lightning_lowbw.sync.early import share_begun_early
 
 HIDDEN = "streaming_diloco"  # no step waits for it, and it needs more of them
 HALF_DDP = "bfloat16"  # DDP that sums its buckets in it, as its users have it on a slow network
@@ -407,6 +409,9 @@ def cost_of(method: Method, shapes: Shapes, cluster: Cluster, step_s: float, oth
     beside_s = inside.seconds(in_node.node_bytes, in_node.rounds)
     if what.sends_all and not when.averages_weights:
         beside_s, exchange_s = beside_s + exchange_s, 0.0
+    elif what.can_be_early and num_local == 1 and not when.averages_weights and any(numels):
+        early_s = share_begun_early(numels) * cluster.link.seconds(between.of(messages[0]).node_bytes)
+        beside_s, exchange_s = beside_s + early_s, exchange_s - early_s
     added_s = max(0.0, beside_s - cluster.overlap * step_s)
     # What comes after it: once in k steps, and hidden behind delay_steps of these.
     added_s += max(0.0, exchange_s - when.delay_steps * step_s) / when.k_steps

@@ -52,7 +52,7 @@ def test_no_gain_at_100_gbit_per_s() -> None:
     def advice(gbit_per_s: float) -> str:
         return Plan(FLEET_SHAPES, fleet(gbit_per_s), FLEET_STEP_S, Run(0, 100_000)).recommended()[0]
 
-    assert [advice(gbit_per_s) for gbit_per_s in FLEET] == ["dgc", "dgc", "ddp"]
+    assert [advice(gbit_per_s) for gbit_per_s in FLEET] == ["dgc", "int8", "ddp"]
 
 
 def test_all_gathers_gain_up_to_about_128_ranks() -> None:

@@ -493,9 +493,18 @@ class Collectives:
         if self.num_ranks == 1:
             return message
         with self.ledger.waiting(message.device):
-            received = self._exchange_parts(message)
+            return self.begin_all_to_all(message).wait()
+
+    def begin_all_to_all(self, message: Tensor) -> TensorWork:
+        """Begin `all_to_all`, among several ranks.
+
+        Collective: all ranks, in the same order of calls.
+
+        Args:
+            message: see `all_to_all`; not to be written before it has been waited for.
+        """
         self._record((self.num_ranks - 1) * message.nbytes // self.num_ranks)
-        return received
+        return self._begin_exchange(message)
 
     def reduce_scatter(self, vector: Tensor) -> Tensor:
         """Return this rank's part of the sum over the ranks: ceil(numel / W) elements, the last filled with zeros.
@@ -514,7 +523,7 @@ class Collectives:
         padded = torch.nn.functional.pad(vector, (0, missing)) if missing else vector  # a pad of nothing is a copy
         self._record(reduce_scatter_bytes(padded.nbytes, num_ranks))
         if is_gloo(self.group, vector.device):  # whose reduce-scatter is an all-reduce, or missing
-            return self._exchange_parts(padded).view(num_ranks, -1).sum(0)
+            return self._begin_exchange(padded).wait().view(num_ranks, -1).sum(0)
         part = padded.new_empty(padded.numel() // num_ranks)
         scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
         scatter(part, padded, group=self.group)
@@ -533,15 +542,14 @@ class Collectives:
         """
         return part[:numel] if self.num_ranks == 1 else self.begin_all_gather(part).wait().view(-1)[:numel]
 
-    def _exchange_parts(self, message: Tensor) -> Tensor:
-        staged = self._staged(message)
-        received = torch.empty_like(staged)
+    def _begin_exchange(self, message: Tensor) -> TensorWork:
+        num_ranks, out, staged = self.num_ranks, torch.empty_like(message), self._staged(message)
+        received = out if staged.device == out.device else torch.empty_like(staged)
         if is_gloo(self.group, message.device):
-            num_ranks = self.num_ranks
-            self._begin_swap(list(staged.view(num_ranks, -1)), list(received.view(num_ranks, -1))).wait()
+            work: Any = self._begin_swap(list(staged.view(num_ranks, -1)), list(received.view(num_ranks, -1)))
         else:
-            dist.all_to_all_single(received, staged, group=self.group)
-        return received.to(message.device)
+            work = dist.all_to_all_single(received, staged, group=self.group, async_op=True)
+        return TensorWork(out, work, None if received is out else received)
 
     def _begin_swap(self, outgoing: Sequence[Tensor], received: Sequence[Tensor]) -> Works:
         """Begin to send each rank a tensor, and to receive one from each, both ways at once: one round trip.

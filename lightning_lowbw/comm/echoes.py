@@ -48,8 +48,8 @@ class EchoCollectives(Collectives):
         return self.begin_all_gather(message, out).wait()
 
     @override
-    def all_to_all(self, message: Tensor) -> Tensor:
-        return message.view(self.num_ranks, -1)[:1].repeat(self.num_ranks, 1).view(-1)
+    def begin_all_to_all(self, message: Tensor) -> TensorWork:
+        return TensorWork(message.view(self.num_ranks, -1)[:1].repeat(self.num_ranks, 1).view(-1))
 
 
 def echo(num_ranks: int) -> Peers:

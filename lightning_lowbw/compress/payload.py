@@ -45,6 +45,8 @@ class Payload(ABC):
         corrects: whether gradients enter the residual as the optimizer's correction says (`compress.corrections`);
             else by error feedback.
         keeps_parts: whether each rank of a node keeps back its part of every tensor only; else all of it.
+        can_be_early: whether gradients can go in several messages, of which all but the last begin in the backward
+            pass.
         can_be_hidden: whether its exchange sends everything when it begins, so that local steps can be taken before it
             is waited for.
         takes_weights: whether its mean can count participants unequally, as in elastic rounds.
@@ -59,6 +61,7 @@ class Payload(ABC):
     takes_density: ClassVar[bool] = False
     corrects: ClassVar[bool] = False
     keeps_parts: ClassVar[bool] = True
+    can_be_early: ClassVar[bool] = False
     can_be_hidden: ClassVar[bool] = False
     takes_weights: ClassVar[bool] = False
     replaces_step: ClassVar[bool] = False

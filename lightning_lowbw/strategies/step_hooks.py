@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import compress
 from typing import Any, Protocol
 
@@ -32,6 +32,7 @@ from lightning_lowbw.sync.plain_loop import eagerly, has_step_hooks
 from lightning_lowbw.sync.synchronizer import Synchronizer
 
 READING_HOOK = "on_before_zero_grad"  # in which the gradients of the last step may be read
+CHANGING_HOOK = "on_after_backward"  # in which those of the next one may be changed
 
 
 class Reduction(Protocol):
@@ -146,6 +147,17 @@ class StepHooks:
         else:
             self.exchange(worker, trainer)
         self._has_exchanged = True
+
+    def sending_early(
+        self, trainer: pl.Trainer, worker_of: Callable[[Any], Synchronizer]
+    ) -> AbstractContextManager[None]:
+        """Return a context for a backward pass: its gradients may be sent in it, if the optimizer steps with them."""
+        module = trainer.lightning_module
+        if self._stepping is None or not module.automatic_optimization or scaler_of(trainer.precision_plugin):
+            return nullcontext()
+        readers = (is_overridden(CHANGING_HOOK, callback, parent=Callback) for callback in callbacks_in(trainer))
+        begins = not (is_overridden(CHANGING_HOOK, module) or any(readers))
+        return worker_of(self._stepping).sending_early(begins=begins)
 
     @torch.no_grad()
     def exchange(self, worker: Synchronizer, trainer: pl.Trainer, *, is_after_hooks: bool = False) -> None:

@@ -1,6 +1,7 @@
 """`DDPStrategy` with a method that is called at three points of a Lightning step.
 
-1. a DDP communication hook, on gloo as well as NCCL: all-reduce during backward, or pass the gradients through;
+1. a DDP communication hook, on gloo as well as NCCL: all-reduce during backward, or pass the gradients through; what
+   goes in few bits begins to be sent in hooks of the parameters (`sync/early.py`);
 2. the end of the wrapped closure: check for faults, clip, exchange;
 3. after the step: the method's counters and averages, and the user's values back in the param groups.
 
@@ -13,12 +14,14 @@ checkpoints and the end see the consensus.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import lightning.pytorch as pl
 import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -244,6 +247,13 @@ class Strategy(CheckpointedStrategy, DDPStrategy):
             # manual optimization Lightning's DDP broadcasts none.
             self._ddp.require_forward_param_sync = self._has_stepped
         self._has_stepped = False
+
+    @override
+    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+        # DDP would write into the gradients that have been made; and layers would communicate meanwhile.
+        is_reduced = self._ddp.require_backward_grad_sync or self._layer_sync is not None
+        with nullcontext() if is_reduced else self._step_hooks.sending_early(self.trainer, self.worker_of):
+            return super().backward(closure_loss, optimizer, *args, **kwargs)
 
     @override
     def _end_step(self, worker: Synchronizer) -> None:

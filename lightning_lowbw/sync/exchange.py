@@ -268,6 +268,9 @@ class LateMean(ABC):
 
     _mean: DenseMean | None = None
 
+    def begin(self) -> None:  # noqa: B027 - most wait for it at once
+        """Begin that message, where others can be begun before it is waited for; collective."""
+
     @abstractmethod
     def finish(self) -> DenseMean:
         """Exchange that message, and return the mean; collective."""

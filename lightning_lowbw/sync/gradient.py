@@ -23,7 +23,8 @@ nodes, G is the node's mean gradient, and each rank exchanges its part of u and 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -43,6 +44,7 @@ from lightning_lowbw.kernels.tensors import as_real, copy_all_, copy_in_order_, 
 from lightning_lowbw.schedules.schedule import Schedule
 from lightning_lowbw.sync.checks import agree_on_end, compare_batches, raise_at_other_batches
 from lightning_lowbw.sync.consensus import saved
+from lightning_lowbw.sync.early import JoinedMean, Sent, groups_of, watching
 from lightning_lowbw.sync.exchange import Faulty, Mean, Prepared, WholeExchange, exchange_for
 from lightning_lowbw.sync.state import check_order, check_origin, origin, own_part
 from lightning_lowbw.sync.status import (
@@ -90,6 +92,9 @@ class GradientSync(Synchronizer):
         self._prepared: Prepared | None = None
         # Of it the rows without a gradient here, in case that no rank has used them: what zeros in its place change.
         self._zeros: dict[str, tuple[Row, KeptState | None, Tensor | None]] = {}
+        # What goes in several messages: the rows of each, and those that have been sent; the last goes with the status.
+        self._groups: list[list[Row]] = []
+        self._sent: list[Sent] = []
         self._unstepped: list[Row] = []
         self._hidden: list[tuple[Parameter, Tensor]] = []
         self._showing: RemovableHandle | None = None  # a hook that gives these back before other hooks look
@@ -206,6 +211,31 @@ class GradientSync(Synchronizer):
             if others:
                 average_gradients_(others, self.peers.node, others[0].device)
 
+    @contextmanager
+    def sending_early(self, *, begins: bool) -> Iterator[None]:
+        what = self.method.what
+        if what.can_be_early and not (self.reduces_in_backward or self.reduces_in_node):
+            self.list_gradients()
+            if self._sends_one_message:
+                # In the order in which the gradients are made.
+                place = {name: -number for number, name in enumerate(self.params.names())}
+                rows = [row for row in self._rows if row.is_compressed and row.parameter.numel()]
+                rows.sort(key=lambda row: place[row.name])
+                groups = groups_of([row.parameter.numel() for row in rows])
+                self._groups = [rows[group] for group in groups] if len(groups) > 1 else []
+        with watching(self._groups[:-1] if begins else [], self._send):
+            yield
+
+    def _send(self, rows: Sequence[Row]) -> None:
+        """Send a group, whose gradients are there."""
+        assert self.compressed is not None
+        is_torn, self._is_torn = self._is_torn, True
+        prepared = self.compressed.prepare({row.name: row.in_order(row.gradient) for row in rows})
+        self._note(prepared.faults)
+        versions = {row.name: (row.gradient, row.gradient._version) for row in rows}
+        self._sent.append(Sent(prepared, prepared.send(), versions))
+        self._is_torn = is_torn  # it can be put back
+
     def takes_reduced(self, reduced: Collection[Parameter]) -> bool:
         is_whole = self.compressed is None and self.method.what is self._made_for and self.peers.num_ranks > 1
         if not is_whole or self.is_prepared or self.params.trained(None, frozenset(reduced)):
@@ -291,6 +321,7 @@ class GradientSync(Synchronizer):
         # decay, correct, select, mask: in one pass, which finds inf and NaN, too, where nobody has looked for them yet
         is_one = self._sends_one_message and not skip_nonfinite  # what is skipped must not enter the residuals
         faults: Faulty | None = None
+        joined: JoinedMean | None = None
         if is_one or (self.is_sparse and self.fault is None):
             has_told = self.node_flags is not None  # the node's ranks have agreed on the status
             faults = self._prepare(takes_zeros=is_one, is_late=has_told).faults
@@ -305,7 +336,11 @@ class GradientSync(Synchronizer):
             is_torn, self._is_torn = self._is_torn, True
             pending = prepared.send(message, whole)
             self._is_torn = is_torn  # what has been sent can be put back
+            earlier = [sent.pending.wait().mean for sent in self._sent]
             mean, numbers, means = pending.wait()
+            if earlier:
+                names = [frozenset(row.name for row in rows) for rows in self._groups]
+                mean = joined = JoinedMean(list(zip(names, [*earlier, mean], strict=True)))
         else:
             exact = self.is_sparse or self.method.where.inter_dtype == "float32"
             mean, numbers, _ = WholeExchange(self.peers, exact=exact).prepare(whole).send(message).wait()
@@ -335,9 +370,11 @@ class GradientSync(Synchronizer):
         self._is_torn |= is_one
         if rows and not is_one:
             mean = self._exchange_late(rows)
-        self._prepared = None
+        self._prepared, self._sent = None, []
         if rows:
             self._step_(mean, rows, applies)
+            if joined is not None and self.compressed is not None:
+                self.compressed.fault = joined.fault
         self._is_torn = False
         self._take_back_zeros()
         return True
@@ -442,6 +479,12 @@ class GradientSync(Synchronizer):
                     residual = exchange.residuals[row.name].clone() if row.name in exchange.residuals else None
                     self._zeros[row.name] = row, self.correction.kept(row.parameter), residual
                     row.parameter.grad = torch.zeros_like(row.parameter)
+        if self._groups:
+            if changed := [name for sent in self._sent for name in sent.changed(rows)]:
+                self._faults.add(torch.ones(len(changed), dtype=torch.bool), changed, self._describe_changed)
+            for group in self._groups[len(self._sent) : -1]:
+                self._send(group)
+            rows = self._groups[-1]
         exchange.payload = what.at(self.density)
         if what.corrects:
             correction = self.correction
@@ -630,6 +673,14 @@ class GradientSync(Synchronizer):
             "sparse=False.",
         )
 
+    def _describe_changed(self, name: str) -> Fault:
+        return Fault(
+            0,
+            ConfigurationError,
+            f"The gradient of {name!r} on {self.here} has changed after the backward pass had made and sent it. Change "
+            "gradients in on_after_backward, for which they are kept back.",
+        )
+
     def _describe_nonfinite(self, name: str) -> Fault:
         # Where sparse, the pass that adds gradients to the residuals has found it.
         is_added = self.is_sparse and any(row.name == name and row.is_compressed for row in self._rows)
@@ -702,6 +753,9 @@ class GradientSync(Synchronizer):
         if self._prepared is not None:
             self._is_torn |= not self._prepared.drop()
             self._prepared = None
+        for sent in self._sent:
+            self._is_torn |= not sent.prepared.drop()
+        self._groups, self._sent = [], []
         self._take_back_zeros()
         if self._is_torn:
             self.torn, self._is_torn = f"the exchange of gradients after step {self.step}", False

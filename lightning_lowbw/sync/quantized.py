@@ -216,7 +216,7 @@ class Quantized(Payload, key="quantized"):
 
     value_dtype: str = "int8"
 
-    can_be_hidden = True
+    can_be_early = can_be_hidden = True
 
     def __post_init__(self) -> None:
         check_one_of("value_dtype", self.value_dtype, tuple(FORMATS))
@@ -346,7 +346,10 @@ class PendingQuantized(LateMean):
 
     Attributes:
         faults: see `Prepared.faults`.
+        fault: when the mean is there, see `Exchange.fault`.
     """
+
+    fault: Tensor
 
     def __init__(self, exchange: QuantizedExchange, signal: Mapping[str, Tensor], tables: Tables | None) -> None:
         self._exchange, self._peers, self._is_pending, peers = exchange, exchange.peers, True, exchange.peers
@@ -365,7 +368,8 @@ class PendingQuantized(LateMean):
         self._signal = dict(zip(signal, self._vector.signals, strict=True))
         flags = self._vector.flags
         self.faults: Faulty | None = None if flags is None else ([*signal], flags)
-        self._work: TensorWork | None = None  # of a hidden average
+        self._work: TensorWork | None = None  # of the first message, and of the second
+        self._answers: TensorWork | None = None
         self._received: Tensor | None = None  # of the ranks of the node, or of this one alone, from all participants
         self._told: tuple[Tensor, dict[str, Tensor]] | None = None  # what was beside it
 
@@ -376,41 +380,55 @@ class PendingQuantized(LateMean):
         if self._peers.num_participants > 1 and self._numel:
             self._vector.write_message(self._beside.parts)
             self._beside.parts.clear()
+            message, between = self._vector.message.view(-1), self._peers.between
             if self._exchange.is_hidden:
-                self._work = self._peers.begin_gather(self._vector.message.view(-1))
+                self._work = self._peers.begin_gather(message)
+            elif len(self._vector.message) == 1:
+                self._work = between.begin_all_gather(message)
+            else:
+                self._work = between.begin_all_to_all(message)
         return self
 
     def wait(self) -> Arrived:
-        message, peers = self._vector.message, self._peers
+        peers = self._peers
         if self._told is None and self._work is not None:
             with peers.ledger.waiting(self._device):
-                self._received = self._work.wait()
-            self._told = self._beside.read(self._received[..., self._vector.nbytes :])
-        elif self._told is None and message.numel():
-            exchanged = peers.between.all_gather if len(message) == 1 else peers.between.all_to_all
-            self._received = exchanged(message.view(-1)).view(1, peers.num_participants, -1)
+                received = self._work.wait()
+            self._work = None  # memory
+            is_of_node = self._exchange.is_hidden
+            self._received = received if is_of_node else received.view(1, peers.num_participants, -1)
             besides = self._received[..., self._vector.nbytes :]
-            if peers.num_local_ranks > 1 and besides.numel():
+            if peers.num_local_ranks > 1 and besides.numel() and not is_of_node:
                 besides = peers.node.all_gather(besides.reshape(-1)).view(-1, *besides.shape[1:])
             self._told = self._beside.read(besides)
         return Arrived(self, *(self._told or (torch.empty(0), {})))
 
+    def begin(self) -> None:
+        """Average what has been received as an owner, and begin to send it."""
+        if self._answers is None and self._is_pending and self._received is not None and len(self._vector.message) > 1:
+            self._is_pending, vector, between = False, self._vector, self._peers.between
+            received = self._received[0, :, : vector.nbytes]
+            answer = vector.combine_(received, between.rank)
+            room = vector.message.view(-1)[: received.numel()]
+            self._answers = between.begin_all_gather(answer.view(-1), room.view(received.shape))
+
     def finish(self) -> DenseMean:
         """Average what has been received; among more than two participants exchange the means of all owners."""
+        self.begin()
         self._is_pending, vector, peers = False, self._vector, self._peers
         if self._received is None:  # of one participant
             if self._numel:
                 vector.add_residuals_()
         elif len(vector.message) == 1:
             vector.average_(self._received[..., : vector.nbytes])
-        else:
-            received = self._received[0, :, : vector.nbytes]
-            answer = vector.combine_(received, peers.between.rank)
-            room = vector.message.view(-1)[: received.numel()]
-            vector.read_(peers.between.all_gather(answer.view(-1), room.view(received.shape)))
+        elif self._answers is not None:
+            with peers.ledger.waiting(self._device):
+                answers = self._answers.wait()
+            self._answers = None
+            vector.read_(answers)
         vector.message, self._received = torch.empty(0), None  # memory for what is gathered
-        self._exchange.fault = vector.is_infinite
-        if peers.num_local_ranks > 1 and self._numel and self._work is None:
+        self.fault = self._exchange.fault = vector.is_infinite
+        if peers.num_local_ranks > 1 and self._numel and not self._exchange.is_hidden:
             rows = peers.gather_parts_in_node(vector.of_rank(), self._numel * peers.num_local_ranks)
             vector.write_ranks_(rows.view(-1, self._numel))
         return DenseMean(self._signal)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -195,6 +195,18 @@ class Synchronizer:
     def exchange(self, *, skip_nonfinite: bool = False, applies: bool = False) -> bool:
         """Turn the gradients into those the optimizer steps with; return whether the step is to be taken."""
         raise NotImplementedError
+
+    def sending_early(self, *, begins: bool) -> AbstractContextManager[None]:
+        """Return a context for the backward pass whose gradients are exchanged next: they may go in several messages.
+
+        Where they do, all but the last begin in the pass, and `list_gradients` has been called.
+
+        Collective: all ranks, or none.
+
+        Args:
+            begins: whether those of this rank begin in the pass; else after it, where hooks may change gradients.
+        """
+        return nullcontext()
 
     def takes_reduced(self, reduced: Collection[Parameter]) -> bool:
         """Return whether a step is DDP's, and `exchange` has nothing to do: it is whole, and all has been reduced.

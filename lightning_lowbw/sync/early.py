@@ -1,0 +1,116 @@
+"""Gradients in several messages: all but the last begin while the backward pass makes the gradients of the last one.
+
+What is sent does not depend on when: a group of tensors whose gradients are not complete, as where a rank has not used
+a parameter, begins after the backward pass, before the groups that follow it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_lowbw.compress.params import Row
+from lightning_lowbw.sync.exchange import Pending, Prepared, Step
+
+NUM_GROUPS = 8  # the last is not hidden; each costs the host some launches
+LEAST_NUMEL = 1 << 18  # elements of a group, below which a message is mostly latency
+
+
+def groups_of(numels: Sequence[int]) -> list[slice]:
+    """Cut tensors of such sizes into groups: consecutive ones.
+
+    Examples:
+        >>> groups_of([LEAST_NUMEL, 2, 3])
+        [slice(0, 1, None), slice(1, 3, None)]
+    """
+    least, ends, numel = max(LEAST_NUMEL, sum(numels) // NUM_GROUPS), [0], 0
+    for number, each in enumerate(numels, 1):
+        numel += each
+        if numel >= least or number == len(numels):
+            ends.append(number)
+            numel = 0
+    return [slice(*each) for each in pairwise(ends)]
+
+
+def share_begun_early(numels: Sequence[int]) -> float:
+    """Return the share of tensors of such sizes, in the order of the model, that is not in the last group."""
+    *early, _ = groups_of(numels[::-1])
+    return sum(sum(numels[::-1][group]) for group in early) / sum(numels)
+
+
+@dataclass(frozen=True)
+class Sent:
+    """A group that has been sent.
+
+    Attributes:
+        gradients: as they were then: by name, with the version of each.
+    """
+
+    prepared: Prepared
+    pending: Pending
+    gradients: Mapping[str, tuple[Tensor, int]]
+
+    def changed(self, rows: Iterable[Row]) -> Iterator[str]:
+        """Yield the names of tensors whose gradients have changed since then."""
+        for row in rows:
+            gradient, version = self.gradients.get(row.name, (None, 0))
+            if gradient is not None and (row.parameter.grad is not gradient or gradient._version != version):
+                yield row.name
+
+
+@contextmanager
+def watching(groups: Sequence[Sequence[Row]], begin: Callable[[Sequence[Row]], None]) -> Iterator[None]:
+    """Begin groups, in their order, as soon as a backward pass has made all of their gradients.
+
+    Args:
+        groups: of rows.
+        begin: is called with a group.
+    """
+    number_of = {row.parameter: number for number, rows in enumerate(groups) for row in rows}
+    missing, waiting = [len(rows) for rows in groups], list(reversed(groups))
+
+    @torch.no_grad()
+    def note(parameter: Tensor) -> None:
+        missing[number_of[parameter]] -= 1  # type: ignore[index]
+        while waiting and not missing[len(groups) - len(waiting)]:
+            begin(waiting.pop())
+
+    handles = [parameter.register_post_accumulate_grad_hook(note) for parameter in number_of]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@dataclass(frozen=True)
+class JoinedMean:
+    """The means of several messages, as one: what each exchanges when it is asked for, all begin together.
+
+    Args:
+        means: with the names of their tensors.
+    """
+
+    means: Sequence[tuple[frozenset[str], Any]]
+
+    @property
+    def fault(self) -> Tensor:
+        """When they are there: see `Exchange.fault`."""
+        return torch.stack([mean.fault for _, mean in self.means]).any()
+
+    def dense(self) -> dict[str, Tensor]:
+        for _, mean in self.means:
+            mean.begin()
+        return {name: mean for _, each in self.means for name, mean in each.dense().items()}
+
+    def step_(self, steps: Mapping[str, Step]) -> None:
+        for _, mean in self.means:
+            mean.begin()
+        for names, mean in self.means:
+            mean.step_({name: step for name, step in steps.items() if name in names})
