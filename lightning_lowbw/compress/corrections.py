@@ -24,6 +24,7 @@ from lightning_lowbw.kernels.tensors import Rates, copy_in_order_, cut, flat_in_
 
 Group = dict[str, Any]
 KeptState = tuple[dict[str, Any], list[tuple[Tensor, Tensor]]]  # an optimizer's of a parameter; tensors, with copies
+SQUARES = ("exp_avg_sq", "max_exp_avg_sq")  # of Adam; the latter with amsgrad, a group's own
 Part = Callable[[int], slice]  # of a number of elements, that of this rank
 
 
@@ -297,7 +298,7 @@ class AdamCorrection(ErrorFeedback):
 
     def local_keys(self, parameter: Parameter) -> tuple[str, ...]:
         state = self.optimizer.state.get(parameter, {})
-        return tuple(key for key in ("exp_avg_sq", "max_exp_avg_sq") if key in state)  # amsgrad is a group's own
+        return tuple(key for key in SQUARES if key in state)
 
     def constants(self, group: Group) -> Constants:
         # With b1 as dampening, too: m = b1 m + (1 - b1) G.
@@ -319,12 +320,15 @@ class AdamCorrection(ErrorFeedback):
         parameter, group, own = row.parameter, row.group, self._part(row.parameter.numel())
         state, beta2 = self._state(parameter, group), float(group["betas"][1])
         self._coming[parameter] = step = self._num_steps(parameter) + 1
-        flat = {k: self._noted(state[k], row, flat_in_order(state[k], parameter)) for k in self.local_keys(parameter)}
+        squares = {key: state[key] for key in SQUARES if key in state}
+        for key, whole in squares.items():  # flat only where it is cut below
+            values = flat_in_order(whole, parameter) if self.keeps_parts else row.cut(whole, own)
+            squares[key] = self._noted(whole, row, values)
         # For the bias corrections, 1 - b1^t and 1 - b2^t, of the step in progress.
         beta1 = self._constants[id(group)].momentum
         moment = SecondMoment(
-            square=flat["exp_avg_sq"],
-            largest=flat.get("max_exp_avg_sq"),
+            square=squares["exp_avg_sq"],
+            largest=squares.get("max_exp_avg_sq"),
             beta2=beta2,
             share=1.0 / self.num_participants,
             eps=float(group["eps"]),

@@ -398,7 +398,8 @@ class TopKExchange:
         self.residuals = Residuals()
         self.selection = Selection()
         self.fault: Tensor | None = None
-        self._flags = torch.empty(0, dtype=torch.bool)  # those of the last signal
+        self._flags = torch.empty(0, dtype=torch.bool)  # those of the last signal, and views of these
+        self._views: tuple[Tensor, ...] = ()
 
     def prepare(
         self, signal: Mapping[str, Tensor | None], correction: Correction | None = None, *, is_late: bool = False
@@ -413,16 +414,18 @@ class TopKExchange:
         """
         return PreparedTopK(self, signal, correction, is_late=is_late)
 
-    def flags_for(self, num: int, device: torch.device, *, is_late: bool) -> Tensor:
-        """Return as many flags, none set.
+    def flags_for(self, num: int, device: torch.device, *, is_late: bool) -> tuple[Tensor, Sequence[Tensor]]:
+        """Return as many flags, none set; and each of them.
 
         In one place, or the table of the kernels would be another in each step; late ones are still read in the next.
         """
         if is_late:
-            return torch.zeros(num, dtype=torch.bool, device=device)
+            flags = torch.zeros(num, dtype=torch.bool, device=device)
+            return flags, flags.unbind()
         if self._flags.numel() != num or self._flags.device != device:
             self._flags = torch.empty(num, dtype=torch.bool, device=device)
-        return self._flags.zero_()
+            self._views = self._flags.unbind()
+        return self._flags.zero_(), self._views
 
     def carries_status(self, numels: Sequence[int]) -> bool:
         return True
@@ -537,8 +540,8 @@ class PreparedTopK:
         faults: Faulty | None = None
         flags: Sequence[Tensor | None] = [None] * len(names)
         if correction is not None:
-            faults = names, exchange.flags_for(len(names), device, is_late=self._is_late or bool(self._numels))
-            flags = faults[1].unbind()
+            found, flags = exchange.flags_for(len(names), device, is_late=self._is_late or bool(self._numels))
+            faults = names, found
         counts, table = iter(payload.selected([numel for numel in numels.values() if numel])), dict[str, Segment]()
         for (name, part), flag in zip(parts.items(), flags, strict=True):
             fields = {} if correction is None else correction.segment(name)
