@@ -205,7 +205,6 @@ class GradientSync(Synchronizer):
         skipped = reduced if self.reduces_in_backward else frozenset()
         self._rows = self.params.trained(None if self.reduces_in_backward else what, skipped)
         self._check_rows()
-        self._refuse_sparse_layouts()
         if self.reduces_in_node:
             others = [row.parameter for row in self._rows if row.parameter not in reduced]
             if others:
@@ -219,8 +218,7 @@ class GradientSync(Synchronizer):
             if self._sends_one_message:
                 # In the order in which the gradients are made.
                 place = {name: -number for number, name in enumerate(self.params.names())}
-                rows = [row for row in self._rows if row.is_compressed and row.parameter.numel()]
-                rows.sort(key=lambda row: place[row.name])
+                rows = sorted(self._rows.filled, key=lambda row: place[row.name])
                 groups = groups_of([row.parameter.numel() for row in rows])
                 self._groups = [rows[group] for group in groups] if len(groups) > 1 else []
         with watching(self._groups[:-1] if begins else [], self._send):
@@ -247,6 +245,7 @@ class GradientSync(Synchronizer):
     def check_gradients(self) -> None:
         if not self._rows:
             return
+        self._refuse_sparse_layouts()
         gradients = {row.name: row.parameter.grad for row in self._rows if row.name not in self._checked}
         unchecked = {name: gradient for name, gradient in gradients.items() if gradient is not None}
         if unchecked:
@@ -472,9 +471,11 @@ class GradientSync(Synchronizer):
             is_late: see `Exchange.prepare`.
         """
         what, exchange, correction = self.method.what, self.compressed, None
+        rows: Sequence[Row] = self._rows.compressed
         assert exchange is not None
+        self._refuse_sparse_layouts()
         if takes_zeros:
-            for row in self._rows.compressed:
+            for row in rows:
                 if row.parameter.grad is None:
                     residual = exchange.residuals[row.name].clone() if row.name in exchange.residuals else None
                     self._zeros[row.name] = row, self.correction.kept(row.parameter), residual
@@ -488,9 +489,8 @@ class GradientSync(Synchronizer):
         exchange.payload = what.at(self.density)
         if what.corrects:
             correction = self.correction
-            # Also empty shards: it masks alike on all.
-            correction.begin_step(self._rows.compressed, self.peers.part, exchange.payload)
-        gradients = [(row, row.parameter.grad) for row in self._rows.filled]
+            correction.begin_step(rows, self.peers.part, exchange.payload)  # also empty shards: it masks alike on all
+        gradients = [(row, row.parameter.grad) for row in rows if row.parameter.numel()]
         signal = {row.name: None if gradient is None else row.in_order(gradient) for row, gradient in gradients}
         has_gradient = any(gradient is not None and name not in self._zeros for name, gradient in signal.items())
         self._is_torn = has_gradient  # also where this fails
