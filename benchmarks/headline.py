@@ -58,9 +58,9 @@ LARGE = Task(
 )
 SHOWN_TASKS: dict[str, tuple[str, Task, int]] = {  # title, and optimizer steps
     "resnet": ("ResNet, SGD", TASKS["resnet"], 500),
+    "resnet-long": ("ResNet, SGD, 5,000 steps", TASKS["resnet"], 5000),
     "text": ("transformer, AdamW", TASKS["text"], 500),
     "large": ("transformer, AdamW", LARGE, 300),
-    "resnet-long": ("ResNet, SGD, 5,000 steps", TASKS["resnet"], 5000),
 }
 LINKS: dict[str, tuple[str, float]] = {  # rate, and round-trip time in milliseconds
     "100 Mb/s, 50 ms": ("100mbit", 50.0),
