@@ -171,9 +171,21 @@ def test_two_are_served_one_after_the_other_and_one_copy_is_kept() -> None:
         third.close()
 
 
+MADE: list[TorchftMembership] = []
+
+
+@pytest.fixture(autouse=True)
+def _end_connections() -> Iterator[None]:
+    yield
+    for membership in MADE:
+        membership._forget_state()
+    MADE.clear()
+
+
 def a_membership() -> TorchftMembership:
     """Return one of a group that asks, without a lighthouse."""
     membership = object.__new__(TorchftMembership)
+    MADE.append(membership)
     membership._name, membership._process, membership._fetching, membership._num_fetched = "joiner", 0, None, 0
     membership._client = None
     membership._told, membership._why_not, membership.min_replicas = (ROW, SETTINGS), "", 2
@@ -279,7 +291,7 @@ def test_a_state_that_comes_is_waited_for_whatever_the_time() -> None:
 
 def joined(monkeypatch: pytest.MonkeyPatch, addresses: Callable[[], list[str]], row: Row = ROW) -> Any:
     """Return what a newcomer begins with, where a lighthouse knows these addresses."""
-    monkeypatch.setattr(torchft_membership, "GONE_S", 1.0)
+    monkeypatch.setattr(torchft_membership, "GONE_S", 5.0)
     membership = a_membership()
     membership._lighthouse.addresses = lambda _: addresses()  # type: ignore[method-assign]
     return membership.state_of_others(row, SETTINGS, lambda _: False)
@@ -314,7 +326,7 @@ def test_who_cannot_take_the_state_tries_again_and_begins_no_second_training(mon
 
 
 def test_who_is_refused_ends_by_name_and_begins_no_second_training(monkeypatch: pytest.MonkeyPatch) -> None:
-    with training(Group({"w": torch.ones(5)})) as group:
+    with training(Group({"w": torch.ones(5)}, steps=1 << 30)) as group:  # no round ends
         there = lambda: [group.server.address]  # noqa: E731
         other = Row(settings="other", run="r", rounds=4)
         assert joined(monkeypatch, there, other) is None, "nobody there has been in a round yet"

@@ -17,7 +17,7 @@ from torch.optim import SGD, AdamW, Optimizer, RMSprop
 
 import lightning_lowbw as lowbw
 from lightning_lowbw.comm.agreement import digest
-from lightning_lowbw.comm.collectives import Collectives, TensorWork
+from lightning_lowbw.comm.collectives import TensorWork
 from lightning_lowbw.compress import codec
 from lightning_lowbw.compress.top_k import Compression
 from lightning_lowbw.sync import exchange as exchanges
@@ -320,14 +320,10 @@ def lack_memory(*_: Any, **__: Any) -> None:
     raise MemoryError
 
 
-def fail(patch: pytest.MonkeyPatch, method: lowbw.Method, where: str) -> None:
+def fail(patch: pytest.MonkeyPatch, where: str) -> None:
     """Let the link be lost from now on, or memory be short in a function of the codec."""
-    if where:
-        patch.setattr(codec, where, lack_memory)
-    elif isinstance(method.what, lowbw.Quantized):
-        patch.setattr(Collectives, "all_gather", problem.lose_the_link)
-    else:
-        patch.setattr(TensorWork, "wait", problem.lose_the_link)
+    owner, name = (codec, where) if where else (TensorWork, "wait")
+    patch.setattr(owner, name, lack_memory if where else problem.lose_the_link)
 
 
 @pytest.mark.parametrize(
@@ -343,7 +339,7 @@ def test_an_exchange_that_fails_is_named_and_the_next_one_is_whole(method: lowbw
     worker.optimizer.zero_grad()
     problem.backward(parameters, 1)
     with pytest.MonkeyPatch.context() as patch:
-        fail(patch, method, where)
+        fail(patch, where)
         with pytest.raises((problem.LinkLost, MemoryError)):
             worker.optimizer.step()
     assert digest(parameters.values()) == weights
@@ -405,7 +401,7 @@ def test_an_average_that_fails_leaves_each_rank_what_it_had(options: dict[str, A
     step(5)
     lost = kept()
     with pytest.MonkeyPatch.context() as patch:
-        fail(patch, method, where)
+        fail(patch, where)
         step(worker.when.delay_steps)
         with pytest.raises((problem.LinkLost, MemoryError)):
             step()
