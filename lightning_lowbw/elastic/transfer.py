@@ -267,6 +267,8 @@ class StateServer:
                     self._reply(connection, asks, copy)
                     connection.settimeout(None)  # who is up to date may wait for long
                     self._idle = connection
+                    if self._is_closed:
+                        return
         except (OSError, RuntimeError, ValueError, KeyError, TypeError) as error:  # lost, or none of ours
             _logger.debug("A connection for the state has ended: %s", error)
 

@@ -32,7 +32,8 @@ from lightning_lowbw.sync.plain_loop import eagerly, has_step_hooks
 from lightning_lowbw.sync.synchronizer import Synchronizer
 
 READING_HOOK = "on_before_zero_grad"  # in which the gradients of the last step may be read
-CHANGING_HOOK = "on_after_backward"  # in which those of the next one may be changed
+CHANGING_HOOKS = ("on_before_backward", "on_after_backward")  # in which those of the next one may be changed,
+CHANGING_METHODS = (*CHANGING_HOOKS, "backward", "optimizer_step")  # or what is trained
 
 
 class Reduction(Protocol):
@@ -155,9 +156,11 @@ class StepHooks:
         module = trainer.lightning_module
         if self._stepping is None or not module.automatic_optimization or scaler_of(trainer.precision_plugin):
             return nullcontext()
-        readers = (is_overridden(CHANGING_HOOK, callback, parent=Callback) for callback in callbacks_in(trainer))
-        begins = not (is_overridden(CHANGING_HOOK, module) or any(readers))
-        return worker_of(self._stepping).sending_early(begins=begins)
+        of_module = (is_overridden(name, module) for name in CHANGING_METHODS)
+        of_callbacks = (
+            is_overridden(name, each, parent=Callback) for each in callbacks_in(trainer) for name in CHANGING_HOOKS
+        )
+        return worker_of(self._stepping).sending_early(begins=not (any(of_module) or any(of_callbacks)))
 
     @torch.no_grad()
     def exchange(self, worker: Synchronizer, trainer: pl.Trainer, *, is_after_hooks: bool = False) -> None:

@@ -6,6 +6,7 @@ a parameter, begins after the backward pass, before the groups that follow it.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -73,13 +74,15 @@ def watching(groups: Sequence[Sequence[Row]], begin: Callable[[Sequence[Row]], N
         begin: is called with a group.
     """
     number_of = {row.parameter: number for number, rows in enumerate(groups) for row in rows}
-    missing, waiting = [len(rows) for rows in groups], list(reversed(groups))
+    missing, waiting = [{row.parameter for row in rows} for rows in groups], list(reversed(groups))
+    lock = threading.Lock()  # a backward pass has a thread for each device
 
     @torch.no_grad()
     def note(parameter: Tensor) -> None:
-        missing[number_of[parameter]] -= 1  # type: ignore[index]
-        while waiting and not missing[len(groups) - len(waiting)]:
-            begin(waiting.pop())
+        with lock:
+            missing[number_of[parameter]].discard(parameter)  # type: ignore[index]
+            while waiting and not missing[len(groups) - len(waiting)]:
+                begin(waiting.pop())
 
     handles = [parameter.register_post_accumulate_grad_hook(note) for parameter in number_of]
     try:

@@ -93,6 +93,7 @@ class GradientSync(Synchronizer):
         # Of it the rows without a gradient here, in case that no rank has used them: what zeros in its place change.
         self._zeros: dict[str, tuple[Row, KeptState | None, Tensor | None]] = {}
         # What goes in several messages: the rows of each, and those that have been sent; the last goes with the status.
+        self._is_grouped = False
         self._groups: list[list[Row]] = []
         self._sent: list[Sent] = []
         self._unstepped: list[Row] = []
@@ -213,16 +214,19 @@ class GradientSync(Synchronizer):
     @contextmanager
     def sending_early(self, *, begins: bool) -> Iterator[None]:
         what = self.method.what
-        if what.can_be_early and not (self.reduces_in_backward or self.reduces_in_node):
+        self._is_grouped = what.can_be_early and not (self.reduces_in_backward or self.reduces_in_node)
+        if self._is_grouped and begins:
             self.list_gradients()
-            if self._sends_one_message:
-                # In the order in which the gradients are made.
-                place = {name: -number for number, name in enumerate(self.params.names())}
-                rows = sorted(self._rows.filled, key=lambda row: place[row.name])
-                groups = groups_of([row.parameter.numel() for row in rows])
-                self._groups = [rows[group] for group in groups] if len(groups) > 1 else []
-        with watching(self._groups[:-1] if begins else [], self._send):
+            self._groups = self._in_groups() if self._sends_one_message else []
+        with watching(self._groups[:-1], self._send):
             yield
+
+    def _in_groups(self) -> list[list[Row]]:
+        """Return the rows that are compressed in the order in which their gradients are made, if in several groups."""
+        place = {name: -number for number, name in enumerate(self.params.names())}
+        rows = sorted(self._rows.filled, key=lambda row: place[row.name])
+        groups = groups_of([row.parameter.numel() for row in rows])
+        return [rows[group] for group in groups] if len(groups) > 1 else []
 
     def _send(self, rows: Sequence[Row]) -> None:
         """Send a group, whose gradients are there."""
@@ -235,7 +239,7 @@ class GradientSync(Synchronizer):
         self._is_torn = is_torn  # it can be put back
 
     def takes_reduced(self, reduced: Collection[Parameter]) -> bool:
-        is_whole = self.compressed is None and self.method.what is self._made_for and self.peers.num_ranks > 1
+        is_whole = self.compressed is None and self.method.what is self._made_for.what and self.peers.num_ranks > 1
         if not is_whole or self.is_prepared or self.params.trained(None, frozenset(reduced)):
             return False
         self.is_exchanged = self.is_taken = True
@@ -480,6 +484,9 @@ class GradientSync(Synchronizer):
                     residual = exchange.residuals[row.name].clone() if row.name in exchange.residuals else None
                     self._zeros[row.name] = row, self.correction.kept(row.parameter), residual
                     row.parameter.grad = torch.zeros_like(row.parameter)
+        is_grouped, self._is_grouped = self._is_grouped and takes_zeros, False
+        if is_grouped and not self._groups:
+            self._groups = self._in_groups()
         if self._groups:
             if changed := [name for sent in self._sent for name in sent.changed(rows)]:
                 self._faults.add(torch.ones(len(changed), dtype=torch.bool), changed, self._describe_changed)
@@ -678,7 +685,8 @@ class GradientSync(Synchronizer):
             0,
             ConfigurationError,
             f"The gradient of {name!r} on {self.here} has changed after the backward pass had made and sent it. Change "
-            "gradients in on_after_backward, for which they are kept back.",
+            "gradients in on_after_backward, for which they are kept back. If reentrant checkpointing makes it several "
+            "times, pass use_reentrant=False to torch's checkpoint, or define an empty on_after_backward.",
         )
 
     def _describe_nonfinite(self, name: str) -> Fault:

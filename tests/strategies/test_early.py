@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 import lightning_lowbw as lowbw
 from lightning_lowbw.sync import early
+from lightning_lowbw.sync.gradient import GradientSync
 from lightning_lowbw.sync.quantized import PendingQuantized
 from tests.oracle import OracleQuantized
 from tests.ranks import on_ranks
@@ -158,6 +159,23 @@ def test_one_message_goes_where_gradients_are_not_final_in_the_backward_pass(cas
 
 
 @on_ranks()
+def test_a_dense_step_of_ddp_is_left_alone() -> None:
+    """But for those in which something else is due, such as the first."""
+    exchanged, exchange = list[int](), GradientSync.exchange
+
+    def noted(self: Any, **options: Any) -> bool:
+        exchanged.append(self.step)
+        return exchange(self, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(GradientSync, "exchange", noted)
+        trainer = train(lowbw.Strategy(lowbw.Method()), data=STEPS)
+    assert trainer.global_step == STEPS
+    assert len(exchanged) <= 1
+    same(weights(trainer.lightning_module))
+
+
+@on_ranks()
 def test_a_nan_is_told_on_all_ranks_before_anything_is_applied() -> None:
     """In all of rank 1's gradients, of which most have been sent; what was kept back goes back on the other rank."""
     before: dict[str, Any] = {}
@@ -183,20 +201,70 @@ def test_a_nan_is_told_on_all_ranks_before_anything_is_applied() -> None:
     assert bool(before["worker"].torn) == (dist.get_rank() == 1)
 
 
-@on_ranks()
-def test_a_gradient_that_changes_after_it_was_sent_is_told_on_all_ranks() -> None:
-    """By a hook of one rank that comes after all others."""
+class Doubling(Tiny):
+    """A hook of one rank, from the middle of the backward pass on, comes after all others."""
 
-    def double(trainer: pl.Trainer, module: Any) -> None:
-        def hook(parameter: nn.Parameter) -> None:
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        def double(parameter: nn.Parameter) -> None:
             parameter.grad.mul_(2)  # type: ignore[union-attr]
 
-        module.head.weight.register_post_accumulate_grad_hook(hook)
+        loss = super().training_step(batch, batch_idx)
+        if (batch_idx, dist.get_rank()) == (2, 1):
+            loss.register_hook(lambda _: self.head.weight.register_post_accumulate_grad_hook(double) and None)
+        return loss
 
-    late = At(2, double, "on_before_backward", ranks=(1,))
+
+@on_ranks()
+def test_a_gradient_that_changes_after_it_was_sent_is_told_on_all_ranks() -> None:
     with sending():
-        said = refusal("int8", None, STEPS, callbacks=[late])
+        said = refusal("int8", Doubling(), STEPS)
     assert "The gradient of 'head.weight' on rank 1 has changed after the backward pass had made and sent it" in said
+
+
+class Clamping(Tiny):
+    """Changes its gradients where torch does not see it."""
+
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        super().backward(loss, *args, **kwargs)
+        for parameter in self.parameters():
+            if parameter.grad is not None:
+                parameter.grad.data.clamp_(-1e-5, 1e-5)
+
+
+class Growing(pl.Callback):
+    """Adds a group after the backward pass, when its gradient is there."""
+
+    def on_after_backward(self, trainer: pl.Trainer, module: Any) -> None:
+        (optimizer,) = trainer.optimizers
+        if len(optimizer.param_groups) == 1 and trainer.global_step == 2:
+            optimizer.add_param_group({"params": [module.late], "lr": 0.1})
+
+
+class WithLate(Tiny):
+    def __init__(self) -> None:
+        super().__init__()
+        self.late = nn.Parameter(torch.zeros(3))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD([p for n, p in self.named_parameters() if n != "late"], lr=0.1)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return super().training_step(batch, batch_idx) + (1 + dist.get_rank()) * self.late.sum()
+
+
+@on_ranks()
+def test_gradients_and_groups_that_a_module_changes_after_its_backward_pass_count() -> None:
+    with sending() as messages:
+        model = Clamping()
+        before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+        trainer = train("int8", model, 1)
+        moved = max(float((p.detach() - before[n]).abs().max()) for n, p in model.named_parameters())
+        assert trainer.global_step == 1
+        assert 0 < moved < 1e-3
+        grown = train("int8", WithLate(), STEPS, callbacks=[Growing()])
+    assert not any(message.is_early for message in messages)
+    same(weights(grown.lightning_module))
+    assert grown.lightning_module.late.detach().lt(0).all()
 
 
 @on_ranks()
