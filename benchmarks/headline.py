@@ -451,7 +451,7 @@ def report(results: Row) -> None:
     more = {SHOWN_TASKS[row["task"]][0]: row["seeds"] for row in found if row["seeds"] > 1}
     short = (
         "Two nodes, a core each; in brackets what `dgc` and `lowbw` chose. "
-        f"One seed{''.join(f'; of {title} {num}' for title, num in more.items())}. "
+        f"Seeds: 1{''.join(f' ({title}: {num})' for title, num in more.items())}. "
         f"A second ddp takes {min(again):.2f} to {max(again):.2f} times as long. "
         "*: older. [All](benchmarks/results/headline.md)\n"
     )

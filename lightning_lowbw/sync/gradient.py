@@ -93,9 +93,9 @@ class GradientSync(Synchronizer):
         # Of it the rows without a gradient here, in case that no rank has used them: what zeros in its place change.
         self._zeros: dict[str, tuple[Row, KeptState | None, Tensor | None]] = {}
         # What goes in several messages: the rows of each, and those that have been sent; the last goes with the status.
-        self._is_grouped = False
         self._groups: list[list[Row]] = []
         self._sent: list[Sent] = []
+        self._is_grouped_late = False  # after the hooks of the backward pass, which may change the rows
         self._unstepped: list[Row] = []
         self._hidden: list[tuple[Parameter, Tensor]] = []
         self._showing: RemovableHandle | None = None  # a hook that gives these back before other hooks look
@@ -214,8 +214,9 @@ class GradientSync(Synchronizer):
     @contextmanager
     def sending_early(self, *, begins: bool) -> Iterator[None]:
         what = self.method.what
-        self._is_grouped = what.can_be_early and not (self.reduces_in_backward or self.reduces_in_node)
-        if self._is_grouped and begins:
+        is_grouped = what.can_be_early and not (self.reduces_in_backward or self.reduces_in_node)
+        self._is_grouped_late = is_grouped and not begins
+        if is_grouped and begins:
             self.list_gradients()
             self._groups = self._in_groups() if self._sends_one_message else []
         with watching(self._groups[:-1], self._send):
@@ -484,9 +485,9 @@ class GradientSync(Synchronizer):
                     residual = exchange.residuals[row.name].clone() if row.name in exchange.residuals else None
                     self._zeros[row.name] = row, self.correction.kept(row.parameter), residual
                     row.parameter.grad = torch.zeros_like(row.parameter)
-        is_grouped, self._is_grouped = self._is_grouped and takes_zeros, False
-        if is_grouped and not self._groups:
+        if self._is_grouped_late and takes_zeros:
             self._groups = self._in_groups()
+        self._is_grouped_late = False
         if self._groups:
             if changed := [name for sent in self._sent for name in sent.changed(rows)]:
                 self._faults.add(torch.ones(len(changed), dtype=torch.bool), changed, self._describe_changed)

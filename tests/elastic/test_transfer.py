@@ -249,6 +249,21 @@ def test_a_group_that_takes_no_step_is_given_up() -> None:
     group.server.close(2.0)
 
 
+def test_who_closes_waits_for_a_transfer_and_not_for_who_has_the_state() -> None:
+    with training(Group({"v": torch.ones(LARGE), "w": torch.ones(LARGE)}, steps=1 << 30)) as group:
+        client = StateClient(group.server.address, ASKS)
+        taking = threading.Thread(target=client.fetch)
+        taking.start()
+        while not client.progress:
+            time.sleep(0.001)
+        began_s = time.monotonic()
+        group.server.close(20.0)
+        assert time.monotonic() - began_s < 10.0
+        taking.join()
+        client.close()
+    assert client.state["tensors"]["w"].equal(torch.ones(LARGE))
+
+
 def test_a_state_is_data() -> None:
     state = {"weights": torch.ones(3), "nested": [1, 2.5, "three", None, {"four": True}]}
     received = transfer.unpacked(transfer.packed(state).numpy().tobytes())
