@@ -514,9 +514,10 @@ class ElasticSync(LocalSync):
             quorum, average = exchanged()
             if quorum is not None and (average is not None or not is_hidden):
                 counts = self.membership.commit(quorum.have_one_anchor)
-            if average is not None or counts:
-                residuals = copies(self.replica.residuals)
-                self._sent = None if counts else replace(work, residuals=residuals, prepared=None)
+            if counts:
+                self._sent = None
+            elif average is not None:
+                self._sent = replace(work, residuals=copies(self.replica.residuals), prepared=None)
         finally:  # a checkpoint may follow
             self.members.members.is_hidden = False
             if not counts:
