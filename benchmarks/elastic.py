@@ -84,8 +84,9 @@ class Case:
         events: in their order.
         slow: how many times slower a group is.
         round_s: of a round, in place of `K_STEPS`.
-        is_elastic: else one job of all groups, which torchrun restarts.
-        minutes: after which all are ended; None is after `STEPS`.
+        is_elastic: else one job of all groups.
+        minutes: after which all are ended, and till then started again by torchrun, or by `elastic.run` each; None is
+            after `STEPS`.
         ballast: more elements of the state, in millions, which no step changes.
         delay_steps: of the method.
     """
@@ -296,9 +297,9 @@ class Site:
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
 
     def start(self, name: str) -> None:
-        """Start a group, the first or another time, or the lighthouse. Of a job of torchrun it starts all itself."""
+        """Start a group, the first or another time, or the lighthouse. What torchrun has started it starts again."""
         node = len(NAMES) if name == "lighthouse" else NAMES.index(name)
-        if name in self.processes and not self.case.is_elastic:
+        if name in self.processes and self.case.minutes is not None:
             return
         if name == "lighthouse":
             command = [
@@ -310,8 +311,16 @@ class Site:
             ]
             command += ["--join_timeout_ms", f"{1000 * GRACE_S}", "--heartbeat_timeout_ms", f"{1000 * HEARTBEAT_S:.0f}"]
         else:
-            command = [sys.executable] if self.case.is_elastic else self._torchrun(node)
-            command += [__file__, "--group", self.name, str(self.folder), name, f"{self.case.ballast}"]
+            command = [
+                sys.executable,
+                *self._launcher(node),
+                __file__,
+                "--group",
+                self.name,
+                str(self.folder),
+                name,
+                f"{self.case.ballast}",
+            ]
         with (self.folder / f"{name}.txt").open("ab") as output:
             self.processes[name] = subprocess.Popen(
                 [*self.network.enter(node), *command],
@@ -330,7 +339,11 @@ class Site:
                 start_new_session=True,
             )
 
-    def _torchrun(self, node: int) -> list[str]:
+    def _launcher(self, node: int) -> list[str]:
+        if self.case.is_elastic and self.case.minutes is None:
+            return []
+        if self.case.is_elastic:
+            return ["-m", "lightning_lowbw.elastic.run", "--nproc-per-node=1", "--max-restarts=10000"]
         options = {
             "nnodes": len(self.case.groups),
             "nproc-per-node": 1,
@@ -340,7 +353,7 @@ class Site:
             "rdzv-conf": f"is_host={node == 0}",  # which it would find by the names of hosts
             "local-addr": self.network.address(node),
         }
-        return [sys.executable, "-m", "torch.distributed.run", *(f"--{name}={each}" for name, each in options.items())]
+        return ["-m", "torch.distributed.run", *(f"--{name}={each}" for name, each in options.items())]
 
     def act(self, what: str, name: str) -> None:
         """Let an event happen."""
@@ -357,11 +370,11 @@ class Site:
         else:
             number = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "continue": signal.SIGCONT}[what]
             pid = self.processes[name].pid
-            if not self.case.is_elastic:
+            if self.case.minutes is not None:
                 pid = [line["pid"] for line in self.lines() if (line["group"], line["kind"]) == (name, "begin")][-1]
-            with contextlib.suppress(ProcessLookupError):  # a rank of a job that is restarting
+            with contextlib.suppress(ProcessLookupError):  # it is being started again
                 os.kill(pid, number)
-            if what == "kill" and self.case.is_elastic:
+            if what == "kill" and self.case.minutes is None:
                 self.processes[name].wait()
 
     def lines(self) -> list[Row]:

@@ -5,9 +5,9 @@
 2. On each machine:
          export TORCHFT_LIGHTHOUSE=http://10.0.0.1:29510
 3. On each machine, now or later:
-         torchrun --nproc-per-node 1 examples/elastic.py --group site_a
-Kill one, and start it again: the others go on, and it takes their state. At the end all have the same weights.
-On one machine: 127.0.0.1 for both addresses, and torchrun --standalone --local-addr 127.0.0.1 in several terminals.
+         python -m lightning_lowbw.elastic.run --nproc-per-node 1 --max-restarts 100 examples/elastic.py --group site_a
+Kill one: the others go on, it starts again, and takes their state. At the end all have the same weights.
+On one machine: 127.0.0.1 for both addresses, in several terminals.
 """
 
 from __future__ import annotations

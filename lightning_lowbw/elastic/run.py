@@ -1,0 +1,75 @@
+"""torchrun for the processes of one group, which start at once: a server imports what they need, and forks them.
+
+    python -m lightning_lowbw.elastic.run --nproc-per-node 1 --max-restarts 100 train.py ...
+
+Options, messages, signals and restarts are those of torchrun, whose agent does all the work; only a rendezvous on this
+host is the default. The server imports what a training imports sooner or later, some ten seconds of a processor; it
+runs no kernel and does not touch a device.
+"""
+
+from __future__ import annotations
+
+import atexit
+import multiprocessing
+import os
+import runpy
+import signal
+import sys
+from multiprocessing import forkserver
+
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.launcher.api import elastic_launch
+from torch.distributed.run import config_from_args, parse_args
+
+# Those that cannot be imported are left out. No Triton: it looks for a device.
+PRELOADED = [
+    "torch.distributed.run",
+    "lightning_lowbw.kernels.cpu",
+    "torchft.coordination",
+    "torch._dynamo",  # by the first step of an optimizer
+    "torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook",  # by Lightning's DDPStrategy
+]
+
+
+def run_script(is_module: bool, script: str, *arguments: str) -> None:
+    """Run a script, or a module, in a process that the server has forked, as Python would in a new one."""
+    os.setsid()  # Ctrl-C reaches the agent alone, which passes it on
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    multiprocessing.set_start_method(None, force=True)  # for workers of a DataLoader that of Python
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # what a kill would lose
+    sys.argv = [script, *arguments]
+    try:
+        if is_module:
+            runpy.run_module(script, run_name="__main__", alter_sys=True)
+        else:
+            sys.path[0] = os.path.dirname(os.path.abspath(script))
+            runpy.run_path(script, run_name="__main__")
+    except SystemExit as end:
+        if end.code not in (None, 0):  # torch's agent would wait for ever for a result
+            raise
+    finally:
+        atexit._run_exitfuncs()  # which multiprocessing leaves out
+
+
+def main() -> None:
+    """Start the processes of a group, and again those of a group of which one has failed."""
+    options = parse_args(
+        ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", "--local-addr=127.0.0.1", *sys.argv[1:]]
+    )
+    config, *_ = config_from_args(options)
+    config.start_method = "forkserver"
+    multiprocessing.set_forkserver_preload(PRELOADED)
+    # A signal to all processes of a service: the group's have time to save, which they had not without their parent.
+    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    forkserver.ensure_running()
+    signal.signal(signal.SIGTERM, before)
+    try:
+        elastic_launch(config, run_script)(options.module, options.training_script, *options.training_script_args)
+    except ChildFailedError as error:
+        sys.stderr.write(f"{error}\n")
+        sys.exit(error.get_first_failure()[1].exitcode)
+
+
+if __name__ == "__main__":
+    main()

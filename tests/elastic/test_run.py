@@ -1,0 +1,78 @@
+"""`python -m lightning_lowbw.elastic.run`: processes of a group are forked with all imports, also after a kill."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+from lightning_lowbw.elastic.run import run_script
+from tests.programs import ROOT
+from tests.ranks import run_ranks
+
+# What a process has, before it imports anything; then what has to work in it.
+PROGRAM = """
+import json, os, sys
+import beside
+has = {"pid": os.getpid(), "loaded": {"lightning.pytorch", "torch._dynamo"} <= {*sys.modules}, "argv": sys.argv[1:]}
+print(json.dumps({**has, "attempt": int(os.environ["TORCHELASTIC_RESTART_COUNT"])}))
+from torch.utils.data import DataLoader
+"""
+FAULTY = """
+if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+    os.kill(os.getpid(), 9)  # what has been printed is there
+if os.environ["TORCHELASTIC_RESTART_COUNT"] == "1":
+    raise RuntimeError("a fault of the script")
+print(json.dumps([each for batch in DataLoader(range(4), num_workers=2) for each in batch.tolist()]))
+sys.exit(3)
+"""
+STOPPED = """
+import atexit, signal, time
+signal.signal(signal.SIGTERM, lambda *_: sys.exit())
+atexit.register(print, '"at exit"')
+print('"ready"')
+time.sleep(100)
+"""
+
+
+def start(folder: Path, program: str, *command: str) -> subprocess.Popen[str]:
+    (folder / "beside.py").touch()
+    (folder / "program.py").write_text(PROGRAM + program)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = (sys.executable, "-m", "lightning_lowbw.elastic.run", *command)
+    return subprocess.Popen(
+        command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+
+
+def test_a_group_begins_again(tmp_path: Path) -> None:
+    """After a kill and after an error, with all that is imported; a last error is that of the group."""
+    folder = tmp_path / "elsewhere"
+    folder.mkdir()
+    group = start(folder, FAULTY, "--nproc-per-node=1", "--max-restarts=2", "../elsewhere/program.py", "--lr", "1")
+    out, errors = group.communicate(timeout=120)
+    *attempts, loaded = map(json.loads, out.splitlines())
+    assert [each["attempt"] for each in attempts] == [0, 1, 2]
+    assert len({each["pid"] for each in attempts}) == 3
+    assert all(each["loaded"] and each["argv"] == ["--lr", "1"] for each in attempts)
+    assert loaded == [0, 1, 2, 3]
+    assert group.returncode == 3
+    assert all(what in errors for what in ("SIGKILL", "program.py", "RuntimeError: a fault of the script"))
+
+
+def test_a_signal_reaches_all_processes_of_a_group(tmp_path: Path) -> None:
+    group = start(tmp_path, STOPPED, "--nproc-per-node=2", "-m", "program")
+    assert group.stdout is not None
+    said = [json.loads(group.stdout.readline()) for _ in range(4)]
+    assert said.count("ready") == 2
+    group.send_signal(signal.SIGTERM)
+    assert group.communicate(timeout=60)[0].splitlines() == ['"at exit"'] * 2
+
+
+def test_a_script_may_end_with_an_exit(tmp_path: Path) -> None:
+    """Else torch's agent waits for ever for what the function returns."""
+    (tmp_path / "program.py").write_text("import sys; sys.exit()")
+    assert run_ranks(run_script, 1, False, str(tmp_path / "program.py"), fresh=True) == [None]
