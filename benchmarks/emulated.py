@@ -20,11 +20,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.contestants import DDP, EMULATED, EMULATED_TWO_LEVEL, FP16, NO_COMMUNICATION
+from benchmarks.contestants import DDP, EMULATED, EMULATED_TWO_LEVEL, NO_COMMUNICATION
 from benchmarks.harness import RESULTS, describe_environment
 from benchmarks.models import resnet50_layers
 from benchmarks.slow_link import WITH_HEADERS, Cell, run_cells
-from lightning_lowbw import DGC, Hierarchical, Method, PowerSGD, QuantizedGradients
+from lightning_lowbw import DGC, Hierarchical, Method, PowerSGD, QuantizedGradients, Where
 from lightning_lowbw.comm.link import Link
 from lightning_lowbw.cost_model import Cluster, cost_of
 from lightning_lowbw.lab import parse_rate
@@ -39,7 +39,7 @@ SHAPES = [shape for shapes in resnet50_layers() for shape in shapes]
 BACKWARD = 2 / 3  # of the computation
 METHODS = {
     "ddp": Method(),
-    "ddp + fp16": Method(),
+    "ddp + fp16": Method(where=Where(inter_dtype="bfloat16")),  # as many bytes
     "PowerSGD rank 1": PowerSGD(1),
     "int8": QuantizedGradients("int8"),
     "dgc": DGC(sparsity=[0.999]),
@@ -56,7 +56,7 @@ def predicted_s(cell: Cell, step_s: float) -> float:
     rtt_s = cell.rtt_ms / 1e3  # which a message of gloo takes, as `lowbw-check` finds it
     link = Link(rtt_s, math.inf if rate is None else rate / 8 / WITH_HEADERS)
     cluster = Cluster(cell.num_nodes, cell.ranks_per_node, link, overlap=BACKWARD)
-    return step_s + cost_of(METHODS[cell.method], SHAPES, cluster, step_s, 2 if cell.method == FP16.name else 4).seconds
+    return step_s + cost_of(METHODS[cell.method], SHAPES, cluster, step_s).seconds
 
 
 def to_markdown(cells: list[Cell]) -> str:

@@ -165,7 +165,7 @@ def show_plan(config: DictConfig) -> None:
         shapes = [tuple(each.shape) for each in instantiate(config.model).parameters() if each.requires_grad]
     check_one_of("optimizer", config.optimizer, ("sgd", "adam", "adamw"))
     run = Run(0, config.steps, config.pretrained, is_adam=config.optimizer != "sgd")
-    planned = Plan(shapes, make_cluster(numbers), config.step_s, run)
+    planned = Plan(shapes, make_cluster(numbers, begins_early=config.begins_early), config.step_s, run)
     sys.stdout.write(planned.text())
     if config.curves is not None:
         planned.draw(Path(config.curves))

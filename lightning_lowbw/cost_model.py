@@ -35,14 +35,14 @@ all-reduced meanwhile (`comm.peers.is_apart`).
 Flat rings cross the link of a node once. In an all-to-all W - G senders meet at each node: what all its ranks receive
 passes through its link. On two levels M participants exchange each of G parts: B is that of the node, m that of a part,
 and each rank of a node sends its own. Beside the backward pass run whole gradients, the sum inside the node, and when
-flat the first message of gradients in few bits, but for the last of its groups (`sync.early`; in a plain loop nothing
-of it does); the rest comes after it, every k steps, or is hidden by `delay_steps`. Work is memory read and written:
-`WORK_BYTES` per element of a dense payload, and none for TopK, whose pass replaces the optimizer's.
+flat the first message of gradients in few bits, but for the last of its groups, where anything of it may begin there
+(`Cluster.begins_early`); the rest comes after it, every k steps, or is hidden by `delay_steps`. Work is memory read and
+written: `WORK_BYTES` per element of a dense payload, and none for TopK, whose pass replaces the optimizer's.
 
 A Lightning strategy (`strategies.auto_choice`) measures the link and a dense step, and adds to these seconds what the
-payloads compute, from exchanges of a sample without a network. Not in the model: lost packets, stragglers,
-other traffic, the host's time (of a sparse reduce-scatter `scatter_operations`; on an H100 about 43 ms of a step with
-powersgd, docs/quick_start.md).
+payloads compute, from exchanges of a sample without a network. The overlap is what the dense step has not waited of its
+exchange. Not in the model: lost packets, stragglers, other traffic, the host's time (of a sparse reduce-scatter
+`scatter_operations`; on an H100 about 43 ms of a step with powersgd, docs/quick_start.md).
 """
 
 from __future__ import annotations
@@ -324,6 +324,7 @@ def slowest(measured: Sequence[Measured]) -> Measured:
 
 # The cost model -------------------------------------------------------------------------------------------------------
 
+MOST_OVERLAP = 0.5  # of a step: that of a GPU, as in `check.OF_GPU`
 WORK_BYTES = 32  # of memory per element: into a message, added, divided, out of it
 FAST = Link(latency_s=1e-5, bandwidth_bytes_per_s=25e9)  # PCIe
 
@@ -339,6 +340,8 @@ class Cluster:
         inside: of a rank, to the others of its node.
         memory_bytes_per_s: of a rank's device.
         overlap: the share of a step beside which whole gradients are sent.
+        begins_early: whether gradients in few bits are sent beside it, too: under a Trainer with automatic optimization
+            whose hooks leave gradients alone; in a plain loop they are sent after the backward pass.
         gathers_in_ring: whether an all-gather is one, as of NCCL; gloo's is not.
     """
 
@@ -348,6 +351,7 @@ class Cluster:
     inside: Link = FAST
     memory_bytes_per_s: float = 1e12
     overlap: float = 0.0
+    begins_early: bool = False
     gathers_in_ring: bool = True
 
 
@@ -409,7 +413,7 @@ def cost_of(method: Method, shapes: Shapes, cluster: Cluster, step_s: float, oth
     beside_s = inside.seconds(in_node.node_bytes, in_node.rounds)
     if what.sends_all and not when.averages_weights:
         beside_s, exchange_s = beside_s + exchange_s, 0.0
-    elif what.can_be_early and num_local == 1 and not when.averages_weights and any(numels):
+    elif what.can_be_early and cluster.begins_early and num_local == 1 and not when.averages_weights and any(numels):
         early_s = share_begun_early(numels) * cluster.link.seconds(between.of(messages[0]).node_bytes)
         beside_s, exchange_s = beside_s + early_s, exchange_s - early_s
     added_s = max(0.0, beside_s - cluster.overlap * step_s)
@@ -501,8 +505,14 @@ def predict(
         cluster: where.
         step_s: seconds of a step without communication.
         given: as of `choose`.
-        dense_s: seconds of a dense step, where they have been measured.
+        dense_s: seconds of a dense step, where they have been measured: they say what of it is hidden, and the
+            cluster's overlap is not used.
     """
+    whole = Method(where=given.where)
+    if dense_s is not None:
+        unhidden_s = cost_of(whole, shapes, replace(cluster, overlap=0.0), step_s, others).seconds
+        hidden_s = unhidden_s - (dense_s - step_s)  # or the link carries more than it did when it was measured
+        cluster = replace(cluster, overlap=min(max(0.0, hidden_s / step_s), MOST_OVERLAP))
     methods: dict[float | str, Method] = {name: make(0, given) for name, make in EVERY_STEP.items()}
     add_s = {name: cost_of(method, [*shapes, *others], cluster, step_s).seconds for name, method in methods.items()}
     if shapes:
@@ -512,8 +522,8 @@ def predict(
     num_ranks = Between(cluster, 1).num_ranks
     if given.where.topology == "flat" and steps_to_loss(preset(HIDDEN), num_ranks, 0) is not None:
         add_s[HIDDEN] = cost_of(preset(HIDDEN), [*shapes, *others], cluster, step_s).seconds
-    whole_s = cost_of(Method(where=given.where), shapes, cluster, step_s, others).seconds
+    whole_s = cost_of(whole, shapes, cluster, step_s, others).seconds
     dense_s = step_s + whole_s if dense_s is None else dense_s
-    # Of a measured wait some was hidden, or the model is wrong: in both cases half the bytes wait for about half of it.
+    # Where more was waited than the model says, it is wrong: then half the bytes wait for about half of it.
     add_s[HALF_DDP] *= (dense_s - step_s) / whole_s if whole_s > 0 else 1.0
     return Measured(step_s, dense_s, add_s, cluster.link, num_ranks)

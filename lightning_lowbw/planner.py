@@ -232,8 +232,12 @@ def _given(topology: str) -> Method:
     return Method(when=EveryStep(sparsity="auto", budget=BUDGET), what=TopK(), where=Where(topology=topology))
 
 
-def make_cluster(numbers: Mapping[str, Any]) -> Cluster:
+def make_cluster(numbers: Mapping[str, Any], *, begins_early: bool = True) -> Cluster:
     """Return a cluster of the numbers of `CLUSTER`, as users give them and `lowbw-check` writes them.
+
+    Args:
+        numbers: by name.
+        begins_early: see `Cluster`.
 
     Raises:
         ConfigurationError: one is out of range.
@@ -249,7 +253,7 @@ def make_cluster(numbers: Mapping[str, Any]) -> Cluster:
     inside = replace(FAST, bandwidth_bytes_per_s=numbers["inside_gbit_per_s"] / 8e-9)
     link = Link(numbers["latency_ms"] * 1e-3, numbers["gbit_per_s"] / 8e-9)
     nodes, memory_bytes_per_s = (numbers["nodes"], numbers["ranks_per_node"]), numbers["memory_gbyte_per_s"] * 1e9
-    return Cluster(*nodes, link, inside, memory_bytes_per_s, numbers["overlap"])
+    return Cluster(*nodes, link, inside, memory_bytes_per_s, numbers["overlap"], begins_early)
 
 
 def shapes_of(num_parameters: int) -> list[tuple[int, ...]]:

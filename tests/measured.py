@@ -18,10 +18,15 @@ def make_measured(step_s: float, dense_s: float, by_density: dict[float, float] 
     return Measured(step_s, dense_s, {**sparse, **narrow, **others}, Link(1e-4, 1e7))
 
 
-def give_measured(monkeypatch: pytest.MonkeyPatch, measured: Measured) -> tuple[list[Measured], list[str]]:
-    """Let each fit find this; return lists that get it each time that exchanges are measured, and what is said."""
-    asked, said = list[Measured](), list[str]()
+def give_measured(monkeypatch: pytest.MonkeyPatch, measured: Measured) -> tuple[list[bool], list[str]]:
+    """Let each fit find this; return lists of what is said, and, of each measuring, whether few bits begin early."""
+    asked, said = list[bool](), list[str]()
+
+    def give(*_: object, begins_early: bool) -> Measured:
+        asked.append(begins_early)
+        return measured
+
     monkeypatch.setattr(auto_choice, "medians", lambda _: replace(measured, exchange_s={}))
-    monkeypatch.setattr(auto_choice, "measure", lambda *_: (asked.append(measured), measured)[1])
+    monkeypatch.setattr(auto_choice, "measure", give)
     monkeypatch.setattr(auto_choice, "rank_zero_info", said.append)
     return asked, said

@@ -224,7 +224,8 @@ def test_all_densities_are_timed_by_one_collective(exchange: Any, timed: str, mo
     link, shapes = Link(1e-3, 1e8), ([(5000, 5000)], [(1,)])
     monkeypatch.setattr(auto_choice, "measure_link", lambda *_: link)
     given = replace(GIVEN, what=TopK(exchange=exchange))
-    measure(given, ["dgc"], shapes, echo(16), torch.device("cpu"), Measured(0.1, 1.0, {}, link))
+    steps = Measured(0.1, 1.0, {}, link)
+    measure(given, ["dgc"], shapes, echo(16), torch.device("cpu"), steps, begins_early=False)
     assert [method.what.exchange for method in methods] == [timed] * 2
 
 
@@ -234,7 +235,7 @@ def test_every_candidate_is_measured_and_enters_no_ledger(what: TopK) -> None:
     peers, state = Peers(), torch.get_rng_state()
     timed = Measured(0.1, 0.2, {}, Link(0.0, math.inf))
     given, shapes = replace(GIVEN, what=what), ([(1000, 1000), (1000, 1000)], [(100,)])
-    measured = measure(given, tuple(CANDIDATES), shapes, peers, torch.device("cpu"), timed)
+    measured = measure(given, tuple(CANDIDATES), shapes, peers, torch.device("cpu"), timed, begins_early=True)
     assert torch.equal(state, torch.get_rng_state())
     assert (peers.ledger.sent_bytes, peers.ledger.exposed_s) == (0, 0.0)
     assert measured.exchange_s.keys() == {*DENSITIES, *EVERY_STEP, HIDDEN}
@@ -251,9 +252,31 @@ def test_what_is_predicted_is_bytes_and_rounds_of_the_link_and_half_types_wait_f
     monkeypatch.setattr(auto_choice, "measure_link", lambda *_: link)
     monkeypatch.setattr(auto_choice, "time_work", lambda *_: dict.fromkeys([*DENSITIES, *EVERY_STEP], 0.0))
     timed, cluster = Measured(0.1, 3.1, {}, link), Cluster(2, 1, link, memory_bytes_per_s=math.inf)
-    measured = measure(GIVEN, tuple(CANDIDATES), shapes, echo(2), torch.device("cpu"), timed)
+    measured = measure(GIVEN, tuple(CANDIDATES), shapes, echo(2), torch.device("cpu"), timed, begins_early=False)
     expected = cost_of(QuantizedGradients(), [*shapes[0], *shapes[1]], cluster, 0.1).seconds
     assert measured.exchange_s["int8"] == pytest.approx(expected)
-    assert measured.exchange_s["bfloat16"] == pytest.approx(1.5, rel=0.01)
+    assert measured.exchange_s["bfloat16"] == pytest.approx(1.5, rel=0.02)
     sent = [measured.exchange_s[density] - measured.exchange_s[DENSITIES[0]] for density in DENSITIES[1:]]
     assert sent == sorted(sent)
+
+
+def test_what_of_a_dense_step_was_not_waited_for_hides_other_gradients_where_they_begin_as_early(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Eight seconds of gradients, of which six are waited for: two lie beside the backward pass of a step of 20."""
+    link, shapes = Link(0.0, 1e6), ([(1000, 250)] * 8, list[tuple[int, ...]]())
+    monkeypatch.setattr(auto_choice, "measure_link", lambda *_: link)
+    monkeypatch.setattr(auto_choice, "time_work", lambda *_: dict.fromkeys([*DENSITIES, *EVERY_STEP], 0.0))
+
+    def measured(dense_s: float, begins_early: bool) -> dict[float | str, float]:
+        timed, names = Measured(20.0, dense_s, {}, link), tuple(CANDIDATES)
+        return {
+            **measure(GIVEN, names, shapes, echo(2), torch.device("cpu"), timed, begins_early=begins_early).exchange_s
+        }
+
+    early, late, waits = measured(26.0, True), measured(26.0, False), measured(28.0, True)
+    assert early["bfloat16"] == late["bfloat16"] == pytest.approx(4 - 2, rel=0.01)
+    assert late["int8"] == waits["int8"] == pytest.approx(2, rel=0.02)
+    assert early["int8"] == pytest.approx(2 / 4, rel=0.05)  # the last of four groups
+    assert {name: early[name] for name in DENSITIES} == {name: late[name] for name in DENSITIES}
+    assert measured(20.5, True)["int8"] == pytest.approx(early["int8"])  # which it can be no more

@@ -34,7 +34,9 @@ WIDE: dict[str, Any] = {"value_dtype": "float32"}  # 32 bits of a value and a fe
 
 
 def fleet(gbit_per_s: float, num_nodes: int = 2) -> Cluster:
-    return Cluster(num_nodes, 1, Link(0.0, gbit_per_s / 8e-9), memory_bytes_per_s=1e15, overlap=FLEET_OVERLAP)
+    return Cluster(
+        num_nodes, 1, Link(0.0, gbit_per_s / 8e-9), memory_bytes_per_s=1e15, overlap=FLEET_OVERLAP, begins_early=True
+    )
 
 
 def step_s(method: Method, gbit_per_s: float, num_nodes: int = 2) -> float:
@@ -101,7 +103,7 @@ ROUNDS: list[tuple[Method, Cluster, float, float]] = [
     (Method(), Cluster(4, 1, SLOW, overlap=0.5), 6000, 6 - 0.5),
     (Method(where=Where(topology=2)), Cluster(2, 2, SLOW), 4000, 2),
     # All-to-all: 2 ranks, each with 500 bytes for 2 ranks elsewhere; a ring crosses once, with 3 x 500.
-    (QuantizedGradients("float16"), Cluster(2, 2, SLOW), 2000 + 1500, 1 + 3),
+    (QuantizedGradients("float16"), Cluster(2, 2, SLOW, overlap=0.5), 2000 + 1500, 1 + 3),
     (LocalSGD(10), Cluster(4, 1, SLOW), 600, 6 / 10),
     (LocalSGD(10, delay_steps=1), Cluster(4, 1, SLOW), 600, (6 - 1) / 10),
     (Method(), Cluster(1, 4, Link(0.0, 1.0), inside=SLOW), 6000, 6),
@@ -112,6 +114,31 @@ ROUNDS: list[tuple[Method, Cluster, float, float]] = [
 def test_rounds_and_what_hides_them(method: Method, cluster: Cluster, node_bytes: float, seconds: float) -> None:
     cost = cost_of(method, [(1000,)], cluster, step_s=1.0)
     assert (cost.node_bytes, cost.seconds) == pytest.approx((node_bytes, seconds), rel=1e-3)
+
+
+def test_few_bits_are_hidden_where_they_begin_in_the_backward_pass() -> None:
+    """Between two participants that is all but the last of four groups; on two levels nothing begins there."""
+    shapes, method = [(1000, 250)] * 8, QuantizedGradients("int8")
+    for ranks_per_node, each, share in ((1, method, 1 / 4), (2, method.at(2), 1.0)):
+        cluster = Cluster(2, ranks_per_node, Link(0.0, 1e6), overlap=0.5)
+        late, early = (
+            cost_of(each, shapes, replace(cluster, begins_early=begins_early), step_s=100.0).seconds
+            for begins_early in (False, True)
+        )
+        assert early == pytest.approx(share * late, rel=0.05)
+
+
+def test_a_plain_loop_is_planned_as_one(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = []
+    for begins_early in (True, False):
+        given = {"nodes": 4, "ranks_per_node": 2, "begins_early": begins_early}
+        cli.show_plan(OmegaConf.merge(OmegaConf.load(ROOT / "conf/plan.yaml"), given))
+        table = capsys.readouterr().out.partition("Steps:")[0].splitlines()
+        rows.append({line.split()[0]: float(line.split()[1]) for line in table if re.match(r"\w+  +[\d.]+ ", line)})
+    early, late = rows
+    assert len(early) > 10
+    assert {name for name in early if early[name] < late[name]} == {"int8", "int4", "float16"}
+    assert {name for name in early if early[name] > late[name]} == set()
 
 
 NUMBERS = dict(zip(CLUSTER, (2, 1, 10.0, 0.1, 200.0, 1000.0, 0.5), strict=True))

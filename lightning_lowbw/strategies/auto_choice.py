@@ -44,6 +44,7 @@ from lightning_lowbw.errors import ConfigurationError
 from lightning_lowbw.kernels.tensors import device_of
 from lightning_lowbw.method import Method
 from lightning_lowbw.strategies.checks import num_steps_of_fit, numels_of
+from lightning_lowbw.strategies.step_hooks import leaves_as_made, takes_as_made
 from lightning_lowbw.sync.exchange import exchange_for
 from lightning_lowbw.sync.gradient import GradientSync
 from lightning_lowbw.sync.synchronizer import Synchronizer
@@ -185,7 +186,11 @@ class AutoChoice:
             wait_s = measured.dense_s - measured.step_s
             measured = replace(measured, dense_s=measured.step_s + min(1.0, ratio) * wait_s)
         if why is None:
-            here = measure(given, self._names, shapes_of(workers), worker.peers, worker.device, measured)
+            begins_early = takes_as_made(trainer) and leaves_as_made(trainer)
+            here = measure(
+                *(given, self._names, shapes_of(workers), worker.peers, worker.device, measured),
+                begins_early=begins_early,
+            )
             measured = slowest(gather(here, "times of exchanges"))
             refused = refusals(workers, is_dgc_asked_for=self._names == OF_AUTO)
             found, sentence = choose(measured, run, given, self._names, refused)
@@ -260,6 +265,8 @@ def measure(
     peers: Peers,
     device: torch.device,
     timed: Measured,
+    *,
+    begins_early: bool,
 ) -> Measured:
     """Return `timed` with the link and the exchanges in it, on this rank.
 
@@ -275,6 +282,7 @@ def measure(
         peers: who takes part.
         device: where the gradients are.
         timed: the times of steps.
+        begins_early: see `cost_model.Cluster`; of this rank.
     """
     link, inside = measure_link(peers.between.group, device), FAST
     if peers.num_local_ranks > 1:
@@ -283,6 +291,7 @@ def measure(
     cluster = Cluster(
         *(peers.num_participants, peers.num_local_ranks, of_node, inside),
         memory_bytes_per_s=math.inf,
+        begins_early=begins_early,
         gathers_in_ring=not is_gloo(peers.between.group, device),
     )
     predicted = predict(*shapes, cluster, timed.step_s, given, timed.dense_s)

@@ -153,14 +153,9 @@ class StepHooks:
         self, trainer: pl.Trainer, worker_of: Callable[[Any], Synchronizer]
     ) -> AbstractContextManager[None]:
         """Return a context for a backward pass: its gradients may be sent in it, if the optimizer steps with them."""
-        module = trainer.lightning_module
-        if self._stepping is None or not module.automatic_optimization or scaler_of(trainer.precision_plugin):
+        if self._stepping is None or not takes_as_made(trainer):
             return nullcontext()
-        of_module = (is_overridden(name, module) for name in CHANGING_METHODS)
-        of_callbacks = (
-            is_overridden(name, each, parent=Callback) for each in callbacks_in(trainer) for name in CHANGING_HOOKS
-        )
-        return worker_of(self._stepping).sending_early(begins=not (any(of_module) or any(of_callbacks)))
+        return worker_of(self._stepping).sending_early(begins=leaves_as_made(trainer))
 
     @torch.no_grad()
     def exchange(self, worker: Synchronizer, trainer: pl.Trainer, *, is_after_hooks: bool = False) -> None:
@@ -258,6 +253,25 @@ class StepHooks:
             return True
         readers = (is_overridden(READING_HOOK, callback, parent=Callback) for callback in callbacks_in(trainer))
         return is_overridden(READING_HOOK, module) or any(readers)
+
+
+def takes_as_made(trainer: pl.Trainer) -> bool:
+    """Return whether a step's gradients are those of Lightning's own backward pass, unscaled; equal on all ranks.
+
+    Not where layers synchronise their statistics: they communicate in that pass.
+    """
+    has_layer_sync = trainer.strategy._layer_sync is not None  # type: ignore[attr-defined]
+    has_scaler = scaler_of(trainer.precision_plugin) is not None
+    return trainer.lightning_module.automatic_optimization and not (has_layer_sync or has_scaler)
+
+
+def leaves_as_made(trainer: pl.Trainer) -> bool:
+    """Return whether no hook on this rank may change gradients, or what is trained, between backward and the step."""
+    of_module = (is_overridden(name, trainer.lightning_module) for name in CHANGING_METHODS)
+    of_callbacks = (
+        is_overridden(name, each, parent=Callback) for each in callbacks_in(trainer) for name in CHANGING_HOOKS
+    )
+    return not (any(of_module) or any(of_callbacks))
 
 
 def scaler_of(precision_plugin: Any) -> Any:

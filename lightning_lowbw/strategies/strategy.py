@@ -250,8 +250,7 @@ class Strategy(CheckpointedStrategy, DDPStrategy):
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
-        # DDP would write into the gradients that have been made; and layers would communicate meanwhile.
-        is_reduced = self._ddp.require_backward_grad_sync or self._layer_sync is not None
+        is_reduced = self._ddp.require_backward_grad_sync  # into the gradients that have been made
         with nullcontext() if is_reduced else self._step_hooks.sending_early(self.trainer, self.worker_of):
             return super().backward(closure_loss, optimizer, *args, **kwargs)
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
@@ -33,10 +34,22 @@ from lightning_lowbw.comm.peers import Peers, TwoLevelPeers, make_peers
 from lightning_lowbw.cost_model import Measured, Run
 from lightning_lowbw.strategies import auto_choice, checks
 from lightning_lowbw.strategies.auto_choice import NUM_STEPS, hierarchical_to_flat, medians, refusals
+from lightning_lowbw.sync import early
+from lightning_lowbw.sync.quantized import PendingQuantized
 from tests.measured import give_measured, make_measured
 from tests.ranks import on_ranks
 from tests.strategies.fits import At, same, saving, train, warned
-from tests.tiny import Tiny, TwoOptimizers, make_data, make_trainer, sgd, since_lightning_2_5, weights_of
+from tests.tiny import (
+    ManualTiny,
+    Tiny,
+    TwoOptimizers,
+    amp_with_scaler,
+    make_data,
+    make_trainer,
+    sgd,
+    since_lightning_2_5,
+    weights_of,
+)
 
 STEPS, END = 130, 20  # a run is planned for STEPS, and stopped after END: all is chosen by then
 LATER = NUM_STEPS + 6
@@ -83,6 +96,7 @@ def fit(
     fits: int = 1,
     num_steps: int = STEPS,
     end: int = END,
+    plugins: Any = None,
 ) -> SimpleNamespace:
     """Train with what is measured given, from trained weights unless a strategy is given."""
     torch.manual_seed(7)
@@ -90,7 +104,8 @@ def fit(
     strategy = AutoStrategy(pretrained=True) if strategy is None else strategy
     module, ends = model(), tuple((number + 1) * end for number in range(fits))
     watching = [saving(path, (LATER,) if path else ()), At(ends, stop), *callbacks]
-    trainer = make_trainer(strategy, num_ranks, max_steps=num_steps, max_epochs=-1, callbacks=watching)
+    options = {"callbacks": watching, "plugins": plugins}
+    trainer = make_trainer(strategy, num_ranks, max_steps=num_steps, max_epochs=-1, **options)
 
     def fit_all() -> None:
         for number in range(fits):
@@ -102,7 +117,7 @@ def fit(
         _, warnings = warned(fit_all)
     method = getattr(strategy, "method", None)
     weights = same(weights_of(module))
-    return SimpleNamespace(weights=weights, warned=warnings, said=said, num_measured=len(asked), method=method)
+    return SimpleNamespace(weights=weights, warned=warnings, said=said, asked=asked, method=method)
 
 
 def adopt_half(trainer: Any, _: Any) -> None:
@@ -116,10 +131,10 @@ def test_it_becomes_what_it_has_chosen_and_a_resume_keeps_it(case: str, tmp_path
     found = fit(case, path=path)
     callbacks = (At((NUM_STEPS,), adopt_half),) if case == "bfloat16" else ()
     assert found.weights == fit(case, CASES[case][1](), callbacks=callbacks).weights
-    assert found.num_measured == int(case != "ddp")
+    assert len(found.asked) == int(case != "ddp")
     other = "ddp" if case != "ddp" else "dgc"  # it would choose now
     later = fit(other, resume=path)
-    assert (later.num_measured, later.weights, later.method) == (0, found.weights, found.method)
+    assert (later.asked, later.weights, later.method) == ([], found.weights, found.method)
     if dist.get_rank() == 0:
         said, *_ = found.said
         assert re.match(r"AutoStrategy, chosen in [\d.e-]+ s: a step takes 100 ms without communication and ", said)
@@ -136,6 +151,46 @@ def test_a_resume_on_two_levels_keeps_hierarchical() -> None:
     assert strategy.auto.chosen.name == "hierarchical"
 
 
+class Changing(Wide):
+    """May change gradients before they are exchanged."""
+
+    def on_after_backward(self) -> None:
+        pass
+
+
+class Watching(pl.Callback):
+    """So may a callback."""
+
+    def on_before_backward(self, *_: Any) -> None:
+        pass
+
+
+EARLY: dict[str, dict[str, Any]] = {
+    "a Trainer": {},
+    "hooks of a module": {"model": Changing},
+    "hooks of a callback": {"callbacks": (Watching(),)},
+    "a GradScaler": {"plugins": [amp_with_scaler()]},
+    "manual": {"model": ManualTiny},
+}
+
+
+@pytest.mark.parametrize("case", EARLY)
+@on_ranks(2)
+def test_few_bits_are_predicted_to_begin_early_where_they_do(case: str) -> None:
+    are_early, send = list[bool](), PendingQuantized.send
+
+    def noted(*arguments: Any) -> Any:
+        are_early.append(torch._C._current_graph_task_id() != -1)
+        return send(*arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(early, "LEAST_NUMEL", 1)
+        patch.setattr(PendingQuantized, "send", noted)
+        assert fit("int8", **EARLY[case]).asked == [case == "a Trainer"]
+    assert are_early
+    assert any(are_early) == (case == "a Trainer")
+
+
 @on_ranks(2)
 def test_dgc_chooses_its_numbers_and_keeps_its_knobs() -> None:
     model = partial(Wide, partial(AdamW, lr=1e-3))
@@ -148,19 +203,19 @@ def test_dgc_chooses_its_numbers_and_keeps_its_knobs() -> None:
 @since_lightning_2_5
 @on_ranks(2)
 def test_the_next_fit_chooses_anew() -> None:
-    assert fit("int8", fits=2).num_measured == 2
+    assert len(fit("int8", fits=2).asked) == 2
 
 
 @on_ranks(2)
 def test_a_search_for_a_learning_rate_is_no_run() -> None:
     finder = LearningRateFinder(num_training_steps=10, early_stop_threshold=None)
-    assert fit("dgc", callbacks=(finder,)).num_measured == 1
+    assert fit("dgc", callbacks=(finder,)).asked == [True]
 
 
 @on_ranks(2)
 def test_a_callback_that_gives_numbers_is_obeyed() -> None:
     result = fit("dgc", DGCStrategy(), callbacks=(SparsityWarmup(begin_step=4, steps=1, sparsity=[0.9]),))
-    assert (result.num_measured, result.method.when.stairs) == (0, (0.9,))
+    assert (result.asked, result.method.when.stairs) == ([], (0.9,))
 
 
 @on_ranks(4)
@@ -198,7 +253,7 @@ def test_it_does_not_take_what_cannot_be_used_or_is_not_measured(model: Any, wor
 @on_ranks()
 def test_where_there_is_no_link_nothing_is_measured(num_ranks: int, knobs: dict[str, Any], word: str) -> None:
     result = fit("dgc", AutoStrategy(pretrained=True, **knobs))
-    assert (result.num_measured, result.said) == (0, [])
+    assert (result.asked, result.said) == ([], [])
     assert [word in each for each in result.warned].count(True) == (dist.get_rank() == 0)
 
 
