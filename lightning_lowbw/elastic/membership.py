@@ -33,7 +33,7 @@ class Row(NamedTuple):
         is_new: whether it has not been in a round since it was started.
         has_ended: whether it only waits for others to take its state.
         unreached: members that it could not connect to in its last attempt, by what they are called until a restart.
-        late: how often it has taken the state of another member since it was last in a round.
+        is_late: whether it has taken the state of another member, and rounds have ended meanwhile.
     """
 
     rounds: int = 0
@@ -47,7 +47,7 @@ class Row(NamedTuple):
     is_new: bool = True
     has_ended: bool = False
     unreached: Sequence[str] = ()
-    late: int = 0
+    is_late: bool = False
 
 
 @dataclass(frozen=True)
@@ -104,22 +104,21 @@ class Membership(Protocol):
         """
         ...
 
-    def serve(self, shared: Share) -> None:
-        """Let members that are behind have the state as it is now. Cheap where there are none.
+    def serve(self, shared: Share | None) -> None:
+        """Let members that are behind have the state after a round, at any time; None: it is about to change.
 
         Args:
-            shared: returns "tensors" by name, which may be those of the training, and plain values, among these
-                "num_averages" and "run".
+            shared: called in another thread, at any time until the next call; returns "tensors" by name, which may be
+                those of the training, and plain values, among these "num_averages" and "run".
         """
         ...
 
-    def quorum(self, row: Row, settings: Settings, shared: Share, gives_up: GivesUp) -> Quorum | None:
+    def quorum(self, row: Row, settings: Settings, gives_up: GivesUp) -> Quorum | None:
         """Wait for the members of the next round, at least `min_replicas`; None if this group has given up.
 
         Args:
             row: what this group tells the members; the same on all its processes.
             settings: of which the row has the digest.
-            shared: as of `serve`.
             gives_up: whether to wait no longer, asked about once a second, given whether the state of a member is
                 coming, which ends by itself where nothing comes; of one process it holds for its group.
 

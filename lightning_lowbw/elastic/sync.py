@@ -62,9 +62,8 @@ _logger = logging.getLogger(LOGGER)
 ANCHORS = 1 << 32  # checksums are compared modulo this
 CHUNK = 1 << 18  # elements that they take at a time, on all devices: with others they are other numbers
 END_S = 0.2  # between two last quorums
-SAVE_AFTER_S = 60.0  # of waiting for others, the caller is to save: they may never come
 SETTLE_S = 10.0  # of waiting for others in a hidden round, before a save or a validation
-OFTEN = 5  # that weights after a round differ, for which a lost round may be the reason once; or that all are NaN
+OFTEN = 5  # rounds in which all have an inf or NaN, one after the other, are no accident
 BEHIND = 0  # what a member claims to have completed that must be healed
 
 
@@ -78,7 +77,6 @@ class MemberCollectives(Collectives):
     processes of a group go on together, up to `Membership.commit`, which returns False on all of them.
 
     Attributes:
-        quorum: of this round; before the first, of this group alone.
         has_failed: whether a collective of this round has.
         is_hidden: whether they are waited for by no step.
     """
@@ -91,8 +89,8 @@ class MemberCollectives(Collectives):
         self.begin(Quorum(0, 0, ("",)))
 
     def begin(self, quorum: Quorum) -> None:
-        """Begin a round."""
-        self.quorum, self.has_failed = quorum, False
+        """Begin a round of these members; before the first this group is alone."""
+        self.has_failed = False
         self.num_ranks, self.rank = len(quorum.members), quorum.rank
 
     def begin_all_reduce_(self, tensor: Tensor, *, exact: bool = True) -> TensorWork:
@@ -187,21 +185,6 @@ class Members(Peers):
 # A round --------------------------------------------------------------------------------------------------------------
 
 
-def draw_weights(tokens: Sequence[float], participants: float, number: int) -> list[float]:
-    """Return what each member counts in the mean of a round: its tokens, if it is drawn.
-
-    Args:
-        tokens: of each.
-        participants: the fraction of those with tokens that is drawn.
-        number: of the round, so that all members draw the same.
-    """
-    having = [member for member, count in enumerate(tokens) if count]
-    drawn = torch.randperm(len(having), generator=torch.Generator().manual_seed(number))
-    chosen = {having[member] for member in drawn[: math.ceil(participants * len(having))].tolist()}
-    total = sum(tokens[member] for member in chosen)
-    return [count / total if member in chosen else 0.0 for member, count in enumerate(tokens)]
-
-
 @dataclass(frozen=True)
 class _Work:
     """What a round was begun with.
@@ -251,8 +234,8 @@ class ElasticSync(LocalSync):
         share: returns what else is shared, for a member that is behind: plain values and tensors.
         healed: what another member has shared so, for the caller to take; None if there is nothing.
         should_stop: returns whether this process is asked to stop: then no quorum is waited for.
-        max_wait_s: for which a quorum is waited for after the first round.
-        wants_checkpoint: whether the caller is to save, and take a step: this member has begun to wait for others.
+        max_wait_s: for which others are waited for after the first round.
+        has_lost_others: whether they have not come: the caller is to save, and to end.
         run: the training to which the rounds belong; before the first one, which this member would begin.
         num_skipped: steps that the last round has added to `step`, which the fastest member has taken and this has not.
     """
@@ -282,17 +265,16 @@ class ElasticSync(LocalSync):
         self.settings: Mapping[str, object] = {}
         self.share: Callable[[], Mapping[str, Any]] = dict
         self.healed: Mapping[str, Any] | None = None
+        self._others: Mapping[str, Any] = {}  # what is shared of the caller's
         self.num_skipped = 0
         self.should_stop: Callable[[], bool] = lambda: False
         self.max_wait_s = math.inf
-        self.wants_checkpoint = False
-        self._waits_since_s: float | None = None  # for the others of this round
+        self.has_lost_others = False
         self.run = uuid.uuid4().hex[:12]
         self._began_s = time.monotonic()
         self._is_new = True  # whether it has been in no round yet
         self._has_faults = False  # whether local steps have left an inf or NaN
         self._is_apart = False  # whether other members of as many rounds have another anchor
-        self._num_apart = 0  # how often it was so
         self._num_faulty = 0  # rounds, the last ones, in which all members have had an inf or NaN
         self._is_warned = False  # that a round has few steps
         # In the last exchange, if only others may have committed that; the residuals are those after it.
@@ -300,7 +282,7 @@ class ElasticSync(LocalSync):
         self._averaged: _Work | None = None  # in the last round, until the next one shows that the others have it
         self._hidden: tuple[_Work, Future[Exchanged]] | None = None  # a round in the background
         self._batch_s, self._longest_s = math.inf, 0.0  # when the last batch began; which the longest step has taken
-        self._late_s = math.inf  # when that gives up to wait for others
+        self._late_s = math.inf  # when this member gives up to wait for others
         if self.when.delay_steps and members.num_local_ranks > 1:
             raise ConfigurationError(
                 f"{method}, in a group of {members.num_local_ranks} processes: a round is hidden in groups of one "
@@ -318,12 +300,14 @@ class ElasticSync(LocalSync):
         """
         self.begin_local()
         self.healed, self.num_skipped = None, 0
-        settings, gives_up = self._all_settings(), lambda _: bool(self.requests) or self.should_stop()
-        if (shared := self.membership.state_of_others(self._row(settings), settings, gives_up)) is not None:
+        self._offer()
+        self._wait_from_now()
+        settings = self._all_settings()
+        if (shared := self.membership.state_of_others(self._row(settings), settings, self._gives_up)) is not None:
             self._heal(shared, self.group)
             self._began_s = time.monotonic() - shared["age_s"]
         if not self.is_complete and (shared is None or self._is_over()):
-            self._take_round(saves=False)
+            self._take_round()
 
     @torch.no_grad()
     def average_due(self) -> bool:
@@ -336,29 +320,23 @@ class ElasticSync(LocalSync):
         self._longest_s = max(self._longest_s, time.monotonic() - self._batch_s)
         self.membership.note(self._longest_s)
         self.healed, self.num_skipped, self.has_communicated = None, 0, False
+        self._wait_from_now()
+        has_ended = True
         if self._hidden is not None and (self._steps >= self.when.delay_steps or self._is_over()):
-            self._end_hidden()
-        if not self.is_complete and self._is_over():
+            has_ended = self._end_hidden()
+        if has_ended and not self.is_complete and self._is_over():
             self.has_communicated = True
             self.tokens = self.tokens or float(self._steps)  # where nobody counts them
-            if self.when.delay_steps and self.step < self.last_step and self._waits_since_s is None:
+            if self.when.delay_steps and self.step < self.last_step:
                 self._begin_hidden()
             else:
-                self._take_round(saves=self._saves)
-        if self._hidden is None:
-            self.membership.serve(self.shared_state)
+                self._take_round()
         return self.has_communicated
 
     def begin_batch(self) -> None:
         """Note that a batch begins, also one of a validation: this group does not hang."""
         self._batch_s = time.monotonic()
         self.membership.note(self._longest_s)
-
-    @property
-    def _saves(self) -> bool:
-        """Whether the caller can save, and take a step, where others are waited for long."""
-        # Not in the last step: Lightning takes no further one, in which the round would be taken again.
-        return self._waits_since_s is None and self.step < self.last_step
 
     @property
     def is_complete(self) -> bool:
@@ -374,7 +352,7 @@ class ElasticSync(LocalSync):
         self.settle()
         ends_s = time.monotonic() + grace_s
         while self.is_complete and not self._any_in_node(time.monotonic() >= ends_s)[0]:
-            quorum = self._next_quorum(lambda _: time.monotonic() >= ends_s, has_ended=True)
+            quorum = self._next_quorum(lambda _: time.monotonic() >= ends_s)
             if quorum is None:
                 return
             self.members.members.begin(quorum)
@@ -402,38 +380,29 @@ class ElasticSync(LocalSync):
     def _steps(self) -> int:
         return self._all.steps or 0
 
-    def _take_round(self, *, saves: bool, quorum: Quorum | None = None) -> None:
-        """Take part in a round; if this member is to stop or save before there is one, nothing has been averaged.
+    def _take_round(self, quorum: Quorum | None = None) -> bool:
+        """Take part in a round; return False, and nothing is averaged, if this member gives up before there is one.
 
         Args:
-            saves: whether it is to save when it has waited for some time.
             quorum: for which it has waited already.
-
-        Raises:
-            TimeoutError: on all processes of the group; others have been there before, and have not come.
         """
-        self._check_buffers()
-        while True:
-            self._wait_from_now(saves)
+        while quorum is None or not self._try_round(quorum):
+            self._restart_if_not_finite()
+            quorum = self._next_quorum(self._gives_up)
             if quorum is None:
-                self._restart_if_not_finite()
-                quorum = self._next_quorum(self._gives_up)
-            if quorum is None or self._try_round(quorum):
                 break
-            quorum = None
-        stops, is_asked, is_over = self._agree_on_requests()
+        asked = self._agree_on_requests()
+        self.has_lost_others = quorum is None and not any(asked)
         if quorum is None:
-            self.wants_checkpoint = saves and not (stops or is_asked or is_over)
-            if not (stops or is_asked or is_over or saves):
-                raise TimeoutError(
-                    f"Too few groups have come to the end of round {self.num_averages + 1} in {self.max_wait_s:g} s: "
-                    "the others have ended the training, or are lost. If they come back later, start this group again "
-                    "from its last checkpoint, with a longer ElasticStrategy(timeout=...)."
-                )
-            if self.step >= self.last_step:  # a resume takes this step again, and the round, and not nothing
-                self.step, self.num_skipped = self.step - 1, self.num_skipped - 1
-            return
+            self._repeat_last_step()
+            return False
         self._began_s = time.monotonic()
+        return True
+
+    def _repeat_last_step(self) -> None:
+        """Let a resume take the last step again, and the round, and not nothing."""
+        if self.step >= self.last_step and not self.is_complete:
+            self.step, self.num_skipped = self.step - 1, self.num_skipped - 1
 
     def _agree_on_requests(self) -> list[bool]:
         """Let all processes of this group know who asks to stop, and to save; return it, and whether one is to stop."""
@@ -443,29 +412,19 @@ class ElasticSync(LocalSync):
         self.all_have_ended = not has_data
         return asked
 
-    def _check_buffers(self) -> None:
-        if resized := self.buffers.changed():
-            raise ConfigurationError(
-                f"Step {self.step}: the module has registered, removed or resized buffers since the fit began, and a "
-                f"member that is behind takes them in one shape: {', '.join(resized)}. Give them "
-                "their size before the fit, or name them in the module's _ddp_params_and_buffers_to_ignore."
-            )
-
-    def _wait_from_now(self, saves: bool) -> None:
-        """Note until when others are waited for, from the first time on that they were in this round."""
-        wait_s = self.max_wait_s if self.num_averages else math.inf
-        since_s = self._waits_since_s = self._waits_since_s or time.monotonic()
-        self._late_s = since_s + (min(SAVE_AFTER_S, wait_s / 2) if saves else wait_s)
+    def _wait_from_now(self) -> None:
+        """Begin to wait for others, not for long if they have been there before."""
+        self._late_s = time.monotonic() + (self.max_wait_s if self.num_averages else math.inf)
 
     def _gives_up(self, is_taking: bool) -> bool:
         is_late = not is_taking and time.monotonic() >= self._late_s
         return bool(self.requests) or self.should_stop() or is_late
 
-    def _next_quorum(self, gives_up: GivesUp, *, has_ended: bool = False) -> Quorum | None:
+    def _next_quorum(self, gives_up: GivesUp) -> Quorum | None:
         settings = self._all_settings()
-        row = self._row(settings, has_ended=has_ended)
+        row = self._row(settings)
         with self.members.ledger.waiting(CPU):
-            return self.membership.quorum(row, settings, self.shared_state, gives_up)
+            return self.membership.quorum(row, settings, gives_up)
 
     def _try_round(self, quorum: Quorum) -> bool:
         """Try a round; return whether it counts. If not, nothing has changed, except that this member has healed."""
@@ -488,7 +447,14 @@ class ElasticSync(LocalSync):
 
     def _begin(self) -> _Work:
         """Begin a round with the work that there is; steps that follow are those of the next one."""
-        prepared = self.prepare_average(self._trained(), takes_buffers=True)
+        if resized := self.buffers.changed():
+            raise ConfigurationError(
+                f"Step {self.step}: the module has registered, removed or resized buffers since the fit began, and a "
+                f"member that is behind takes them in one shape: {', '.join(resized)}. Give them "
+                "their size before the fit, or name them in the module's _ddp_params_and_buffers_to_ignore."
+            )
+        trained = [p for p in self._all.parameters if p.requires_grad and p.numel()]  # the same on all members
+        prepared = self.prepare_average(trained, takes_buffers=True)
         change = self._work() if self.tokens else None
         residuals = copies(self.replica.residuals)
         work = _Work(self.num_averages + 1, self.step, self._steps, self.tokens, change, residuals, prepared)
@@ -527,7 +493,6 @@ class ElasticSync(LocalSync):
                 self.steps_since_average += work.steps
         if counts:
             assert quorum is not None
-            self._waits_since_s = None
             self._end_round(quorum, average, work)
         return counts, None if average is not None else quorum
 
@@ -535,21 +500,20 @@ class ElasticSync(LocalSync):
 
     def _begin_hidden(self) -> None:
         """Begin a round in a thread, with the weights as they are now."""
-        self._check_buffers()
         self._restart_if_not_finite()
-        settings, state, lr = self._all_settings(), self.shared_state(), self._lr
+        settings, lr = self._all_settings(), self._lr
         row, work, result = self._row(settings, hashes=False), self._begin(), Future[Exchanged]()
 
         def run() -> None:
             try:
                 with torch.no_grad(), torch.cuda.device_of(torch.empty(0, device=self.device)):
                     told = row._replace(anchor=float(self._checksum()))
-                    quorum = self.membership.quorum(told, settings, lambda: state, self._gives_up)
+                    quorum = self.membership.quorum(told, settings, self._gives_up)
                     result.set_result(self._exchange(quorum, work, lr))
             except BaseException as error:  # noqa: BLE001 - it is raised where the round is waited for
                 result.set_exception(error)
 
-        self._hidden, self._late_s, self._began_s = (work, result), math.inf, time.monotonic()
+        self._hidden, self._began_s = (work, result), time.monotonic()
         self.members.members.is_hidden = True
         threading.Thread(target=run, name="lowbw-round", daemon=True).start()
 
@@ -562,20 +526,17 @@ class ElasticSync(LocalSync):
             counts, quorum = self._arrived()
         if quorum is not None and not counts:
             self.membership.commit(False)  # others may wait for this member
-        if self.step >= self.last_step and not self.is_complete:  # one more step is taken, with which the last round is
-            self.step, self.num_skipped = self.step - 1, self.num_skipped - 1
+        self._repeat_last_step()
         return True
 
-    def _end_hidden(self) -> None:
-        """Apply the round that is hidden; if it has failed, or others have to be waited for, take part as usual."""
-        saves = self._saves
-        self._wait_from_now(saves)
+    def _end_hidden(self) -> bool:
+        """Apply the round that is hidden; if it has failed, or others have to be waited for, see `_take_round`."""
         counts, quorum = self._arrived()
         self.has_communicated = True
-        if counts:
-            self._agree_on_requests()
-        else:
-            self._take_round(saves=saves, quorum=quorum)
+        if not counts:
+            return self._take_round(quorum)
+        self._agree_on_requests()
+        return True
 
     def _arrived(self) -> tuple[bool, Quorum | None]:
         """Wait for the round that is hidden, and apply it; see `_conclude`."""
@@ -590,17 +551,14 @@ class ElasticSync(LocalSync):
         return self._conclude(work, exchanged)
 
     def _weights_of(self, quorum: Quorum) -> list[float]:
-        """Return what each member counts in the mean; nothing where nothing is averaged.
-
-        Its tokens, if it is drawn; the sum is 1.
-        """
-        rows = quorum.rows if quorum.is_for_round and quorum.have_one_anchor else ()
-        weights = draw_weights([row.tokens for row in rows or ()], self.participants, self.num_averages)
-        return weights if any(weights) else []
-
-    def _trained(self) -> list[Parameter]:
-        """Return the parameters that are averaged, the same on all members."""
-        return [p for p in self._all.parameters if p.requires_grad and p.numel()]
+        """Return what each member counts in the mean: its tokens, if it is drawn; nothing where nothing is averaged."""
+        rows = quorum.rows or () if quorum.is_for_round and quorum.have_one_anchor else ()
+        having = [member for member, row in enumerate(rows) if row.tokens]
+        # All members draw the same.
+        drawn = torch.randperm(len(having), generator=torch.Generator().manual_seed(self.num_averages))
+        chosen = {having[member] for member in drawn[: math.ceil(self.participants * len(having))].tolist()}
+        total = sum(rows[member].tokens for member in chosen)
+        return [row.tokens / total if member in chosen else 0.0 for member, row in enumerate(rows)] if chosen else []
 
     def _wait_for_members(self) -> None:
         """Wait for the members, who may still be receiving the state or connecting to this one."""
@@ -609,7 +567,7 @@ class ElasticSync(LocalSync):
     def _checksum(self) -> int:
         return int(checksum(self.replica.start.values(), at_a_time=CHUNK)) % ANCHORS
 
-    def _row(self, settings: Settings, *, has_ended: bool = False, hashes: bool = True) -> Row:
+    def _row(self, settings: Settings, *, hashes: bool = True) -> Row:
         """Return what this member tells the others; without the checksum of its anchor, if that is to be quick."""
         anchor = self._checksum() if hashes else 0
         state_bytes = sum(tensor.nbytes for tensor in self._shared_tensors().values())
@@ -627,7 +585,7 @@ class ElasticSync(LocalSync):
             settings=digest_of(settings),
             run=self.run,
             is_new=self._is_new,
-            has_ended=has_ended,
+            has_ended=self.is_complete,
         )
 
     def _all_settings(self) -> dict[str, str]:
@@ -653,12 +611,11 @@ class ElasticSync(LocalSync):
         anchors = [rows[judge].anchor for judge in deciders(rows)]
         usual = max(anchors, key=anchors.count)
         self._is_apart = rows[name].anchor != usual
-        self._num_apart += self._is_apart
-        if self._is_apart and self._num_apart == OFTEN:
+        if self._is_apart:
             _logger.warning(
-                "After round %d this group (%r) has other weights than most, for the %dth time, and takes theirs each "
-                "time. If no rounds were lost, its processor rounds otherwise: take the same kind for all groups.",
-                *(self.num_averages, name, OFTEN),
+                "After round %d this group (%r) has other weights than most, and takes theirs. If it does so often, "
+                "and no rounds were lost, its processor rounds otherwise: take the same kind for all groups.",
+                *(self.num_averages, name),
             )
         if not self.num_averages and (self._is_apart or 2 * anchors.count(usual) <= len(anchors)):
             checksums = {name: int(row.anchor) for name, row in rows.items()}
@@ -705,6 +662,7 @@ class ElasticSync(LocalSync):
         weight = weights[quorum.rank]
         if not weight:
             self._set_residuals(work.residuals)  # what was sent did not count
+        self.membership.serve(None)
         means, numbers = average.wait_for_whole()
         sums = Sums(*Status.read(numbers.tolist(), self.peers.num_ranks).sums)
         self._all.moved = dict.fromkeys(average.parameters) if self._steps else {}
@@ -719,6 +677,7 @@ class ElasticSync(LocalSync):
         counted = list(compress(zip(members, told, strict=True), weights))
         self.tokens_seen += sum(row.tokens for _, row in counted)
         self.contributed |= {name: self.num_averages for name, _ in counted}
+        self._offer()
 
     # A member's own work: what has not been averaged ------------------------------------------------------------------
 
@@ -769,8 +728,13 @@ class ElasticSync(LocalSync):
             "tokens_seen": self.tokens_seen,
             "contributed": dict(self.contributed),
             "is_new": self._is_new,
-            "others": on_cpu(self.share()),
+            "others": self._others,
         }
+
+    def _offer(self) -> None:
+        """Let members that are behind take the state at any time until the end of the next round."""
+        self._others = on_cpu(self.share() if self.healed is None else self.healed)
+        self.membership.serve(self.shared_state)
 
     def _heal(self, shared: Mapping[str, Any], name: str) -> None:
         """Take the state of another member, and rebase this one's work.
@@ -795,6 +759,7 @@ class ElasticSync(LocalSync):
             work = lost.change if work is None else list(torch._foreach_add(lost.change, work))
             self.tokens += lost.tokens
             self._set_residuals(lost.residuals)
+        self.membership.serve(None)
         starts = {self.name_of(p): (p, start) for p, start in self.replica.start.items()}
         self.replica.velocity = {p: torch.empty_like(start) for p, start in map(starts.__getitem__, shared["velocity"])}
         for key, tensor in self._shared_tensors().items():
@@ -803,10 +768,12 @@ class ElasticSync(LocalSync):
             if self.members.num_local_ranks > 1:
                 broadcast_flat_([tensor], self.members.node.broadcast_)
         self._add_(work)
-        self._sent, self._averaged, self._is_apart, self._waits_since_s = None, None, False, None
+        self._sent, self._averaged, self._is_apart = None, None, False
+        self._wait_from_now()
         self.run, self.num_averages, self.step = shared["run"], shared["num_averages"], shared["step"]
         self._all.steps, self.tokens_seen = shared["steps"], shared["tokens_seen"]
         self.contributed, self.healed = dict(shared["contributed"]), shared["others"]
+        self._offer()
         log("Member %r has taken the state after round %d of run %r.", name, self.num_averages, self.run)
 
     def _named(self, tensors: Mapping[Parameter, Tensor]) -> dict[str, Tensor]:

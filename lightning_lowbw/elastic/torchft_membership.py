@@ -18,8 +18,8 @@ A round of two groups, of which B is behind; the processes of a group agree afte
        |<-------------- all-reduce, all-gather, ... ------------>|     `collective`
        |   all processes of A?             all processes of B?   |     `commit`
 
-Who is behind, for all that, is in no round: it takes the state of a member, and asks again. Who comes late `TRIES`
-times, because rounds are shorter than that takes, is waited for.
+Who is behind, for all that, is in no round: it takes the state of a member, and asks again. Who is late then, because
+rounds are shorter than that takes, is waited for.
 
 Where anything fails a group leaves (`_fail`): what others wait for fails, too, and the next round has new connections.
 """
@@ -40,11 +40,12 @@ import stat
 import struct
 import threading
 import time
+import urllib.request
 import uuid
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import closing, suppress
+from contextlib import suppress
 from dataclasses import astuple, dataclass
 from datetime import timedelta
 from typing import Any, NoReturn, TypeVar
@@ -54,7 +55,7 @@ import torch.distributed as dist
 
 from lightning_lowbw.comm.agreement import gather_json
 from lightning_lowbw.elastic.membership import GivesUp, Quorum, Row, Settings, Share, raise_refused, refusals, rounds_of
-from lightning_lowbw.elastic.transfer import CONNECT_S, POLL_S, StateClient, StateServer, packed, unpacked, watch
+from lightning_lowbw.elastic.transfer import CONNECT_S, POLL_S, RefusedError, StateClient, StateServer, packed, unpacked
 from lightning_lowbw.errors import ConfigurationError, DisagreementError
 from lightning_lowbw.namespaces import LOGGER
 
@@ -66,21 +67,22 @@ LIGHTHOUSE = "TORCHFT_LIGHTHOUSE"  # torchft's own variable: the lighthouse's ad
 HEARTBEAT_S = 0.25  # between two; the lighthouse takes a member for dead after 5 s, if not started otherwise
 HANG_STEPS, HANG_S = 10, 60.0  # a group without a batch for ten times its longest step, and a minute, hangs
 LEAVE_S = 5.0  # for which who is ended waits for a transfer that is in progress
-TRIES = 3  # to take the state in time for a round, after which the others wait for this group
+SILENT_S = 6  # after which a connection of the group is lost: nothing confirms what was sent, or takes it
 WAIT_S = 75.0  # of one request for a quorum. In the lighthouse each begins anew to wait for others, by default 60 s.
+OPEN_PORTS = "Open all ports between all groups: give address=..., or a VPN where one is behind NAT."
 OWN_DATA = frozenset({"row", "failures"})  # of a member: what torchft has no field for
 RETRY_S, WARN_S = 0.5, 60.0
 PAUSE_S = 20.0  # for which a group is left out that others do not reach, if it does not reach them before
 GONE_S = 20.0  # after which who has this one's name is not this one before a restart, and who is not reached never is
 SIOCGIFADDR = 0x8915  # Linux: the address of an interface
-MIN_TIMEOUT_S = 10.0  # for pauses of an operating system; those of a link may take SILENT_S
+TIMEOUT_S = 10.0  # for pauses of an operating system; those of a link may take SILENT_S
 ROUND_STATES = 2.0  # the bytes of a round by those of the state: at most an all-reduce of all of it
 
 
 def timeout_s_of(state_bytes: float, gbit_per_s: float) -> float:
     """Return the seconds after which a collective may be taken for lost: twice what the slowest may take.
 
-    Who has come late too often with the state is waited for in a collective: with a shorter timeout it never arrives.
+    Who is late with the state is waited for in a collective: with a shorter timeout it never arrives.
 
     Example:
         >>> timeout_s_of(state_bytes=80_000_000, gbit_per_s=0.1)
@@ -143,11 +145,11 @@ class TorchftMembership:
 
     Args:
         lighthouse: its address, as "http://10.0.0.1:29510"; None is that of the environment's TORCHFT_LIGHTHOUSE.
-        state_bytes: of the state that a member which is behind is given.
         name: of this group, no other's, and the same after a restart; None is the host's.
         min_replicas: members that a round has at least. With 1 a group that is cut off trains on alone.
         gbit_per_s: the slowest uplink of a member.
-        timeout_s: after which a collective is taken for lost; None computes it. It is what a member costs that hangs.
+        timeout_s: after which a collective is taken for lost, if the state of a member takes no longer at `gbit_per_s`,
+            see `timeout_s_of`. It is what a member costs that hangs.
         address: at which other groups reach this process; None is the address of the interface GLOO_SOCKET_IFNAME, or
             of the one that leads to the lighthouse.
 
@@ -159,11 +161,10 @@ class TorchftMembership:
         self,
         lighthouse: str | None = None,
         *,
-        state_bytes: int,
         name: str | None = None,
         min_replicas: int = 2,
         gbit_per_s: float = 0.1,
-        timeout_s: float | None = None,
+        timeout_s: float = TIMEOUT_S,
         address: str | None = None,
     ) -> None:
         lighthouse = str(lighthouse or os.environ.get(LIGHTHOUSE, "")).rstrip("/")
@@ -172,15 +173,8 @@ class TorchftMembership:
             raise ConfigurationError(
                 f"lighthouse={lighthouse!r}: {kind}give its address with the port, or set {LIGHTHOUSE}=http://10.0.0.1:29510."
             )
-        needed_s = timeout_s_of(state_bytes, gbit_per_s)
-        if timeout_s is not None and timeout_s < needed_s:
-            raise ConfigurationError(
-                f"timeout_s={timeout_s:g} is too short: a state of {state_bytes / 1e6:.0f} MB at {gbit_per_s:g} Gbit/s "
-                f"needs {needed_s:.0f} s, or those that join never arrive. Leave timeout_s out, or raise it."
-            )
         torchft = _import_torchft()
-        self.min_replicas, self.gbit_per_s = min_replicas, gbit_per_s
-        self.timeout_s = max(MIN_TIMEOUT_S, needed_s) if timeout_s is None else timeout_s
+        self.min_replicas, self.gbit_per_s, self.timeout_s = min_replicas, gbit_per_s, timeout_s
         self._lighthouse = _Lighthouse(torchft, lighthouse if "//" in lighthouse else f"http://{lighthouse}")
         self._address = _own_address(address, self._lighthouse.url)
         self._process = dist.get_rank()
@@ -188,65 +182,84 @@ class TorchftMembership:
         self._key: tuple[Any, ...] = ()  # of the quorum for which the group was made
         self._group: Any = None
         self._num_failures = 0
-        self._limit_s, self._longest_s = self.timeout_s, 0.0  # of a collective of this round; of a step
+        self._limit_s, self._longest_s = timeout_s, 0.0  # of a collective of this round; of a step
         self._unreached: list[_Member] = []  # of the last members
-        self._is_left_out, self._away_until_s = False, 0.0  # because of that
-        self._said_s = 0.0  # when the last line told that it waits
-        self._refused: set[str] = set()  # who has been named
-        self._client: StateClient | None = None  # of the group whose state was taken last, up to a round
-        self._why_not, self._num_fetched = "", 0  # it could not be; how often one was, since a round
+        self._away_until_s = 0.0  # because of that; 0 if others have reached it since
+        self._began_s = self._said_s = 0.0  # when this group began to wait; when it has said so
+        self._client, self._why_not = StateClient(), ""  # of what comes from others; why it could not be taken
+        self._is_late = False  # it has come, and rounds have ended since
         self._told: tuple[Row, Settings] = Row(), {}  # as of `quorum`
         self._fetching: Future[dict[str, Any]] | None = None  # goes on where it is not waited for any more
         if self._process == 0:
-            self._server = StateServer(self._name.rpartition(":")[0], self._address, self.timeout_s)
+            self._server = StateServer(self._name.rpartition(":")[0], self._address)
             listener = socket.create_server((self._address, 0))  # not at other addresses of the host
-            self._port = listener.getsockname()[1]
+            port = listener.getsockname()[1]
             options: dict[str, Any] = {"is_master": True, "wait_for_workers": False}
-            self._store = dist.TCPStore(self._address, self._port, master_listen_fd=listener.detach(), **options)
+            self._store = dist.TCPStore(self._address, port, master_listen_fd=listener.detach(), **options)
 
     def state_of_others(self, row: Row, settings: Settings, gives_up: GivesUp) -> Mapping[str, Any] | None:
         """See `Membership`. Members of the last round are found by the lighthouse's page."""
         self._told = row, settings
         with suppress(RuntimeError):  # there is none, or this group has given up
-            return self._fetch(lambda: self._lighthouse.addresses(self._name), gives_up, insists=True)
+            return self._fetch(self._insist, gives_up)
         return None
 
-    def serve(self, shared: Share) -> None:
+    def serve(self, shared: Share | None) -> None:
         if self._process == 0:
-            self._server.answer(shared)
+            self._server.offer(shared)
 
     def note(self, longest_s: float) -> None:
         self._lighthouse.hangs_from_s = time.monotonic() + max(HANG_S, HANG_STEPS * longest_s)
         self._longest_s = longest_s
 
-    def quorum(self, row: Row, settings: Settings, shared: Share, gives_up: GivesUp) -> Quorum | None:
-        began_s = self._said_s = time.monotonic()
+    def quorum(self, row: Row, settings: Settings, gives_up: GivesUp) -> Quorum | None:
+        self._began_s = self._said_s = time.monotonic()
         self._told = row, settings
         if self._process == 0:
             self._server.row, self._server.settings = row, dict(settings)
         while True:
             try:
                 self._lighthouse.hangs_from_s = math.inf
-                answer = self._ask(shared, began_s, gives_up)
+                answer = self._ask(gives_up)
                 if answer is None:
                     self._fail()  # others may wait for this one; and the next request differs from this one
                     return None
-                return self._join(*answer, shared, gives_up)
+                return self._join(*answer, gives_up)
             except RuntimeError as error:  # on all processes
                 told = f"{error}"
             self._fail()  # not before the error is forgotten, which refers to the group
-            self._say_if_due(began_s, told)
+            self._say_if_due(told)
+            time.sleep(RETRY_S)
 
-    def _say_if_due(self, began_s: float, error: str = "") -> None:
+    def _say_if_due(self, error: str = "") -> None:
         """Tell that this group waits, once a minute; the first time after an error soon."""
-        now_s = time.monotonic()
-        if now_s - self._said_s < WARN_S and (not error or self._said_s > began_s or now_s - began_s < WARN_S / 6):
+        now_s, is_first = time.monotonic(), self._said_s == self._began_s
+        if now_s - self._said_s < (WARN_S / 6 if error and is_first else WARN_S):
             return
         self._said_s = now_s
         _logger.warning(
             "Waiting for %.0f s now for a round of at least %d members, at the lighthouse %s. Last attempt: %s",
-            *(now_s - began_s, self.min_replicas, self._lighthouse.url, error or "has no answer yet"),
+            *(now_s - self._began_s, self.min_replicas, self._lighthouse.url, error or "has no answer yet"),
         )
+
+    def _await(
+        self, answer: Future[dict[str, Any]] | None, gives_up: Callable[[], bool], progress: Callable[[], str]
+    ) -> dict[str, Any] | None:
+        """Return, on all processes, what a thread of process 0 answers; None if a process has given up.
+
+        Args:
+            answer: plain values, for JSON, or told of an error by `_begin`; of process 0.
+            gives_up: asked about once a second.
+            progress: returns it in words.
+        """
+        while True:
+            is_done = answer is not None and bool(wait([answer], POLL_S).done)
+            self._say_if_due(progress())
+            answers = gather_json((answer.result() if answer is not None and is_done else None, gives_up()))
+            if any(has_given_up for _, has_given_up in answers):
+                return None
+            if (found := answers[0][0]) is not None:
+                return dict(found)
 
     def collective(self, fn: Callable[[dist.ProcessGroup], T]) -> T:
         """See `Membership`. The group is not to be kept: it lives as long as something refers to it."""
@@ -270,32 +283,17 @@ class TorchftMembership:
         if not all(gather_json(is_ok and self._group is not None)):
             self._fail()
             return False
-        self._forget_state()
-        self._num_fetched = 0
+        self._client.forget()
+        self._is_late = False
         if self._process == 0:
             self._server.row = self._server.row._replace(is_new=False)
         return True
 
     def close(self) -> None:
-        self._forget_state()
         self._disconnect()
         self._lighthouse.close()
         if self._process == 0:
-            self._server.close(self.timeout_s if self._server.row.has_ended else LEAVE_S)
-
-    def _together(self, fn: Callable[[], object]) -> None:
-        """Call a function that communicates with other groups only; raise on all processes of this one.
-
-        Raises:
-            RuntimeError: it has failed on one of them.
-        """
-        told = ""
-        try:
-            fn()
-        except RuntimeError as error:
-            told = f"{error}"
-        if failed := [error for error in gather_json(told) if error]:
-            raise RuntimeError(failed[0])
+            self._server.close(self._limit_s if self._server.row.has_ended else LEAVE_S)
 
     def _fail(self) -> None:
         """Leave the group, so that those fail, too, that wait for this member; a new one is made for the next round."""
@@ -304,35 +302,21 @@ class TorchftMembership:
 
     # Members --------------------------------------------------------------------------------------------------------
 
-    def _ask(self, shared: Share, began_s: float, gives_up: GivesUp) -> tuple[int, Sequence[_Member]] | None:
+    def _ask(self, gives_up: GivesUp) -> tuple[int, Sequence[_Member]] | None:
         """Return the number of the next quorum, and its members; None if a process of this group has given up.
 
         Raises:
             RuntimeError: on all processes; there is none yet.
             DisagreementError: on all processes; this group is not as the others are, who go on without it.
         """
-        answer: dict[str, Any] | None = None
-        request, has_asked, (row, settings) = Future[Any](), False, self._told
-        if self._process == 0:
-            store = f"{self._address}:{self._port}"
-        while answer is None:
-            if self._process == 0 and not has_asked:
-                self._unreached = _unreached(self._unreached)
-            if self._process == 0 and not has_asked and (not self._unreached or time.monotonic() >= self._away_until_s):
-                unreached = [member.name for member in self._unreached]
-                told = row._replace(unreached=unreached, late=0 if self._fetching else self._num_fetched)
-                own = _Member(self._name, store, self._server.address, told, self._num_failures)
-                request, has_asked = self._lighthouse.begin_quorum(own), True
-            if self._process == 0 and wait([request], POLL_S).done:
-                answer = request.result()
-            self.serve(shared)
-            # At first it is taken for granted that the others are on their way.
-            waited_s = time.monotonic() - began_s
-            self._say_if_due(began_s)
-            answers = gather_json((answer, waited_s, waited_s >= POLL_S and gives_up(False)))
-            if any(given_up for *_, given_up in answers):
-                return None
-            answer, waited_s, _ = answers[0]  # so that all raise the same
+        row, settings = self._told
+        # In a thread, because a signal would be handled only after torchft has returned.
+        request = _begin(lambda: self._request(row, self._num_failures), "lowbw-quorum") if self._process == 0 else None
+        # At first it is taken for granted that the others are on their way.
+        ends_s = self._began_s + POLL_S
+        answer = self._await(request, lambda: time.monotonic() >= ends_s and gives_up(False), lambda: "")
+        if answer is None:
+            return None
         _raise_told(answer)
         members = [
             _Member(name, store, state, Row(*told), failures)
@@ -344,19 +328,33 @@ class TorchftMembership:
             other = by_name[refused[self._name]]
             theirs = settings if other.row.settings == row.settings else self._settings_of(other)
             raise_refused(row, settings, other.row, theirs, f"{other.label} at {other.store}")
-        if new := refused.keys() - self._refused:
-            self._refused |= new
-            _logger.warning(
-                "Refused, because of other settings or another run, which are named there: %s.",
-                ", ".join(sorted(by_name[name].label for name in new)),
-            )
+        if refused:
+            named = ", ".join(sorted(by_name[name].label for name in refused))
+            _logger.warning("Refused, because of other settings or another run, which are named there: %s.", named)
         members = [member for member in members if member.name not in refused]
         chosen = connected(members)
         if by_name[self._name] not in chosen:
-            self._back_off(by_name[self._name], chosen, waited_s)
+            self._back_off(by_name[self._name], chosen, answer["waited_s"])
         if left := [member.label for member in members if member not in chosen]:
             _logger.warning("The round is without %s: not all others reach it, or another has its name.", left)
         return answer["number"], chosen
+
+    def _request(self, row: Row, num_failures: int) -> dict[str, Any]:
+        """Return the number of the next quorum, and its members, in the same order for all; as plain values.
+
+        While some are not reached it is asked for later, so that nobody waits for this group.
+        """
+        while (unreached := _unreached(self._unreached)) and time.monotonic() < self._away_until_s:
+            time.sleep(POLL_S)
+        if num_failures != self._num_failures:
+            raise RuntimeError("given up")
+        self._unreached = unreached
+        is_late = self._is_late and not self._fetching
+        told = row._replace(unreached=[member.name for member in unreached], is_late=is_late)
+        own = _Member(self._name, f"{self._address}:{self._store.port}", self._server.address, told, num_failures)
+        number, members = self._lighthouse.quorum(own)
+        waited_s = time.monotonic() - self._began_s
+        return {"number": number, "members": [[*astuple(each)] for each in members], "waited_s": waited_s}
 
     def _back_off(self, own: _Member, chosen: Sequence[_Member], waited_s: float) -> NoReturn:
         """Let the others go on without this group, which does not fit some of them."""
@@ -364,27 +362,28 @@ class TorchftMembership:
         if own.label in others:
             if waited_s > GONE_S:
                 raise second_of(own.label)
-            time.sleep(RETRY_S)
             raise RuntimeError(f"another group has the name {own.label!r}, too")
         told = (
-            f"This group, at {own.store}, and {others} do not reach one another, and the others go on without it. All "
-            "ports have to be open between all groups: give address=..., or a VPN where one is behind NAT."
+            f"This group, at {own.store}, and {others} do not reach one another, and the others go on without it. "
+            + OPEN_PORTS
         )
-        if own.row.is_new and self._is_left_out:  # the second time in a row
+        if own.row.is_new and self._away_until_s:  # the second time in a row
             raise ConfigurationError(told)
-        self._is_left_out = self._lighthouse.is_away = True  # so that nobody waits for it
+        self._lighthouse.is_away = True  # so that nobody waits for it
         self._away_until_s = time.monotonic() + PAUSE_S
         _logger.warning("%s It tries again in %.0f s.", told, PAUSE_S)
         raise RuntimeError(told)
 
     def _settings_of(self, member: _Member) -> Settings | None:
         """Return the settings of another group, which are not those of this one; None if it cannot be reached."""
-        with suppress(OSError), closing(StateClient(member.state, self._asks())) as client:
-            client.fetch()
-            return dict(client.refusal["settings"])
+        with suppress(OSError, ValueError):
+            try:
+                StateClient().fetch(member.state, self._asks())
+            except RefusedError as refused:
+                return dict(refused.args[-1])
         return None
 
-    def _join(self, number: int, members: Sequence[_Member], shared: Share, gives_up: GivesUp) -> Quorum:
+    def _join(self, number: int, members: Sequence[_Member], gives_up: GivesUp) -> Quorum:
         """Connect to the members of a quorum that are not behind; or take the state of one.
 
         Raises:
@@ -393,141 +392,102 @@ class TorchftMembership:
         latest = rounds_of({member.name: member.row for member in members})
         (own,) = (member for member in members if member.name == self._name)
         up_to_date = [member for member in members if member.row.rounds == latest]
-        takers = [member for member in members if member not in up_to_date and member.row.late >= TRIES][:1]
-        members = [member for member in members if member in up_to_date or member in takers]
-        donors = {member.name: member.state for member in up_to_date}
+        donors = [member.state for member in sorted(up_to_date, key=lambda member: _turn_of(member.name, self._name))]
+        taker = next((member for member in members if member not in up_to_date and member.row.is_late), None)
+        members = [member for member in members if member in up_to_date or member is taker]
         if own not in members:
             self._lighthouse.is_away = True  # the others do not wait for it meanwhile
-            addresses = [donors[name] for name in _in_turn(self._name, donors)]
-            return Quorum(latest, 0, (own.label,), self._fetch(lambda: addresses, gives_up))
+            healed = self._fetch(lambda: self._take(donors), gives_up)
+            self._is_late = True  # if rounds end before it is in one
+            return Quorum(latest, 0, (own.label,), healed)
         if len(members) < self.min_replicas:
-            time.sleep(RETRY_S)
             raise RuntimeError(f"up to date are {[member.label for member in up_to_date]}")
-        rank, names = members.index(own), tuple(member.label for member in members)
         key = tuple((member.name, member.failures) for member in members)
         if key != self._key:
             # The step, because a lighthouse that is restarted counts its quorums from 1 again.
             path = f"{number}/{latest}/{sum(member.failures for member in members)}/{self._process}"
             self._disconnect()
-            self._together(lambda: self._connect(members, up_to_date[0].store, path, rank))
-            self._key, self._is_left_out = key, False
-        state_bytes = max(member.row.state_bytes for member in members)
-        self._limit_s = max(self.timeout_s, timeout_s_of(state_bytes, self.gbit_per_s))
+            error = ""
+            try:
+                self._connect(members, up_to_date[0].store, path, members.index(own))
+            except RuntimeError as raised:
+                error = f"{raised}"
+            if errors := [each for each in gather_json(error) if each]:
+                raise RuntimeError(errors[0])
+            self._key, self._away_until_s = key, 0.0
+        self._limit_s = max(self.timeout_s, timeout_s_of(max(m.row.state_bytes for m in members), self.gbit_per_s))
         self._group._set_default_timeout(timedelta(seconds=self._limit_s))
-        if not takers:
-            return Quorum(latest, rank, names, None, tuple(member.row for member in members))
-        (taker,), healed = takers, None
-        giver = _in_turn(taker.name, donors)[0]
-        if own is taker:
-            healed = self._fetch(lambda: [donors[giver]], gives_up, is_waited_for=True)
-        elif own.name == giver:
-            self._together(lambda: self._give(taker, shared))
-        return Quorum(latest, rank, names, healed)
-
-    def _give(self, taker: _Member, shared: Share) -> None:
-        """Copy the state for a member that all wait for; before it, for who has asked earlier.
-
-        Raises:
-            RuntimeError: it has not asked.
-        """
-        ends_s = time.monotonic() + 2 * CONNECT_S
-        while self._process == 0 and self._server.answer(shared) != taker.name:
-            if self._server.is_sending:
-                ends_s = time.monotonic() + 2 * CONNECT_S
-            if time.monotonic() > ends_s:
-                raise RuntimeError(f"{taker.label} has not asked for the state")
-            time.sleep(POLL_S / 20)
+        # The others wait for who is late in the next collective.
+        given = self._fetch(lambda: self._take(donors), gives_up) if own is taker else None
+        rows = tuple(member.row for member in members) if taker is None else None
+        return Quorum(latest, members.index(own), tuple(member.label for member in members), given, rows)
 
     # The state of others ----------------------------------------------------------------------------------------------
 
-    def _fetch(
-        self,
-        addresses_of: Callable[[], Sequence[str]],
-        gives_up: GivesUp,
-        *,
-        insists: bool = False,
-        is_waited_for: bool = False,
-    ) -> dict[str, Any]:
-        """Take the state of the first group that gives it; the tensors on process 0 only.
-
-        Args:
-            addresses_of: returns those of groups; raises OSError where they cannot be found out.
-            gives_up: as of `quorum`.
-            insists: whether it is tried again as long as one of these has completed a round.
-            is_waited_for: no round ends meanwhile.
+    def _fetch(self, take: Callable[[], dict[str, Any]], gives_up: GivesUp) -> dict[str, Any]:
+        """Call `take` in a thread of process 0, or wait for what has been called before; the tensors are there only.
 
         Raises:
-            RuntimeError: on all processes, as all others; there is none, or this group has given up, to come again.
+            RuntimeError: on all processes, as all others; there is no state, or this group has given up, to come again.
             DisagreementError: this group is refused.
             ConfigurationError: those that train are not reached.
         """
-        began_s = self._said_s = time.monotonic()
+        self._began_s = self._said_s = time.monotonic()
         if self._process == 0 and self._fetching is None:
-            self._num_fetched += 1
-            self._fetching = _begin(lambda: self._fetch_from(addresses_of, insists, is_waited_for), "lowbw-fetch")
-        fetched = self._fetching or Future[dict[str, Any]]()
-        answer: dict[str, Any] | None = None
-        while answer is None:
-            if self._process == 0 and wait([fetched], POLL_S).done:
-                error = fetched.exception()
-                state = packed({} if error else {**fetched.result(), "tensors": {}}).numpy().tobytes()
-                answer = told_of(error) if error else {"state": base64.b64encode(state).decode()}
-            answers = gather_json((answer, gives_up(True)))
-            if any(given_up for _, given_up in answers):
-                raise RuntimeError("given up")
-            answer = answers[0][0]
-            client = self._client
-            self._say_if_due(began_s, self._why_not or (client.progress if client else ""))
+            self._fetching = _begin(lambda: {"state": _as_text(take())}, "lowbw-fetch")
+        answer = self._await(self._fetching, lambda: gives_up(True), lambda: self._why_not or self._client.progress)
+        if answer is None:
+            raise RuntimeError("given up")
         self._fetching, self._why_not = None, ""
         _raise_told(answer)
-        return fetched.result() if self._process == 0 else unpacked(base64.b64decode(answer["state"]))
+        state = unpacked(base64.b64decode(answer["state"]))
+        return {**state, "tensors": self._client.tensors}
 
-    def _fetch_from(
-        self, addresses_of: Callable[[], Sequence[str]], insists: bool, is_waited_for: bool
-    ) -> dict[str, Any]:
+    def _insist(self) -> dict[str, Any]:
+        """Return the state of a group that trains; while one lives it is tried again, whatever fails.
+
+        Raises:
+            RuntimeError: there is none.
+            DisagreementError, ConfigurationError: as of `_fetch`.
+        """
         reached_s = time.monotonic()
         while True:
-            failed, addresses = list[str](), list[str]()
+            addresses = None
             try:
-                addresses = [*addresses_of()]
+                addresses = self._lighthouse.addresses(self._name)
+                return self._take(addresses)
             except OSError as error:
-                failed, reached_s = [f"{error}"], time.monotonic()
-            for address in sorted(addresses, key=lambda each: self._client is None or each != self._client.address):
-                try:
-                    if self._client is None or self._client.address != address:
-                        self._forget_state()
-                        self._client = StateClient(address, self._asks())
-                    client, reached_s = self._client, time.monotonic()
-                    if client.fetch() is not None if is_waited_for else client.catch_up():
-                        return client.state
-                    self._check_refusal(client.refusal, address)
-                except DisagreementError:
-                    raise
-                except Exception as error:  # noqa: BLE001 - whatever it is, another training is there
-                    failed.append(f"{address}: {error!r}")
-                self._forget_state()
-            if not failed:
-                raise RuntimeError("no other group has completed a round")
-            self._why_not = "; ".join(failed)
-            time.sleep(RETRY_S)
-            if not insists or self._lighthouse.is_closed.is_set():
-                raise RuntimeError(self._why_not)
-            if time.monotonic() > reached_s + GONE_S:
+                self._why_not, now_s = f"{error}", time.monotonic()
+            reached_s = now_s if addresses is None else max(reached_s, self._client.reached_s)
+            if now_s > reached_s + GONE_S:
                 raise ConfigurationError(
-                    f"Groups train, and this one does not reach them: {self._why_not}. All ports have to be open "
-                    "between all groups: give address=..., or a VPN where one is behind NAT."
+                    f"Groups train, and this one does not reach them: {self._why_not}. {OPEN_PORTS}"
                 )
+            if self._lighthouse.is_closed.wait(RETRY_S):
+                raise RuntimeError(self._why_not)
 
-    def _check_refusal(self, refusal: Mapping[str, Any], address: str) -> None:
-        """Raise DisagreementError if who has refused this group has been in a round; else all compare in the next."""
-        (row, settings), other = self._told, Row(*refusal["row"])
-        if not other.is_new and (other.rounds or other.settings != row.settings):
-            raise_refused(row, settings, other, refusal["settings"], f"{refusal['name']} at {address}")
+    def _take(self, addresses: Sequence[str]) -> dict[str, Any]:
+        """Return the state of the first group that gives it, of who has sent one before if that is among these.
 
-    def _forget_state(self) -> None:
-        client, self._client = self._client, None
-        if client is not None:
-            client.close()
+        Raises:
+            RuntimeError: none has completed a round.
+            OSError: some could not be reached.
+            DisagreementError: one that has been in a round refuses this group; of others all compare in the next one.
+        """
+        (row, settings), failed = self._told, list[str]()
+        for address in sorted(addresses, key=lambda each: each != self._client.address):
+            try:
+                state, is_current = self._client.catch_up(address, self._asks())
+            except RefusedError as refused:
+                name, other, theirs = refused.args
+                if not other.is_new and (other.rounds or other.settings != row.settings):
+                    raise_refused(row, settings, other, theirs, f"{name} at {address}")
+            except Exception as error:  # noqa: BLE001 - whatever it is, another training is there
+                failed.append(f"{address}: {error!r}")
+            else:
+                self._is_late = not is_current
+                return state
+        raise OSError("; ".join(failed)) if failed else RuntimeError("no other group has completed a round")
 
     def _asks(self) -> dict[str, str]:
         """Return what is told to a group whose state is asked for."""
@@ -544,23 +504,14 @@ class TorchftMembership:
         if self._unreached:
             raise RuntimeError(f"no connection to {[member.label for member in self._unreached]}")
         gloo: Any = dist.ProcessGroupGloo
-        prefixed, options, size = dist.PrefixStore(path, _store_at(address)), gloo._Options(), len(members)
-        before = _tcp_sockets()
-        options._devices = [gloo.create_device(hostname=self._address)]  # it listens at a port of its own
-        listening = [ports[0] for key, ports in _tcp_sockets().items() if key not in before and not ports[1]]
-        if len(listening) != 1:
-            raise RuntimeError("another thread has begun to listen at the same moment")
-        (own_port,) = listening
-        prefixed.set(f"port {rank}", f"{own_port}")
+        options, before = gloo._Options(), _tcp_sockets()
+        options._devices = [gloo.create_device(hostname=self._address)]
         options._timeout = timedelta(seconds=CONNECT_S)
-        group = gloo(prefixed, rank, size, options)
-        # Of what other threads have opened meanwhile, as loggers do, none is from one of these ports to another.
-        ports = set(map(int, prefixed.multi_get([f"port {member}" for member in range(size)])))
+        self._group = gloo(dist.PrefixStore(path, _store_at(address)), rank, len(members), options)
         _of_group.clear()
-        _of_group.update(key for key, each in _tcp_sockets().items() if each[0] == own_port or each[1] in ports)
+        _of_group.update(_tcp_sockets() - before)
         for descriptor, _ in _of_group:
-            watch(descriptor)
-        self._group = group
+            _watch(descriptor)
 
     def _disconnect(self) -> None:
         """Forget the group. gloo closes its connections when nothing refers to it any more; `abort` does not."""
@@ -586,49 +537,41 @@ class _Lighthouse:
     def _connected(self) -> Any:
         return self._torchft.LighthouseClient(self.url, connect_timeout=timedelta(seconds=CONNECT_S))
 
-    def begin_quorum(self, own: _Member) -> Future[Any]:
-        """Begin to ask for the next quorum: its number and members, in the same order for all; or why there is none.
+    def quorum(self, own: _Member) -> tuple[int, list[_Member]]:
+        """Wait for the next quorum; return its number and members, in the same order for all.
 
-        The answer is plain values, for JSON.
+        Raises:
+            ConfigurationError: others have the name of this one, or other programs.
+            RuntimeError, TimeoutError: there is none yet.
         """
         self.is_away = False
-        # In a thread, because a signal would be handled only after torchft has returned.
-        return _begin(lambda: self._request(own), "lowbw-quorum")
-
-    def _request(self, own: _Member) -> dict[str, Any]:
         client, self._client = self._client, None
-        try:
-            if self._heartbeats is None:  # not before this member can come to a round
-                self._refuse_second(own)
-                self._heartbeats = threading.Thread(
-                    target=self._send_heartbeats, args=(own.name,), name="lowbw-heartbeats", daemon=True
-                )
-                self._heartbeats.start()
-            client = client or self._connected()
-            found = client.quorum(
-                replica_id=own.name,
-                timeout=timedelta(seconds=WAIT_S),
-                address=own.state,
-                store_address=own.store,
-                step=own.row.rounds,  # for the lighthouse's page
-                data={"row": list(own.row), "failures": own.failures},
+        if self._heartbeats is None:  # not before this member can come to a round
+            self._refuse_second(own)
+            self._heartbeats = threading.Thread(
+                target=self._send_heartbeats, args=(own.name,), name="lowbw-heartbeats", daemon=True
             )
-            self._client = client
-            members = [member for each in found.participants if (member := _member_of(each)) is not None]
-            others = {each.replica_id for each in found.participants}.difference(member.name for member in members)
-            if others and own.row.is_new:  # those that train go on
-                raise ConfigurationError(
-                    f"The lighthouse {self.url} has members of another program, or of another version: "
-                    f"{sorted(others)}. Start one for each training."
-                )
-            if (own.name, own.failures) not in {(member.name, member.failures) for member in members}:
-                raise RuntimeError("the lighthouse has answered an older request of this group")
-            told = [[*astuple(member)] for member in sorted(members, key=lambda member: member.name)]
-            return {"number": found.quorum_id, "members": told}
-        except Exception as error:  # noqa: BLE001 - it is told where the answer is waited for
-            if not isinstance(error, TimeoutError):  # after which the lighthouse still counts on this member
-                time.sleep(RETRY_S)
-            return told_of(error)
+            self._heartbeats.start()
+        client = client or self._connected()
+        found = client.quorum(
+            replica_id=own.name,
+            timeout=timedelta(seconds=WAIT_S),
+            address=own.state,
+            store_address=own.store,
+            step=own.row.rounds,  # for the lighthouse's page
+            data={"row": list(own.row), "failures": own.failures},
+        )
+        self._client = client
+        members = [member for each in found.participants if (member := _member_of(each)) is not None]
+        others = {each.replica_id for each in found.participants}.difference(member.name for member in members)
+        if others and own.row.is_new:  # those that train go on
+            raise ConfigurationError(
+                f"The lighthouse {self.url} has members of another program, or of another version: "
+                f"{sorted(others)}. Start one for each training."
+            )
+        if (own.name, own.failures) not in {(member.name, member.failures) for member in members}:
+            raise RuntimeError("the lighthouse has answered an older request of this group")
+        return found.quorum_id, sorted(members, key=lambda member: member.name)
 
     def _refuse_second(self, own: _Member) -> None:
         """Raise ConfigurationError if another group has the name and is alive; before the others hear of this one."""
@@ -644,15 +587,12 @@ class _Lighthouse:
         Raises:
             OSError: it cannot be read.
         """
-        address = urlsplit(self.url)
-        connection = http.client.HTTPConnection(f"{address.hostname}", address.port, timeout=CONNECT_S)
+        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
         try:
-            connection.request("GET", "/status")
-            return html.unescape(connection.getresponse().read().decode())
+            with opener.open(f"{self.url}/status", timeout=CONNECT_S) as page:
+                return html.unescape(page.read().decode())
         except http.client.HTTPException as error:
             raise OSError(f"{self.url}: {error}") from error
-        finally:
-            connection.close()
 
     def _ages(self, own: _Member) -> list[float]:
         """Return the seconds since the last heartbeats of other groups of this name."""
@@ -669,7 +609,7 @@ class _Lighthouse:
         members = re.findall(r"<b>(.*)</b> <br/>\s*Step: ([0-9]+) <br/>\s*Manager: (\S+) <br/>", page)
         ages = {name: float(age) for name, age in re.findall(r"(?m)^ *(\S.*): seen ([0-9.]+)s ago", page)}
         alive = {name: each for name, *each in members if name != own_name and ages.get(name, GONE_S) < CONNECT_S}
-        in_turn = sorted(_in_turn(own_name, alive), key=lambda name: -int(alive[name][0]))
+        in_turn = sorted(alive, key=lambda name: (-int(alive[name][0]), _turn_of(name, own_name)))
         return [alive[name][1] for name in in_turn]
 
     def _send_heartbeats(self, name: str) -> None:
@@ -707,35 +647,35 @@ def second_of(label: str) -> ConfigurationError:
     return ConfigurationError(f"Another group has the name {label!r}, too. Give each one of its own: group=...")
 
 
-def told_of(error: BaseException) -> dict[str, Any]:
-    """Return an error as plain values, for all processes of a group."""
-    return {"error": f"{error}", "kind": type(error).__name__}
-
-
-def _raise_told(answer: Mapping[str, Any]) -> None:
-    """Raise the error of which `told_of` has told; RuntimeError, where it may pass."""
-    if "error" in answer:
-        kinds = {kind.__name__: kind for kind in (ConfigurationError, DisagreementError)}
-        raise kinds.get(answer["kind"], RuntimeError)(answer["error"])
-
-
-def _begin(fn: Callable[[], T], name: str) -> Future[T]:
-    """Call a function in a thread that keeps no process alive."""
-    future = Future[T]()
+def _begin(fn: Callable[[], dict[str, Any]], name: str) -> Future[dict[str, Any]]:
+    """Call a function in a thread that keeps no process alive; an error is told in plain values."""
+    future = Future[dict[str, Any]]()
 
     def run() -> None:
         try:
             future.set_result(fn())
-        except Exception as error:  # noqa: BLE001 - it is raised where the result is waited for
-            future.set_exception(error)
+        except Exception as error:  # noqa: BLE001 - see `_raise_told`
+            future.set_result({"error": f"{error}", "kind": type(error).__name__})
 
     threading.Thread(target=run, name=name, daemon=True).start()
     return future
 
 
-def _in_turn(own_name: str, names: Iterable[str]) -> list[str]:
-    """Return others in an order that differs between groups: they do not all take the state of one."""
-    return sorted(names, key=lambda name: zlib.crc32(f"{own_name} {name}".encode()))
+def _raise_told(answer: Mapping[str, Any]) -> None:
+    """Raise the error of which `_begin` has told, on all processes of a group; RuntimeError, where it may pass."""
+    if "error" in answer:
+        kinds = {kind.__name__: kind for kind in (ConfigurationError, DisagreementError)}
+        raise kinds.get(answer["kind"], RuntimeError)(answer["error"])
+
+
+def _as_text(state: Mapping[str, Any]) -> str:
+    """Return a state without its tensors, for JSON."""
+    return base64.b64encode(packed({**state, "tensors": {}}).numpy().tobytes()).decode()
+
+
+def _turn_of(name: str, own_name: str) -> int:
+    """Return a number in an order of others that differs between groups: they do not all take the state of one."""
+    return zlib.crc32(f"{own_name} {name}".encode())
 
 
 def _store_at(address: str) -> dist.TCPStore:
@@ -762,27 +702,34 @@ def _unreached(members: Sequence[_Member]) -> list[_Member]:
 # Forked processes -----------------------------------------------------------------------------------------------------
 # A DataLoader's workers inherit all sockets. While one of these is open there, nobody notices that it is left here.
 
-_of_group: set[tuple[int, int]] = set()  # gloo's, as `_tcp_sockets` returns them
+# gloo's; and what other threads have opened while it connected, as loggers do, which does no harm.
+_of_group: set[tuple[int, int]] = set()
 
 
-def _tcp_sockets() -> dict[tuple[int, int], tuple[int, int]]:
-    """Return the ports of each TCP socket, here and there (0 where it listens), by its descriptor and inode."""
-    found = {}
+def _tcp_sockets() -> set[tuple[int, int]]:
+    """Return the descriptors of TCP sockets, with their inodes."""
+    found = set()
     for name in os.listdir("/dev/fd"):
         with suppress(OSError):  # that of the listing itself
             status = os.fstat(int(name))
-            if not stat.S_ISSOCK(status.st_mode):
-                continue
-            with socket.socket(fileno=os.dup(int(name))) as copy:
-                if copy.family in (socket.AF_INET, socket.AF_INET6) and copy.type == socket.SOCK_STREAM:
-                    listens = copy.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
-                    ends = copy.getsockname(), (0, 0) if listens else copy.getpeername()
-                    found[int(name), status.st_ino] = ends[0][1], ends[1][1]
+            if stat.S_ISSOCK(status.st_mode):
+                with socket.socket(fileno=os.dup(int(name))) as copy:
+                    if copy.family in (socket.AF_INET, socket.AF_INET6) and copy.type == socket.SOCK_STREAM:
+                        found.add((int(name), status.st_ino))
     return found
 
 
+def _watch(descriptor: int) -> None:
+    """Let a connection fail soon after the other machine has vanished, which sends no end of it, or reads no more."""
+    with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:  # closed meanwhile
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        settings = {"TCP_KEEPIDLE": SILENT_S // 2, "TCP_KEEPINTVL": 1, "TCP_KEEPCNT": SILENT_S // 2}
+        for name, value in {**settings, "TCP_USER_TIMEOUT": 1000 * SILENT_S}.items():
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+
 def _close_in_child() -> None:
-    for descriptor, _ in _of_group & _tcp_sockets().keys():
+    for descriptor, _ in _of_group & _tcp_sockets():
         os.close(descriptor)
 
 
@@ -802,12 +749,9 @@ def _import_torchft() -> Any:
             f"Elastic training needs torchft {TORCHFT}, here and in the lighthouse; {version} is installed. "
             'pip install "lightning-lowbw[elastic]"'
         )
-    otel = os.environ.pop("TORCHFT_USE_OTEL", None)  # with it the import fails
+    os.environ.pop("TORCHFT_USE_OTEL", None)  # with it the import fails
     os.environ.setdefault("RUST_LOG", "warn")  # else torchft writes a line for each request
-    torchft = importlib.import_module("torchft.coordination")
-    if otel is not None:
-        os.environ["TORCHFT_USE_OTEL"] = otel
-    return torchft
+    return importlib.import_module("torchft.coordination")
 
 
 def _own_address(address: str | None, lighthouse: str) -> str:

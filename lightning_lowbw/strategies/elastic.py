@@ -20,7 +20,7 @@ from typing_extensions import override
 from lightning_lowbw.arguments import is_count, is_number, shows
 from lightning_lowbw.elastic.membership import Membership
 from lightning_lowbw.elastic.sync import ElasticSync, Members, check_elastic
-from lightning_lowbw.elastic.torchft_membership import TorchftMembership
+from lightning_lowbw.elastic.torchft_membership import TIMEOUT_S, TorchftMembership
 from lightning_lowbw.errors import ConfigurationError
 from lightning_lowbw.method import Method
 from lightning_lowbw.strategies import checks
@@ -58,13 +58,12 @@ class ElasticStrategy(Strategy):
         group: the name of this group, which no other has, and which it keeps when it is restarted.
         lighthouse: the address of torchft's, where groups meet, as "http://10.0.0.1:29510"; None is that of the
             environment's TORCHFT_LIGHTHOUSE.
-        gbit_per_s: the slowest uplink of a group, from which `timeout_s` is computed.
-        timeout_s: after which a collective between groups is lost; None computes it. Not `timeout`, see below.
+        gbit_per_s: the slowest uplink of a group, which makes `timeout_s` longer where the state is large.
+        timeout_s: after which a collective between groups is lost, or longer. Not `timeout`, see below.
         address: at which other groups reach this process; None is that of the interface GLOO_SOCKET_IFNAME, or of the
             one that leads to the lighthouse.
         **kwargs: as of `Strategy`, without `topology`. A group that has taken part in a round, and waits for
-            others, saves "last" of each ModelCheckpoint after a minute (in the last round it only waits), and ends with
-            an error after `timeout` (30 minutes).
+            others, saves "last" of each ModelCheckpoint after `timeout` (30 minutes), and ends with an error.
 
     Raises:
         ConfigurationError: a value is out of range, or the method communicates in every step.
@@ -91,7 +90,7 @@ class ElasticStrategy(Strategy):
         group: str | None = None,
         lighthouse: str | None = None,
         gbit_per_s: float = 0.1,
-        timeout_s: float | None = None,
+        timeout_s: float = TIMEOUT_S,
         address: str | None = None,
         **kwargs: Any,
     ) -> None:
@@ -107,8 +106,7 @@ class ElasticStrategy(Strategy):
             raise ConfigurationError(f"participants={participants!r}: give a fraction above 0, at most 1.")
         self._of_membership: dict[str, Any] = {"gbit_per_s": gbit_per_s, "timeout_s": timeout_s}
         for name, value in {"round_s": round_s, "grace_s": grace_s, **self._of_membership}.items():
-            is_left_out = value is None and name in ("round_s", "timeout_s")
-            if not is_left_out and not (is_number(value) and value > 0):
+            if (name, value) != ("round_s", None) and not (is_number(value) and value > 0):
                 unit = "Gbit/s" if name == "gbit_per_s" else "seconds"
                 raise ConfigurationError(f"{name}={value!r}: give a number of {unit} above 0.")
         if not is_count(min_replicas):
@@ -168,17 +166,11 @@ class ElasticStrategy(Strategy):
 
     @override
     def _make_peers(self, group: dist.ProcessGroup | None) -> None:
-        model = self.lightning_module
-        assert model is not None
-        trained = filter(lambda parameter: parameter.requires_grad, model.parameters())
-        numel = sum(tensor.numel() for tensor in (*trained, *model.buffers()))
-        copies = self.method.replace(delay_steps=0).when.num_copies(keeps_start=True)  # what hides it is not sent
-        state_bytes = 4 * numel * copies * self.world_size  # each process sends it all
-        self.peers = self._worker_peers = Members(self.make_membership(state_bytes), self.ledger)
+        self.peers = self._worker_peers = Members(self.make_membership(), self.ledger)
 
-    def make_membership(self, state_bytes: int) -> Membership:
-        """Return what finds the groups, given the bytes that it sends to a new one; for other engines than torchft."""
-        return TorchftMembership(name=self.group, state_bytes=state_bytes, **self._of_membership)
+    def make_membership(self) -> Membership:
+        """Return what finds the groups; for other engines than torchft."""
+        return TorchftMembership(name=self.group, **self._of_membership)
 
     @override
     def _make_worker(self, optimizer: Optimizer, module: pl.LightningModule, buffers: Any) -> Any:
@@ -268,11 +260,16 @@ class ElasticStrategy(Strategy):
     @override
     def end_batch(self) -> None:
         super().end_batch()
-        if self._replica.wants_checkpoint:
-            self._replica.wants_checkpoint = False
+        worker = self._replica
+        if worker.has_lost_others:
             for callback in checks.callbacks_of(self.trainer, ModelCheckpoint):  # where "last" finds it
                 name = f"{callback.CHECKPOINT_NAME_LAST}{callback.FILE_EXTENSION}"
                 self.trainer.save_checkpoint(os.path.join(f"{callback.dirpath}", name))
+            raise TimeoutError(
+                f"Too few groups have come to the end of round {worker.num_averages + 1} in {worker.max_wait_s:g} s: "
+                "the others have ended the training, or are lost. If they come back later, start this group again "
+                "from its last checkpoint, with a longer ElasticStrategy(timeout=...)."
+            )
 
     @override
     def on_train_end(self) -> None:
@@ -313,15 +310,14 @@ class ElasticStrategy(Strategy):
         """
         healed, progress = worker.healed, self._step_progress
         configs = self.trainer.lr_scheduler_configs
-        step = worker.step - is_in_step
-        num_steps = worker.num_skipped
+        step, before, num_steps = worker.step - is_in_step, self._num_followed, worker.num_skipped
         if healed is not None:
             for config, state in zip(configs, healed["schedulers"], strict=True):
                 config.scheduler.load_state_dict(state)  # of the group that this one was healed from
             for group, lr in zip(worker.optimizer.param_groups, healed["lrs"], strict=True):
                 group["lr"] = lr
-            num_steps = step - healed["step"]
-        before, self._num_followed = self._num_followed, self._num_followed + num_steps
+            before, num_steps = healed["step"], step - healed["step"]
+        self._num_followed = before + num_steps
         for config in configs:
             for _ in range((before + num_steps) // config.frequency - before // config.frequency):
                 config.scheduler.step()  # type: ignore[call-arg]  # no metric

@@ -51,18 +51,19 @@ class PlainMembership:
         self.noted: list[tuple[float, float]] = []
         self.has_failed = False
         self.group: Any = None
+        self.shared: Share = dict
         store.add("alive", 1)
 
     def state_of_others(self, row: Row, settings: Settings, gives_up: GivesUp) -> None:
         """Return none: who is behind heals in its first quorum."""
 
-    def serve(self, shared: Share) -> None:
-        """Do nothing: as above."""
+    def serve(self, shared: Share | None) -> None:
+        self.shared = shared or self.shared
 
     def note(self, longest_s: float) -> None:
         self.noted.append((time.monotonic(), longest_s))
 
-    def quorum(self, row: Row, settings: Settings, shared: Share, gives_up: GivesUp) -> Quorum | None:
+    def quorum(self, row: Row, settings: Settings, gives_up: GivesUp) -> Quorum | None:
         self.num_rounds, self.num_collectives, self.has_failed = self.num_rounds + 1, 0, False
         self.group = None
         while (epoch := self._meet(row, settings, gives_up)) is None:
@@ -80,7 +81,7 @@ class PlainMembership:
         rank, latest, healed = names.index(self.name), rounds_of(dict(zip(names, rows, strict=True))), None
         if {*steps} != {latest} and rank == steps.index(latest):
             file = io.BytesIO()
-            torch.save(shared(), file)
+            torch.save(self.shared(), file)
             self.store.set(f"{epoch}/shared", file.getvalue())
         if step != latest:
             healed = torch.load(io.BytesIO(self.store.get(f"{epoch}/shared")), weights_only=True)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_lowbw.elastic import transfer
+from lightning_lowbw.elastic import torchft_membership, transfer
 from lightning_lowbw.lab import Network
 from lightning_lowbw.lab.network import INTERFACE
 from tests.elastic import members
@@ -107,7 +107,7 @@ def test_a_state_arrives_that_takes_longer_than_any_timeout_while_the_others_hav
     needs_s = size * 4 * 8 / bits_per_s
     patient = {"join_timeout_ms": 30_000, "heartbeat_timeout_ms": 10_000}
     with Network([1e9] * 3 + [bits_per_s], rtt_ms=100.0) as network, members.groups(network, **patient) as made:
-        options = {"size": size, "gbit_per_s": bits_per_s / 1e9, "timeout_s": None, "constants": constants}
+        options = {"size": size, "gbit_per_s": bits_per_s / 1e9, "constants": constants}
         options["usual"] = members.average_few
         for group in range(2):
             made.start(group, pause_s=0.5, **options)
@@ -135,8 +135,8 @@ def test_a_machine_that_vanishes_in_a_collective_costs_seconds_whatever_the_time
         cut(network, (3,), (0, 1, 2), "replace")
         cut_s = time.monotonic()
         went_on = made.committed(0, size=2, after_s=cut_s)
-        assert made.first(0, "lost", after_s=cut_s).at_s - cut_s < 2 * transfer.SILENT_S
-        assert went_on.at_s - cut_s < 5 * transfer.SILENT_S
+        assert made.first(0, "lost", after_s=cut_s).at_s - cut_s < 2 * torchft_membership.SILENT_S
+        assert went_on.at_s - cut_s < 5 * torchft_membership.SILENT_S
 
 
 QUICK = {"CONNECT_S": 2.0, "SILENT_S": 2, "PAUSE_S": 1.0}

@@ -26,7 +26,6 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset
 
 from lightning_lowbw import ConfigurationError, ElasticStrategy, LocalSGD, Strategy
-from lightning_lowbw.elastic import sync
 from lightning_lowbw.strategies import checks
 from tests.conftest import HAS_FULLY_SHARD
 from tests.elastic.plain import PlainMembership
@@ -287,8 +286,6 @@ class LosesOthers(Callback):
 
 @on_ranks(1, fresh=True)
 def test_a_survivor_saves_before_it_ends_and_goes_on_from_there(tmp_path: Path) -> None:
-    sync.SAVE_AFTER_S = 0.3
-
     def fit(path: str | None) -> Trainer:
         membership = PlainMembership(dist.HashStore(), "group 0", min_replicas=1, grace_s=0.1)
         ElasticStrategy.make_membership = lambda *_: membership

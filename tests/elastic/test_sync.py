@@ -445,41 +445,19 @@ def test_those_that_have_ended_wait_for_a_slow_one(store: dist.Store) -> None:
     assert slow.worker.num_averages == 4, "it has healed in the end"
 
 
-def test_who_finds_no_others_any_more_ends_with_an_error(store: dist.Store) -> None:
+def test_who_finds_no_others_any_more_says_so(store: dist.Store) -> None:
     """Not before its first round: groups may start hours apart."""
 
     def leaves(member: Member) -> bool:
         return member.number == 1 and member.worker.num_averages == 2
 
-    saved = []
-
-    def save(member: Member, step: int) -> None:
-        if member.worker.wants_checkpoint:
-            member.worker.wants_checkpoint = False
-            saved.append((step, member.worker.state_dict()))
-
-    first = Member(store, 0, METHODS["local_sgd"], before=save)
+    first = Member(store, 0, METHODS["local_sgd"], is_over=lambda member: member.worker.has_lost_others)
     first.worker.max_wait_s = 0.6
     late = threading.Timer(0.6, lambda: Member(store, 1, METHODS["local_sgd"], is_over=leaves).run())
     late.start()
-    with pytest.raises(TimeoutError, match="Too few groups have come to the end of round 3 in"):
-        train([first])
-    ((step, state),) = saved  # with the work that others have not had
-    assert (step, state["num_averages"], state["tokens"]) == (3 * K_STEPS, 2, TOKENS * K_STEPS)
-
-
-def test_a_long_wait_in_the_last_round_is_not_given_up(store: dist.Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As Lightning's loop, which takes no further step, in which the round would be taken again."""
-    monkeypatch.setattr(sync, "SAVE_AFTER_S", 0.6)
-
-    def dawdle(member: Member, _: int) -> None:
-        time.sleep(0.4 if member.number == 0 and member.worker.num_averages == 3 else 0.0)
-
-    ends = {"is_over": lambda member: member.worker.step >= member.last_step, "membership": {"min_replicas": 1}}
-    members = [Member(store, n, METHODS["local_sgd"], before=dawdle, **ends) for n in range(2)]
-    train(members)
-    assert_equal_anchors(members)
-    assert [member.worker.num_averages for member in members] == [4, 4]
+    train([first])
+    state = first.worker.state_dict()  # with the work that others have not had
+    assert (state["step"], state["num_averages"], state["tokens"]) == (3 * K_STEPS, 2, TOKENS * K_STEPS)
 
 
 @pytest.mark.parametrize("methods", [METHODS, HIDDEN], ids=["shown", "hidden"])
@@ -573,7 +551,7 @@ def test_who_is_not_drawn_keeps_its_work_for_the_next_round(store: dist.Store) -
     assert members[0].worker.tokens_seen + kept == 3 * 4 * K_STEPS * TOKENS
 
 
-def test_a_member_with_another_anchor_than_most_heals_and_is_told_if_it_happens_often(
+def test_a_member_with_another_anchor_than_most_heals_and_is_told(
     store: dist.Store, caplog: pytest.LogCaptureFixture
 ) -> None:
     """As when rounds have been committed by members that have then gone; often, where a processor rounds otherwise."""
@@ -587,7 +565,7 @@ def test_a_member_with_another_anchor_than_most_heals_and_is_told_if_it_happens_
     assert_equal_anchors(members)
     assert [quorum.step for quorum in members[0].there.history if quorum.healed] == [*range(1, 8)]
     assert members[0].worker.contributed == {f"group {n}": 8 for n in range(3)}
-    assert caplog.text.count("this group ('group 0') has other weights than most, for the 5th time") == 1
+    assert caplog.text.count("this group ('group 0') has other weights than most") == 7
     assert "'group 1') has other" not in caplog.text
 
 
@@ -637,7 +615,7 @@ def test_who_comes_with_other_settings_is_refused_by_name_and_the_only_incumbent
     what: str, store: dist.Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     method, options, words = SETTINGS_OF_A_JOINER[what]
-    there = {"grace_s": 0.1, "min_replicas": 1}
+    there = {"grace_s": 5.0, "min_replicas": 1}
     joiner: list[Member] = []
 
     def join(_: Member, step: int) -> None:

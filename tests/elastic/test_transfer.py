@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import pickle
 import socket
 import threading
@@ -19,7 +18,7 @@ from torch import Tensor
 from lightning_lowbw.elastic import torchft_membership, transfer
 from lightning_lowbw.elastic.membership import Row, digest_of
 from lightning_lowbw.elastic.torchft_membership import TorchftMembership
-from lightning_lowbw.elastic.transfer import StateClient, StateServer, apply_, update_
+from lightning_lowbw.elastic.transfer import RefusedError, StateClient, StateServer, apply_, update_
 from lightning_lowbw.errors import ConfigurationError, DisagreementError
 
 SETTINGS = {"method": "as here"}
@@ -29,7 +28,7 @@ LARGE = 1 << 24  # elements: more than the buffers of two sockets hold
 
 
 class Group:
-    """A group that trains: at the end of each step it serves its state, and `change` is called.
+    """A group that trains, and offers its state after each round, which `change` changes.
 
     Args:
         tensors: of the state.
@@ -39,21 +38,18 @@ class Group:
 
     def __init__(self, tensors: dict[str, Tensor], change: Callable[[], object] = bool, steps: int = 1) -> None:
         self.tensors, self.change, self.steps = tensors, change, steps
-        self.server = StateServer("donor", "127.0.0.1", 2.0)
+        self.server = StateServer("donor", "127.0.0.1")
         self.server.row, self.server.settings = Row(2, settings=digest_of(SETTINGS), run="r"), SETTINGS
-        self.rounds, self.longest_s = 3, 0.0
+        self.server.offer(self.state)
+        self.rounds = 3
         self.is_over = threading.Event()
 
     def train(self) -> None:
-        step = 0
-        while not self.is_over.wait(0.02):
-            began_s = time.monotonic()
-            self.server.answer(self.state)
-            self.longest_s = max(self.longest_s, time.monotonic() - began_s)
-            step += 1
-            if step % self.steps == 0:
-                self.change()
-                self.rounds += 1
+        while not self.is_over.wait(0.02 * self.steps):
+            self.server.offer(None)
+            self.change()
+            self.rounds += 1
+            self.server.offer(self.state)
 
     def state(self) -> dict[str, Any]:
         return {"tensors": self.tensors, "num_averages": self.rounds, "run": "r", "others": {3: (1.5, "x")}}
@@ -107,105 +103,94 @@ def test_what_has_changed_arrives_to_the_bit() -> None:
 def test_rounds_that_end_meanwhile_are_caught_up_with() -> None:
     weights = torch.zeros(LARGE)
     with training(Group({"w": weights}, lambda: weights[:100].add_(1.0), steps=3)) as group:
-        client = StateClient(group.server.address, ASKS)
-        assert client.catch_up()
-        state = client.state
+        client = StateClient()
+        state, _ = client.catch_up(group.server.address, ASKS)
         assert state["others"] == {3: (1.5, "x")}
         assert state["tensors"]["w"][:101].tolist() == [state["num_averages"] - 3.0] * 100 + [0.0]
-        first = client.fetch()
-        assert first is not None
-        assert first <= 400, "only what has changed"
-        client.close()
+        assert client.fetch(group.server.address, ASKS)[1] <= 400, "only what has changed"
 
 
 def test_who_cannot_catch_up_stops_trying() -> None:
     weights = torch.zeros(LARGE)
     with training(Group({"w": weights}, lambda: weights.add_(1.0))) as group:
-        client = StateClient(group.server.address, ASKS)
-        assert client.catch_up()
-        assert len({*client.state["tensors"]["w"][::1000].tolist()}) == 1, "of one round"
-        client.close()
+        state, is_current = StateClient().catch_up(group.server.address, ASKS)
+        assert not is_current
+        assert len({*state["tensors"]["w"][::1000].tolist()}) == 1, "of one round"
 
 
 @pytest.mark.parametrize(("name", "value"), [("settings", "other"), ("run", "other")])
 def test_who_could_not_take_part_is_given_nothing(name: str, value: str) -> None:
-    with training(Group({"w": torch.zeros(3)})) as group:
-        client = StateClient(group.server.address, {**ASKS, name: value})
-        assert not client.catch_up()
-        client.close()
-        row = Row(*client.refusal["row"])
-        assert (client.refusal["settings"], row.settings, row.run) == (SETTINGS, ASKS["settings"], "r")
+    with training(Group({"w": torch.zeros(3)}, steps=1 << 30)) as group:
+        with pytest.raises(RefusedError) as refused:
+            StateClient().catch_up(group.server.address, {**ASKS, name: value})
+        _, row, settings = refused.value.args
+        assert (settings, row.settings, row.run) == (SETTINGS, ASKS["settings"], "r")
         assert row.rounds == (3 if name == "run" else 2), "told, or completed since then"
-        own_run = StateClient(group.server.address, {**ASKS, "run": "r"})
-        assert own_run.catch_up()
-        own_run.close()
+        assert StateClient().catch_up(group.server.address, {**ASKS, "run": "r"})[1]
 
 
-def stalled(address: str, *, reads: bool = True) -> socket.socket:
-    """Ask for the state, and read only its first bytes, or none."""
+def stalled(address: str) -> socket.socket:
+    """Ask for the state, and read only its first bytes."""
     host, _, port = address.rpartition(":")
     connection = socket.create_connection((host, int(port)))
-    asks = json.dumps({**ASKS, "name": "stalled"}).encode()
-    connection.sendall(transfer._FRAME.pack(transfer.ASK, len(asks)) + asks)
-    assert not reads or connection.recv(100)
+    transfer._tell(connection, **{**ASKS, "name": "stalled"}, has="")
+    assert connection.recv(100)
     return connection
 
 
 def test_two_are_served_one_after_the_other_and_one_copy_is_kept() -> None:
     """The first one dies in the transfer."""
     with training(Group({"w": torch.ones(LARGE)})) as group:
-        first, second = stalled(group.server.address), StateClient(group.server.address, ASKS)
-        waited = threading.Thread(target=second.catch_up, daemon=True)
+        first, second, third = stalled(group.server.address), StateClient(), StateClient()
+        states: list[Any] = []
+        waited = threading.Thread(target=lambda: states.append(second.catch_up(group.server.address, ASKS)))
         waited.start()
         waited.join(1.5)
         assert waited.is_alive()
         first.close()
         waited.join(20.0)
-        assert torch.equal(second.state["tensors"]["w"], torch.ones(LARGE))
-        assert second.fetch() == 0, "nothing has changed"
-        third = StateClient(group.server.address, ASKS)
-        assert third.catch_up()
-        with pytest.raises(OSError, match=r"closed|reset|Broken"):
-            second.fetch()
-        second.close()
-        third.close()
+        assert torch.equal(states[0][0]["tensors"]["w"], torch.ones(LARGE))
+        nbytes = [client.fetch(group.server.address, ASKS)[1] for client in (second, third, third, second)]
+        assert nbytes == [0, 4 * LARGE, 0, 4 * LARGE], "nothing has changed"
 
 
-MADE: list[TorchftMembership] = []
-
-
-@pytest.fixture(autouse=True)
-def _end_connections() -> Iterator[None]:
-    yield
-    for membership in MADE:
-        membership._forget_state()
-    MADE.clear()
+def test_a_copy_is_not_kept_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transfer, "KEEP_S", 0.0)
+    group, client = Group({"w": torch.ones(9)}), StateClient()
+    client.fetch(group.server.address, ASKS)
+    assert client.fetch(group.server.address, ASKS)[1] == 0
+    time.sleep(0.1)
+    group.server.offer(group.state)
+    assert not group.server._copy
+    assert client.fetch(group.server.address, ASKS)[1] == 36
+    group.server.close(2.0)
 
 
 def a_membership() -> TorchftMembership:
     """Return one of a group that asks, without a lighthouse."""
     membership = object.__new__(TorchftMembership)
-    MADE.append(membership)
-    membership._name, membership._process, membership._fetching, membership._num_fetched = "joiner", 0, None, 0
-    membership._client = None
-    membership._told, membership._why_not, membership.min_replicas = (ROW, SETTINGS), "", 2
+    membership._name, membership._process, membership._fetching, membership._is_late = "joiner", 0, None, False
+    membership._client, membership._told, membership._why_not = StateClient(), (ROW, SETTINGS), ""
+    membership.min_replicas = 2
     membership._lighthouse = SimpleNamespace(is_closed=threading.Event(), url="here", close=bool)  # type: ignore[assignment]
     return membership
 
 
-def fetch(addresses: list[str]) -> dict[str, Any]:
-    return a_membership()._fetch(lambda: addresses, lambda _: False)
+def fetch(addresses: list[str], gives_up: Callable[[bool], bool] = lambda _: False) -> dict[str, Any]:
+    membership = a_membership()
+    return membership._fetch(lambda: membership._take(addresses), gives_up)
 
 
 def test_who_leaves_in_a_transfer_costs_its_group_nothing_and_the_next_one_is_asked() -> None:
     with training(Group({"w": torch.ones(LARGE)})) as leaves, training(Group({"w": torch.full((9,), 2.0)})) as stays:
         blocked = stalled(leaves.server.address)
-        assert leaves.longest_s < 1.0, "it trains on while the thread sends"
+        rounds = leaves.rounds
         addresses = [leaves.server.address, stays.server.address]
         found: list[Any] = []
         taking = threading.Thread(target=lambda: found.append(fetch(addresses)))
         taking.start()
         time.sleep(0.5)
+        assert leaves.rounds > rounds, "it trains on while the thread sends"
         leaves.is_over.set()
         leaves.server.close(0.1)  # as at the end of its training
         taking.join(20.0)
@@ -213,55 +198,52 @@ def test_who_leaves_in_a_transfer_costs_its_group_nothing_and_the_next_one_is_as
         assert found[0]["tensors"]["w"].tolist() == [2.0] * 9
 
 
-def test_a_transfer_that_breaks_off_changes_nothing() -> None:
-    weights = torch.zeros(LARGE)
-    with training(Group({"w": weights, "last": torch.zeros(3)}, steps=1000)) as group:
-        client = StateClient(group.server.address, ASKS)
-        client.fetch()
-        weights.add_(1.0)
-        filled = transfer._fill
-        parts: list[int] = []
+def test_a_transfer_that_breaks_off_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    weights, last = torch.zeros(9), torch.zeros(3)
+    group, client = Group({"w": weights, "last": last}), StateClient()
+    before, _ = client.fetch(group.server.address, ASKS)
+    weights.add_(1.0)
+    last.add_(1.0)
+    fill, sizes = transfer._fill, list[int]()
 
-        def breaking(connection: socket.socket, room: memoryview) -> None:
-            if len(room) > 1 << 20:
-                parts.append(len(room))
-                filled(connection, room[: 1 << 20])
-                raise ConnectionError("broken")
-            filled(connection, room)
+    def breaking(file: Any, tensor: Tensor) -> None:
+        sizes.append(tensor.numel())
+        if len(sizes) == 3:
+            raise ConnectionError("broken")
+        fill(file, tensor)
 
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(transfer, "_fill", breaking)
-            with pytest.raises(ConnectionError):
-                client.fetch()
-        assert parts
-        assert not client.state["tensors"]["w"].any()
-        client.close()
+    with monkeypatch.context() as patch:
+        patch.setattr(transfer, "_fill", breaking)
+        with pytest.raises(ConnectionError):
+            client.fetch(group.server.address, ASKS)
+    assert not any(each.any() for each in before["tensors"].values())
+    after, _ = client.fetch(group.server.address, ASKS)
+    assert all(each.all() for each in after["tensors"].values())
+    group.server.close(2.0)
 
 
-def test_a_group_that_takes_no_step_is_given_up() -> None:
-    group = Group({"w": torch.zeros(3)})  # which does not train
-    client = StateClient(group.server.address, ASKS)
+def test_a_state_that_changes_is_not_read() -> None:
+    group = Group({"w": torch.zeros(3)})
+    group.server.offer(None)
+    threading.Timer(0.5, group.server.offer, (group.state,)).start()
     began_s = time.monotonic()
-    with pytest.raises(OSError, match=r"closed|reset"):
-        client.catch_up()
-    client.close()
-    assert 1.5 < time.monotonic() - began_s < 6.0
+    StateClient().fetch(group.server.address, ASKS)
+    assert time.monotonic() - began_s > 0.5
     group.server.close(2.0)
 
 
 def test_who_closes_waits_for_a_transfer_and_not_for_who_has_the_state() -> None:
-    with training(Group({"v": torch.ones(LARGE), "w": torch.ones(LARGE)}, steps=1 << 30)) as group:
-        client = StateClient(group.server.address, ASKS)
-        taking = threading.Thread(target=client.fetch)
-        taking.start()
-        while not client.progress:
-            time.sleep(0.001)
-        began_s = time.monotonic()
-        group.server.close(20.0)
-        assert time.monotonic() - began_s < 10.0
-        taking.join()
-        client.close()
-    assert client.state["tensors"]["w"].equal(torch.ones(LARGE))
+    group, client = Group({"v": torch.ones(LARGE), "w": torch.ones(LARGE)}), StateClient()
+    states: list[Any] = []
+    taking = threading.Thread(target=lambda: states.append(client.catch_up(group.server.address, ASKS)))
+    taking.start()
+    while not group.server._turn.locked():
+        time.sleep(0.001)
+    began_s = time.monotonic()
+    group.server.close(20.0)
+    assert time.monotonic() - began_s < 10.0
+    taking.join()
+    assert states[0][0]["tensors"]["w"].equal(torch.ones(LARGE)), "also where nobody answers any more"
 
 
 def test_a_state_is_data() -> None:
@@ -273,35 +255,13 @@ def test_a_state_is_data() -> None:
         transfer.unpacked(transfer.packed({"code": test_a_state_is_data}).numpy().tobytes())
 
 
-def test_a_whole_state_is_kept_where_the_connection_is_lost_before_it_is_asked_for_again(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    group = Group({"w": torch.arange(5.0)})
-    fetch_once, served = StateClient.fetch, list[int | None]()
-
-    def fetch(client: StateClient) -> int | None:
-        if served:
-            client._socket.shutdown(socket.SHUT_RDWR)
-        served.append(fetch_once(client))
-        return served[-1]
-
-    monkeypatch.setattr(StateClient, "fetch", fetch)
-    with training(group):
-        client = StateClient(group.server.address, ASKS)
-        assert client.catch_up()
-        client.close()
-    assert client.state["tensors"]["w"].equal(torch.arange(5.0))
-
-
 def test_a_state_that_comes_is_waited_for_whatever_the_time() -> None:
     """As that of 30 minutes after which others are waited for no longer: a transfer ends by itself."""
     with training(Group({"w": torch.ones(LARGE)})) as group:
         late = lambda is_taking: not is_taking  # noqa: E731
-        membership = a_membership()
-        state = membership._fetch(lambda: [group.server.address], late)
-        assert torch.equal(state["tensors"]["w"], torch.ones(LARGE))
+        assert torch.equal(fetch([group.server.address], late)["tensors"]["w"], torch.ones(LARGE))
         with pytest.raises(RuntimeError, match="given up"):
-            membership._fetch(lambda: [group.server.address], lambda _: True)
+            fetch([group.server.address], lambda _: True)
 
 
 def joined(monkeypatch: pytest.MonkeyPatch, addresses: Callable[[], list[str]], row: Row = ROW) -> Any:
@@ -326,7 +286,7 @@ def test_who_cannot_take_the_state_tries_again_and_begins_no_second_training(mon
                 raise found
             return found
 
-        def breaking(message: bytearray) -> dict[str, Any]:
+        def breaking(message: bytes) -> dict[str, Any]:
             if broken:
                 broken.clear()
                 raise KeyError("broken")
@@ -354,34 +314,12 @@ def test_who_is_refused_ends_by_name_and_begins_no_second_training(monkeypatch: 
         assert joined(monkeypatch, there) is None, "nothing has been averaged"
 
 
-def test_a_group_that_all_wait_for_is_given_the_state_after_who_has_asked_before() -> None:
-    group = Group({"w": torch.ones(LARGE)})
-    membership = a_membership()
-    membership._server = group.server
-    early = stalled(group.server.address, reads=False)
-    time.sleep(0.5)
-    taker = StateClient(group.server.address, {**ASKS, "name": "taker"})
-    taking = threading.Thread(target=taker.fetch, daemon=True)
-    taking.start()
-    threading.Timer(1.0, early.close).start()
-    member = torchft_membership._Member("taker", "", "", Row(), 0)
-    membership._give(member, group.state)
-    taking.join(20.0)
-    assert torch.equal(taker.state["tensors"]["w"], torch.ones(LARGE))
-    taker.close()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torchft_membership, "CONNECT_S", 0.2)
-        with pytest.raises(RuntimeError, match="has not asked for the state"):
-            membership._give(member, group.state)
-    group.server.close(2.0)
-
-
 def test_who_is_ended_waits_shortly_for_a_transfer() -> None:
     with training(Group({"w": torch.ones(LARGE)})) as group:
         blocked = stalled(group.server.address)
         membership = a_membership()
         membership._server = group.server
-        membership._group, membership.timeout_s = None, 600.0
+        membership._group, membership._limit_s = None, 600.0
         began_s = time.monotonic()
         membership.close()
         assert 0.9 * torchft_membership.LEAVE_S < time.monotonic() - began_s < 2 * torchft_membership.LEAVE_S
@@ -394,9 +332,7 @@ def test_what_strangers_send_does_not_end_the_serving() -> None:
     group = Group({"w": torch.ones(3)})
     with training(group):
         host, _, port = group.server.address.rpartition(":")
-        for sent in (b"", b"GET / HTTP/1.1", b"\x00" + (2).to_bytes(8, "big") + b"[]"):
+        for sent in (b"", b"GET / HTTP/1.1\n", b"[]\n", b"{}\n"):
             with socket.create_connection((host, int(port)), 5.0) as stranger:
                 stranger.sendall(sent)
-        client = StateClient(group.server.address, ASKS)
-        assert client.catch_up()
-        client.close()
+        StateClient().catch_up(group.server.address, ASKS)
