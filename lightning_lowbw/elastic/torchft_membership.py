@@ -46,9 +46,8 @@ import zlib
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
-from dataclasses import astuple, dataclass
 from datetime import timedelta
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NamedTuple, NoReturn, TypeVar
 from urllib.parse import urlsplit
 
 import torch.distributed as dist
@@ -91,8 +90,7 @@ def timeout_s_of(state_bytes: float, gbit_per_s: float) -> float:
     return 2 * (1 + ROUND_STATES) * state_bytes * 8 / (gbit_per_s * 1e9)
 
 
-@dataclass(frozen=True)
-class _Member:
+class _Member(NamedTuple):
     """What the lighthouse tells of a member to all.
 
     Attributes:
@@ -353,8 +351,7 @@ class TorchftMembership:
         told = row._replace(unreached=[member.name for member in unreached], is_late=is_late)
         own = _Member(self._name, f"{self._address}:{self._store.port}", self._server.address, told, num_failures)
         number, members = self._lighthouse.quorum(own)
-        waited_s = time.monotonic() - self._began_s
-        return {"number": number, "members": [[*astuple(each)] for each in members], "waited_s": waited_s}
+        return {"number": number, "members": members, "waited_s": time.monotonic() - self._began_s}
 
     def _back_off(self, own: _Member, chosen: Sequence[_Member], waited_s: float) -> NoReturn:
         """Let the others go on without this group, which does not fit some of them."""
@@ -504,10 +501,11 @@ class TorchftMembership:
         if self._unreached:
             raise RuntimeError(f"no connection to {[member.label for member in self._unreached]}")
         gloo: Any = dist.ProcessGroupGloo
-        options, before = gloo._Options(), _tcp_sockets()
-        options._devices = [gloo.create_device(hostname=self._address)]
-        options._timeout = timedelta(seconds=CONNECT_S)
-        self._group = gloo(dist.PrefixStore(path, _store_at(address)), rank, len(members), options)
+        options, before, limit = gloo._Options(), _tcp_sockets(), timedelta(seconds=CONNECT_S)
+        options._devices, options._timeout = [gloo.create_device(hostname=self._address)], limit
+        host, _, port = address.rpartition(":")
+        store = dist.TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=limit)
+        self._group = gloo(dist.PrefixStore(path, store), rank, len(members), options)
         _of_group.clear()
         _of_group.update(_tcp_sockets() - before)
         for descriptor, _ in _of_group:
@@ -676,12 +674,6 @@ def _as_text(state: Mapping[str, Any]) -> str:
 def _turn_of(name: str, own_name: str) -> int:
     """Return a number in an order of others that differs between groups: they do not all take the state of one."""
     return zlib.crc32(f"{own_name} {name}".encode())
-
-
-def _store_at(address: str) -> dist.TCPStore:
-    host, _, port = address.rpartition(":")
-    limit = timedelta(seconds=CONNECT_S)
-    return dist.TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=limit)
 
 
 def _unreached(members: Sequence[_Member]) -> list[_Member]:
