@@ -64,6 +64,7 @@ CHUNK = 1 << 18  # elements that they take at a time, on all devices: with other
 END_S = 0.2  # between two last quorums
 SETTLE_S = 10.0  # of waiting for others in a hidden round, before a save or a validation
 OFTEN = 5  # rounds in which all have an inf or NaN, one after the other, are no accident
+OF_ALL = ("run", "num_averages", "tokens_seen", "contributed")  # attributes that are the same on all members
 BEHIND = 0  # what a member claims to have completed that must be healed
 
 
@@ -676,7 +677,7 @@ class ElasticSync(LocalSync):
             self._all.steps = 0
         counted = list(compress(zip(members, told, strict=True), weights))
         self.tokens_seen += sum(row.tokens for _, row in counted)
-        self.contributed |= {name: self.num_averages for name, _ in counted}
+        self.contributed = self.contributed | {name: self.num_averages for name, _ in counted}  # a new one is shared
         self._offer()
 
     # A member's own work: what has not been averaged ------------------------------------------------------------------
@@ -720,13 +721,10 @@ class ElasticSync(LocalSync):
         return {
             "tensors": self._shared_tensors(),
             "velocity": [*self._named(self.replica.velocity)],
-            "num_averages": self.num_averages,
-            "run": self.run,
+            **{name: getattr(self, name) for name in OF_ALL},
             "step": self.step,
             "steps": self._steps,
             "age_s": time.monotonic() - self._began_s,  # of the round
-            "tokens_seen": self.tokens_seen,
-            "contributed": dict(self.contributed),
             "is_new": self._is_new,
             "others": self._others,
         }
@@ -770,9 +768,9 @@ class ElasticSync(LocalSync):
         self._add_(work)
         self._sent, self._averaged, self._is_apart = None, None, False
         self._wait_from_now()
-        self.run, self.num_averages, self.step = shared["run"], shared["num_averages"], shared["step"]
-        self._all.steps, self.tokens_seen = shared["steps"], shared["tokens_seen"]
-        self.contributed, self.healed = dict(shared["contributed"]), shared["others"]
+        for name in (*OF_ALL, "step"):
+            setattr(self, name, shared[name])
+        self._all.steps, self.healed = shared["steps"], shared["others"]
         self._offer()
         log("Member %r has taken the state after round %d of run %r.", name, self.num_averages, self.run)
 
@@ -803,8 +801,7 @@ class ElasticSync(LocalSync):
         self.tokens, self.ending.step = 0.0, None  # the work is not in the model
 
     def equal_state(self) -> dict[str, Any]:
-        shared = {name: getattr(self, name) for name in ("num_averages", "tokens_seen", "contributed", "run")}
-        return {**super().equal_state(), "elastic": {**shared, "contributed": dict(self.contributed)}}
+        return {**super().equal_state(), "elastic": {name: getattr(self, name) for name in OF_ALL}}
 
     def load_equal_state(self, state: Mapping[str, Any]) -> None:
         super().load_equal_state(state)

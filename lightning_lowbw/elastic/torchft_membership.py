@@ -47,6 +47,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from typing import Any, NamedTuple, NoReturn, TypeVar
 from urllib.parse import urlsplit
 
@@ -525,15 +526,12 @@ class _Lighthouse:
 
     def __init__(self, torchft: Any, url: str) -> None:
         self.url = url
-        self._torchft = torchft
+        self._connect = partial(torchft.LighthouseClient, url, connect_timeout=timedelta(seconds=CONNECT_S))
         self._client: Any = None
         self.is_away = False  # whether no heartbeats are sent
         self.hangs_from_s = math.inf  # when this group, if nothing else is noted before, hangs
         self.is_closed = threading.Event()  # read where the state is asked for again and again
         self._heartbeats: threading.Thread | None = None
-
-    def _connected(self) -> Any:
-        return self._torchft.LighthouseClient(self.url, connect_timeout=timedelta(seconds=CONNECT_S))
 
     def quorum(self, own: _Member) -> tuple[int, list[_Member]]:
         """Wait for the next quorum; return its number and members, in the same order for all.
@@ -550,7 +548,7 @@ class _Lighthouse:
                 target=self._send_heartbeats, args=(own.name,), name="lowbw-heartbeats", daemon=True
             )
             self._heartbeats.start()
-        client = client or self._connected()
+        client = client or self._connect()
         found = client.quorum(
             replica_id=own.name,
             timeout=timedelta(seconds=WAIT_S),
@@ -621,7 +619,7 @@ class _Lighthouse:
             if self.is_away or hangs:
                 continue
             with suppress(RuntimeError, TimeoutError):
-                client, used = None, client or self._connected()
+                client, used = None, client or self._connect()
                 used.heartbeat(name, timeout=timedelta(seconds=CONNECT_S))
                 client = used
 

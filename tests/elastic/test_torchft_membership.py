@@ -126,7 +126,7 @@ def test_a_group_that_hangs_and_has_heartbeats_holds_nobody_for_long() -> None:
 
 def test_the_clock_of_hangs_is_that_of_steps() -> None:
     membership = object.__new__(TorchftMembership)
-    membership._lighthouse = _Lighthouse(None, "http://127.0.0.1:1")
+    membership._lighthouse = _Lighthouse(SimpleNamespace(LighthouseClient=bool), "http://127.0.0.1:1")
     for longest_s, expected_s in ((0.1, 60.0), (30.0, 300.0), (float("inf"), float("inf"))):
         membership.note(longest_s)
         assert membership._lighthouse.hangs_from_s == pytest.approx(time.monotonic() + expected_s, abs=2.0)
