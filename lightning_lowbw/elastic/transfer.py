@@ -41,6 +41,7 @@ _logger = logging.getLogger(LOGGER)
 
 CONNECT_S = 5.0  # to connect to the lighthouse, or to other members, who come at the same moment
 STALL_S = 20.0  # after which a connection on which nothing moves is lost
+COPY_S = 300.0  # for which an answer is waited for, before which a large state is copied, or compared
 POLL_S = 1.0
 KEEP_S = 60.0  # for which a copy is kept, of which only changes need to be sent
 CHUNK_BYTES = 1 << 18  # that are sent at a time, each within STALL_S
@@ -257,10 +258,11 @@ class StateClient:
         while True:
             with socket.create_connection((host, int(port)), CONNECT_S) as connection:
                 self.reached_s, self.progress = time.monotonic(), f"asks {address} for its state"
-                connection.settimeout(STALL_S)
+                connection.settimeout(COPY_S)
                 _tell(connection, **asks, has=self._has)
                 with connection.makefile("rb") as file:
                     answer = json.loads(file.readline(MOST_TOLD_BYTES))
+                    connection.settimeout(STALL_S)
                     if "has" in answer:
                         return self._receive(file, address, **answer)
                 if "refused" in answer:
