@@ -61,6 +61,7 @@ from lightning_lowbw.sync.status import SAVE, STOP, Status, any_of
 _logger = logging.getLogger(LOGGER)
 ANCHORS = 1 << 32  # checksums are compared modulo this
 CHUNK = 1 << 18  # elements that they take at a time, on all devices: with others they are other numbers
+EARLY_S = 0.5  # before the others one that has joined asks for its first quorum: they do not wait for it
 END_S = 0.2  # between two last quorums
 SETTLE_S = 10.0  # of waiting for others in a hidden round, before a save or a validation
 OFTEN = 5  # rounds in which all have an inf or NaN, one after the other, are no accident
@@ -272,7 +273,7 @@ class ElasticSync(LocalSync):
         self.max_wait_s = math.inf
         self.has_lost_others = False
         self.run = uuid.uuid4().hex[:12]
-        self._began_s = time.monotonic()
+        self._ends_s = math.inf  # when a round ends, if not after steps
         self._is_new = True  # whether it has been in no round yet
         self._has_faults = False  # whether local steps have left an inf or NaN
         self._is_apart = False  # whether other members of as many rounds have another anchor
@@ -282,7 +283,8 @@ class ElasticSync(LocalSync):
         self._sent: _Work | None = None
         self._averaged: _Work | None = None  # in the last round, until the next one shows that the others have it
         self._hidden: tuple[_Work, Future[Exchanged]] | None = None  # a round in the background
-        self._batch_s, self._longest_s = math.inf, 0.0  # when the last batch began; which the longest step has taken
+        self._batch_s = math.inf  # when the last batch began
+        self._step_s = self._longest_s = 0.0  # which the last step has taken, and the longest
         self._late_s = math.inf  # when this member gives up to wait for others
         if self.when.delay_steps and members.num_local_ranks > 1:
             raise ConfigurationError(
@@ -306,7 +308,7 @@ class ElasticSync(LocalSync):
         settings = self._all_settings()
         if (shared := self.membership.state_of_others(self._row(settings), settings, self._gives_up)) is not None:
             self._heal(shared, self.group)
-            self._began_s = time.monotonic() - shared["age_s"]
+            self._ends_s = time.monotonic() + shared["left_s"]
         if not self.is_complete and (shared is None or self._is_over()):
             self._take_round()
 
@@ -318,7 +320,8 @@ class ElasticSync(LocalSync):
                 "may be the first of a batch. Take one optimizer step for each batch."
             )
         self._batch = self.batch
-        self._longest_s = max(self._longest_s, time.monotonic() - self._batch_s)
+        self._step_s = max(0.0, time.monotonic() - self._batch_s)
+        self._longest_s = max(self._longest_s, self._step_s)
         self.membership.note(self._longest_s)
         self.healed, self.num_skipped, self.has_communicated = None, 0, False
         self._wait_from_now()
@@ -366,11 +369,10 @@ class ElasticSync(LocalSync):
 
     def _is_over(self) -> bool:
         """Return whether the round ends with this step; the same on all processes of the group."""
-        is_over = self.step >= self.last_step
-        if self.round_s is None:
-            return is_over or self._steps >= self.k_steps
-        is_over = is_over or time.monotonic() - self._began_s >= self.round_s
-        return self._any_in_node(is_over)[0]
+        is_over = self.step >= self.last_step or (self.round_s is None and self._steps >= self.k_steps)
+        if self._ends_s == math.inf:
+            return is_over
+        return self._any_in_node(is_over or time.monotonic() >= self._ends_s)[0]
 
     def _any_in_node(self, *flags: bool | Tensor) -> list[bool]:
         message = torch.tensor(flags, dtype=torch.float32, device=self.device)
@@ -397,8 +399,17 @@ class ElasticSync(LocalSync):
         if quorum is None:
             self._repeat_last_step()
             return False
-        self._began_s = time.monotonic()
+        self._begin_clock()
         return True
+
+    def _begin_clock(self) -> None:
+        self._ends_s = math.inf if self.round_s is None else time.monotonic() + self.round_s
+
+    @property
+    def _left_s(self) -> float:
+        """Return for how long one that joins takes steps: it has to come before the last of the others."""
+        by_steps = (self.k_steps - self._steps) * self._step_s or math.inf
+        return (by_steps if self.round_s is None else self._ends_s - time.monotonic()) - self._step_s - EARLY_S
 
     def _repeat_last_step(self) -> None:
         """Let a resume take the last step again, and the round, and not nothing."""
@@ -514,7 +525,8 @@ class ElasticSync(LocalSync):
             except BaseException as error:  # noqa: BLE001 - it is raised where the round is waited for
                 result.set_exception(error)
 
-        self._hidden, self._began_s = (work, result), time.monotonic()
+        self._hidden = work, result
+        self._begin_clock()
         self.members.members.is_hidden = True
         threading.Thread(target=run, name="lowbw-round", daemon=True).start()
 
@@ -724,7 +736,7 @@ class ElasticSync(LocalSync):
             **{name: getattr(self, name) for name in OF_ALL},
             "step": self.step,
             "steps": self._steps,
-            "age_s": time.monotonic() - self._began_s,  # of the round
+            "left_s": self._left_s,  # of the round
             "is_new": self._is_new,
             "others": self._others,
         }

@@ -571,8 +571,8 @@ class _Lighthouse:
 
     def _refuse_second(self, own: _Member) -> None:
         """Raise ConfigurationError if another group has the name and is alive; before the others hear of this one."""
-        before, began_s = self._ages(own), time.monotonic()
-        if before:
+        began_s = time.monotonic()
+        if any(age < POLL_S for age in self._ages(own)):  # of a group that is alive, or was a moment ago
             time.sleep(POLL_S)
             if any(age < time.monotonic() - began_s for age in self._ages(own)):  # heard of meanwhile
                 raise second_of(own.label)

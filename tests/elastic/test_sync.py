@@ -762,6 +762,26 @@ def test_a_group_of_two_processes_resumes_inside_a_round() -> None:
     assert all(map(torch.equal, member.parameters.values(), again.parameters.values()))
 
 
+def test_one_that_joins_comes_to_its_first_round_before_the_others() -> None:
+    """They do not wait for it, and it has begun its steps later: the time decides, and not their number."""
+    method = LocalSGD(k_steps=100, begin_step=0)
+    options = {"membership": {"min_replicas": 1, "grace_s": 0.1}, "last_step": 1000}
+    there, new = (Member(dist.HashStore(), number, method, **options) for number in range(2))
+    there.worker.join()
+    for step in range(3):
+        there.take_step(step)
+    there.worker._step_s = 0.01
+    state = there.worker.shared_state()
+    new.there.state_of_others = lambda *_: state  # type: ignore[method-assign, assignment, return-value]
+    new.worker.join()
+    num_steps = 0
+    while not new.worker.has_communicated:
+        time.sleep(0.02)
+        new.take_step(num_steps)
+        num_steps += 1
+    assert 0 < num_steps < 50, "97 are left, which take there less than a second"
+
+
 def test_an_exception_in_a_round_leaves_the_residuals(store: dist.Store) -> None:
     """A checkpoint may follow, and the weights still have the change."""
     kept: list[Tensor] = []
