@@ -29,7 +29,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
-from lightning_lowbw.kernels.tensors import Fork, device_of
+from lightning_lowbw.kernels.tensors import Fork, device_of, part
 
 Level = Literal["intra", "inter"]
 
@@ -95,7 +95,8 @@ class TrafficLedger:
     def waiting(self, device: torch.device) -> Iterator[None]:
         """Add the time of a blocking collective on tensors of `device`. Does not synchronise the host with a GPU."""
         start, started = device_of(device).timing_event(), time.perf_counter()
-        yield
+        with part("wait"):
+            yield
         if start is None:
             self.exposed_s += time.perf_counter() - started
         else:

@@ -40,7 +40,7 @@ from lightning_lowbw.compress.corrections import ErrorFeedback, KeptState, corre
 from lightning_lowbw.compress.params import Row, Rows, by_group, check_shapes
 from lightning_lowbw.errors import WITHOUT_RESIDUALS, ConfigurationError, DisagreementError, NonFiniteGradientError
 from lightning_lowbw.kernels.reference import are_not_finite
-from lightning_lowbw.kernels.tensors import as_real, copy_all_, copy_in_order_, order_of
+from lightning_lowbw.kernels.tensors import as_real, copy_all_, copy_in_order_, order_of, part
 from lightning_lowbw.schedules.schedule import Schedule
 from lightning_lowbw.sync.checks import agree_on_end, compare_batches, raise_at_other_batches
 from lightning_lowbw.sync.consensus import saved
@@ -194,6 +194,7 @@ class GradientSync(Synchronizer):
 
     # One step -------------------------------------------------------------------------------------------------------
 
+    @part("list gradients")
     @torch.no_grad()
     def list_gradients(self, *, reduced: Collection[Parameter] = ()) -> None:
         self.is_prepared = True
@@ -229,6 +230,7 @@ class GradientSync(Synchronizer):
         groups = groups_of([row.parameter.numel() for row in rows])
         return [rows[group] for group in groups] if len(groups) > 1 else []
 
+    @part("send early")
     def _send(self, rows: Sequence[Row]) -> None:
         """Send a group, whose gradients are there."""
         assert self.compressed is not None
@@ -272,6 +274,7 @@ class GradientSync(Synchronizer):
             self._checked.update(found[0])
             self._faults.add(found[1], found[0], self._describe_sum if are_known else self._describe_nonfinite)
 
+    @part("exchange")
     @torch.no_grad()
     def exchange(self, *, skip_nonfinite: bool = False, applies: bool = False) -> bool:
         """Replace this rank's gradients by those the optimizer is to step with.
@@ -465,6 +468,7 @@ class GradientSync(Synchronizer):
         mark = make_mark(self.batch, weights, requests)
         return status_message(used, fault, mark, peers.rank, peers.num_ranks, fault.device)
 
+    @part("prepare")
     def _prepare(self, *, takes_zeros: bool = False, is_late: bool = False) -> Prepared:
         """Prepare the gradients that are compressed, of those that this rank has.
 
@@ -506,6 +510,7 @@ class GradientSync(Synchronizer):
         self._is_torn = has_gradient and self._prepared.is_added
         return self._prepared
 
+    @part("apply")
     def _step_(self, mean: Mean, rows: Sequence[Row], applies: bool) -> None:
         """Apply the mean of compressed tensors.
 

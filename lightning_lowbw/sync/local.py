@@ -40,7 +40,7 @@ from lightning_lowbw.comm.peers import Peers, average_gradients_
 from lightning_lowbw.compress.payload import FLOAT_BYTES
 from lightning_lowbw.errors import ConfigurationError
 from lightning_lowbw.kernels.reference import are_not_finite
-from lightning_lowbw.kernels.tensors import Rates, as_real, download, laid_out, relative_distance
+from lightning_lowbw.kernels.tensors import Rates, as_real, download, laid_out, part, relative_distance
 from lightning_lowbw.namespaces import LOGGER
 from lightning_lowbw.schedules.every_k import FIRST_LR_DECAY, EveryK, Phase, RunningLoss, steps_before
 from lightning_lowbw.sync.buffers import wide_copies
@@ -403,6 +403,7 @@ class LocalSync(Synchronizer):
         average.faults = faults
         return average
 
+    @part("begin average")
     def begin_average(self, parameters: list[Parameter], status: Tensor, *, takes_buffers: bool) -> Average:
         """Send the signal of some parameters, and of the buffers.
 
@@ -442,6 +443,7 @@ class LocalSync(Synchronizer):
             average.changes = self.compressed.prepare(changes).send(status if is_alone else None)
         return average
 
+    @part("end average")
     def _end_average(self, fragment: Fragment) -> None:
         """Wait for the average of a fragment, and apply it: on all ranks, or on none."""
         average, num_ranks = fragment.work, self.peers.num_ranks
