@@ -55,7 +55,7 @@ class Part:
         program: in place of tests; arguments of Python.
         shards: processes that share the tests.
         needs_nccl: whether ranks share the device through NCCL, which `probe` tries.
-        sanitizer: the tool of compute-sanitizer that the program runs under; "" without.
+        sanitizers: the tools of compute-sanitizer that the program runs under, at the same time.
     """
 
     name: str
@@ -64,13 +64,14 @@ class Part:
     program: tuple[str, ...] = ()
     shards: int = 1
     needs_nccl: bool = False
-    sanitizer: str = ""
+    sanitizers: tuple[str, ...] = ()
 
     def commands(self, out: Path, device: str) -> list[list[str]]:
         """Return what is run, at the same time."""
         if self.program:
-            tool = [SANITIZER or "", "--tool", self.sanitizer, "--error-exitcode", "9"] if self.sanitizer else []
-            return [[*tool, sys.executable, *self.program, "--out", str(out / self.name), "--device", device]]
+            program = [sys.executable, *self.program, "--out", str(out / self.name), "--device", device]
+            tools = [[SANITIZER or "", "--tool", tool, "--error-exitcode", "9"] for tool in self.sanitizers]
+            return [[*tool, *program] for tool in tools or [[]]]
         options = ["-v", "-p", "no:cacheprovider", "-W", "default", "--continue-on-collection-errors", "-m", "gpu"]
         options += self.tests
         return [
@@ -80,15 +81,17 @@ class Part:
 
     def names(self) -> list[str]:
         """Return the names of the files that its processes write, without suffixes."""
+        if self.sanitizers:
+            return [*self.sanitizers]
         return [self.name] if self.shards == 1 else [f"{self.name}{each}" for each in range(self.shards)]
 
     def is_impossible(self, device: str, has_nccl: bool) -> str:
         """Return why it cannot be run here; "" where it can."""
         if self.needs_nccl and not has_nccl:
             return "the probe has found no NCCL between ranks that share a device"
-        if self.sanitizer and device == "cpu":
+        if self.sanitizers and device == "cpu":
             return "compute-sanitizer looks at a GPU"
-        if self.sanitizer and SANITIZER is None:
+        if self.sanitizers and SANITIZER is None:
             return "compute-sanitizer is not installed"
         return "pytest is not installed" if self.tests and importlib.util.find_spec("pytest") is None else ""
 
@@ -111,9 +114,8 @@ PARTS = (
     Part("memory", 30, program=(STEPS, "memory")),
     Part("speed", 75, program=("benchmarks/ops_gpu.py", "--repetitions", "10")),
     Part("profile", 20, program=(STEPS, "profile")),
-    Part("training", 80, program=(STEPS, "training")),
-    Part("memcheck", 40, program=(SELF, "--do", "kernels"), sanitizer="memcheck"),
-    Part("racecheck", 30, program=(SELF, "--do", "kernels"), sanitizer="racecheck"),
+    Part("training", 105, program=(STEPS, "training")),
+    Part("sanitizers", 45, program=(SELF, "--do", "kernels"), sanitizers=("memcheck", "racecheck")),
     Part("lightning-nccl", 80, (LIGHTNING, ELASTIC, "-k", "nccl"), shards=4, needs_nccl=True),
     Part("lightning-gloo", 90, (LIGHTNING, TRAININGS, "-k", "not nccl"), shards=4),
 )
@@ -152,7 +154,7 @@ def run(part: Part, out: Path, device: str, limit_s: float) -> Outcome:
     """Run a part, with all processes that it starts."""
     commands, started, logs = part.commands(out, device), time.monotonic(), [out / f"{n}.log" for n in part.names()]
     environment = os.environ | {"PYTHONUNBUFFERED": "1"}
-    environment |= {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"} if part.sanitizer else {}  # else it sees no borders
+    environment |= {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"} if part.sanitizers else {}  # else it sees no borders
     processes = []
     for command, path in zip(commands, logs, strict=True):
         with path.open("w") as log:
@@ -163,7 +165,7 @@ def run(part: Part, out: Path, device: str, limit_s: float) -> Outcome:
         statuses = [0 if status == NO_TESTS and part.tests else status for status in statuses]
     lines = [[line for line in log.read_text(errors="replace").splitlines() if line.strip()] for log in logs]
     ends = [each[-1] if each else "it printed nothing" for each in lines]
-    said = ends[0] if part.program else _counts(ends)
+    said = "; ".join(ends) if part.program else _counts(ends)
     seconds = round(time.monotonic() - started, 1)
     return Outcome(part.name, statuses, seconds, said, commands, [each[-20:] for each in lines])
 
@@ -337,7 +339,7 @@ def report(folders: list[Path]) -> None:
             environment = found["environment"]
             for part in found["parts"]:
                 outcome = Outcome(**part | {"commands": [], "tails": []})
-                if part["statuses"] and not (outcome.has_failed and parts[part["name"]]):
+                if part["statuses"] and not (outcome.has_failed and parts.get(part["name"])):
                     parts[part["name"]] = {"commit": folder.name, "outcome": str(outcome)}
         for kind, of_kind in rows.items():
             for path in folder.rglob(f"{kind}.json"):
@@ -354,9 +356,10 @@ def report(folders: list[Path]) -> None:
             (name, each["commit"], each["outcome"].partition(": ")[2].partition("; |")[0])
             for name, each in parts.items()
         ],
-        ("training", "commit", "method", "ms per batch", "of alone", "ms in kernels", "host, ms"): [
+        ("training", "how", "commit", "method", "ms per batch", "of alone", "ms in kernels", "host, ms"): [
             (
                 name,
+                each.get("what", "eager, a plain loop, with echoes for peers"),
                 each["commit"],
                 method,
                 median,

@@ -6,8 +6,8 @@
     python benchmarks/steps_gpu.py training   # milliseconds per batch of real trainings, beside those without peers
 
 The results are written anew after each row. A CPU (`--device cpu`) takes the steps of a tiny model: it has no waits,
-and its allocator does not count. `make gpu` runs all four. `exchange="reduce_scatter"`, whose messages differ by the
-rank they are for, has no echo.
+its allocator does not count, and layers are compiled without code. `make gpu` runs all four.
+`exchange="reduce_scatter"`, whose messages differ by the rank they are for, has no echo.
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ import json
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -29,11 +31,19 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import lightning.pytorch as pl
 import torch
+import torch.distributed as dist
+from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn import Parameter
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
+from torch.utils.data import DataLoader
 
+from benchmarks.beside_ddp.tasks import be_quiet
+from benchmarks.harness import describe_environment as describe_host
 from benchmarks.ops_gpu import (
     RESULTS,
     WIDTHS,
@@ -47,7 +57,7 @@ from benchmarks.ops_gpu import (
     step_of,
     waits_of,
 )
-from lightning_lowbw import DGC, LocalSGD, Method, PowerSGD, QuantizedGradients
+from lightning_lowbw import DGC, LocalSGD, Method, PowerSGD, QuantizedGradients, Strategy
 from lightning_lowbw.kernels.gpu import NUM_RANGES
 from lightning_lowbw.kernels.tensors import device_of
 from lightning_lowbw.presets import preset
@@ -62,6 +72,7 @@ DECODED = DECODED_BYTES * 12 / ELEMENT_BYTES  # of those that are decoded at onc
 SLACK = 1.1, 0.25  # of a formula: times, and bytes per parameter
 STATE = 16  # bytes per parameter that are there before: weight, gradient, momentum, residual
 PROFILED_STEPS = 3
+PART = "lowbw: "  # of the package's own names in a profile
 
 
 def of_messages(numel: int, *, density: float, more: float = 0.0) -> float:
@@ -210,7 +221,10 @@ def profile_rows(device: torch.device, sizes: list[str]) -> list[Callable[[], di
         on_device = [each for each in events if each.device_type == DeviceType.CUDA and each.name not in annotations]
         on_device.sort(key=lambda each: each.time_range.start)
         steps = [each.time_range for each in on_host if each.name == "the step"]
-        time_us = Counter[str]()
+        parts_us, time_us = Counter[str](), Counter[str]()
+        for each in on_host:
+            if each.name.startswith(PART):
+                parts_us[each.name.removeprefix(PART)] += each.time_range.elapsed_us()
         for each in on_device:
             time_us[short_name(each.name)] += each.time_range.elapsed_us()
         # After the one copy to the host the device has nothing to do until the host has read it.
@@ -226,6 +240,9 @@ def profile_rows(device: torch.device, sizes: list[str]) -> list[Callable[[], di
             "steps": PROFILED_STEPS,
             "launches and copies per step": round(launches / PROFILED_STEPS, 1),
             "idle us after the control message": [round(each, 1) for each in idle_us],
+            "us of the host per step by part, one in another": {
+                name: round(us / PROFILED_STEPS, 1) for name, us in parts_us.most_common()
+            },
             "us per step by kernel, with those that draw gradients": {
                 name: round(us / PROFILED_STEPS, 2) for name, us in time_us.most_common()
             },
@@ -255,80 +272,209 @@ TRAININGS = {
     **{name: CASES[name].method for name in ("dgc", "int8", "powersgd")},
     f"local SGD, k = {AVERAGED}": LocalSGD(AVERAGED, 0),
 }
+HOOKS: dict[str, Callable[[], tuple[Any, Any]]] = {
+    "torch's fp16 hook": lambda: (None, default_hooks.fp16_compress_hook),
+    "torch's PowerSGD hook, rank 2": lambda: (power_sgd_state(), powerSGD_hook.powerSGD_hook),
+}
+LOOP = "fused SGD, bfloat16 autocast, a plain loop: peers are echoes, torch's hooks in DDP among one rank of {}"
+TRAINER = "fused SGD, bf16-mixed, a Trainer with DDP among one rank of {}: peers are echoes; alone is strategy ddp"
+
+
+def power_sgd_state() -> powerSGD_hook.PowerSGDState:
+    """Return that of torch's hook with the rank of ours, which begins with the first step that may."""
+    return powerSGD_hook.PowerSGDState(process_group=None, matrix_approximation_rank=2, start_powerSGD_iter=2)
+
+
+@dataclass(frozen=True)
+class Training:
+    """A model with a batch, and what trains it: a row.
+
+    Attributes:
+        methods: beside "alone"; names of `TRAININGS` and `HOOKS`.
+        what: how it is trained, for the reader.
+        is_in_trainer: whether Lightning's loop trains it.
+    """
+
+    name: str
+    make: Callable[[], nn.Module]
+    batch: Tensor
+    targets: Tensor
+    methods: tuple[str, ...]
+    what: str
+    is_in_trainer: bool = False
+
+
+def compiled(make: Callable[[], nn.Module], device: torch.device) -> nn.Module:
+    """Return a decoder whose layers are compiled, as one."""
+    model: Any = make()
+    for layer in model.layers.layers:
+        layer.compile(backend="inductor" if device.type == "cuda" else "aot_eager")
+    return model  # type: ignore[no-any-return]
+
+
+def trainings(device: torch.device) -> list[Training]:
+    """Return what is trained, what matters most first."""
+    is_cuda = device.type == "cuda"
+    shape, num_tokens, width, num_layers = ((16, 512), 16_384, 1024, 12) if is_cuda else ((2, 8), 64, 32, 2)
+    tokens, backend = torch.randint(num_tokens, shape, device=device), "NCCL" if is_cuda else "gloo"
+    make, name = partial(Decoder, width, num_layers, num_tokens), f"decoder, {shape[0]} x {shape[1]} tokens"
+    eager, in_loop = partial(Training, name, make, tokens, tokens.flatten()), LOOP.format(backend)
+    found = [eager((*TRAININGS, *HOOKS), f"eager, {in_loop}")]
+    if importlib.util.find_spec("torchvision"):
+        from torchvision.models import resnet18, resnet50
+
+        make_resnet, num_images, size = (resnet50, 64, 224) if is_cuda else (resnet18, 2, 32)
+        images = torch.randn(num_images, 3, size, size, device=device).to(memory_format=torch.channels_last)
+        named = f"{make_resnet.__name__.replace('resnet', 'ResNet-')}, {num_images} images", make_resnet, images
+        targets = torch.randint(1000, (num_images,), device=device)
+        found.append(Training(*named, targets, ("dgc",), f"eager, {in_loop}"))
+    by_layer = partial(compiled, make, device)
+    found.append(Training(f"{name}, compiled", by_layer, tokens, tokens.flatten(), ("dgc",), f"compiled, {in_loop}"))
+    in_trainer = f"{name}, in a Trainer", make, tokens, tokens.flatten(), ("dgc", "int8")
+    return [*found, Training(*in_trainer, f"eager, {TRAINER.format(backend)}", is_in_trainer=True)]
 
 
 def training_rows(device: torch.device, sizes: list[str]) -> list[Callable[[], dict[str, Any]]]:
-    """Return what measures a batch of a training in bfloat16 autocast: forward, backward, exchange with echoes, step.
+    """Return what measures a batch of a training: forward, backward, exchange, step.
 
     The host runs ahead of the device, as in any training, until it reads the control message.
     """
-    shape, num_tokens, width, num_layers = (
-        ((16, 512), 16_384, 1024, 12) if device.type == "cuda" else ((2, 8), 64, 32, 1)
-    )
-    tokens = torch.randint(num_tokens, shape, device=device)
-    models: dict[str, tuple[Callable[[], nn.Module], Tensor, Tensor]] = {
-        f"decoder, {shape[0]} x {shape[1]} tokens": (
-            partial(Decoder, width, num_layers, num_tokens),
-            tokens,
-            tokens.flatten(),
-        )
-    }
-    if device.type == "cuda" and importlib.util.find_spec("torchvision"):
-        from torchvision.models import resnet50
+    return [partial(measure_training, training, device) for training in trainings(device)]
 
-        images = torch.randn(64, 3, 224, 224, device=device).to(memory_format=torch.channels_last)
-        models["ResNet-50, 64 images"] = resnet50, images, torch.randint(1000, (64,), device=device)
 
-    def measure(name: str) -> dict[str, Any]:
-        make, batch, targets = models[name]
-        torch.manual_seed(0)
-        model = make().to(device, memory_format=torch.channels_last)  # of parameters with four dimensions
-        ms: dict[str, list[float]] = {}
-        kernels: dict[str, Counter[str]] = {}
-        host: dict[str, dict[str, float]] = {}
-        for _ in range(2):  # in turn, so that a drift of the clock is a spread
-            for method in ("alone", *TRAININGS):
-                optimizer = SGD(model.parameters(), lr=1e-6, momentum=0.9, fused=True)
-                worker = None if method == "alone" else make_worker(TRAININGS[method], optimizer)
-                step = optimizer.step if worker is None else step_of(worker, optimizer, lambda: None)
-
-                def train(optimizer: SGD = optimizer, step: Callable[[], Any] = step) -> float:
-                    with torch.autocast(device.type, torch.bfloat16):
-                        loss = nn.functional.cross_entropy(model(batch), targets)
-                    optimizer.zero_grad()
-                    loss.backward()
-                    begun = time.perf_counter()
-                    step()
-                    return begun
-
-                ms.setdefault(method, []).extend(times_ms(train, device))
-                if method not in kernels:
-                    kernels[method] = kernels_us(train) if device.type == "cuda" else Counter()
-                    host[method] = host_ms(train, device)
+def measure_training(training: Training, device: torch.device) -> dict[str, Any]:
+    """Return the times of a training by each method, which take turns: a drift of the clock is a spread."""
+    torch.manual_seed(0)
+    model = training.make().to(device, memory_format=torch.channels_last)  # of parameters with four dimensions
+    ms: dict[str, list[float]] = {}
+    kernels: dict[str, Counter[str]] = {}
+    host: dict[str, dict[str, float]] = {}
+    with one_rank(device):
+        for turn in range(2):
+            for method in ("alone", *training.methods):
+                if training.is_in_trainer:
+                    ms.setdefault(method, []).extend(trainer_ms(training, model, method, device))
+                else:
+                    train = trained_by(method, model, training.batch, training.targets)
+                    ms.setdefault(method, []).extend(times_ms(train, device))
+                    if turn == 0:
+                        kernels[method] = kernels_us(train) if device.type == "cuda" else Counter()
+                        host[method] = host_ms(train, device)
+                    del train
                 release(device)
-        alone = median(ms["alone"])
-        more = {
-            method: Counter({k: us - kernels["alone"][k] for k, us in of.items()}) for method, of in kernels.items()
-        }
-        return {
-            "name": name,
-            "what": "a plain loop, eager, fused SGD, bfloat16 autocast, with echoes for peers",
-            "parameters": sum(each.numel() for each in model.parameters()),
-            "us per empty launch": empty_launch_us(device),
-            "ms per batch": {each: [round(median(taken), 2), round(min(taken), 2)] for each, taken in ms.items()},
-            "quartiles": {each: [round(ms, 2) for ms in quantiles(taken, n=4)] for each, taken in ms.items()},
-            "of alone": {each: round(median(taken) / alone, 3) for each, taken in ms.items()},
-            "ms of the host in a step": host,
-            "ms per batch in kernels": {each: round(us.total() / 1e3, 2) for each, us in kernels.items()},
-            "us per batch more than alone, by kernel": {
-                each: {name: round(us) for name, us in of.most_common(8)}
-                for each, of in more.items()
-                if each != "alone"
-            },
-            "failed": False,
-        }
+    alone = median(ms["alone"])
+    more = {method: Counter({k: us - kernels["alone"][k] for k, us in of.items()}) for method, of in kernels.items()}
+    return {
+        "name": training.name,
+        "what": training.what,
+        "parameters": sum(each.numel() for each in model.parameters()),
+        "us per empty launch": empty_launch_us(device),
+        "ms per batch": {each: [round(median(taken), 2), round(min(taken), 2)] for each, taken in ms.items()},
+        "quartiles": {each: [round(ms, 2) for ms in quantiles(taken, n=4)] for each, taken in ms.items()},
+        "of alone": {each: round(median(taken) / alone, 3) for each, taken in ms.items()},
+        "ms of the host in a step": host,
+        "ms per batch in kernels": {each: round(us.total() / 1e3, 2) for each, us in kernels.items()},
+        "us per batch more than alone, by kernel": {
+            each: {name: round(us) for name, us in of.most_common(8)} for each, of in more.items() if each != "alone"
+        },
+        "failed": False,
+    }
 
-    return [partial(measure, name) for name in models]
+
+@contextmanager
+def one_rank(device: torch.device) -> Iterator[None]:
+    """Have a process group of this process alone, which torch's hooks and a Trainer want."""
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def trained_by(method: str, model: nn.Module, batch: Tensor, targets: Tensor) -> Callable[[], float]:
+    """Return a batch of a plain loop, and in it when backward has ended."""
+    if method in HOOKS:
+        ids = [batch.device.index or 0] if batch.device.type == "cuda" else None
+        model = DistributedDataParallel(deepcopy(model), device_ids=ids)
+        model.register_comm_hook(*HOOKS[method]())
+    optimizer = SGD(model.parameters(), lr=1e-6, momentum=0.9, fused=True)
+    step: Callable[[], Any] = optimizer.step
+    if method in TRAININGS:
+        step = step_of(make_worker(TRAININGS[method], optimizer), optimizer, lambda: None)
+
+    def train() -> float:
+        with torch.autocast(batch.device.type, torch.bfloat16):
+            loss = nn.functional.cross_entropy(model(batch), targets)
+        optimizer.zero_grad()
+        loss.backward()
+        begun = time.perf_counter()
+        step()
+        return begun
+
+    return train
+
+
+class Scored(pl.LightningModule):
+    """The same for a Trainer."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        return nn.functional.cross_entropy(self.model(batch[0]), batch[1])
+
+    def configure_optimizers(self) -> SGD:
+        return SGD(self.parameters(), lr=1e-6, momentum=0.9, fused=True)
+
+
+class Echoed(Strategy):
+    """A strategy of one rank whose peers are echoes of it."""
+
+    def _make_peers(self, group: dist.ProcessGroup | None) -> None:
+        self.peers = self._worker_peers = echo(NUM_RANKS)
+
+
+class Clock(pl.Callback):
+    """Takes the time before the batches of each run, and when the last have ended."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.seconds = device, list[float]()
+        self.untimed, self.runs, self.batches = BATCHES[device.type]
+
+    @property
+    def num_batches(self) -> int:
+        return self.untimed + self.runs * self.batches
+
+    def on_train_batch_start(self, trainer: pl.Trainer, module: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx >= self.untimed and (batch_idx - self.untimed) % self.batches == 0:
+            self.on_train_end()
+
+    def on_train_end(self, *_: Any) -> None:
+        synchronize(self.device)
+        self.seconds.append(time.perf_counter())
+
+
+def trainer_ms(training: Training, model: nn.Module, method: str, device: torch.device) -> list[float]:
+    """Return what `times_ms` does, of the batches of a Trainer."""
+    be_quiet()
+    clock = Clock(device)
+    trainer = pl.Trainer(
+        accelerator="gpu" if device.type == "cuda" else "cpu",
+        devices=1,
+        strategy=DDPStrategy() if method == "alone" else Echoed(TRAININGS[method]),
+        precision="bf16-mixed",
+        max_epochs=1,
+        callbacks=[clock],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    batches = DataLoader([(training.batch, training.targets)] * clock.num_batches, batch_size=None)  # type: ignore[arg-type]
+    trainer.fit(Scored(model), batches)
+    return [1e3 * (after - before) / clock.batches for before, after in pairwise(clock.seconds)]
 
 
 def host_ms(train: Callable[[], float], device: torch.device) -> dict[str, float]:
@@ -395,20 +541,27 @@ def short_name(kernel: str) -> str:
     return kernel[:100]
 
 
+# Untimed, runs, and the batches of a run; in two turns of each method, together more than a hundred on a GPU.
+BATCHES = {"cuda": (8, 7, AVERAGED), "cpu": (4, 2, 2)}
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
 def times_ms(train: Callable[[], Any], device: torch.device) -> list[float]:
     """Return the milliseconds per batch of some runs of batches, between which the host waits for the device."""
-    untimed, runs, batches = (16, 7, AVERAGED) if device.type == "cuda" else (4, 2, 2)
+    untimed, runs, batches = BATCHES[device.type]
     for _ in range(untimed):
         train()
     found = []
     for _ in range(runs):
-        if device.type == "cuda":
-            torch.cuda.synchronize()
+        synchronize(device)
         started = time.perf_counter()
         for _ in range(batches):
             train()
-        if device.type == "cuda":
-            torch.cuda.synchronize()
+        synchronize(device)
         found.append(1e3 * (time.perf_counter() - started) / batches)
     return found
 
@@ -425,7 +578,8 @@ def main() -> None:
     options = parser.parse_args()
     device = torch.device(options.device)
     prepare(device)
-    results: dict[str, Any] = {"environment": describe_environment(device), "rows": []}
+    environment = {**describe_environment(device), "cpu": describe_host(None)["cpu"]}
+    results: dict[str, Any] = {"environment": environment, "rows": []}
     for measure in KINDS[options.kind](device, [size for size in sizes_for(device) if size != "25M"]):
         results["rows"].append(measure())
         print(json.dumps(results["rows"][-1]), flush=True)

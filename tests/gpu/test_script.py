@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -12,13 +13,11 @@ import pytest
 
 from benchmarks import gpu, steps_gpu
 from benchmarks.gpu import PARTS, ROOT, Part
-from lightning_lowbw.sync import gradient
-from lightning_lowbw.sync.status import Status
 
 
 def test_each_part_is_written_down(tmp_path: Path) -> None:
     """Tests, and what a CPU has not; `benchmarks/gpu.py --device cpu` runs all parts, in some minutes."""
-    names = ["streams", "memcheck"]
+    names = ["streams", "sanitizers"]
     command = [sys.executable, "benchmarks/gpu.py", "--device", "cpu", "--parts", *names, "--out", str(tmp_path)]
     said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
     ends = "passed in", "not possible here"
@@ -47,14 +46,18 @@ def test_a_part_that_hangs_is_ended_with_what_it_has_started(tmp_path: Path, mon
 
 
 @pytest.mark.parametrize("kind", steps_gpu.KINDS)
-def test_steps_of_all_methods(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for owner, name in ((Status, "read"), (gradient, "CHECK_EVERY_STEPS")):  # replaced by the program
-        monkeypatch.setattr(owner, name, getattr(owner, name))
-    monkeypatch.setattr(sys, "argv", ["steps_gpu.py", kind, "--device", "cpu", "--out", str(tmp_path / kind)])
-    steps_gpu.main()
+def test_steps_of_all_methods(kind: str, tmp_path: Path) -> None:
+    command = [sys.executable, "benchmarks/steps_gpu.py", kind, "--device", "cpu", "--out", str(tmp_path / kind)]
+    ended = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}
+    )
+    assert ended.returncode == 0, ended.stderr
     rows = json.loads((tmp_path / f"{kind}.json").read_text())["rows"]
     assert rows
     assert not any(row["failed"] for row in rows)
+    if kind == "profile":
+        parts = rows[0]["us of the host per step by part, one in another"]
+        assert {"list gradients", "exchange", "prepare", "wait", "apply"} <= {*parts}
 
 
 def test_all_parts_but_the_last_fit_into_their_time() -> None:
