@@ -102,7 +102,7 @@ class CommunicationHook:
         # Optimizers in different phases, as when one steps less often, reduce their own gradients before they step.
         reductions = {self._reduction_of(worker) for worker in workers} or {"all"}
         self.reduction = reductions.pop() if len(reductions) == 1 else None
-        is_learning = bool(ddp.static_graph) and (self._is_manual or not self._has_reduced)
+        is_learning = bool(ddp.static_graph) and not self._has_reduced
         ddp.require_backward_grad_sync = is_learning or self.reduction is not None
         self._intercept_if_needed()
 

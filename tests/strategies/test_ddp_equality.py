@@ -99,7 +99,8 @@ class Counter(pl.Callback):
         assert [count > 0 for count in self.counts] == self.are_dense
 
 
-@pytest.mark.parametrize(("make_module", "options"), [(Tiny, {}), (ManualTiny, {}), (Tiny, {"static_graph": True})])
+@pytest.mark.parametrize("options", [{}, {"static_graph": True}])
+@pytest.mark.parametrize("make_module", [Tiny, ManualTiny])
 @on_ranks(2)
 def test_in_sparse_steps_no_bucket_is_filled(make_module: Callable[[], Tiny], options: Any) -> None:
     """Each would cost a copy of the gradient, and nothing is reduced."""
