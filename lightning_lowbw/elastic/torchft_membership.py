@@ -110,13 +110,17 @@ class _Member(NamedTuple):
 
     @property
     def label(self) -> str:
-        """The name that the group keeps when it restarts."""
-        return self.name.rpartition(":")[0]
+        return label_of(self.name)
 
     def fits(self, other: _Member) -> bool:
         """Whether both can be in one round: they reach one another, and have not one name."""
         is_broken = other.name in self.row.unreached or self.name in other.row.unreached
         return not is_broken and self.label != other.label
+
+
+def label_of(name: str) -> str:
+    """Return the name that a group keeps when it restarts, by the one that it has up to then."""
+    return name.rpartition(":")[0]
 
 
 def connected(members: Sequence[_Member]) -> list[_Member]:
@@ -190,7 +194,7 @@ class TorchftMembership:
         self._told: tuple[Row, Settings] = Row(), {}  # as of `quorum`
         self._fetching: Future[dict[str, Any]] | None = None  # goes on where it is not waited for any more
         if self._process == 0:
-            self._server = StateServer(self._name.rpartition(":")[0], self._address)
+            self._server = StateServer(label_of(self._name), self._address)
             listener = socket.create_server((self._address, 0))  # not at other addresses of the host
             port = listener.getsockname()[1]
             options: dict[str, Any] = {"is_master": True, "wait_for_workers": False}
@@ -571,29 +575,29 @@ class _Lighthouse:
 
     def _refuse_second(self, own: _Member) -> None:
         """Raise ConfigurationError if another group has the name and is alive; before the others hear of this one."""
+
+        def ages() -> list[float]:
+            return [age for name, age in self._page()[1].items() if label_of(name) == own.label and name != own.name]
+
         began_s = time.monotonic()
-        if any(age < POLL_S for age in self._ages(own)):  # of a group that is alive, or was a moment ago
+        if any(age < POLL_S for age in ages()):  # of a group that is alive, or was a moment ago
             time.sleep(POLL_S)
-            if any(age < time.monotonic() - began_s for age in self._ages(own)):  # heard of meanwhile
+            if any(age < time.monotonic() - began_s for age in ages()):  # heard of meanwhile
                 raise second_of(own.label)
 
-    def _page(self) -> str:
-        """Return the lighthouse's page.
+    def _page(self) -> tuple[str, dict[str, float]]:
+        """Return the lighthouse's page, and by that the seconds since the last heartbeat of each member.
 
         Raises:
             OSError: it cannot be read.
         """
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
         try:
-            with opener.open(f"{self.url}/status", timeout=CONNECT_S) as page:
-                return html.unescape(page.read().decode())
+            with opener.open(f"{self.url}/status", timeout=CONNECT_S) as answer:
+                page = html.unescape(answer.read().decode())
         except http.client.HTTPException as error:
             raise OSError(f"{self.url}: {error}") from error
-
-    def _ages(self, own: _Member) -> list[float]:
-        """Return the seconds since the last heartbeats of other groups of this name."""
-        line = rf"(?m)^ *(?!{re.escape(own.name)}:){re.escape(own.label)}:[-0-9a-f]+: seen ([0-9.]+)s ago"
-        return [float(age) for age in re.findall(line, self._page())]
+        return page, {name: float(age) for name, age in re.findall(r"(?m)^ *(\S.*): seen ([0-9.]+)s ago", page)}
 
     def addresses(self, own_name: str) -> list[str]:
         """Return where the states of other members of the last round are served that are alive; with most rounds first.
@@ -601,9 +605,8 @@ class _Lighthouse:
         Raises:
             OSError: the page cannot be read.
         """
-        page = self._page()
+        page, ages = self._page()
         members = re.findall(r"<b>(.*)</b> <br/>\s*Step: ([0-9]+) <br/>\s*Manager: (\S+) <br/>", page)
-        ages = {name: float(age) for name, age in re.findall(r"(?m)^ *(\S.*): seen ([0-9.]+)s ago", page)}
         alive = {name: each for name, *each in members if name != own_name and ages.get(name, GONE_S) < CONNECT_S}
         in_turn = sorted(alive, key=lambda name: (-int(alive[name][0]), _turn_of(name, own_name)))
         return [alive[name][1] for name in in_turn]
