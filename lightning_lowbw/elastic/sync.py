@@ -325,10 +325,10 @@ class ElasticSync(LocalSync):
         self.membership.note(self._longest_s)
         self.healed, self.num_skipped, self.has_communicated = None, 0, False
         self._wait_from_now()
-        has_ended = True
-        if self._hidden is not None and (self._steps >= self.when.delay_steps or self._is_over()):
-            has_ended = self._end_hidden()
-        if has_ended and not self.is_complete and self._is_over():
+        is_due = self._hidden is not None and (self._steps >= self.when.delay_steps or self._is_over())
+        if is_due and not self._end_hidden():  # others have not come
+            return True
+        if not self.is_complete and self._is_over():
             self.has_communicated = True
             self.tokens = self.tokens or float(self._steps)  # where nobody counts them
             if self.when.delay_steps and self.step < self.last_step:
