@@ -43,9 +43,9 @@ import time
 import urllib.request
 import uuid
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
 from typing import Any, NamedTuple, NoReturn, TypeVar
@@ -67,7 +67,7 @@ LIGHTHOUSE = "TORCHFT_LIGHTHOUSE"  # torchft's own variable: the lighthouse's ad
 HEARTBEAT_S = 0.25  # between two; the lighthouse takes a member for dead after 5 s, if not started otherwise
 HANG_STEPS, HANG_S = 10, 60.0  # a group without a batch for ten times its longest step, and a minute, hangs
 LEAVE_S = 5.0  # for which who is ended waits for a transfer that is in progress
-SILENT_S = 6  # after which a connection of the group is lost: nothing confirms what was sent, or takes it
+SILENT_S = 6  # after which a member of the group is lost: nothing confirms what was sent, or takes it, or no heartbeat
 WAIT_S = 75.0  # of one request for a quorum. In the lighthouse each begins anew to wait for others, by default 60 s.
 OPEN_PORTS = "Open all ports between all groups: give address=..., or a VPN where one is behind NAT."
 OWN_DATA = frozenset({"row", "failures"})  # of a member: what torchft has no field for
@@ -270,12 +270,35 @@ class TorchftMembership:
             raise RuntimeError("This round has failed.")
         try:
             self._lighthouse.hangs_from_s = time.monotonic() + self._limit_s + HANG_S
-            return fn(self._group)
+            with self._watching():
+                return fn(self._group)
         except Exception:
             self._fail()
             raise
         finally:
             self.note(self._longest_s)
+
+    @contextmanager
+    def _watching(self) -> Iterator[None]:
+        """Let a collective fail when a member is silent: one that is stopped keeps its connections."""
+        has_ended, others = threading.Event(), [name for name, _ in self._key if name != self._name]
+
+        def watch() -> None:
+            while not has_ended.wait(POLL_S):
+                with suppress(OSError):
+                    ages = self._lighthouse.page()[1]
+                    is_heard = ages.get(self._name, math.inf) < POLL_S
+                    silent = [name for name in others if ages.get(name, 0.0) > SILENT_S]
+                    if is_heard and silent and not has_ended.is_set():
+                        _logger.warning("Lost: %s. The lighthouse hears nothing for %d s.", ", ".join(silent), SILENT_S)
+                        _shut_down()
+                        return
+
+        threading.Thread(target=watch, name="lowbw-watch", daemon=True).start()
+        try:
+            yield
+        finally:
+            has_ended.set()
 
     def commit(self, is_ok: bool = True) -> bool:
         """See `Membership`.
@@ -577,7 +600,7 @@ class _Lighthouse:
         """Raise ConfigurationError if another group has the name and is alive; before the others hear of this one."""
 
         def ages() -> list[float]:
-            return [age for name, age in self._page()[1].items() if label_of(name) == own.label and name != own.name]
+            return [age for name, age in self.page()[1].items() if label_of(name) == own.label and name != own.name]
 
         began_s = time.monotonic()
         if any(age < POLL_S for age in ages()):  # of a group that is alive, or was a moment ago
@@ -585,7 +608,7 @@ class _Lighthouse:
             if any(age < time.monotonic() - began_s for age in ages()):  # heard of meanwhile
                 raise second_of(own.label)
 
-    def _page(self) -> tuple[str, dict[str, float]]:
+    def page(self) -> tuple[str, dict[str, float]]:
         """Return the lighthouse's page, and by that the seconds since the last heartbeat of each member.
 
         Raises:
@@ -605,7 +628,7 @@ class _Lighthouse:
         Raises:
             OSError: the page cannot be read.
         """
-        page, ages = self._page()
+        page, ages = self.page()
         members = re.findall(r"<b>(.*)</b> <br/>\s*Step: ([0-9]+) <br/>\s*Manager: (\S+) <br/>", page)
         alive = {name: each for name, *each in members if name != own_name and ages.get(name, GONE_S) < CONNECT_S}
         in_turn = sorted(alive, key=lambda name: (-int(alive[name][0]), _turn_of(name, own_name)))
@@ -719,6 +742,14 @@ def _watch(descriptor: int) -> None:
         settings = {"TCP_KEEPIDLE": SILENT_S // 2, "TCP_KEEPINTVL": 1, "TCP_KEEPCNT": SILENT_S // 2}
         for name, value in {**settings, "TCP_USER_TIMEOUT": 1000 * SILENT_S}.items():
             connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+
+def _shut_down() -> None:
+    """End the connections of the group, on both sides; who waits on one gets an error."""
+    for descriptor, _ in _of_group & _tcp_sockets():
+        with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
+            connection.getpeername()  # not that at which gloo listens: it would end the process
+            connection.shutdown(socket.SHUT_RDWR)
 
 
 def _close_in_child() -> None:

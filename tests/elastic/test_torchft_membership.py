@@ -168,6 +168,20 @@ def test_who_hangs_in_a_collective_costs_the_timeout_and_is_healed() -> None:
         assert made.committed(0, new.step).value[0] == new.value[0]
 
 
+def test_who_is_stopped_in_a_collective_is_lost_long_before_the_timeout() -> None:
+    options = {"constants": {"SILENT_S": 2}, "timeout_s": 100.0}
+    with members.groups(min_replicas=2) as made:
+        for group in range(2):
+            made.start(group, **options)
+        made.committed(1, size=2)
+        made.start(2, **options, act=members.stop_in_the_middle, act_in=2)
+        lost = made.first(0, "lost")
+        assert lost.at_s - made.committed(2, lost.step).at_s < LONG_S / 2
+        made.committed(0, size=2, after_s=lost.at_s)
+        made.signal(2, signal.SIGCONT)
+        made.committed(2, size=3, after_s=lost.at_s)
+
+
 def test_who_comes_late_to_a_collective_is_not_taken_for_lost() -> None:
     options = {"constants": {"SILENT_S": 2}, "timeout_s": LONG_S}
     with members.groups(min_replicas=2) as made:
