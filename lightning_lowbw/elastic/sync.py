@@ -308,7 +308,6 @@ class ElasticSync(LocalSync):
         settings = self._all_settings()
         if (shared := self.membership.state_of_others(self._row(settings), settings, self._gives_up)) is not None:
             self._heal(shared, self.group)
-            self._ends_s = time.monotonic() + shared["left_s"]
         if not self.is_complete and (shared is None or self._is_over()):
             self._take_round()
 
@@ -399,7 +398,6 @@ class ElasticSync(LocalSync):
         if quorum is None:
             self._repeat_last_step()
             return False
-        self._begin_clock()
         return True
 
     def _begin_clock(self) -> None:
@@ -447,7 +445,8 @@ class ElasticSync(LocalSync):
         if not quorum.is_for_round:  # who has healed tells other numbers now
             self._wait_for_members()
             self.membership.commit(not self.is_complete)  # for which the others do not wait
-            return self.is_complete
+            is_alone = len(quorum.members) == 1  # it goes on in the middle of the others' round
+            return self.is_complete or (is_alone and not self._is_over())
         if not self._weights_of(quorum):
             self._wait_for_members()
             if self._any_in_node(members.has_failed)[0]:  # the rows may be those of a request that was given up
@@ -455,7 +454,9 @@ class ElasticSync(LocalSync):
                 return False
             self._compare(quorum)
         work, lr = self._begin(), self._lr
-        return self._conclude(work, lambda: self._exchange(quorum, work, lr))[0]
+        counts, _ = self._conclude(work, lambda: self._exchange(quorum, work, lr))
+        self._begin_clock()
+        return counts
 
     def _begin(self) -> _Work:
         """Begin a round with the work that there is; steps that follow are those of the next one."""
@@ -780,6 +781,7 @@ class ElasticSync(LocalSync):
         self._add_(work)
         self._sent, self._averaged, self._is_apart = None, None, False
         self._wait_from_now()
+        self._ends_s = time.monotonic() + shared["left_s"]
         for name in (*OF_ALL, "step"):
             setattr(self, name, shared[name])
         self._all.steps, self.healed = shared["steps"], shared["others"]

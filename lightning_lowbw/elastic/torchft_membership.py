@@ -68,7 +68,9 @@ HEARTBEAT_S = 0.25  # between two; the lighthouse takes a member for dead after 
 HANG_STEPS, HANG_S = 10, 60.0  # a group without a batch for ten times its longest step, and a minute, hangs
 LEAVE_S = 5.0  # for which who is ended waits for a transfer that is in progress
 SILENT_S = 6  # after which a member of the group is lost: nothing confirms what was sent, or takes it, or no heartbeat
-WAIT_S = 75.0  # of one request for a quorum. In the lighthouse each begins anew to wait for others, by default 60 s.
+# Of a request for a quorum, longer than the join timeout; and of the next ones. With each the lighthouse begins anew to
+# wait for others: who has waited for long would leave none of them the time to come.
+WAIT_S, RENEW_S = 12.0, 5.0
 OPEN_PORTS = "Open all ports between all groups: give address=..., or a VPN where one is behind NAT."
 OWN_DATA = frozenset({"row", "failures"})  # of a member: what torchft has no field for
 RETRY_S, WARN_S = 0.5, 60.0
@@ -378,7 +380,7 @@ class TorchftMembership:
         is_late = self._is_late and not self._fetching
         told = row._replace(unreached=[member.name for member in unreached], is_late=is_late)
         own = _Member(self._name, f"{self._address}:{self._store.port}", self._server.address, told, num_failures)
-        number, members = self._lighthouse.quorum(own)
+        number, members = self._lighthouse.quorum(own, lambda: num_failures == self._num_failures)
         return {"number": number, "members": members, "waited_s": time.monotonic() - self._began_s}
 
     def _back_off(self, own: _Member, chosen: Sequence[_Member], waited_s: float) -> NoReturn:
@@ -511,6 +513,7 @@ class TorchftMembership:
                 failed.append(f"{address}: {error!r}")
             else:
                 self._is_late = not is_current
+                self._lighthouse.appear(self._name)  # it is in their next round
                 return state
         raise OSError("; ".join(failed)) if failed else RuntimeError("no other group has completed a round")
 
@@ -560,30 +563,51 @@ class _Lighthouse:
         self.is_closed = threading.Event()  # read where the state is asked for again and again
         self._heartbeats: threading.Thread | None = None
 
-    def quorum(self, own: _Member) -> tuple[int, list[_Member]]:
+    def appear(self, name: str) -> None:
+        """Send heartbeats from now on: the others wait for this member in a round.
+
+        Raises:
+            ConfigurationError: another group has its name.
+            OSError: the page cannot be read.
+        """
+        self.is_away = False
+        if self._heartbeats is None:
+            self._refuse_second(name)
+            self._heartbeats = threading.Thread(
+                target=self._send_heartbeats, args=(name,), name="lowbw-heartbeats", daemon=True
+            )
+            self._heartbeats.start()
+
+    def quorum(self, own: _Member, is_asked: Callable[[], bool]) -> tuple[int, list[_Member]]:
         """Wait for the next quorum; return its number and members, in the same order for all.
+
+        Args:
+            own: this member.
+            is_asked: returns whether it is still waited for.
 
         Raises:
             ConfigurationError: others have the name of this one, or other programs.
             RuntimeError, TimeoutError: there is none yet.
         """
-        self.is_away = False
+        self.appear(own.name)
         client, self._client = self._client, None
-        if self._heartbeats is None:  # not before this member can come to a round
-            self._refuse_second(own)
-            self._heartbeats = threading.Thread(
-                target=self._send_heartbeats, args=(own.name,), name="lowbw-heartbeats", daemon=True
-            )
-            self._heartbeats.start()
         client = client or self._connect()
-        found = client.quorum(
+        ask = partial(
+            client.quorum,
             replica_id=own.name,
-            timeout=timedelta(seconds=WAIT_S),
             address=own.state,
             store_address=own.store,
             step=own.row.rounds,  # for the lighthouse's page
             data={"row": list(own.row), "failures": own.failures},
         )
+        wait_s, found = WAIT_S, None
+        while found is None:
+            try:
+                found = ask(timeout=timedelta(seconds=wait_s))
+            except TimeoutError:
+                if not is_asked():
+                    raise
+                wait_s = RENEW_S
         self._client = client
         members = [member for each in found.participants if (member := _member_of(each)) is not None]
         others = {each.replica_id for each in found.participants}.difference(member.name for member in members)
@@ -596,17 +620,19 @@ class _Lighthouse:
             raise RuntimeError("the lighthouse has answered an older request of this group")
         return found.quorum_id, sorted(members, key=lambda member: member.name)
 
-    def _refuse_second(self, own: _Member) -> None:
+    def _refuse_second(self, own_name: str) -> None:
         """Raise ConfigurationError if another group has the name and is alive; before the others hear of this one."""
 
         def ages() -> list[float]:
-            return [age for name, age in self.page()[1].items() if label_of(name) == own.label and name != own.name]
+            return [
+                age for name, age in self.page()[1].items() if label_of(name) == label_of(own_name) and name != own_name
+            ]
 
         began_s = time.monotonic()
         if any(age < POLL_S for age in ages()):  # of a group that is alive, or was a moment ago
             time.sleep(POLL_S)
             if any(age < time.monotonic() - began_s for age in ages()):  # heard of meanwhile
-                raise second_of(own.label)
+                raise second_of(label_of(own_name))
 
     def page(self) -> tuple[str, dict[str, float]]:
         """Return the lighthouse's page, and by that the seconds since the last heartbeat of each member.

@@ -259,6 +259,28 @@ def test_steps_go_on_while_a_round_is_exchanged(store: dist.Store) -> None:
     assert members[0].worker.peers.ledger.exposed_s < 2.0
 
 
+def test_who_has_taken_the_state_goes_on_in_the_middle_of_the_round_of_the_others(store: dist.Store) -> None:
+    donor, member = (Member(store, number, METHODS["local_sgd"]) for number in range(2))
+    donor.worker.begin_local()
+    donor.worker.num_averages = donor.worker.step = 5
+    shared = {**donor.worker.shared_state(), "steps": K_STEPS - 1}
+    asked: list[int] = []
+
+    def quorum(row: Row, *_: Any) -> Quorum:
+        asked.append(row.rounds)
+        if len(asked) == 2:
+            raise KilledError
+        return Quorum(5, 0, ("group 1",), shared)
+
+    member.worker.membership.quorum = quorum  # type: ignore[method-assign]
+    member.worker.join()
+    assert asked == [0]
+    assert member.worker.num_averages == 5
+    with pytest.raises(KilledError):
+        member.take_step(0)  # the last one of that round
+    assert asked == [0, 5]
+
+
 @pytest.mark.parametrize("has_come", [True, False])
 def test_a_state_that_is_saved_while_a_round_is_hidden_has_all_work_once(
     has_come: bool, store: dist.Store, monkeypatch: pytest.MonkeyPatch

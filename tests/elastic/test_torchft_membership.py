@@ -182,6 +182,22 @@ def test_who_is_stopped_in_a_collective_is_lost_long_before_the_timeout() -> Non
         made.committed(2, size=3, after_s=lost.at_s)
 
 
+def test_who_has_waited_for_long_lets_the_others_have_their_time_to_come() -> None:
+    """The lighthouse would count the join timeout from its request on, and leave out who comes as the last one."""
+    options = {"constants": {"WAIT_S": 1.2, "RENEW_S": 0.3}, "min_replicas": 1}
+    with members.groups(min_replicas=1, join_timeout_ms=1000) as made:
+        for group, pause_s in ((0, 3.0), (1, 3.5)):  # the second one is late in each round, by less than the timeout
+            made.start(group, pause_s=pause_s, **options)
+        made.start(2, pause_s=3.0, **options)
+        both = made.committed(0, size=3)
+        stopped_s = made.signal(2, signal.SIGSTOP)
+        without = made.committed(0, size=2, after_s=max(stopped_s, both.at_s))
+        made.signal(2, signal.SIGCONT)  # it comes soon after a round, and waits for the next one
+        made.committed(0, size=3, after_s=without.at_s)
+        sizes = [len(event.members) for event in made.events if event.kind == "committed" and event.at_s > both.at_s]
+    assert min(sizes) == 2
+
+
 def test_who_comes_late_to_a_collective_is_not_taken_for_lost() -> None:
     options = {"constants": {"SILENT_S": 2}, "timeout_s": LONG_S}
     with members.groups(min_replicas=2) as made:
@@ -367,9 +383,9 @@ def test_an_answer_to_an_older_request_is_not_taken() -> None:
     lighthouse.is_closed.set()  # no heartbeats
     lighthouse._refuse_second = lambda _: None  # type: ignore[method-assign]
     with pytest.raises(RuntimeError, match="an older request"):
-        lighthouse.quorum(own)
+        lighthouse.quorum(own, lambda: True)
     data["failures"] = own.failures
-    _, (member,) = lighthouse.quorum(own)
+    _, (member,) = lighthouse.quorum(own, lambda: True)
     assert member.row == older
     lighthouse.close()
 
