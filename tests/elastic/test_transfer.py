@@ -172,7 +172,8 @@ def a_membership() -> TorchftMembership:
     membership._name, membership._process, membership._fetching, membership._is_late = "joiner", 0, None, False
     membership._client, membership._told, membership._why_not = StateClient(), (ROW, SETTINGS), ""
     membership.min_replicas = 2
-    membership._lighthouse = SimpleNamespace(is_closed=threading.Event(), url="here", close=bool)  # type: ignore[assignment]
+    lighthouse = SimpleNamespace(is_closed=threading.Event(), url="here", close=bool, appear=bool)
+    membership._lighthouse = lighthouse  # type: ignore[assignment]
     return membership
 
 
