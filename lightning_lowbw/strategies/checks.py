@@ -213,7 +213,7 @@ def check_model(module: torch.nn.Module, compares_weights: bool = False, takes_s
 
 
 def check_optimizers(optimizers: Sequence[Optimizer], named_parameters: Iterable[tuple[str, Tensor]]) -> None:
-    """Check that the optimizers are the same on all ranks, and that no parameter is in two of them.
+    """Check that the optimizers are the same on all ranks, and that each parameter is in one, once.
 
     Collective: all ranks, blocking.
 
@@ -231,8 +231,8 @@ def check_optimizers(optimizers: Sequence[Optimizer], named_parameters: Iterable
                 )
         if len({*trained}) < len(trained):
             raise ConfigurationError(
-                "Two optimizers have a parameter in common: its gradient would be exchanged twice. Give each parameter "
-                "to one optimizer."
+                "A parameter is in two optimizers, or twice in one: its gradient would be exchanged twice. Give each "
+                "parameter to one optimizer, once."
             )
     agree_on_optimizers(optimizers, named_parameters)
 

@@ -34,6 +34,13 @@ class Wrong(Tiny):
             self.extra = nn.Linear(4, 4 + dist.get_rank())
         if what == "sparse":
             self.words = nn.Embedding(100, 16, sparse=True)
+        if what == "max_norm":
+            self.words = nn.Embedding(100, 16, max_norm=0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.what == "max_norm":  # changes the rows that this rank looks up
+            x = x + self.words(torch.arange(len(x)) + 10 * dist.get_rank())
+        return super().forward(x)
 
     def configure_optimizers(self) -> Any:
         if self.what == "momentum":
@@ -41,6 +48,8 @@ class Wrong(Tiny):
         if self.what == "shared":
             self.automatic_optimization = False
             return [sgd(self.wide.parameters()), sgd([*self.wide.parameters(), *self.head.parameters()])]
+        if self.what == "twice":  # of which torch only warns
+            return sgd([*trained(self), self.wide.weight])
         return super().configure_optimizers()
 
 
@@ -60,9 +69,11 @@ REFUSED: dict[str, tuple[Callable[[int], Any], str]] = {
     "momentum": (lambda _: make("dgc"), "momentum|0.9|0.95"),
     "exclude": (lambda _: make("dgc", {"exclude": ("embedding.*",)}), "'embedding.*' matches no parameter|wide.weight"),
     "sparse": (lambda _: make("dgc"), "'words'|sparse=False"),
-    "shared": (lambda _: make("dgc"), "parameter in common"),
+    "shared": (lambda _: make("dgc"), "in two optimizers"),
+    "twice": (lambda _: make("int8"), "twice in one"),
+    "max_norm": (lambda _: make("int8"), "checksums|max_norm"),
 }
-OF_ONE_RANK = ("exclude", "sparse", "shared")  # which would be wrong on one rank, too
+OF_ONE_RANK = ("exclude", "sparse", "shared", "twice")  # which would be wrong on one rank, too
 
 
 def refused(strategy: Any, model: Tiny, *args: Any, **options: Any) -> str:
