@@ -861,12 +861,12 @@ class GradientSync(Synchronizer):
         parameters, payload = self.by_name(), type(self.method.what).__name__
         if state["residuals"] and state["payload"] != payload:
             raise ConfigurationError(
-                f"The checkpoint keeps gradients that {state['payload']} has not sent, and with {self.method.what} "
+                f"The checkpoint keeps gradients that {state['payload']} has not sent, and with {payload} "
                 f"they never would be. Resume with the payload of that run, or {WITHOUT_RESIDUALS}."
             )
         if state["residuals"] and state["correction"] != self.correction.kind:
             raise ConfigurationError(
-                f"The checkpoint keeps what {state['correction']!r} had not sent, and to {self.method.what} with "
+                f"The checkpoint keeps what {state['correction']!r} had not sent, and to {payload} with "
                 f"{type(self.optimizer).__name__}, which is {self.correction.kind!r}, that means something else. "
                 "Resume with the method and the optimizer that it was trained with ('momentum' is SGD, 'own_variance' "
                 f"Adam and AdamW), or {WITHOUT_RESIDUALS}."
