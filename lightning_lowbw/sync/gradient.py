@@ -436,8 +436,8 @@ class GradientSync(Synchronizer):
         if checksums:
             raise DisagreementError(
                 f"Step {self.step}: the weights differ between the ranks, or one has left out a step; checksums are "
-                f"{checksums}. Begin with the same weights on all ranks, and take the same steps; change no weights by a "
-                "rank's data or gradients, as SAM by hand and Embedding(max_norm=...) do."
+                f"{checksums}. Begin with the same weights on all ranks, and take the same steps; change no weights "
+                "by a rank's data or gradients, as SAM by hand and Embedding(max_norm=...) do."
             )
         if status.is_faulty:
             fault = first_fault(self._faults.first([row.name for row in self._rows]), self.fault_group)
