@@ -30,6 +30,7 @@ from lightning_lowbw.strategies.equality import agree_on_weights_, weights_of
 from lightning_lowbw.strategies.shared_buffers import IGNORED, SharedBuffers
 from lightning_lowbw.strategies.signals import Signals
 from lightning_lowbw.sync.checks import agree_on_end
+from lightning_lowbw.sync.consensus import unseen_by_autograd
 from lightning_lowbw.sync.gradient import GradientSync
 from lightning_lowbw.sync.local import LocalSync
 from lightning_lowbw.sync.synchronizer import Synchronizer
@@ -335,7 +336,8 @@ class ReplicaHooks:
             if average is not None:
                 agree_on_weights_(weights_of(average, peers), peers, device)
         for worker in self._workers:
-            worker.show_consensus()
+            with unseen_by_autograd(worker.replica.tensors().values()):
+                worker.show_consensus()
 
     def agree_on_weights(self, peers: Peers, device: torch.device, *, with_buffers: bool = False) -> None:
         """Make weights equal that the user's code has put in the place of the consensus; see `agree_on_weights_`.
@@ -371,7 +373,8 @@ class ReplicaHooks:
             self.agree_on_weights(peers, device)
         for worker, is_changed in zip(shown, are_changed, strict=True):
             if not is_changed:
-                worker.replica.hide()
+                with unseen_by_autograd(worker.replica.tensors().values()):
+                    worker.replica.hide()
             elif adopts:
                 worker.adopt_parameters()
 

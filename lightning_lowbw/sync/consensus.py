@@ -5,15 +5,30 @@ A view takes tensors and returns tensors. Who shows a mean, and when, is the wor
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 
 from torch import Tensor
+from torch.autograd import _unsafe_preserve_version_counter
 
 from lightning_lowbw.comm.peers import Peers, fill_buckets
 from lightning_lowbw.kernels.tensors import as_real, checksum
 from lightning_lowbw.sync.buffers import ReplicaBuffers
 from lightning_lowbw.sync.exchange import WholeExchange
+
+
+@contextmanager
+def unseen_by_autograd(tensors: Iterable[Tensor]) -> Iterator[None]:
+    """Write to tensors without a new version of them: what a view puts in is out again before a backward pass.
+
+    A save may come between a forward pass and its backward pass, as one in `training_step`.
+    """
+    with ExitStack() as stack:
+        for tensor in tensors:
+            if not tensor.is_inference():
+                stack.enter_context(_unsafe_preserve_version_counter(tensor))
+        yield
 
 
 @dataclass(frozen=True)

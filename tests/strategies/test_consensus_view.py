@@ -27,6 +27,7 @@ REPLICAS = LocalSGD(4, num_fragments=3, delay_steps=2, compression=fits.SPARSE)
 def test_validating_and_saving_change_nothing(method: Method, tmp_path: Path) -> None:
     ends = []
     saves = ModelCheckpoint(tmp_path, monitor="val_loss", every_n_train_steps=1, save_top_k=-1)
+    before = fits.At((5, 7), lambda trainer, _: trainer.save_checkpoint(tmp_path / "some.ckpt"), "on_before_backward")
     for looks in (False, True):
         model = Tiny(fits.adamw, data_by_step=True)  # no dropout: a validation loader draws a random number
         # Statistics of dense steps are as under ddp.
@@ -34,7 +35,7 @@ def test_validating_and_saving_change_nothing(method: Method, tmp_path: Path) ->
         shown = fits.Noted(fits.weights, *fits.LOOKS[: 3 if method.averages_weights else 1])
         options: dict[str, Any] = {"max_steps": STEPS, "max_epochs": -1, "callbacks": [after, shown]}
         if looks:
-            options |= {"val_check_interval": 2, "num_sanity_val_steps": 1, "callbacks": [after, shown, saves]}
+            options |= {"val_check_interval": 2, "num_sanity_val_steps": 1, "callbacks": [after, shown, saves, before]}
         trainer = fits.train(Strategy(method), model, STEPS, 2 * looks, enable_checkpointing=looks, **options)
         fits.same([fits.weights(model), *shown.values])
         ends.append([*after.values, fits.state_of(trainer)])
