@@ -264,7 +264,7 @@ def test_what_another_payload_or_correction_keeps_is_refused() -> None:
 
 
 OTHERWISE: dict[str, tuple[dict[str, Any], dict[str, Any], int, str]] = {
-    "whole": (with_base({}), {}, 6, "and with Whole they never would be"),
+    "whole": (with_base({}), {}, 6, "and with Whole() they never would be"),
     "narrow": (with_base({}), {"compression": "bfloat16"}, 6, ""),
     "other tensors": (with_base({}), with_base({"compression": {"min_numel": 700}}), 6, "min_numel=700"),
     "in mid-round": ({}, with_base({}), 6, "between two averages"),
