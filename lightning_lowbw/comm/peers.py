@@ -594,6 +594,9 @@ def fill_(room: Tensor, sizes: list[int], tensors: Sequence[Tensor], weight: flo
     """Concatenate tensors, times the weight; in the wide type, because they may be narrow."""
     parts = list(map(flat, tensors))
     if room.device.type != "cpu" and parts:  # few launches, whatever their number
+        if len(parts) == 1:
+            torch.mul(parts[0], weight, out=room)
+            return
         if all(part.dtype == room.dtype for part in parts):
             torch.cat(parts, out=room)
         else:  # of which `torch.cat` takes one by one

@@ -35,6 +35,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from itertools import accumulate
+from operator import eq
 from typing import Literal, NamedTuple, get_args
 
 import torch
@@ -555,16 +556,15 @@ class SparseCodec:
 
 def joined(tensors: Sequence[Tensor]) -> Tensor:
     """Return flat tensors, concatenated; no copy where they are contiguous in memory, as the parts of a split do."""
-    numel, first = sum(tensor.numel() for tensor in tensors), tensors[0]
+    numel, first = sum(map(Tensor.numel, tensors)), tensors[0]
     if _is_one_piece(tensors):
         return first.as_strided((numel,), (1,))
     return torch.cat(list(tensors), out=allocate(numel, first.dtype, first.device))
 
 
 def _is_one_piece(tensors: Sequence[Tensor]) -> bool:
-    first, last, end = tensors[0], tensors[-1], tensors[0].data_ptr()
-    for tensor in tensors:
-        if tensor.data_ptr() != end or not tensor.is_contiguous():
-            return False
-        end += tensor.nbytes
+    first, last, starts = tensors[0], tensors[-1], [each.data_ptr() for each in tensors]
+    ends = accumulate((first.itemsize * numel for numel in map(Tensor.numel, tensors)), initial=starts[0])
+    if not (all(map(eq, starts, ends)) and all(map(Tensor.is_contiguous, tensors))):
+        return False
     return first.untyped_storage()._cdata == last.untyped_storage()._cdata  # so are all between them

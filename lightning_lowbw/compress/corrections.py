@@ -8,8 +8,9 @@ the mean.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,12 +21,26 @@ from lightning_lowbw.compress.params import Row
 from lightning_lowbw.compress.payload import Payload
 from lightning_lowbw.errors import ConfigurationError
 from lightning_lowbw.kernels.reference import Constants, OtherPart, SecondMoment
-from lightning_lowbw.kernels.tensors import Rates, copy_in_order_, cut, flat_in_order
+from lightning_lowbw.kernels.tensors import Rates, copy_in_order_, cut, flat_in_order, has_gaps
 
 Group = dict[str, Any]
 KeptState = tuple[dict[str, Any], list[tuple[Tensor, Tensor]]]  # an optimizer's of a parameter; tensors, with copies
 SQUARES = ("exp_avg_sq", "max_exp_avg_sq")  # of Adam; the latter with amsgrad, a group's own
 Part = Callable[[int], slice]  # of a number of elements, that of this rank
+
+
+class Sources(NamedTuple):
+    """What the segments of a step are made of, so that the next step may take them again.
+
+    Attributes:
+        kinds: which fields they have.
+        constants: by group; empty where segments have others in each step.
+        objects: which must be the same ones: the rows, the parameters and the optimizer's state.
+    """
+
+    kinds: Sequence[Any] = ()
+    constants: Mapping[int, Constants] = MappingProxyType({})
+    objects: Sequence[Any] = ()
 
 
 class ErrorFeedback:
@@ -40,6 +55,7 @@ class ErrorFeedback:
         is_complete: whether nothing of the optimizer's arithmetic is left out.
         masks: whether velocities are cleared where they have been sent, unless the user says.
         clears: whether they are in this step.
+        has_copies: whether a segment of this step has a copy of the parameter, or of the optimizer's state.
         parts: u of this rank's part of each tensor, flat, where ranks keep parts.
     """
 
@@ -54,10 +70,12 @@ class ErrorFeedback:
         self.parts: dict[Parameter, Tensor] = {}
         # Of the step in progress: rows by name, constants by group, this rank's part of a number of elements, and
         # copies of what is laid out unlike its parameter.
+        self._given: Iterable[Row] = ()
         self._rows: dict[str, Row] = {}
         self._constants: dict[int, Constants] = {}
         self._part: Part = slice
         self._copies: list[tuple[Tensor, Row, Tensor]] = []
+        self.has_copies = False
 
     def local_keys(self, parameter: Parameter) -> tuple[str, ...]:
         """Return the names of a parameter's other states in the optimizer that differ between ranks."""
@@ -89,12 +107,30 @@ class ErrorFeedback:
             part: this rank's part of so many elements.
             payload: with the density of the step.
         """
-        self._rows, self._part = {row.name: row for row in rows}, part
+        self._given = rows
+        self._rows, self._part, self.has_copies = {row.name: row for row in rows}, part, False
         groups = {id(row.group): row.group for row in self._rows.values()}
         self._constants = {key: self.constants(group) for key, group in groups.items()}
         # One decision for all tensors: a pass of the kernels masks all of them or none.
         momenta = [constants.momentum for constants in self._constants.values()]
         self.clears = payload.masks(momenta, by_default=self.masks)
+
+    def sources(self) -> Sources | None:
+        """Return what the segments of this step are made of; None where they are others in each step."""
+        parameters, state = [row.parameter for row in self._rows.values()], self.optimizer.state
+        velocities: list[Any] = []
+        if self.velocity_key is not None:
+            key, of_optimizer = self.velocity_key, dict[str, Any]()
+            velocities = [state.get(parameter, of_optimizer).get(key) for parameter in parameters]
+        parts = [*map(self.parts.get, parameters)] if self.keeps_parts else []
+        each = self._constants.values()
+        kinds = [(self.has_velocity(of_one), of_one.weight_decay != 0, of_one.nesterov) for of_one in each]
+        return Sources(kinds, self._constants, [self._given, *parameters, *velocities, *parts])
+
+    def refresh_(self, segments: Mapping[str, Constants]) -> None:
+        """Write the constants of this step into the segments of an earlier one, by name."""
+        for name, segment in segments.items():
+            vars(segment).update(vars(self._constants[id(self._rows[name].group)]))
 
     def segment(self, name: str) -> dict[str, Any]:
         """Return what a segment (`kernels.reference.Segment`) holds beside gradient and residual.
@@ -103,6 +139,7 @@ class ErrorFeedback:
         """
         row = self._rows[name]
         constants, own = self._constants[id(row.group)], self._part(row.parameter.numel())
+        self.has_copies |= has_gaps(row.parameter)
         return {
             # u of the equations; None where m is 0, because u is the gradient then.
             "momentum_buffer": self._velocity_of(row, own) if self.has_velocity(constants) else None,
@@ -150,7 +187,7 @@ class ErrorFeedback:
 
     def end_step(self) -> None:
         """Count the step, where the optimizer does not."""
-        self._rows, self._constants = {}, {}
+        self._rows, self._constants, self._given = {}, {}, ()
         self._copies.clear()  # of one that has failed
 
     # The velocity: the optimizer's own, or this rank's part of it ---------------------------------------------------
@@ -190,6 +227,7 @@ class ErrorFeedback:
         """Return values of a whole state; where they are a copy it is written back."""
         if values.data_ptr() != whole.data_ptr():
             self._copies.append((whole, row, values))
+            self.has_copies = True
         return values
 
     def saved(self, parameter: Parameter) -> Tensor | None:
@@ -315,24 +353,29 @@ class AdamCorrection(ErrorFeedback):
     def _is_decoupled(self, group: Group) -> bool:
         return bool(group.get("decoupled_weight_decay", isinstance(self.optimizer, AdamW)))
 
+    def sources(self) -> Sources | None:
+        sources = super().sources()
+        if self.keeps_parts or sources is None:
+            return None  # beside its own a rank has segments of other parts, with their gradients
+        states = [self.optimizer.state.get(row.parameter, {}) for row in self._rows.values()]
+        squares = [state.get(key) for state in states for key in SQUARES]
+        return sources._replace(constants={}, objects=[*sources.objects, *squares])
+
+    def refresh_(self, segments: Mapping[str, Any]) -> None:
+        super().refresh_(segments)
+        for name, segment in segments.items():
+            vars(segment.second_moment).update(self._numbers_of(self._rows[name]))
+
     def segment(self, name: str) -> dict[str, Any]:
         row = self._rows[name]
-        parameter, group, own = row.parameter, row.group, self._part(row.parameter.numel())
-        state, beta2 = self._state(parameter, group), float(group["betas"][1])
-        self._coming[parameter] = step = self._num_steps(parameter) + 1
+        parameter, own = row.parameter, self._part(row.parameter.numel())
+        state = self._state(parameter, row.group)
         squares = {key: state[key] for key in SQUARES if key in state}
         for key, whole in squares.items():  # flat only where it is cut below
             values = flat_in_order(whole, parameter) if self.keeps_parts else row.cut(whole, own)
             squares[key] = self._noted(whole, row, values)
-        # For the bias corrections, 1 - b1^t and 1 - b2^t, of the step in progress.
-        beta1 = self._constants[id(group)].momentum
         moment = SecondMoment(
-            square=squares["exp_avg_sq"],
-            largest=squares.get("max_exp_avg_sq"),
-            beta2=beta2,
-            share=1.0 / self.num_participants,
-            eps=float(group["eps"]),
-            corrections=(1.0 - beta1**step, 1.0 - beta2**step),
+            square=squares["exp_avg_sq"], largest=squares.get("max_exp_avg_sq"), **self._numbers_of(row)
         )
         # All ranks of a node keep the second moment of the whole tensor.
         # What is before this rank's part, and what is behind it.
@@ -342,6 +385,15 @@ class AdamCorrection(ErrorFeedback):
             "second_moment": moment.map(lambda tensor: tensor[own]) if parts else moment,
             "other_parts": tuple(self._other_part(row, moment, part) for part in parts),
         }
+
+    def _numbers_of(self, row: Row) -> dict[str, Any]:
+        """Return the numbers of a tensor's second moment in the step in progress."""
+        self._coming[row.parameter] = step = self._num_steps(row.parameter) + 1
+        beta1, beta2 = self._constants[id(row.group)].momentum, float(row.group["betas"][1])
+        # For the bias corrections, 1 - b1^t and 1 - b2^t.
+        corrections = 1.0 - beta1**step, 1.0 - beta2**step
+        share = 1.0 / self.num_participants
+        return {"beta2": beta2, "share": share, "eps": float(row.group["eps"]), "corrections": corrections}
 
     def _other_part(self, row: Row, moment: SecondMoment, part: slice) -> OtherPart:
         constants = self._constants[id(row.group)]

@@ -71,11 +71,23 @@ class Row:
         parameter, gradient = self.parameter, self.gradient
         if not parameter.dtype == gradient.dtype == torch.float32:
             return False
-        return self.in_order(gradient).is_contiguous() and (self.is_plain or self.in_order(parameter).is_contiguous())
+        if self.is_plain:
+            return gradient.is_contiguous()
+        return self.in_order(gradient).is_contiguous() and self.in_order(parameter).is_contiguous()
 
 
 class Rows(tuple[Row, ...]):
     """The rows of a step, and what follows from them: made once for all steps with the same rows."""
+
+    @functools.cached_property
+    def parameters(self) -> list[Parameter]:
+        """Their parameters."""
+        return [row.parameter for row in self]
+
+    @property
+    def gradients(self) -> list[Tensor | None]:
+        """The gradients of this moment."""
+        return [parameter.grad for parameter in self.parameters]
 
     @functools.cached_property
     def compressed(self) -> list[Row]:

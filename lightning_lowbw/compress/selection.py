@@ -9,7 +9,7 @@ does not depend on the way it was found.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 
 import torch
@@ -53,6 +53,8 @@ class Selection:
     def __init__(self) -> None:
         self._selectors: dict[str, SampledSelector] = {}
         self._names: tuple[str, ...] = ()  # of the tensors in the workspace
+        self._given: Mapping[str, Segment] = {}  # in the last step; and those of them that the kernels take
+        self._together: dict[str, Segment] = {}
         self._workspace = Workspace()
 
     @property
@@ -77,15 +79,20 @@ class Selection:
             The residuals and momentum buffers of all segments.
 
         Args:
-            segments: by the name of the parameter, all on one device; their tensors are contiguous, of any shape.
+            segments: by the name of the parameter, all on one device; their tensors are contiguous, of any shape. Where
+                the same mapping is given again, only gradients, of the same dtypes, and constants may be others.
             masking: whether the velocity of what is taken is cleared.
 
         Returns:
             Of each segment: positions, int64, ascending, and their exact values, float32; both of shape (num_sent,).
         """
-        has_kernels = bool(segments) and dispatch.uses_triton(next(iter(segments.values())).residual.device)
-        together = {name: each for name, each in segments.items() if has_kernels and is_supported(each)}
-        parts = self._compress_together_(together, masking) if together else {}
+        if segments is not self._given:
+            has_kernels = bool(segments) and dispatch.uses_triton(next(iter(segments.values())).residual.device)
+            self._together = {name: each for name, each in segments.items() if has_kernels and is_supported(each)}
+            self._given = segments
+        parts = self._compress_together_(self._together, masking) if self._together else {}
+        if len(parts) == len(segments):
+            return list(parts.values())
         for name, given in segments.items():
             if name not in parts:
                 segment = given.map(lambda tensor: flat(tensor.detach()))
@@ -216,6 +223,10 @@ class Residuals(Mapping[str, Tensor]):
 
     def __len__(self) -> int:
         return len(self._views)
+
+    def of(self, names: Iterable[str]) -> list[Tensor | None]:
+        """Return those of some names; None where there is none yet."""
+        return [*map(self._views.get, names)]
 
     def ensure(self, numels: Mapping[str, int], device: torch.device, wide: Collection[str] = ()) -> None:
         """Allocate zeros for the names that are not there yet, in one buffer, and move the others to the device.

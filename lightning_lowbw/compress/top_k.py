@@ -24,6 +24,7 @@ from fnmatch import fnmatchcase
 from functools import lru_cache
 from typing import Any, Literal, get_args
 
+import torch
 from torch import Tensor
 
 from lightning_lowbw.arguments import check_one_of, from_mapping, is_count, is_number, names_arguments
@@ -209,15 +210,18 @@ class TopK(Payload, key="top_k"):
         value_format = make_value_format(self.value_dtype)
         # Of one participant that may get others it is not known how many.
         num_messages = (2, 4, 8) if num_participants == 1 else (num_participants,)
-        if not when.averages_weights and self.may_scatter(num_participants, num_parts):
+        may_scatter = not when.averages_weights and self.may_scatter(num_participants, num_parts)
+        if may_scatter:
             num_messages = *num_messages, 1  # the sums of a reduce-scatter
+        # In the message of gradients there is what is sent whole.
+        has_whole = not (when.averages_weights or (may_scatter and self.exchange == "reduce_scatter"))
         return Uses(
             kinds=() if self.chunk else (PLAIN,),
             value_dtypes=(value_format.dtype if isinstance(value_format, FloatFormat) else value_format.bits,),
             num_messages=num_messages,
             steps=(False,) if when.averages_weights else (False, True),
             over_senders=self.mean_over == "senders",
-            codes=(),
+            codes=(torch.float32,) if has_whole else (),
             chunks=(self.chunk,) if self.chunk and self.chunk <= LONGEST_CHUNK else (),
         )
 

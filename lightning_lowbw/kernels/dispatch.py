@@ -350,13 +350,17 @@ def _joined(device: torch.device, code: Code, *, in_kernels: bool) -> list[Tenso
     flags = torch.zeros(len(numels) + 1, dtype=torch.bool, device=device)
     module: ModuleType = reference
     vector: Any = reference.Vector(signals, residuals)
+    whole: Any = reference.Vector(signals, [*map(torch.zeros_like, signals)])
     if in_kernels:
         parts = zip(signals, (0, numels[0]), residuals, strict=True)
         rows = [JoinedRow.of(signal, slice(0, signal.numel()), start, residual) for signal, start, residual in parts]
         module, vector = gpu, JoinedTable().update(rows, device)
-    if code == torch.float32:  # what the ranks of a node have gathered
+        whole = JoinedTable().update((row._replace(residual=0) for row in rows), device)
+    if code == torch.float32:  # what is sent whole, and what the ranks of a node have gathered
+        sent = torch.empty((1, 4 * sum(numels)), dtype=torch.uint8, device=device)
+        module.encode_(whole, sent, sum(numels), code, flags)
         module.decode_(vector, values.view(1, -1).view(torch.uint8), sum(numels), code, num_messages=1)
-        return signals
+        return [sent, flags, *signals]
     for num_rows, size in ((3, GPU_BLOCK + 3), (1, sum(numels))):  # the second row has the end of the vector
         sent = torch.empty((num_rows, reference.code_bytes(size, code)), dtype=torch.uint8, device=device)
         module.encode_(vector, sent, size, code, flags)

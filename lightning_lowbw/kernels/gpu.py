@@ -29,7 +29,7 @@ from lightning_lowbw.kernels.reference import (
     largest_scale_bits,
     scales_end,
 )
-from lightning_lowbw.kernels.table import BINS, DIGITS, GPU_BLOCK, Arrived, Columns, JoinedTable, Kind, Workspace
+from lightning_lowbw.kernels.table import BINS, DIGITS, GPU_BLOCK, Columns, JoinedTable, Kind, Workspace
 from lightning_lowbw.kernels.tensors import constant, upload
 
 SELECT_BLOCK = GPU_BLOCK  # elements that a program of the selection processes at a time; `table` has room for no more
@@ -274,31 +274,28 @@ def average_many_(
 
     from lightning_lowbw.kernels.triton_kernels import apply_kernel
 
-    outs, dtype, device = [arrival.out for arrival in arrivals], arrivals[0].out.dtype, positions.device
-    steps = arrivals[0].weight is not None
+    outs, groups, firsts, counts, weights, rates = zip(*arrivals, strict=True)
+    dtype, device, steps = outs[0].dtype, positions.device, weights[0] is not None
     _, num_messages, num_elements = positions.shape
     # By the order of magnitude, for after a reduce-scatter the numbers are others in each step.
-    shapes = tuple((arrival.out.numel(), 1 << arrival.num_sent.bit_length()) for arrival in arrivals)
+    shapes = tuple(zip(map(Tensor.numel, outs), (1 << count.bit_length() for count in counts), strict=True))
     owners = _tile_owners(shapes, device)
-    ranges, addresses = [(0, len(owners), 0)], [out.data_ptr() for out in outs]
+    ranges, addresses = [(0, len(owners), 0)], [each.data_ptr() for each in outs]
     if is_half := dtype != torch.float32:
         ranges, places, most = _ranges(shapes)
         workspace = torch.empty(most, dtype=torch.float32, device=device)
         addresses = [workspace.data_ptr() + workspace.itemsize * place for place in places]
-        arrivals = [arrival._replace(weight=arrival.out, rate=-1.0) for arrival in arrivals]  # of zeros
-    rates = {arrival.rate for arrival in arrivals}
-    bits = {rate: int.from_bytes(struct.pack("<f", rate), "little", signed=True) for rate in rates}
-    rows = [
-        Arrived(address, 0 if weight is None else weight.data_ptr(), group, first, count, *tile, bits[rate])
-        for (_, group, first, count, weight, rate), address, tile in zip(
-            arrivals, addresses, _tiles(shapes)[0], strict=True
-        )
-    ]
-    turns = max(arrival.num_sent for arrival in arrivals).bit_length()
+        weights, rates = outs, (-1.0,) * len(outs)  # of zeros
+    bits = {rate: int.from_bytes(struct.pack("<f", rate), "little", signed=True) for rate in set(rates)}
+    stepped = [weight.data_ptr() for weight in weights] if steps or is_half else [0] * len(outs)
+    # In the order of `table.Arrived`.
+    columns = addresses, stepped, groups, firsts, counts, *zip(*_tiles(shapes)[0], strict=True), map(bits.get, rates)
+    turns = max(counts).bit_length()
     with torch.cuda.device_of(positions):
         if not steps:
             torch._foreach_zero_(outs)
-        table = upload(rows, torch.int64, device)
+        # Gradients mostly lie where they have been before, as does the workspace.
+        table = constant(tuple(zip(*columns, strict=True)), torch.int64, device)
         for first_tile, num_tiles, first_place in ranges:
             apply_kernel[(num_tiles,)](
                 table, owners, positions, values, num_messages, num_elements, turns,

@@ -7,6 +7,7 @@ when an address, a length or a factor has changed. On a CPU the segments themsel
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from operator import attrgetter, is_
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 
 from lightning_lowbw.kernels.reference import OtherPart, Segment
-from lightning_lowbw.kernels.tensors import upload
+from lightning_lowbw.kernels.tensors import device_of, upload
 
 GPU_BLOCK = 2048  # elements per program
 SURPLUS, MARGIN = 2, 32  # candidates aimed at: 2 k, and some more, or a small k might be missed by chance
@@ -154,31 +155,47 @@ class Workspace:
         self.kinds: list[Kind] = []
         self._made_of: list[tuple[Any, ...]] = []  # rows and kinds
         self._gradients: list[int] = []  # their addresses
+        self._segments: list[Segment | OtherPart] = []  # of the last step
+        self._tensors: list[Tensor] = []  # of these, without gradients; their addresses, and the ends of gradients'
+        self._addresses: tuple[list[int], ...] = ()
         self._constants: list[tuple[Any, ...]] = []  # of the factors
 
     def update(self, segments: Sequence[Segment]) -> None:
-        """Take over the tensors of this step."""
+        """Take over the tensors of this step.
+
+        Args:
+            segments: in one that was given before only the gradient, not its dtype, and factors may be others.
+        """
         device = segments[0].residual.device
         others = [other for segment in segments for other in segment.other_parts]
         everything: list[Segment | OtherPart] = [*segments, *others]
         gradients = [segment.gradient.data_ptr() for segment in everything]
-        made_of = [_made_of(*each) for each in zip(everything, gradients, strict=True)]
+        ends = [address % ALIGNMENT_BYTES for address in gradients]
         self.num_tensors = len(segments)
-        is_other = made_of != self._made_of
-        if is_other:
+        is_again = len(everything) == len(self._segments) and all(map(is_, everything, self._segments))
+        if not (is_again and ([each.data_ptr() for each in self._tensors], ends) == self._addresses):
+            self._describe(everything, gradients, device)
+            self._segments = [] if others else everything  # those have views of the gradients
+            self._tensors = [each for segment in everything for each in _tensors(segment) if each is not None]
+            self._addresses = [each.data_ptr() for each in self._tensors], ends
+        if gradients != self._gradients:
+            self._host[:, GRADIENT] = gradients
+            self.table = device_of(device).upload(torch.from_numpy(self._host.copy()))
+            self._gradients = gradients
+        constants = [_constants(segment) for segment in everything]
+        if constants != self._constants:
+            self.factors = upload([_factors(segment) for segment in everything], torch.float32, device)
+        self._constants = constants
+
+    def _describe(self, everything: list[Segment | OtherPart], gradients: list[int], device: torch.device) -> None:
+        made_of = [_made_of(*each) for each in zip(everything, gradients, strict=True)]
+        if made_of != self._made_of:
             kinds = [_kind(*each) for each in zip(everything, gradients, strict=True)]
             rows = _rows(everything, kinds)
             if [_key_of(row) for row in rows] != [_key_of(row) for row in self.rows] or kinds != self.kinds:
                 self._allocate(rows, kinds, device)
             self.rows, self.kinds, self._made_of = rows, kinds, made_of
-        if is_other or gradients != self._gradients:
-            pairs = zip(self.rows, gradients, strict=True)
-            table = [(*row[:GRADIENT], gradient, *row[GRADIENT + 1 :]) for row, gradient in pairs]
-            self.table, self._gradients = upload(table, torch.int64, device), gradients
-        constants = [_constants(segment) for segment in everything]
-        if constants != self._constants:
-            self.factors = upload([_factors(segment) for segment in everything], torch.float32, device)
-        self._constants = constants
+            self._host, self._gradients = np.array(rows, dtype=np.int64), []  # so that it is written again
 
     def _allocate(self, rows: Sequence[TableRow], kinds: Sequence[Kind], device: torch.device) -> None:
         numbers = {_key_of(row): number for number, row in enumerate(self.rows)}
@@ -221,15 +238,15 @@ class JoinedTable:
     table: Tensor
 
     def __init__(self) -> None:
-        self.rows: list[JoinedRow] = []
+        self.rows: list[tuple[int, ...]] = []
         self._layout: list[tuple[int, int]] = []
         self._spans: dict[tuple[int, int], Tensor] = {}
 
-    def update(self, rows: Iterable[JoinedRow], device: torch.device) -> JoinedTable:
-        """Take over the tensors of this call; return the table."""
+    def update(self, rows: Iterable[tuple[int, ...]], device: torch.device) -> JoinedTable:
+        """Take over the tensors of this call, each a `JoinedRow`, or a tuple like it; return the table."""
         rows, is_here = list(rows), bool(self.rows) and self.table.device == device
         if not is_here or rows != self.rows:
-            layout = [(row.start, row.numel) for row in rows]
+            layout = [(start, numel) for _, _, start, numel, _ in rows]
             if not is_here or layout != self._layout:
                 self._layout, self._spans = layout, {}
             self.table, self.rows = upload(rows, torch.int64, device), rows
@@ -307,12 +324,14 @@ def _kind(segment: Segment | OtherPart, gradient: int) -> Kind:
     )
 
 
+_NUMBERS = attrgetter("momentum", "weight_decay", "ahead", "sign", "dampening")
+
+
 def _constants(segment: Segment | OtherPart) -> tuple[Any, ...]:
     """Return all that `_factors` makes of a segment."""
     moment = segment.second_moment
     of_moment = None if moment is None else (moment.beta2, moment.share, moment.eps, moment.corrections)
-    numbers = segment.momentum, segment.weight_decay, segment.ahead, segment.sign, segment.dampening
-    return numbers, of_moment
+    return _NUMBERS(segment), of_moment
 
 
 def _factors(segment: Segment | OtherPart) -> Factors:

@@ -808,7 +808,8 @@ def encode_kernel(
     table, spans, message, flags, num_tensors, size: tl.int64, row_bytes: tl.int64, codes: tl.int64, largest, limit,
     tiny, V: tl.constexpr, BITS: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """Write signals plus residuals, all tensors as one vector, and keep what is rounded: `reference.encode_`.
+    """Write signals plus residuals, all tensors as one vector, and keep what is rounded: `reference.encode_`. Without
+    residuals signals alone.
 
     Grid: (groups of BLOCKS blocks, rows of the message). `flags`, zeros before: of each tensor whether its signal has
     an inf or NaN; and, last, whether one is left in a residual.
@@ -820,8 +821,9 @@ def encode_kernel(
         row = table + tensor * JOINED_COLUMNS
         offsets, inside = offsets_in(row, places, exists)
         signal = load_signal(row, offsets, inside)
-        residual = tl.load(row + JOINED_RESIDUAL).to(tl.pointer_type(tl.float32)) + offsets
-        values = tl.where(inside, tl.load(residual, mask=inside, other=0.0) + signal, values)
+        residual = tl.load(row + JOINED_RESIDUAL)
+        kept = tl.load(residual.to(tl.pointer_type(tl.float32)) + offsets, mask=inside & (residual != 0), other=0.0)
+        values = tl.where(inside, kept + signal, values)
         tl.store(flags + tensor, 1, mask=num_not_finite(signal) > 0)
     message += tl.program_id(1) * row_bytes
     unsent = write_dense(values, message, blocks, columns, size, codes, largest, limit, tiny, V, BITS, BLOCKS)
@@ -829,7 +831,8 @@ def encode_kernel(
     for tensor in range(first, stop):
         row = table + tensor * JOINED_COLUMNS
         offsets, inside = offsets_in(row, places, exists)
-        tl.store(tl.load(row + JOINED_RESIDUAL).to(tl.pointer_type(tl.float32)) + offsets, unsent, mask=inside)
+        residual = tl.load(row + JOINED_RESIDUAL)
+        tl.store(residual.to(tl.pointer_type(tl.float32)) + offsets, unsent, mask=inside & (residual != 0))
 
 
 @kernel

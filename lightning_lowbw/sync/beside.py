@@ -2,16 +2,57 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from itertools import groupby
+from collections.abc import Mapping, Sequence
+from itertools import accumulate, groupby, repeat
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from lightning_lowbw.comm.peers import MeanWork, Peers, fill_, fill_buckets, is_apart
+from lightning_lowbw.comm.peers import BUCKET_BYTES, MeanWork, Peers, fill_, fill_buckets, is_apart
 from lightning_lowbw.compress.payload import FLOAT_BYTES
+from lightning_lowbw.kernels import dispatch, gpu
+from lightning_lowbw.kernels.table import DTYPES, JoinedTable
 from lightning_lowbw.kernels.tensors import allocate, constant, laid_out, split_front
+
+
+class Gathered:
+    """Tensors that are sent whole, as one: kernels of a GPU gather them, and write the mean, in one launch each.
+
+    Args:
+        tensors: with elements, contiguous, in `table.DTYPES`.
+        table: kept from step to step.
+
+    Attributes:
+        joined: all of them: float32, 1-d.
+        flags: of each whether it has an inf or NaN: bool.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor], table: JoinedTable) -> None:
+        numels, device = [*map(Tensor.numel, tensors)], tensors[0].device
+        dtypes = [DTYPES.index(tensor.dtype) for tensor in tensors]
+        addresses = [tensor.data_ptr() for tensor in tensors]
+        columns = addresses, repeat(0), accumulate(numels, initial=0), numels, dtypes
+        self._table = table.update(zip(*columns, strict=False), device)
+        flags = torch.zeros(len(tensors) + 1, dtype=torch.bool, device=device)
+        self.joined, self.flags = torch.empty(sum(numels), dtype=torch.float32, device=device), flags[:-1]
+        gpu.encode_(self._table, _message(self.joined), sum(numels), torch.float32, flags)
+
+    @staticmethod
+    def takes(tensors: Sequence[Tensor]) -> bool:
+        """Return whether kernels gather these; not what is as large as a bucket, for it would take as much memory."""
+        if not tensors or FLOAT_BYTES * sum(map(Tensor.numel, tensors)) > BUCKET_BYTES:
+            return False
+        are_known = {tensor.dtype for tensor in tensors} <= {*DTYPES} and all(map(Tensor.is_contiguous, tensors))
+        return are_known and dispatch.uses_triton(tensors[0].device)
+
+    def write_(self, mean: Tensor) -> None:
+        """Write the mean of `joined` into the tensors, rounded to their dtypes."""
+        gpu.decode_(self._table, _message(mean), mean.numel(), torch.float32, num_messages=1)
+
+
+def _message(vector: Tensor) -> Tensor:
+    return vector.view(torch.uint8).unsqueeze(0)
 
 
 class Beside:

@@ -20,6 +20,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from itertools import accumulate, groupby, product
+from operator import is_
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -29,6 +30,7 @@ from torch.nn.functional import pad
 
 from lightning_lowbw.comm.peers import MeanWork, Peers, part_of
 from lightning_lowbw.compress.codec import MAX_NUMEL
+from lightning_lowbw.compress.corrections import Sources
 from lightning_lowbw.compress.payload import Payload
 from lightning_lowbw.compress.selection import Residuals, Selection
 from lightning_lowbw.compress.sparse_sum import Sparse, SparseSum, even_boundaries
@@ -139,6 +141,19 @@ class Correction(Protocol):
     @property
     def clears(self) -> bool:
         """Whether velocities are cleared where elements are sent."""
+        ...
+
+    @property
+    def has_copies(self) -> bool:
+        """Whether a segment of this step has a copy of the parameter, or of the optimizer's state."""
+        ...
+
+    def sources(self) -> Sources | None:
+        """Return what the segments of this step are made of; None where they are others in each step."""
+        ...
+
+    def refresh_(self, segments: Mapping[str, Segment]) -> None:
+        """Write the constants of this step into the segments of an earlier one, by name."""
         ...
 
     def segment(self, name: str) -> Mapping[str, Any]:
@@ -398,6 +413,7 @@ class TopKExchange:
         self.residuals = Residuals()
         self.selection = Selection()
         self.fault: Tensor | None = None
+        self._plan: Plan | None = None
         self._flags = torch.empty(0, dtype=torch.bool)  # those of the last signal, and views of these
         self._views: tuple[Tensor, ...] = ()
 
@@ -427,6 +443,54 @@ class TopKExchange:
             self._views = self._flags.unbind()
         return self._flags.zero_(), self._views
 
+    def segments(
+        self, parts: Mapping[str, Tensor], flags: Sequence[Tensor | None], correction: Correction | None
+    ) -> Mapping[str, Segment]:
+        """Return the segments of tensors with elements: those of the last step, if only gradients and constants differ.
+
+        Args:
+            parts: this rank's of each tensor, contiguous.
+            flags: where inf and NaN are noted, of each.
+            correction: see `prepare`.
+        """
+        plan, self._plan = self._plan, None
+        sources = Sources() if correction is None else correction.sources()
+        if sources is None:
+            return self._make_segments(parts, flags, correction)
+        objects = [*self.residuals.of(parts), *flags, *sources.objects]
+        gradients = [*filter(Tensor.numel, parts.values())]
+        sizes = [*map(Tensor.numel, parts.values())], [gradient.dtype for gradient in gradients]
+        kinds = self.payload, sources.kinds, [*parts], sizes
+        addresses = [each.data_ptr() for each in objects if isinstance(each, Tensor)]
+        if plan is None or not plan.is_of(kinds, objects, addresses):
+            segments = self._make_segments(parts, flags, correction)
+            if correction is None or not correction.has_copies:
+                self._plan = Plan(kinds, objects, addresses, sources.constants, segments)
+            return segments
+        self._plan = plan
+        if correction is not None and (plan.constants != sources.constants or not sources.constants):
+            correction.refresh_(plan.segments)
+            plan.constants = sources.constants
+        for segment, gradient in zip(plan.segments.values(), gradients, strict=True):
+            segment.gradient = gradient
+        return plan.segments
+
+    def _make_segments(
+        self, parts: Mapping[str, Tensor], flags: Sequence[Tensor | None], correction: Correction | None
+    ) -> dict[str, Segment]:
+        counts = iter(self.payload.selected([*filter(None, map(Tensor.numel, parts.values()))]))
+        segments = dict[str, Segment]()
+        for (name, part), flag in zip(parts.items(), flags, strict=True):
+            fields = {} if correction is None else correction.segment(name)
+            if part.numel():
+                residual = self.residuals[name]
+                segments[name] = Segment(residual=residual, gradient=part, fault=flag, **fields, **next(counts))
+                continue
+            # Nothing of it is this rank's, except that all keep Adam's second moment of all.
+            for other in fields.get("other_parts", ()):
+                other.update_()
+        return segments
+
     def carries_status(self, numels: Sequence[int]) -> bool:
         return True
 
@@ -449,7 +513,7 @@ class TopKExchange:
             whole: see `Prepared.send`; on two levels equal on the ranks of a node.
         """
         message = torch.empty(0, dtype=torch.uint8, device=self._device)
-        residuals = [self.residuals[name] for name in selected]
+        residuals = [residual for residual in self.residuals.of(selected) if residual is not None]
         if selected:
             message = self.payload.codec.encode(list(selected.values()), _numels(residuals), residuals)
             selected.clear()  # memory for the messages of all
@@ -484,7 +548,7 @@ class TopKExchange:
     def to(self, device: torch.device) -> None:
         """Move the residuals; the kernels' workspaces are made anew, except the thresholds."""
         self.residuals.to(device)
-        self.selection.thresholds = self.selection.thresholds
+        self.selection.thresholds, self._plan = self.selection.thresholds, None
         self.fault = None if self.fault is None else self.fault.to(device)
 
     def state_dict(self) -> dict[str, Any]:
@@ -492,6 +556,33 @@ class TopKExchange:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.selection.thresholds = state.get("thresholds", {})  # none of another payload
+
+
+_NOTHING = torch.empty(0)
+
+
+@dataclass
+class Plan:
+    """The segments of a step, for later ones that are made of the same.
+
+    Args:
+        kinds: of which they are made, as are the next ones: values that are equal,
+        objects: and objects that are the same, among them tensors,
+        addresses: of these, which are others where `.data` has been replaced.
+        constants: of the param groups, as they are in the segments.
+        segments: by name.
+    """
+
+    kinds: tuple[Any, ...]
+    objects: list[Any]
+    addresses: list[int]
+    constants: Any
+    segments: dict[str, Segment]
+
+    def is_of(self, kinds: tuple[Any, ...], objects: list[Any], addresses: list[int]) -> bool:
+        """Return whether it is made of these."""
+        is_same = len(objects) == len(self.objects) and all(map(is_, objects, self.objects))
+        return is_same and addresses == self.addresses and kinds == self.kinds
 
 
 class PreparedTopK:
@@ -528,36 +619,33 @@ class PreparedTopK:
             return None
         exchange, correction, names = self._exchange, self._correction, list(signal)
         payload, residuals, device = exchange.payload, exchange.residuals, next(iter(signal.values())).device
-        parts = {name: _part(tensor, exchange.peers) for name, tensor in signal.items()}
-        numels = {name: part.numel() for name, part in parts.items()}
-        for name, numel in numels.items():
-            if numel > MAX_NUMEL:
-                raise ConfigurationError(
-                    f"{name!r} has {numel} elements, positions go up to {MAX_NUMEL}: exclude=[{name!r}]."
-                )
+        tensors, is_whole = list(signal.values()), exchange.peers.num_local_ranks == 1
+        # The whole in its own shape: views of hundreds of tensors take as long as all else on the host.
+        if not (is_whole and all(map(Tensor.is_contiguous, tensors))):
+            tensors = [_part(tensor, exchange.peers) for tensor in tensors]
+        parts, numels = dict(zip(names, tensors, strict=True)), [*map(Tensor.numel, tensors)]
+        if (most := max(numels)) > MAX_NUMEL:
+            name = names[numels.index(most)]
+            raise ConfigurationError(
+                f"{name!r} has {most} elements, positions go up to {MAX_NUMEL}: exclude=[{name!r}]."
+            )
         wide = [name for name, part in parts.items() if part.dtype == torch.float64]
-        residuals.ensure(numels, device, wide)
+        residuals.ensure(dict(zip(names, numels, strict=True)), device, wide)
         faults: Faulty | None = None
         flags: Sequence[Tensor | None] = [None] * len(names)
         if correction is not None:
             found, flags = exchange.flags_for(len(names), device, is_late=self._is_late or bool(self._numels))
             faults = names, found
-        counts, table = iter(payload.selected([numel for numel in numels.values() if numel])), dict[str, Segment]()
-        for (name, part), flag in zip(parts.items(), flags, strict=True):
-            fields = {} if correction is None else correction.segment(name)
-            if numels[name]:
-                table[name] = Segment(residual=residuals[name], gradient=part, fault=flag, **fields, **next(counts))
-                continue
-            # Nothing of it is this rank's, except that all keep Adam's second moment of all.
-            for other in fields.get("other_parts", ()):
-                other.update_()
+        table = exchange.segments(parts, flags, correction)
         if payload.decay != 1.0 and table:
             torch._foreach_mul_([segment.residual for segment in table.values()], payload.decay)
         clears = correction is not None and correction.clears
         self._selected |= zip(table, exchange.selection.compress_(table, masking=clears), strict=True)
+        for segment in table.values():
+            segment.gradient, segment.other_parts = _NOTHING, ()  # memory: they are kept
         if correction is not None:
             correction.write_back_()
-        self._numels |= {name: tensor.numel() for name, tensor in signal.items()}
+        self._numels |= zip(names, map(Tensor.numel, signal.values()), strict=True)
         return faults
 
     def send(self, status: Tensor | None = None, whole: Signal | None = None) -> Pending:
@@ -575,10 +663,7 @@ class PreparedTopK:
 
 
 def _part(tensor: Tensor, peers: Peers) -> Tensor:
-    """Return this rank's part of a tensor: contiguous, a copy where its elements are in another order in memory.
-
-    The whole in its own shape: views of hundreds of tensors take as long as all else that a step does on the host.
-    """
+    """Return this rank's part of a tensor: contiguous, a copy where its elements are in another order in memory."""
     return tensor if peers.num_local_ranks == 1 and tensor.is_contiguous() else cut(tensor, peers.part(tensor.numel()))
 
 
@@ -929,7 +1014,7 @@ class SparseMean:
             for name, (room, weight, rate) in steps.items()
             if not (room.dtype in DTYPES and room.is_contiguous())
         }
-        self._step_(self._decode, {**steps, **outs})
+        self._step_(self._decode, {**steps, **outs} if outs else steps)
         for name, (out, _, _) in outs.items():
             steps[name][0].copy_(out.view(steps[name][0].shape))
 
@@ -942,9 +1027,9 @@ class SparseMean:
                 mean = arrivals[0].out.float() if each.first == 0 else mean
                 each.add_(arrivals[0], mean)
             else:
-                averages = averages_for(each.values.device)
-                for dtype in dict.fromkeys(arrival.out.dtype for arrival in arrivals):
-                    mine = [arrival for arrival in arrivals if arrival.out.dtype == dtype]
+                averages, dtypes = averages_for(each.values.device), [arrival.out.dtype for arrival in arrivals]
+                for dtype in dict.fromkeys(dtypes):
+                    mine = [arrival for arrival, other in zip(arrivals, dtypes, strict=True) if other == dtype]
                     averages.average_many_(mine, each.positions, each.values, over_senders=over_senders)
             del each  # memory for the next
 

@@ -40,8 +40,10 @@ from lightning_lowbw.compress.corrections import ErrorFeedback, KeptState, corre
 from lightning_lowbw.compress.params import Row, Rows, by_group, check_shapes
 from lightning_lowbw.errors import WITHOUT_RESIDUALS, ConfigurationError, DisagreementError, NonFiniteGradientError
 from lightning_lowbw.kernels.reference import are_not_finite
+from lightning_lowbw.kernels.table import JoinedTable
 from lightning_lowbw.kernels.tensors import as_real, copy_all_, copy_in_order_, order_of, part
 from lightning_lowbw.schedules.schedule import Schedule
+from lightning_lowbw.sync.beside import Gathered
 from lightning_lowbw.sync.checks import agree_on_end, compare_batches, raise_at_other_batches
 from lightning_lowbw.sync.consensus import saved
 from lightning_lowbw.sync.early import JoinedMean, Sent, groups_of, watching
@@ -60,6 +62,7 @@ from lightning_lowbw.sync.status import (
 )
 from lightning_lowbw.sync.synchronizer import Configuration, Synchronizer
 
+GATHERED = ""  # the name of all tensors that are sent whole, where kernels have gathered them
 CHECK_EVERY_STEPS = 100  # compare the replicas; a pass over the weights, no extra message
 
 
@@ -96,6 +99,7 @@ class GradientSync(Synchronizer):
         self._groups: list[list[Row]] = []
         self._sent: list[Sent] = []
         self._is_grouped_late = False  # after the hooks of the backward pass, which may change the rows
+        self._table = JoinedTable()  # of what is sent whole
         self._unstepped: list[Row] = []
         self._hidden: list[tuple[Parameter, Tensor]] = []
         self._showing: RemovableHandle | None = None  # a hook that gives these back before other hooks look
@@ -250,18 +254,23 @@ class GradientSync(Synchronizer):
 
     @torch.no_grad()
     def check_gradients(self) -> None:
-        if not self._rows:
-            return
-        self._refuse_sparse_layouts()
-        gradients = {row.name: row.parameter.grad for row in self._rows if row.name not in self._checked}
-        unchecked = {name: gradient for name, gradient in gradients.items() if gradient is not None}
+        if self._rows:
+            self._refuse_sparse_layouts()
+            self._check_values()
+
+    def _check_values(self) -> None:
+        pairs = zip(self._rows, self._rows.gradients, strict=True)
+        unchecked = [(row.name, each) for row, each in pairs if each is not None and row.name not in self._checked]
         if unchecked:
-            self._note((list(unchecked), are_not_finite(list(unchecked.values()))))
+            names, gradients = zip(*unchecked, strict=True)
+            self._note((names, are_not_finite(gradients)))
         self.fault = self._faults.any(self.device)
 
     def _refuse_sparse_layouts(self) -> None:
-        for row in self._rows:
-            gradient = row.parameter.grad
+        gradients = self._rows.gradients
+        if {gradient.layout for gradient in gradients if gradient is not None} <= {torch.strided}:
+            return
+        for row, gradient in zip(self._rows, gradients, strict=True):
             if gradient is not None and gradient.layout != torch.strided:
                 row.parameter.grad = None  # clipping would fail on this rank alone
                 self._faults.add(torch.ones((), dtype=torch.bool), [row.name], self._describe_sparse)
@@ -329,19 +338,23 @@ class GradientSync(Synchronizer):
         is_one = self._sends_one_message and not skip_nonfinite  # what is skipped must not enter the residuals
         faults: Faulty | None = None
         joined: JoinedMean | None = None
+        if is_one or self.fault is None:
+            self._refuse_sparse_layouts()
         if is_one or (self.is_sparse and self.fault is None):
             has_told = self.node_flags is not None  # the node's ranks have agreed on the status
             faults = self._prepare(takes_zeros=is_one, is_late=has_told).faults
             if not has_told:
                 self._note(faults)
             self.fault = None
+        whole = self._whole()
+        gathered = self._gather(whole) if is_one else None
         if self.fault is None:
-            self.check_gradients()
+            self._check_values()
         # average: 1/N of the sum of what all ranks have sent; nothing is applied before the status has been read
-        prepared, whole, message = self._prepared, self._whole(), self._message()
+        prepared, message = self._prepared, self._message()
         if is_one and prepared is not None:
             is_torn, self._is_torn = self._is_torn, True
-            pending = prepared.send(message, whole)
+            pending = prepared.send(message, whole if gathered is None else {GATHERED: gathered.joined})
             self._is_torn = is_torn  # what has been sent can be put back
             earlier = [sent.pending.wait().mean for sent in self._sent]
             mean, numbers, means = pending.wait()
@@ -359,21 +372,21 @@ class GradientSync(Synchronizer):
         if self.node_flags is not None and faults is not None:
             self._late = [faults]
         # Parameters that no rank has used are not changed, as in DDP; one that only others have used has a zero here.
-        rows = [row for row, number in zip(self._rows, status.sums, strict=True) if round(number)]
-        targets, sources = [], []
-        for row in rows:
-            self._zeros.pop(row.name, None)
-            gradient = row.parameter.grad
-            if gradient is None:
-                gradient = row.parameter.grad = torch.zeros_like(row.parameter)
-            if row.name in means:
-                targets.append(row.in_order(gradient))
-                sources.append(means[row.name])
-        copy_all_(targets, sources)
+        unused = {row.name for row, number in zip(self._rows, status.sums, strict=True) if not round(number)}
+        for row, gradient in zip(self._rows, self._rows.gradients, strict=True):
+            if gradient is None and row.name not in unused:
+                row.parameter.grad = torch.zeros_like(row.parameter)
+        for name in self._zeros.keys() - unused:
+            del self._zeros[name]
+        if gathered is not None:
+            gathered.write_(means[GATHERED])  # also into the zeros of what no rank has used
+        else:
+            written = [row for row in self._rows if row.name in means and row.name not in unused]
+            copy_all_([row.in_order(row.gradient) for row in written], [means[row.name] for row in written])
         if self.peers.num_participants == 1:
             return self._exchange_alone(skip_nonfinite=False)
         # Of an empty shard the peers have none either.
-        rows = [row for row in rows if row.is_compressed and row.parameter.numel()]
+        rows = [row for row in self._rows.filled if row.name not in unused]
         self._is_torn |= is_one
         if rows and not is_one:
             mean = self._exchange_late(rows)
@@ -452,12 +465,23 @@ class GradientSync(Synchronizer):
         gradients = [(row, row.parameter.grad) for row in self._rows.whole]
         return {row.name: row.in_order(torch.zeros_like(row.parameter) if g is None else g) for row, g in gradients}
 
+    def _gather(self, whole: Mapping[str, Tensor]) -> Gathered | None:
+        """Gather what is sent whole, and look for inf and NaN, where kernels of a GPU do that."""
+        filled = {name: tensor for name, tensor in whole.items() if tensor.numel()}
+        if not Gathered.takes(tensors := [*filled.values()]):
+            return None
+        gathered = Gathered(tensors, self._table)
+        if not self._checked.issuperset(filled):
+            self._note(([*filled], gathered.flags))
+        return gathered
+
     def _message(self) -> Tensor:
         """Return this rank's status."""
         assert self.fault is not None
         peers, fault = self.peers, self.fault
         peers.count_dense(self._rows.nbytes)
-        used = [float(row.parameter.grad is not None and row.name not in self._zeros) for row in self._rows]
+        pairs = zip(self._rows, self._rows.gradients, strict=True)
+        used = [float(gradient is not None and row.name not in self._zeros) for row, gradient in pairs]
         # A rank may have left out what DDP has reduced up to now.
         begins = not (self.reduces_in_backward or self._has_compressed)
         compares = begins or self.step % CHECK_EVERY_STEPS == 0
@@ -483,13 +507,13 @@ class GradientSync(Synchronizer):
         what, exchange, correction = self.method.what, self.compressed, None
         rows: Sequence[Row] = self._rows.compressed
         assert exchange is not None
-        self._refuse_sparse_layouts()
         if takes_zeros:
-            for row in rows:
-                if row.parameter.grad is None:
-                    residual = exchange.residuals[row.name].clone() if row.name in exchange.residuals else None
-                    self._zeros[row.name] = row, self.correction.kept(row.parameter), residual
-                    row.parameter.grad = torch.zeros_like(row.parameter)
+            missing = [row for row, each in zip(self._rows, self._rows.gradients, strict=True) if each is None]
+            for row in missing:
+                residual = exchange.residuals[row.name].clone() if row.name in exchange.residuals else None
+                kept = self.correction.kept(row.parameter) if row.is_compressed else None
+                self._zeros[row.name] = row, kept, residual
+                row.parameter.grad = torch.zeros_like(row.parameter)
         if self._is_grouped_late and takes_zeros:
             self._groups = self._in_groups()
         self._is_grouped_late = False
@@ -520,16 +544,18 @@ class GradientSync(Synchronizer):
         """
         correction = self.correction
         steps = [row for row in rows if row.is_steppable] if applies and correction.is_complete else []
+        rates = dict[int, float]()
         for group, rows_of_group in by_group(steps):
             correction.decay_weights([row.parameter for row in rows_of_group], group)
-        rates = {id(row.group): correction.rate_of(row.group) for row in steps}
+            rates[id(group)] = correction.rate_of(group)
         mean.step_(
             {row.name: (row.in_order(row.gradient), row.in_order(row.parameter), rates[id(row.group)]) for row in steps}
         )
         for row in steps:
             row.parameter.grad = None
         others = [row for row in rows if row.parameter.grad is not None]
-        mean.step_({row.name: (row.in_order(row.gradient), None, 0.0) for row in others})
+        if others:
+            mean.step_({row.name: (row.in_order(row.gradient), None, 0.0) for row in others})
         # torch's sign, for an optimizer with maximize=True
         if climbing := [row.gradient for row in others if correction.constants(row.group).sign < 0]:
             torch._foreach_neg_(climbing)

@@ -69,8 +69,10 @@ def uses_of(workers: Sequence[Synchronizer], *, measures: bool = False) -> Uses:
     """
     what, when, peers = workers[0].method.what, workers[0].method.when, workers[0].peers
     uses = what.uses(peers.num_participants, peers.num_local_ranks, when=when)
-    codes = uses.codes or (8,) * measures  # int8 is timed, too
-    if not uses.value_dtypes or (peers.num_participants == 1 and not peers.may_grow):
+    is_alone = peers.num_participants == 1 and not peers.may_grow
+    # int8 is timed, too.
+    codes = tuple(dict.fromkeys([*(() if is_alone else uses.codes), *(8,) * measures]))
+    if not uses.value_dtypes or is_alone:
         return replace(NO_KERNELS, codes=codes, ranks=uses.ranks)
     # An ordered set is a dict here: the same order on all ranks.
     kinds = dict.fromkeys(kind for worker in workers if uses.kinds for kind in _kinds_of(worker))

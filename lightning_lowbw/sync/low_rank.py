@@ -83,7 +83,7 @@ class LowRank(Payload, key="low_rank"):
         return (n, m, rank) if 2 * (n + m) * rank < n * m else None
 
     def uses(self, num_participants: int, num_parts: int = 1, *, when: Schedule) -> Uses:
-        return replace(NO_KERNELS, ranks=(self.rank,))
+        return replace(NO_KERNELS, ranks=(self.rank,), codes=(torch.float32,))  # of what is sent whole
 
     def messages(self, shapes: Shapes, num_participants: int, num_parts: int = 1, *, when: Schedule) -> list[Message]:
         factors = [(self.factors(shape), math.prod(shape)) for shape in shapes]

@@ -233,8 +233,8 @@ class Quantized(Payload, key="quantized"):
     def uses(self, num_participants: int, num_parts: int = 1, *, when: Schedule) -> Uses:
         if self.value_dtype not in CODES:
             return NO_KERNELS
-        in_node = (torch.float32,) if num_parts > 1 else ()  # what its ranks gather
-        return replace(NO_KERNELS, codes=(CODES[self.value_dtype], *in_node))
+        # Also of what is sent whole, as complex numbers, or what the ranks of a node gather.
+        return replace(NO_KERNELS, codes=(CODES[self.value_dtype], torch.float32))
 
     def messages(self, shapes: Shapes, num_participants: int, num_parts: int = 1, *, when: Schedule) -> list[Message]:
         part, nbytes = -(-sum(map(math.prod, shapes)) // num_parts), FORMATS[self.value_dtype].nbytes

@@ -59,7 +59,7 @@ class Status:
         are_whole = all(abs(value) < EXACT and value == round(value) for value in (*faults, *marks))
         if not (are_whole and all(0 <= mark < MODULUS**2 * ALL for mark in marks)):
             raise ValueError(f"A damaged status: {[*faults, *marks]} are no faults and marks of {num_ranks} ranks.")
-        if any(math.isnan(number) for number in sums):
+        if any(map(math.isnan, sums)):
             raise ValueError(f"A damaged status, or a NaN in what the ranks have counted: {sums}.")
         requests, own_marks = zip(*(divmod(round(mark), MODULUS**2) for mark in marks), strict=True)
         return cls(sums, any(faults), list(own_marks), functools.reduce(operator.or_, requests))

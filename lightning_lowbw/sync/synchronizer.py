@@ -127,7 +127,8 @@ class Synchronizer:
     @property
     def device(self) -> torch.device:
         """Where the parameters are."""
-        return next(iter(self.params)).device
+        first: Parameter = next(each for group in self.optimizer.param_groups for each in group["params"])
+        return first.device
 
     def take_layout(self) -> None:
         """Take the shapes of the buffers that are averaged: they have been compared between the ranks."""

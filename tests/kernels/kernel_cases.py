@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from lightning_lowbw.comm.peers import fill_
 from lightning_lowbw.compress.codec import SparseCodec, layout_of
 from lightning_lowbw.compress.selection import SampledSelector, Selection
 from lightning_lowbw.kernels import dispatch, gpu, reference
@@ -21,6 +22,8 @@ from lightning_lowbw.kernels.dispatch import Uses
 from lightning_lowbw.kernels.gpu import SELECT_BLOCK
 from lightning_lowbw.kernels.reference import Code, Vector
 from lightning_lowbw.kernels.table import GPU_BLOCK, JoinedRow, JoinedTable, Kind, Workspace
+from lightning_lowbw.kernels.tensors import copy_all_
+from lightning_lowbw.sync.beside import Gathered
 from tests.kernels.bits import BFLOAT16, FLOAT16, FLOAT32, equal_bits
 from tests.kernels.segments import FORMS, LARGE, check, draw_parts, make, redraw
 
@@ -316,6 +319,28 @@ def test_a_vector_of_tensors(dtypes: tuple[torch.dtype, ...], code: Code, not_fi
             assert equal_bits(*(each.nan_to_num(9.0) if each.is_floating_point() else each for each in (one, other)))
         assert bool(found[0][2].any()) == bool(not_finite)
         assert all(a.nan_to_num(9.0).equal(b.nan_to_num(9.0)) for a, b in zip(*wholes, strict=True))  # also beside
+
+
+@pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered")  # by numpy, in Triton's interpreter
+@pytest.mark.parametrize("dtypes", [(FLOAT32,), (FLOAT32, BFLOAT16, FLOAT16)], ids=["float32", "mixed"])
+def test_what_is_sent_whole_is_gathered_and_written(dtypes: tuple[torch.dtype, ...]) -> None:
+    """As `fill_`, `are_not_finite` and `copy_all_` do, to the bit; also where the tensors have moved."""
+    table = JoinedTable()
+    for _ in range(2):
+        parts = draw_vector(dtypes, 1.0)
+        tensors, beside = [signal for _, signal, _ in parts if signal.numel()], [whole.clone() for whole, *_ in parts]
+        gathered = Gathered(tensors, table)
+        joined, sizes = torch.empty(sum(map(torch.numel, tensors)), device=DEVICE), [*map(torch.numel, tensors)]
+        fill_(joined, sizes, tensors, 1.0)
+        assert equal_bits(gathered.joined + 0.0, joined + 0.0)  # of zeros the sign may differ
+        assert all(equal_bits(whole, before) for (whole, *_), before in zip(parts, beside, strict=True))
+        assert not gathered.flags.any()
+        mean, twins = joined * 0.7, [tensor.clone() for tensor in tensors]
+        copy_all_(twins, [*mean.split(sizes)])
+        gathered.write_(mean)
+        assert all(map(equal_bits, tensors, twins))
+        tensors[0][0], tensors[2][-1] = float("inf"), float("nan")
+        assert Gathered(tensors, table).flags.equal(reference.are_not_finite(tensors))
 
 
 def test_what_a_node_has_gathered_is_read_with_gaps_between_its_rows() -> None:

@@ -43,6 +43,10 @@ def train(uses_kernels: bool, name: str, method: Method, nodes: Any) -> tuple[li
             parameter.grad = torch.randn(parameter.shape, generator=generator)
         if step == 1 and dist.get_rank() == 1:
             model[2].weight.grad = None  # type: ignore[assignment]
+        if step == 2 and dist.get_rank() == 1:
+            model[2].bias.grad = None  # type: ignore[assignment]
+        if step == 3:
+            model[4].bias.grad = None  # type: ignore[assignment]
         with worker.stepping():
             worker.exchange()
             optimizer.step()

@@ -66,3 +66,19 @@ def test_the_table_follows_whatever_changes() -> None:
             assert (kept.rows, kept.kinds, kept.launches) == (fresh.rows, fresh.kinds, fresh.launches), change
             assert kept.table.equal(fresh.table), change
             assert kept.factors.equal(fresh.factors), change
+    # In segments that are given again the gradient and the factors may be others, and `.data` of what they have.
+    segment.gradient = torch.ones(65)[1:]
+    for given_again in (
+        lambda: setattr(segment, "gradient", torch.ones(64)),
+        lambda: setattr(segment, "momentum", 0.25),
+        lambda: setattr(segment.momentum_buffer, "data", torch.ones(64)),
+        lambda: setattr(segment.residual, "data", torch.ones(65)[1:]),
+    ):
+        for _ in range(2):
+            kept.update([other, segment])
+            fresh = Workspace()
+            fresh.update([other, segment])
+            assert (kept.rows, kept.kinds, kept.launches) == (fresh.rows, fresh.kinds, fresh.launches)
+            assert kept.table.equal(fresh.table)
+            assert kept.factors.equal(fresh.factors)
+            given_again()

@@ -5,6 +5,7 @@ On one level, and on two, where it is that of one rank per node on each part of 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from copy import deepcopy
 from functools import partial
 from typing import Any
@@ -14,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import Parameter
-from torch.optim import SGD, Adam, RMSprop
+from torch.optim import SGD, Adam, AdamW, Optimizer, RMSprop
 
 from lightning_lowbw import DGC, Method, PowerSGD, QuantizedGradients
 from lightning_lowbw.comm import peers
@@ -279,14 +280,15 @@ def test_what_no_rank_uses_keeps_its_state(num_ranks: int, method: Method, make:
     assert not torch.equal(kept()[0], before[0])
 
 
-def train_with_changes(keeps: bool) -> list[Tensor]:
-    """Return the weights after each step of a training in which everything changes that a step depends on."""
+def train_with_changes(keeps: bool, make: Callable[..., Optimizer], key: str) -> tuple[list[Tensor], int]:
+    """Return the weights after each step of a training in which everything changes that a step depends on; and in how
+    many steps the segments were those of the step before."""
     shapes = {"matrix": (30, 20), "conv": (8, 4, 3, 3), "bias": (17,), "other": (12, 10)}
     torch.manual_seed(0)
     parameters = {name: Parameter(torch.randn(shape)) for name, shape in shapes.items()}
     matrix, conv = parameters["matrix"], parameters["conv"]
     ours = [p for name, p in parameters.items() if name != "other"]
-    optimizer = SGD([{"params": ours[:1]}, {"params": ours[1:]}], lr=0.1, momentum=0.9)
+    optimizer = make([{"params": ours[:1]}, {"params": ours[1:]}])
     worker = DGC(**{**STAIRS, **EXACT, "rampup_begin_step": 0, "min_numel": 18}).attach(optimizer, parameters.items())
     weights = []
     memory = {name: torch.empty_like(parameter) for name, parameter in parameters.items()}
@@ -298,17 +300,25 @@ def train_with_changes(keeps: bool) -> list[Tensor]:
         6: lambda: matrix.requires_grad_(True),
         8: lambda: optimizer.add_param_group({"params": [parameters["other"]]}),
         9: lambda: setattr(worker, "method", DGC(**{**STAIRS, "rampup_begin_step": 0, "min_numel": 18})),
-        10: lambda: optimizer.state[matrix].update(momentum_buffer=torch.ones_like(matrix)),
-        11: lambda: setattr(optimizer.state[conv]["momentum_buffer"], "data", torch.ones_like(conv.data)),
+        10: lambda: optimizer.state[matrix].update({key: torch.ones_like(matrix)}),
+        11: lambda: setattr(optimizer.state[conv][key], "data", torch.ones_like(conv.data)),
         12: lambda: optimizer.load_state_dict(deepcopy(optimizer.state_dict())),
         13: lambda: worker.load_state_dict(deepcopy(worker.state_dict())),
         14: lambda: worker.compressed.residuals.load({n: 2 * each for n, each in worker.residuals.items()}),
+        16: lambda: optimizer.param_groups[1].update(lr=0.01),  # which is in its decay, too
+        17: lambda: optimizer.param_groups[1].update(momentum=0.0, betas=(0.5, 0.95)),
+        18: lambda: optimizer.param_groups[0].update(weight_decay=0.1),
+        19: lambda: matrix.data.copy_(0.5 * matrix.data),
+        20: lambda: worker.to(torch.device("cpu")),
+        21: lambda: optimizer.param_groups[0].update(maximize=True),
     }
-    for step in range(16):
+    plan, num_kept = None, 0
+    for step in range(24):
         changes.get(step, lambda: None)()
         if not keeps:
             worker.params._key = ()
             worker.params._rows = Rows(worker.params._rows)  # without what has followed from them
+            worker.compressed._plan = None
             for cached in (exchange._messages, top_k._layouts, top_k._at, peers.fill_buckets, peers.part_of):
                 cached.cache_clear()
         for name, parameter in parameters.items():
@@ -318,11 +328,23 @@ def train_with_changes(keeps: bool) -> list[Tensor]:
             parameter.grad = None if is_missing else memory[name].copy_(gradient) if step % 2 else gradient
         optimizer.step()
         weights += [parameter.detach().clone() for parameter in parameters.values()]
-    return weights
+        plan, before = worker.compressed._plan, plan
+        num_kept += plan is before
+    return weights, num_kept
 
 
+MAKERS: dict[str, tuple[Callable[..., Optimizer], str]] = {
+    "SGD": (partial(SGD, lr=0.1, momentum=0.9), "momentum_buffer"),
+    "Adam": (partial(Adam, lr=0.01), "exp_avg_sq"),
+    "AdamW": (partial(AdamW, lr=0.01, amsgrad=True), "exp_avg"),
+}
+
+
+@pytest.mark.parametrize("name", MAKERS)
 @on_ranks()
-def test_what_is_kept_between_steps_is_never_stale() -> None:
-    kept, anew = train_with_changes(True), train_with_changes(False)
-    assert len(kept) == 64
+def test_what_is_kept_between_steps_is_never_stale(name: str) -> None:
+    make, key = MAKERS[name]
+    (kept, num_kept), (anew, num_anew) = (train_with_changes(keeps, make, key) for keeps in (True, False))
+    assert len(kept) == 96
     assert all(map(torch.equal, kept, anew))
+    assert (num_kept > 5, num_anew) == (True, 0), (num_kept, num_anew)
