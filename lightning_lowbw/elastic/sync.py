@@ -782,8 +782,8 @@ class ElasticSync(LocalSync):
         self._sent, self._averaged, self._is_apart = None, None, False
         self._wait_from_now()
         self._ends_s = time.monotonic() + shared["left_s"]
-        for name in (*OF_ALL, "step"):
-            setattr(self, name, shared[name])
+        for key in (*OF_ALL, "step"):
+            setattr(self, key, shared[key])
         self._all.steps, self.healed = shared["steps"], shared["others"]
         self._offer()
         log("Member %r has taken the state after round %d of run %r.", name, self.num_averages, self.run)
