@@ -36,6 +36,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
+from torch._dynamo.utils import counters
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn import Parameter
 from torch.nn.parallel import DistributedDataParallel
@@ -292,6 +293,7 @@ class Training:
     Attributes:
         methods: beside "alone"; names of `TRAININGS` and `HOOKS`.
         what: how it is trained, for the reader.
+        is_compiled: whether `torch.compile` must have made a graph.
         is_in_trainer: whether Lightning's loop trains it.
     """
 
@@ -301,14 +303,15 @@ class Training:
     targets: Tensor
     methods: tuple[str, ...]
     what: str
+    is_compiled: bool = False
     is_in_trainer: bool = False
 
 
 def compiled(make: Callable[[], nn.Module], device: torch.device) -> nn.Module:
-    """Return a decoder whose layers are compiled, as one."""
+    """Return a decoder whose layers are compiled: as one, for they are alike."""
     model: Any = make()
-    for layer in model.layers.layers:
-        layer.compile(backend="inductor" if device.type == "cuda" else "aot_eager")
+    for number, layer in enumerate(model.layers.layers):  # not by `layer.compile`, which leaves out torch's own layers
+        model.layers.layers[number] = torch.compile(layer, backend="inductor" if device.type == "cuda" else "aot_eager")
     return model  # type: ignore[no-any-return]
 
 
@@ -328,8 +331,8 @@ def trainings(device: torch.device) -> list[Training]:
         named = f"{make_resnet.__name__.replace('resnet', 'ResNet-')}, {num_images} images", make_resnet, images
         targets = torch.randint(1000, (num_images,), device=device)
         found.append(Training(*named, targets, ("dgc",), f"eager, {in_loop}"))
-    by_layer = partial(compiled, make, device)
-    found.append(Training(f"{name}, compiled", by_layer, tokens, tokens.flatten(), ("dgc",), f"compiled, {in_loop}"))
+    by_layer = f"{name}, compiled", partial(compiled, make, device), tokens, tokens.flatten(), ("dgc",)
+    found.append(Training(*by_layer, f"compiled, {in_loop}", is_compiled=True))
     in_trainer = f"{name}, in a Trainer", make, tokens, tokens.flatten(), ("dgc", "int8")
     return [*found, Training(*in_trainer, f"eager, {TRAINER.format(backend)}", is_in_trainer=True)]
 
@@ -345,6 +348,7 @@ def training_rows(device: torch.device, sizes: list[str]) -> list[Callable[[], d
 def measure_training(training: Training, device: torch.device) -> dict[str, Any]:
     """Return the times of a training by each method, which take turns: a drift of the clock is a spread."""
     torch.manual_seed(0)
+    counters.clear()
     model = training.make().to(device, memory_format=torch.channels_last)  # of parameters with four dimensions
     ms: dict[str, list[float]] = {}
     kernels: dict[str, Counter[str]] = {}
@@ -362,7 +366,7 @@ def measure_training(training: Training, device: torch.device) -> dict[str, Any]
                         host[method] = host_ms(train, device)
                     del train
                 release(device)
-    alone = median(ms["alone"])
+    alone, num_graphs = median(ms["alone"]), counters["stats"]["unique_graphs"]
     more = {method: Counter({k: us - kernels["alone"][k] for k, us in of.items()}) for method, of in kernels.items()}
     return {
         "name": training.name,
@@ -377,7 +381,8 @@ def measure_training(training: Training, device: torch.device) -> dict[str, Any]
         "us per batch more than alone, by kernel": {
             each: {name: round(us) for name, us in of.most_common(8)} for each, of in more.items() if each != "alone"
         },
-        "failed": False,
+        "compiled graphs": num_graphs,
+        "failed": training.is_compiled != bool(num_graphs),
     }
 
 
