@@ -352,8 +352,8 @@ def warn_of_schedule(method: Method, trainer: pl.Trainer, workers: Sequence[Sync
     if not isinstance(begin, int):
         if trainer.lightning_module.automatic_optimization and not trainer.lr_scheduler_configs:
             rank_zero_warn(
-                f"begin_step={begin!r}, and the module has no learning-rate scheduler: the rate never falls, so this "
-                "trains as DDP. Give a number of steps or a fraction of the run."
+                f"begin_step={begin!r}, and the module has no learning-rate scheduler: unless its code lowers the "
+                "rate, this trains as DDP. Or give a number of steps or a fraction of the run."
             )
     elif begin + after > (num_steps := num_steps_of_fit(trainer, workers)) and not getattr(trainer, "fast_dev_run", 0):
         rank_zero_warn(
