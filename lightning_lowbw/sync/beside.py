@@ -15,6 +15,8 @@ from lightning_lowbw.kernels import dispatch, gpu
 from lightning_lowbw.kernels.table import DTYPES, JoinedTable
 from lightning_lowbw.kernels.tensors import allocate, constant, laid_out, split_front
 
+_KINDS = {dtype: number for number, dtype in enumerate(DTYPES)}
+
 
 class Gathered:
     """Tensors that are sent whole, as one: kernels of a GPU gather them, and write the mean, in one launch each.
@@ -30,21 +32,20 @@ class Gathered:
 
     def __init__(self, tensors: Sequence[Tensor], table: JoinedTable) -> None:
         numels, device = [*map(Tensor.numel, tensors)], tensors[0].device
-        dtypes = [DTYPES.index(tensor.dtype) for tensor in tensors]
-        addresses = [tensor.data_ptr() for tensor in tensors]
-        columns = addresses, repeat(0), accumulate(numels, initial=0), numels, dtypes
-        self._table = table.update(zip(*columns, strict=False), device)
+        kinds, addresses = [_KINDS[tensor.dtype] for tensor in tensors], [tensor.data_ptr() for tensor in tensors]
+        columns = addresses, repeat(0), accumulate(numels, initial=0), numels, kinds  # of `JoinedRow`
+        self._table, numel = table.update(zip(*columns, strict=False), device), sum(numels)
         flags = torch.zeros(len(tensors) + 1, dtype=torch.bool, device=device)
-        self.joined, self.flags = torch.empty(sum(numels), dtype=torch.float32, device=device), flags[:-1]
-        gpu.encode_(self._table, _message(self.joined), sum(numels), torch.float32, flags)
+        self.joined, self.flags = torch.empty(numel, dtype=torch.float32, device=device), flags[:-1]
+        gpu.encode_(self._table, _message(self.joined), numel, torch.float32, flags)
 
     @staticmethod
     def takes(tensors: Sequence[Tensor]) -> bool:
         """Return whether kernels gather these; not what is as large as a bucket, for it would take as much memory."""
-        if not tensors or FLOAT_BYTES * sum(map(Tensor.numel, tensors)) > BUCKET_BYTES:
+        if not tensors or not dispatch.uses_triton(tensors[0].device):
             return False
-        are_known = {tensor.dtype for tensor in tensors} <= {*DTYPES} and all(map(Tensor.is_contiguous, tensors))
-        return are_known and dispatch.uses_triton(tensors[0].device)
+        are_known = {tensor.dtype for tensor in tensors} <= _KINDS.keys() and all(map(Tensor.is_contiguous, tensors))
+        return are_known and FLOAT_BYTES * sum(map(Tensor.numel, tensors)) <= BUCKET_BYTES
 
     def write_(self, mean: Tensor) -> None:
         """Write the mean of `joined` into the tensors, rounded to their dtypes."""

@@ -566,10 +566,10 @@ class Plan:
     """The segments of a step, for later ones that are made of the same.
 
     Args:
-        kinds: of which they are made, as are the next ones: values that are equal,
-        objects: and objects that are the same, among them tensors,
-        addresses: of these, which are others where `.data` has been replaced.
-        constants: of the param groups, as they are in the segments.
+        kinds: values that must be equal.
+        objects: that must be the same ones; among them tensors.
+        addresses: of these tensors, which are others where `.data` has been replaced.
+        constants: of the param groups, as they are in the segments now.
         segments: by name.
     """
 

@@ -259,8 +259,8 @@ class GradientSync(Synchronizer):
             self._check_values()
 
     def _check_values(self) -> None:
-        pairs = zip(self._rows, self._rows.gradients, strict=True)
-        unchecked = [(row.name, each) for row, each in pairs if each is not None and row.name not in self._checked]
+        rows = [row for row in self._rows if row.name not in self._checked]
+        unchecked = [(row.name, each) for row in rows if (each := row.parameter.grad) is not None]
         if unchecked:
             names, gradients = zip(*unchecked, strict=True)
             self._note((names, are_not_finite(gradients)))
@@ -467,12 +467,13 @@ class GradientSync(Synchronizer):
 
     def _gather(self, whole: Mapping[str, Tensor]) -> Gathered | None:
         """Gather what is sent whole, and look for inf and NaN, where kernels of a GPU do that."""
-        filled = {name: tensor for name, tensor in whole.items() if tensor.numel()}
-        if not Gathered.takes(tensors := [*filled.values()]):
+        names = [name for name, tensor in whole.items() if tensor.numel()]
+        tensors = [*filter(Tensor.numel, whole.values())]
+        if not Gathered.takes(tensors):
             return None
         gathered = Gathered(tensors, self._table)
-        if not self._checked.issuperset(filled):
-            self._note(([*filled], gathered.flags))
+        if not self._checked.issuperset(names):
+            self._note((names, gathered.flags))
         return gathered
 
     def _message(self) -> Tensor:
