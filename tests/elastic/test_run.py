@@ -31,7 +31,7 @@ sys.exit(3)
 """
 STOPPED = """
 import atexit, signal, time
-signal.signal(signal.SIGTERM, lambda *_: sys.exit())
+signal.signal(signal.SIGTERM, lambda *_: (print('"stopped"'), sys.exit()))
 atexit.register(print, '"at exit"')
 print('"ready"')
 time.sleep(100)
@@ -43,8 +43,9 @@ def start(folder: Path, program: str, *command: str) -> subprocess.Popen[str]:
     (folder / "program.py").write_text(PROGRAM + program)
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     command = (sys.executable, "-m", "lightning_lowbw.elastic.run", *command)
+    pipe = subprocess.PIPE
     return subprocess.Popen(
-        command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        command, cwd=folder, env=environment, stdout=pipe, stderr=pipe, text=True, start_new_session=True
     )
 
 
@@ -64,12 +65,13 @@ def test_a_group_begins_again(tmp_path: Path) -> None:
 
 
 def test_a_signal_reaches_all_processes_of_a_group(tmp_path: Path) -> None:
+    """As systemd sends it: to torch's agent and to the server, too, with which its processes would end at once."""
     group = start(tmp_path, STOPPED, "--nproc-per-node=2", "-m", "program")
     assert group.stdout is not None
     said = [json.loads(group.stdout.readline()) for _ in range(4)]
     assert said.count("ready") == 2
-    group.send_signal(signal.SIGTERM)
-    assert group.communicate(timeout=60)[0].splitlines() == ['"at exit"'] * 2
+    os.killpg(group.pid, signal.SIGTERM)
+    assert sorted(group.communicate(timeout=60)[0].splitlines()) == ['"at exit"'] * 2 + ['"stopped"'] * 2
 
 
 def test_a_script_may_end_with_an_exit(tmp_path: Path) -> None:
