@@ -50,6 +50,9 @@ def run_script(is_module: bool, script: str, *arguments: str) -> None:
             raise
     finally:
         atexit._run_exitfuncs()  # which multiprocessing leaves out
+    agent = multiprocessing.parent_process()
+    if agent is not None and not agent.is_alive():  # which would not take the result, for which torch waits then
+        os._exit(0)
 
 
 def main() -> None:

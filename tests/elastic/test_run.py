@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 from lightning_lowbw.elastic.run import run_script
@@ -78,3 +80,30 @@ def test_a_script_may_end_with_an_exit(tmp_path: Path) -> None:
     """Else torch's agent waits for ever for what the function returns."""
     (tmp_path / "program.py").write_text("import sys; sys.exit()")
     assert run_ranks(run_script, 1, False, str(tmp_path / "program.py"), fresh=True) == [None]
+
+
+def run_and_return(folder: str) -> None:
+    run_script(False, f"{folder}/program.py")
+    Path(folder, "returned").touch()
+
+
+def lose_agent(folder: str) -> None:
+    context = multiprocessing.get_context("fork")
+
+    def begin() -> None:
+        context.Process(target=run_and_return, args=(folder,)).start()
+        os._exit(0)
+
+    agent = context.Process(target=begin)
+    agent.start()
+    agent.join()
+    while not Path(folder, "ended").exists():
+        time.sleep(0.1)
+    time.sleep(0.5)
+
+
+def test_a_script_whose_agent_was_killed_ends(tmp_path: Path) -> None:
+    """And waits for nobody to take its result."""
+    (tmp_path / "program.py").write_text(f"import time; time.sleep(1); open({str(tmp_path / 'ended')!r}, 'w').close()")
+    run_ranks(lose_agent, 1, str(tmp_path), fresh=True)
+    assert not (tmp_path / "returned").exists()
