@@ -442,11 +442,12 @@ class ElasticSync(LocalSync):
         members.begin(quorum)
         if quorum.healed is not None:
             self._heal(quorum.healed, quorum.members[quorum.rank])
+        if not quorum.is_for_round and len(quorum.members) == 1:  # it goes on in the middle of the others' round
+            return self.is_complete or not self._is_over()
         if not quorum.is_for_round:  # who has healed tells other numbers now
             self._wait_for_members()
             self.membership.commit(not self.is_complete)  # for which the others do not wait
-            is_alone = len(quorum.members) == 1  # it goes on in the middle of the others' round
-            return self.is_complete or (is_alone and not self._is_over())
+            return self.is_complete
         if not self._weights_of(quorum):
             self._wait_for_members()
             if self._any_in_node(members.has_failed)[0]:  # the rows may be those of a request that was given up
@@ -738,6 +739,7 @@ class ElasticSync(LocalSync):
             "step": self.step,
             "steps": self._steps,
             "left_s": self._left_s,  # of the round
+            "is_exchanging": self._hidden is not None,
             "is_new": self._is_new,
             "others": self._others,
         }

@@ -423,6 +423,7 @@ class TorchftMembership:
         taker = next((member for member in members if member not in up_to_date and member.row.is_late), None)
         members = [member for member in members if member in up_to_date or member is taker]
         if own not in members:
+            self._disconnect()
             self._lighthouse.is_away = True  # the others do not wait for it meanwhile
             healed = self._fetch(lambda: self._take(donors), gives_up)
             self._is_late = True  # if rounds end before it is in one
@@ -512,7 +513,7 @@ class TorchftMembership:
             except Exception as error:  # noqa: BLE001 - whatever it is, another training is there
                 failed.append(f"{address}: {error!r}")
             else:
-                self._is_late = not is_current
+                self._is_late = not is_current or state["is_exchanging"]
                 self._lighthouse.appear(self._name)  # it is in their next round
                 return state
         raise OSError("; ".join(failed)) if failed else RuntimeError("no other group has completed a round")

@@ -182,7 +182,13 @@ def run_member(
         return Row(step, tokens=0.1 * group, is_new=is_new, **told)
 
     def shared() -> dict[str, Any]:
-        return {"tensors": {"weights": weights}, "num_averages": step, "run": "", "name": "plain"}
+        return {
+            "tensors": {"weights": weights},
+            "num_averages": step,
+            "run": "",
+            "name": "plain",
+            "is_exchanging": False,
+        }
 
     def heal(state: Mapping[str, Any]) -> None:
         nonlocal weights, step
@@ -214,7 +220,9 @@ def run_member(
             if quorum.healed is not None:
                 heal(quorum.healed)
                 tell("healed", took_s)
-            if quorum.rows is None:  # as `ElasticSync`
+            if quorum.rows is None and len(quorum.members) == 1:  # as `ElasticSync`
+                continue
+            if quorum.rows is None:
                 with contextlib.suppress(RuntimeError):
                     membership.collective(partial(average, torch.zeros(1), 0))
                 membership.commit()

@@ -41,7 +41,7 @@ class Group:
         self.server = StateServer("donor", "127.0.0.1")
         self.server.row, self.server.settings = Row(2, settings=digest_of(SETTINGS), run="r"), SETTINGS
         self.server.offer(self.state)
-        self.rounds = 3
+        self.rounds, self.is_exchanging = 3, False
         self.is_over = threading.Event()
 
     def train(self) -> None:
@@ -52,7 +52,13 @@ class Group:
             self.server.offer(self.state)
 
     def state(self) -> dict[str, Any]:
-        return {"tensors": self.tensors, "num_averages": self.rounds, "run": "r", "others": {3: (1.5, "x")}}
+        plain = {
+            "num_averages": self.rounds,
+            "run": "r",
+            "others": {3: (1.5, "x")},
+            "is_exchanging": self.is_exchanging,
+        }
+        return {"tensors": self.tensors, **plain}
 
 
 @contextmanager
@@ -263,6 +269,15 @@ def test_a_state_that_comes_is_waited_for_whatever_the_time() -> None:
         assert torch.equal(fetch([group.server.address], late)["tensors"]["w"], torch.ones(LARGE))
         with pytest.raises(RuntimeError, match="given up"):
             fetch([group.server.address], lambda _: True)
+
+
+@pytest.mark.parametrize("is_exchanging", [False, True])
+def test_who_takes_the_state_while_a_round_is_exchanged_will_be_a_round_behind(is_exchanging: bool) -> None:
+    with training(Group({"w": torch.ones(5)})) as group:
+        group.is_exchanging = is_exchanging
+        membership = a_membership()
+        membership._fetch(lambda: membership._take([group.server.address]), lambda _: False)
+        assert membership._is_late == is_exchanging
 
 
 def joined(monkeypatch: pytest.MonkeyPatch, addresses: Callable[[], list[str]], row: Row = ROW) -> Any:
