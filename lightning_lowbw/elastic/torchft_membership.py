@@ -425,6 +425,7 @@ class TorchftMembership:
         if own not in members:
             self._disconnect()
             self._lighthouse.is_away = True  # the others do not wait for it meanwhile
+            self._disconnect()  # from those of an earlier round: no `commit` is of this one
             healed = self._fetch(lambda: self._take(donors), gives_up)
             self._is_late = True  # if rounds end before it is in one
             return Quorum(latest, 0, (own.label,), healed)

@@ -334,6 +334,25 @@ def test_the_processes_of_a_group_agree_on_the_connection_before_the_next_collec
         assert gather_json(own) == [own, own]
 
 
+@on_ranks()
+def test_who_takes_the_state_after_a_stop_is_in_no_round_till_it_is_waited_for() -> None:
+    """The group of its last round, which has not failed there, is none for it: else it is never told to be late."""
+    membership = object.__new__(TorchftMembership)
+    membership._name, membership._process, membership._key, membership._group = (
+        "stopped:1",
+        dist.get_rank(),
+        (),
+        object(),
+    )
+    membership._num_failures, membership._lighthouse = 0, _Lighthouse(SimpleNamespace(LighthouseClient=bool), "")
+    membership._fetch = lambda *_: {}  # type: ignore[method-assign]
+    rows = {"donor:1": Row(3), "other:1": Row(3), "stopped:1": Row(2)}
+    there = [_Member(name, "127.0.0.1:1", "127.0.0.1:1", row, 0) for name, row in rows.items()]
+    assert membership._join(1, there, lambda _: False).members == ("stopped",)
+    assert not membership.commit()
+    assert membership._is_late
+
+
 def connect_beside_a_logger(path: str) -> tuple[list[bool], bool]:
     """Make the group of two members, each a rank; return which of its sockets are watched, and that of a logger."""
     membership = object.__new__(TorchftMembership)
