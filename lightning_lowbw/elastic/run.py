@@ -3,8 +3,8 @@
     python -m lightning_lowbw.elastic.run --nproc-per-node 1 --max-restarts 100 train.py ...
 
 Options, messages, signals and restarts are those of torchrun, whose agent does all the work; only a rendezvous on this
-host is the default. The server imports what a training imports sooner or later, some ten seconds of a processor; it
-runs no kernel and does not touch a device.
+host is the default, and SIGTERM asks the processes of an agent that was killed to end. The server imports what a
+training imports sooner or later, some ten seconds of a processor; it runs no kernel and does not touch a device.
 """
 
 from __future__ import annotations
@@ -15,8 +15,10 @@ import os
 import runpy
 import signal
 import sys
+import threading
 from multiprocessing import forkserver
 
+import numpy as np
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import elastic_launch
 from torch.distributed.run import config_from_args, parse_args
@@ -31,10 +33,20 @@ PRELOADED = [
 ]
 
 
+def end_with_the_agent() -> None:
+    """Ask this process to end after its agent was killed: it would train on, with a name that a new group needs."""
+    agent = multiprocessing.parent_process()
+    assert agent is not None
+    agent.join()
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
 def run_script(is_module: bool, script: str, *arguments: str) -> None:
     """Run a script, or a module, in a process that the server has forked, as Python would in a new one."""
     os.setsid()  # Ctrl-C reaches the agent alone, which passes it on
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    threading.Thread(target=end_with_the_agent, name="lowbw-agent", daemon=True).start()
+    np.random.seed()  # else all processes, also after a restart, draw the numbers of the server
     multiprocessing.set_start_method(None, force=True)  # for workers of a DataLoader that of Python
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # what a kill would lose
@@ -45,8 +57,10 @@ def run_script(is_module: bool, script: str, *arguments: str) -> None:
         else:
             sys.path[0] = os.path.dirname(os.path.abspath(script))
             runpy.run_path(script, run_name="__main__")
+    except KeyboardInterrupt:
+        sys.exit(128 + signal.SIGINT)  # without an error torch's agent would wait for ever for a result
     except SystemExit as end:
-        if end.code not in (None, 0):  # torch's agent would wait for ever for a result
+        if end.code not in (None, 0):  # the same
             raise
     finally:
         atexit._run_exitfuncs()  # which multiprocessing leaves out

@@ -472,6 +472,8 @@ class ElasticSync(LocalSync):
         change = self._work() if self.tokens else None
         residuals = copies(self.replica.residuals)
         work = _Work(self.num_averages + 1, self.step, self._steps, self.tokens, change, residuals, prepared)
+        if self.step >= self.last_step:  # without steps it would be the state of a training that has ended
+            self.membership.serve(None)
         self.tokens, self._all.steps, self.steps_since_average = 0.0, 0, 0
         return work
 
@@ -505,6 +507,7 @@ class ElasticSync(LocalSync):
                 self.tokens += work.tokens
                 self._all.steps = self._steps + work.steps
                 self.steps_since_average += work.steps
+                self.membership.serve(self.shared_state)
         if counts:
             assert quorum is not None
             self._end_round(quorum, average, work)
@@ -661,11 +664,13 @@ class ElasticSync(LocalSync):
         self._averaged, self._is_new, self._has_faults = None, False, False  # all have it: their anchors are equal
         if not self.num_averages:
             self.run = run_of(dict(zip(members, told, strict=True)))
+        self.membership.serve(None)
         latest = int(max(*(row.step for row in told), work.step))  # told before steps that hid the quorum
         num_steps = latest - work.step + work.steps
         before, self.step = self.step, int(min(self.step + latest - work.step, self.last_step))
         self.num_skipped += self.step - before
         if average is None:
+            self._offer()
             return
         if num_steps < self.when.outer_gain and latest != self.last_step and not self._is_warned:
             self._is_warned = True
@@ -677,7 +682,6 @@ class ElasticSync(LocalSync):
         weight = weights[quorum.rank]
         if not weight:
             self._set_residuals(work.residuals)  # what was sent did not count
-        self.membership.serve(None)
         means, numbers = average.wait_for_whole()
         sums = Sums(*Status.read(numbers.tolist(), self.peers.num_ranks).sums)
         self._all.moved = dict.fromkeys(average.parameters) if self._steps else {}

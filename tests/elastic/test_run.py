@@ -17,9 +17,11 @@ from tests.ranks import run_ranks
 
 # What a process has, before it imports anything; then what has to work in it.
 PROGRAM = """
-import json, os, sys
+import json, os, random, sys
 import beside
+import numpy
 has = {"pid": os.getpid(), "loaded": {"lightning.pytorch", "torch._dynamo"} <= {*sys.modules}, "argv": sys.argv[1:]}
+has["drawn"] = [random.random(), numpy.random.random()]
 print(json.dumps({**has, "attempt": int(os.environ["TORCHELASTIC_RESTART_COUNT"])}))
 from torch.utils.data import DataLoader
 """
@@ -60,6 +62,7 @@ def test_a_group_begins_again(tmp_path: Path) -> None:
     *attempts, loaded = map(json.loads, out.splitlines())
     assert [each["attempt"] for each in attempts] == [0, 1, 2]
     assert len({each["pid"] for each in attempts}) == 3
+    assert len({number for each in attempts for number in each["drawn"]}) == 6
     assert all(each["loaded"] and each["argv"] == ["--lr", "1"] for each in attempts)
     assert loaded == [0, 1, 2, 3]
     assert group.returncode == 3
@@ -76,6 +79,26 @@ def test_a_signal_reaches_all_processes_of_a_group(tmp_path: Path) -> None:
     assert sorted(group.communicate(timeout=60)[0].splitlines()) == ['"at exit"'] * 2 + ['"stopped"'] * 2
 
 
+def test_processes_whose_agent_is_killed_are_asked_to_end(tmp_path: Path) -> None:
+    """Also where Ctrl-C is ignored, as in the background of a shell."""
+    group = start(tmp_path, STOPPED, "--nproc-per-node=2", "program.py")
+    assert group.stdout is not None
+    said = [json.loads(group.stdout.readline()) for _ in range(4)]
+    assert said.count("ready") == 2
+    group.kill()
+    assert group.communicate(timeout=60)[0].count("at exit") == 2
+
+
+def test_a_script_that_is_interrupted_has_failed(tmp_path: Path) -> None:
+    """Else torch's agent waits for ever for what the function returns."""
+    group = start(tmp_path, "raise KeyboardInterrupt", "program.py")
+    try:
+        _, errors = group.communicate(timeout=60)
+    finally:
+        group.kill()
+    assert group.returncode == 130, errors
+
+
 def test_a_script_may_end_with_an_exit(tmp_path: Path) -> None:
     """Else torch's agent waits for ever for what the function returns."""
     (tmp_path / "program.py").write_text("import sys; sys.exit()")
@@ -87,23 +110,35 @@ def run_and_return(folder: str) -> None:
     Path(folder, "returned").touch()
 
 
+def wait_for(path: Path) -> None:
+    while not path.exists():
+        time.sleep(0.1)
+
+
 def lose_agent(folder: str) -> None:
     context = multiprocessing.get_context("fork")
 
     def begin() -> None:
         context.Process(target=run_and_return, args=(folder,)).start()
+        wait_for(Path(folder, "began"))
         os._exit(0)
 
     agent = context.Process(target=begin)
     agent.start()
     agent.join()
-    while not Path(folder, "ended").exists():
-        time.sleep(0.1)
+    wait_for(Path(folder, "ended"))
     time.sleep(0.5)
 
 
 def test_a_script_whose_agent_was_killed_ends(tmp_path: Path) -> None:
-    """And waits for nobody to take its result."""
-    (tmp_path / "program.py").write_text(f"import time; time.sleep(1); open({str(tmp_path / 'ended')!r}, 'w').close()")
+    """And waits for nobody to take its result; also one that goes on after SIGTERM."""
+    program = """
+import signal, sys, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+open(f"{sys.path[0]}/began", "w").close()
+time.sleep(1)
+open(f"{sys.path[0]}/ended", "w").close()
+"""
+    (tmp_path / "program.py").write_text(program)
     run_ranks(lose_agent, 1, str(tmp_path), fresh=True)
     assert not (tmp_path / "returned").exists()

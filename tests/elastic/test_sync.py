@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import pytest
@@ -455,6 +456,36 @@ def test_a_slow_member_contributes_what_it_has_done_and_delays_nobody(store: dis
     assert contributions == len(slow.anchors) - 1 >= 2
     last = slow.worker.num_averages
     assert slow.worker.tokens_seen == TOKENS * K_STEPS * (2 * last + contributions)
+
+
+@pytest.mark.parametrize("fails", [False, True], ids=["at once", "at the second try"])
+def test_before_the_last_round_has_ended_nobody_takes_a_state_that_says_so(fails: bool, store: dist.Store) -> None:
+    """In any other collective, and between rounds, there is a state to take."""
+    seen: list[tuple[int, bool]] = []
+    members = [Member(store, n, METHODS["local_sgd"]) for n in range(2)]
+    there, offers = members[0].there, list[Callable[[], Mapping[str, Any]] | None]()
+    serve, collective, ask = there.serve, there.collective, there.quorum
+
+    def look() -> None:
+        shared = offers[-1]
+        state = {} if shared is None else shared()
+        seen.append((state.get("num_averages", -1), state.get("step") == 4 * K_STEPS and not state["steps"]))
+
+    def looked(function: Callable[..., Any], *arguments: Any) -> Any:
+        look()
+        return function(*arguments)
+
+    there.serve = lambda shared: (offers.append(shared), serve(shared))  # type: ignore[assignment, method-assign, func-returns-value]
+    there.collective = partial(looked, collective)  # type: ignore[method-assign]
+    there.quorum = partial(looked, ask)  # type: ignore[method-assign]
+    if fails:
+        for member in members:
+            member.there.fail_in = {(5, 0): False}
+    train(members)
+    look()
+    assert members[0].worker.num_averages == 4
+    assert {rounds for rounds, has_ended in seen if has_ended} == {4}
+    assert {rounds for rounds, _ in seen} == {-1, 0, 1, 2, 3, 4}
 
 
 def test_those_that_have_ended_wait_for_a_slow_one(store: dist.Store) -> None:

@@ -168,6 +168,21 @@ def test_who_hangs_in_a_collective_costs_the_timeout_and_is_healed() -> None:
         assert made.committed(0, new.step).value[0] == new.value[0]
 
 
+def test_who_comes_back_after_rounds_of_the_others_costs_no_round() -> None:
+    """It has been stopped between two rounds, of all with the same members, and has their connections still."""
+    with members.groups(min_replicas=2) as made:
+        for group in range(3):
+            made.start(group, timeout_s=LONG_S, pause_s=1.0)
+        made.committed(2, step=2, size=3)
+        stopped_s = made.signal(2, signal.SIGSTOP)
+        made.committed(0, size=2, after_s=stopped_s)
+        began_s = made.signal(2, signal.SIGCONT)
+        healed = made.first(2, "healed", after_s=stopped_s)
+        made.committed(2, healed.step + 1, size=3, after_s=began_s)
+        made.committed(0, healed.step + 3, size=3, after_s=began_s)
+    assert not [event for event in made.events if event.kind in ("lost", "failed", "said")]
+
+
 def test_who_is_stopped_in_a_collective_is_lost_long_before_the_timeout() -> None:
     options = {"constants": {"SILENT_S": 2}, "timeout_s": 100.0}
     with members.groups(min_replicas=2) as made:
