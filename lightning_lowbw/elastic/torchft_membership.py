@@ -423,7 +423,6 @@ class TorchftMembership:
         taker = next((member for member in members if member not in up_to_date and member.row.is_late), None)
         members = [member for member in members if member in up_to_date or member is taker]
         if own not in members:
-            self._disconnect()
             self._lighthouse.is_away = True  # the others do not wait for it meanwhile
             self._disconnect()  # from those of an earlier round: no `commit` is of this one
             healed = self._fetch(lambda: self._take(donors), gives_up)
