@@ -64,7 +64,7 @@ PATIENCE_S = 300.0  # for a training to begin, and to end after the last event
 NAMES = "abcd"
 LR = 2e-3
 FAULTS = ("kill", "stop", "stop_inside", "cut")  # of events
-SAME = ("digest", "step_of_anchor", "seen", "averaged")  # after a round, on all
+SAME = ("digest", "seen", "averaged")  # after a round, on all
 NOISE_S = 0.5  # of a round
 POINT_S = 15.0  # between points of a curve
 NUM_LOSSES = 5  # the last, whose mean is compared
@@ -453,6 +453,9 @@ def summarise(found: Row, case: Case) -> Row:
     by_round, by_group = gathered(rounds, "round"), gathered(rounds, "group")
     gaps = [after["at_s"] - before["at_s"] for lines in by_group.values() for before, after in pairwise(lines)]
     differ = {what: [n for n, lines in by_round.items() if len({line[what] for line in lines}) > 1] for what in SAME}
+    # Who has taken the state meanwhile is in the middle of the next round.
+    there = gathered([line for line in rounds if line["group"] in line["averaged"]], "round")
+    differ["step_of_anchor"] = [n for n, lines in there.items() if len({line["step_of_anchor"] for line in lines}) > 1]
     differ["lr"] = [line["round"] for line in rounds if abs(line["lr"] / LR - lr_factor(line["step"])) > 1e-9]
     faults = [event for event in found["events"] if event[1] in FAULTS or case.groups + event[2] == NAMES]
     ends = [*(event[0] for event in faults[1:]), found["ended_s"]][: len(faults)]
