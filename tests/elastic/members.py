@@ -163,6 +163,7 @@ def run_member(
         connection.send(Event(group, process, kind, step, members, value, time.monotonic()))
 
     keep_stderr_in(folder)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell lets jobs in the background ignore it
     os.environ["TORCHFT_USE_OTEL"] = "true"  # which ends in an error where torchft is imported
     os.environ["GLOO_SOCKET_IFNAME"] = options.pop("interface")
     for name, value in options.pop("constants", {}).items():
