@@ -33,7 +33,7 @@ class Row(NamedTuple):
         is_new: whether it has not been in a round since it was started.
         has_ended: whether it only waits for others to take its state.
         unreached: members that it could not connect to in its last attempt, by what they are called until a restart.
-        is_late: whether it has taken the state of another member, and rounds have ended meanwhile.
+        is_late: whether it has taken the state of another member, and rounds have ended meanwhile, or one is exchanged.
     """
 
     rounds: int = 0

@@ -61,7 +61,7 @@ from lightning_lowbw.sync.status import SAVE, STOP, Status, any_of
 _logger = logging.getLogger(LOGGER)
 ANCHORS = 1 << 32  # checksums are compared modulo this
 CHUNK = 1 << 18  # elements that they take at a time, on all devices: with others they are other numbers
-EARLY_S = 0.5  # before the others one that has joined asks for its first quorum: they do not wait for it
+EARLY_S = 0.5  # before the others one that has joined asks for its first quorum, so that they need not wait for it
 END_S = 0.2  # between two last quorums
 SETTLE_S = 10.0  # of waiting for others in a hidden round, before a save or a validation
 OFTEN = 5  # rounds in which all have an inf or NaN, one after the other, are no accident
@@ -437,12 +437,15 @@ class ElasticSync(LocalSync):
             return self.membership.quorum(row, settings, gives_up)
 
     def _try_round(self, quorum: Quorum) -> bool:
-        """Try a round; return whether it counts. If not, nothing has changed, except that this member has healed."""
+        """Try a round; return whether local steps follow. If not, it is tried again, maybe healed.
+
+        They follow a round that counts; and where this member has healed alone, in the middle of the others' round.
+        """
         members = self.members.members
         members.begin(quorum)
         if quorum.healed is not None:
             self._heal(quorum.healed, quorum.members[quorum.rank])
-        if not quorum.is_for_round and len(quorum.members) == 1:  # it goes on in the middle of the others' round
+        if not quorum.is_for_round and len(quorum.members) == 1:
             return self.is_complete or not self._is_over()
         if not quorum.is_for_round:  # who has healed tells other numbers now
             self._wait_for_members()

@@ -192,7 +192,7 @@ class TorchftMembership:
         self._away_until_s = 0.0  # because of that; 0 if others have reached it since
         self._began_s = self._said_s = 0.0  # when this group began to wait; when it has said so
         self._client, self._why_not = StateClient(), ""  # of what comes from others; why it could not be taken
-        self._is_late = False  # it has come, and rounds have ended since
+        self._is_late = False  # it has come, and is of a round before that which the others are in
         self._told: tuple[Row, Settings] = Row(), {}  # as of `quorum`
         self._fetching: Future[dict[str, Any]] | None = None  # goes on where it is not waited for any more
         if self._process == 0:
@@ -745,7 +745,7 @@ def _unreached(members: Sequence[_Member]) -> list[_Member]:
 # Forked processes -----------------------------------------------------------------------------------------------------
 # A DataLoader's workers inherit all sockets. While one of these is open there, nobody notices that it is left here.
 
-# gloo's; and what other threads have opened while it connected, as loggers do, which does no harm.
+# gloo's; and what other threads have opened while it connected, as loggers do: it ends with those when one is lost.
 _of_group: set[tuple[int, int]] = set()
 
 
