@@ -26,7 +26,7 @@ LONG = (
     *("sync/test_launches.py", "sync/test_optimizers.py", "strategies/test_launchers.py", "test_lab.py"),
     *("strategies/test_levels.py", "strategies/test_auto.py", "strategies/test_sharded.py"),
     *("test_sharded_checkpoint.py", "strategies/test_signals.py", "test_lost_peers.py", "strategies/test_uneven.py"),
-    *("test_averages_of_callbacks.py", "test_replaced_optimizer.py", "test_changed_groups.py"),
+    *("test_averages_of_callbacks.py", "test_changed_groups.py"),
 )
 HAS_FULLY_SHARD = hasattr(torch.distributed.fsdp, "fully_shard")  # since torch 2.6
 collect_ignore_glob = [] if HAS_FULLY_SHARD else ["strategies/*sharded*.py"]

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
 
@@ -13,6 +15,9 @@ import lightning_lowbw as lowbw
 from lightning_lowbw.compress.top_k import as_compression
 from lightning_lowbw.planner import CLUSTER, make_cluster
 from lightning_lowbw.presets import preset
+from tests.ranks import on_ranks
+from tests.strategies.fits import At, refusal, same, train
+from tests.tiny import Tiny, trained
 
 NODES = ((0, 1), (2, 3))
 FEW, BFLOAT16 = lowbw.Quantized(), lowbw.Where(topology="auto", inter_dtype="bfloat16")
@@ -133,3 +138,32 @@ ROWS = [(call, *row) for call, of_call in REFUSED.items() for row in of_call]
 def test_what_is_refused_and_why(call: Callable[..., Any], arguments: dict[str, Any], words: str) -> None:
     with pytest.raises(lowbw.ConfigurationError, match=words):
         call(**arguments)
+
+
+# Fits on two ranks ----------------------------------------------------------------------------------------------------
+
+STEPS, NAMES = 4, ("dgc", "int8", "local_sgd")
+
+
+def replace_optimizers(trainer: pl.Trainer, module: pl.LightningModule) -> None:
+    trainer.strategy.optimizers = [torch.optim.Adam(trained(module), lr=1e-2)]
+
+
+def replaced(name: str, hook: str = "on_train_batch_end", **options: Any) -> Callable[[], Any]:
+    return lambda: train(name, Tiny(), STEPS, callbacks=[At(2, replace_optimizers, hook)], max_epochs=2, **options)
+
+
+IN_PLACE = r"have been replaced in mid-fit: Adam in place of SGD\. .* Change their param groups instead"
+FITS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
+    **{f"{name}, optimizer replaced": (replaced(name), lowbw.ConfigurationError, IN_PLACE) for name in NAMES},
+    "optimizer replaced in a step": (replaced("dgc", "on_before_zero_grad"), lowbw.ConfigurationError, IN_PLACE),
+}
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize("case", FITS)
+@on_ranks(2)
+def test_fits_that_are_refused_on_all_ranks(case: str) -> None:
+    fit, error, words = FITS[case]
+    message = same(refusal(fit=fit, error=error))
+    assert re.search(words, message), message

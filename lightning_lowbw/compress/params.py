@@ -233,11 +233,6 @@ class Params:
             self._reduced = None if rows else (skipped, are_trained, ids)
         return self._rows
 
-    @property
-    def last_rows(self) -> Sequence[Row]:
-        """The rows of the last step."""
-        return self._rows
-
     def note_orders(self, rows: Rows, step: int, kept: Collection[str]) -> None:
         """Note the order of each parameter's elements in memory, in which its residual will be.
 

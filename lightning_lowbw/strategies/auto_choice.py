@@ -126,10 +126,6 @@ class AutoChoice:
         self.is_timing = self.is_timing and any(worker.peers.num_participants > 1 for worker in workers)
         self._end = num_steps_of_fit(trainer, workers)
 
-    def begin_renewed(self) -> None:
-        """Time the steps of another optimizer, which may have taken the place of the one that was timed."""
-        self._optimizer, self._last, self._times = None, None, []
-
     def restart_clock(self, ledger: TrafficLedger) -> None:
         """Do not count the time since the last step, such as validation or a checkpoint."""
         self._last = (time.perf_counter(), ledger.exposed_s)

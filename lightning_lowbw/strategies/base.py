@@ -9,7 +9,6 @@ import contextlib
 import functools
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from types import MappingProxyType
 from typing import Any, TypeVar
 
 import lightning.pytorch as pl
@@ -153,15 +152,14 @@ class BaseStrategy(ParallelStrategy):
         """Return the worker of an optimizer.
 
         Raises:
-            ConfigurationError: `configure_optimizers` has not returned it, nor has it replaced one before this batch.
+            ConfigurationError: `configure_optimizers` has not returned it.
         """
         optimizer = _unwrapped(optimizer)
         if id(optimizer) not in self._workers:
             raise ConfigurationError(
                 f"This {type(optimizer).__name__} is not one that configure_optimizers returned; "
-                f"{type(self).__name__} exchanges gradients for those only. Put another in its place "
-                "(trainer.strategy.optimizers = [...]) before a batch begins, in on_train_epoch_start, "
-                "on_train_batch_start or a hook at the end of a batch, not between its training_step and its step."
+                f"{type(self).__name__} exchanges gradients for those only. Return it from configure_optimizers; an "
+                "optimizer cannot be replaced in mid-fit, its param groups may be changed."
             )
         return self._workers[id(optimizer)]
 
@@ -236,7 +234,7 @@ class BaseStrategy(ParallelStrategy):
         if self._num_participants > 1 and self.method.what.uses_kernels:
             prepare_kernels(self.root_device, uses_of(self.workers, measures=self.auto.is_open(self.method)))
 
-    # Optimizers that outlive a fit, or are replaced in it ---------------------------------------------------------
+    # Optimizers, and their workers --------------------------------------------------------------------------------
 
     @property
     def _equals(self) -> Peers:
@@ -262,8 +260,8 @@ class BaseStrategy(ParallelStrategy):
             if worker.has_own_state:
                 leave_own_state(self._reduction.optimizer_of(worker))
 
-    def _make_workers(self, kept: Mapping[int, Synchronizer] = MappingProxyType({})) -> None:
-        """Make a worker for each optimizer that has parameters, except for those that are kept, by id of the optimizer.
+    def _make_workers(self) -> None:
+        """Make a worker for each optimizer that has parameters.
 
         Collective: all ranks.
         """
@@ -271,8 +269,7 @@ class BaseStrategy(ParallelStrategy):
         with failing_together():
             buffers = buffers_by_optimizer(module, optimizers)
             for optimizer in optimizers:
-                key = id(optimizer)
-                self._workers[key] = kept.get(key) or self._make_worker(optimizer, module, buffers.get(key))
+                self._workers[id(optimizer)] = self._make_worker(optimizer, module, buffers.get(id(optimizer)))
 
     def _make_worker(self, optimizer: Optimizer, module: pl.LightningModule, buffers: Any) -> Synchronizer:
         raise NotImplementedError
@@ -297,46 +294,26 @@ class BaseStrategy(ParallelStrategy):
         self._workers.clear()
         self._make_workers()
         for worker, old in zip(self.workers, before, strict=True):
-            worker.inherit(old, ())
+            worker.step, worker.batch, worker.requests = old.step, old.batch, old.requests
 
-    @torch.no_grad()
-    def _renew_workers(self) -> None:
-        """Make new workers if other optimizers have taken the place of those of the last batch.
+    def _refuse_replaced(self) -> None:
+        """Refuse optimizers that a callback or a hook has put in the place of the optimizers of this fit.
 
-        What has not been sent is applied with the old optimizer's rate, or goes on with the parameters (gradients);
-        weights are averaged.
-
-        Collective: all ranks, where optimizers have been replaced.
+        Not in a tuner's search, which restores its own list. Nothing is communicated: hooks run on all ranks.
 
         Raises:
-            ConfigurationError, DisagreementError: on all ranks; as at the start of a fit.
+            ConfigurationError: on each rank that has other optimizers.
         """
-        optimizers = [id(optimizer) for optimizer in self._trained_optimizers]
-        if optimizers == list(self._workers):
-            return
-        checks.check_optimizers(self.optimizers, list(self.trainer.lightning_module.named_parameters()))
-        self.signals.settle()  # a rank repeats its request
-        self._check_late_faults()
-        self._hide_mean(adopts=True)
-        self.leave_consensus()
-        before, kept = dict(self._workers), self._hooks.kept(optimizers)
-        replaced: list[Any] = [worker for key, worker in before.items() if key not in kept]
-        self._leave_states(worker for key, worker in before.items() if key not in optimizers)
-        for worker in replaced:
-            worker.flush_()
-        self._workers.clear()
-        self._make_workers(kept)
-        new = {number: worker for number, worker in enumerate(self.workers) if worker not in kept.values()}
-        for number, worker in new.items() if before else ():
-            worker.inherit(list(before.values())[min(number, len(before) - 1)], replaced)
-        if not before:  # whom a signal would have been told, and who chooses the hooks
-            self._choose_hooks()
-            self.signals.defer(self.trainer)
-        self._hooks.tell_of_lost(replaced, list[Any](new.values()))
-        self._has_own_states = False
-        self._agree_on_states(new.values())
-        self._prepare_workers()
-        self._hooks.begin_renewed()
+        optimizers = self._trained_optimizers
+        if [id(optimizer) for optimizer in optimizers] != list(self._workers):
+            began = ", ".join(type(self._reduction.optimizer_of(worker)).__name__ for worker in self.workers)
+            now = ", ".join(type(optimizer).__name__ for optimizer in optimizers)
+            raise ConfigurationError(
+                f"The optimizers have been replaced in mid-fit: {now or 'none'} in place of {began or 'none'}. "
+                f"{type(self).__name__} keeps state for the optimizers with which the fit began. Change their param "
+                "groups instead; or save the weights, load them into the module, and begin a new fit, in which "
+                "configure_optimizers returns the other optimizers."
+            )
 
     # Parameters without an optimizer ------------------------------------------------------------------------------
 
@@ -356,7 +333,7 @@ class BaseStrategy(ParallelStrategy):
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_start(batch, batch_idx)
-        self._renew_workers()
+        self._refuse_replaced()
         self._num_batches += 1
         if self._num_batches == 1 and not self._hooks.are_equal:
             self._unowned.watch(unowned_by(self.optimizers, self.trainer.lightning_module))
@@ -503,9 +480,8 @@ class BaseStrategy(ParallelStrategy):
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        is_training = not (self._is_fit_over or self.is_interrupted)
-        if self._is_fitting and self._num_batches and is_training:
-            self._renew_workers()  # a save may come between a new optimizer and its first batch
+        if self._is_fitting and not (self._is_fit_over or self.is_interrupted):
+            self._refuse_replaced()  # a save may come between a new optimizer and its first batch
         self._check_late_faults()
         if self._is_fitting:
             self.show_consensus(weights_only=True)

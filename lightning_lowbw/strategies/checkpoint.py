@@ -297,8 +297,8 @@ class CheckpointedStrategy(BaseStrategy):
             states = self._merged_states(metadata, path, load) if shard is None else shard["workers"]
             if len(states) != len(self.workers):
                 raise ConfigurationError(
-                    f"{path} has the states of {len(states)} optimizers, and here are {len(self.workers)}: one was "
-                    f"replaced in that run. Resume with the optimizers that were saved, or {GO_ON}."
+                    f"{path} has the states of {len(states)} optimizers, and here are {len(self.workers)}. "
+                    f"Resume with the optimizers that were saved, or {GO_ON}."
                 )
         consensus = [copies(worker.replica.tensors()) for worker in self.replicas]
         with failing_together():

@@ -6,7 +6,6 @@ import os
 import socket
 import zlib
 from collections.abc import Callable, Iterable, Mapping
-from types import MappingProxyType
 from typing import Any
 
 import lightning.pytorch as pl
@@ -188,18 +187,10 @@ class ElasticStrategy(Strategy):
         return worker
 
     @override
-    def _make_workers(self, kept: Mapping[int, Synchronizer] = MappingProxyType({})) -> None:
-        super()._make_workers(kept)
+    def _make_workers(self) -> None:
+        super()._make_workers()
         if not self._workers:
             raise ConfigurationError("No optimizer: a round of an elastic training is that of one. Return one.")
-
-    @override
-    def _renew_workers(self) -> None:
-        if [id(optimizer) for optimizer in self._trained_optimizers] != list(self._workers):
-            raise ConfigurationError(
-                "Another optimizer has taken the place of the one that configure_optimizers returned, with which this "
-                "group has joined the others. Change its param groups instead."
-            )
 
     @override
     def _leave_states(self, workers: Iterable[Synchronizer]) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from datetime import timedelta
-from types import MappingProxyType
 from typing import Any
 
 import lightning.pytorch as pl
@@ -223,9 +222,9 @@ class ShardedStrategy(CheckpointedStrategy, ModelParallelStrategy):
         return self.mesh.topology.num_nodes
 
     @override
-    def _make_workers(self, kept: Mapping[int, Synchronizer] = MappingProxyType({})) -> None:
-        self._shards.views = {worker: view for worker, view in self._shards.views.items() if worker in kept.values()}
-        super()._make_workers(kept)
+    def _make_workers(self) -> None:
+        self._shards.views.clear()
+        super()._make_workers()
 
     @override
     def _make_worker(self, optimizer: Optimizer, module: pl.LightningModule, buffers: Any) -> Any:

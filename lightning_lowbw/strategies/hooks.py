@@ -9,7 +9,7 @@ methods, in the order in which a fit calls them; a strategy never asks which one
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import lightning.pytorch as pl
@@ -64,10 +64,6 @@ class GradientHooks:
         """Begin the first step of a fit; where a tuner searches there are several first steps."""
         self._has_equal_epochs = checks.agree_on_length(trainer)
         self._auto.begin_training(method, list(self._workers.values()), trainer, is_search=is_search)
-
-    def begin_renewed(self) -> None:
-        """Begin the first step with workers that have been made in mid-fit."""
-        self._auto.begin_renewed()
 
     def begin_epoch(self, trainer: pl.Trainer) -> None:
         """Begin an epoch, whose data may have changed."""
@@ -147,17 +143,7 @@ class GradientHooks:
         """The names of averaged buffers whose shapes differ between ranks."""
         return frozenset()
 
-    # Optimizers that are replaced, and the end ----------------------------------------------------------------------
-
-    def kept(self, optimizers: Collection[int]) -> dict[int, GradientSync]:
-        """Return the workers that go on where these optimizers, by id, are trained from now on."""
-        return {key: worker for key, worker in self._workers.items() if key in optimizers}
-
-    def tell_of_lost(self, replaced: Sequence[GradientSync], new: Sequence[GradientSync]) -> None:
-        """Log which gradients were not sent, and never will be, as their tensors are in no optimizer any more."""
-        before, now = ({name for worker in workers for name in worker.residuals} for workers in (replaced, new))
-        if lost := before - now:
-            rank_zero_info(f"What was not sent of the gradients of {len(lost)} tensors in no optimizer is lost.")
+    # The end ------------------------------------------------------------------------------------------------------
 
     def end_training(self, trainer: pl.Trainer, peers: Peers, device: torch.device) -> None:
         """Compare what the last step has left on all ranks; leave the optimizers whole."""
@@ -200,9 +186,6 @@ class ReplicaHooks:
 
     def begin_training(self, trainer: pl.Trainer, method: Method, *, is_search: bool) -> None:
         self._find_lengths(trainer)
-        self.begin_renewed()
-
-    def begin_renewed(self) -> None:
         for worker in self._workers:
             worker.buffers.layout.told = self._buffers.layout.told
             worker.begin_local()
@@ -398,14 +381,7 @@ class ReplicaHooks:
     def apart(self) -> frozenset[str]:
         return frozenset[str]().union(*(worker.buffers.layout.apart for worker in self._workers))
 
-    # Optimizers that are replaced, and the end ----------------------------------------------------------------------
-
-    def kept(self, optimizers: Collection[int]) -> dict[int, LocalSync]:
-        """Return none: nothing of a replica is in its optimizer alone, and its buffers may belong to another now."""
-        return {}
-
-    def tell_of_lost(self, replaced: Sequence[LocalSync], new: Sequence[LocalSync]) -> None:
-        """Nothing is: weights have been averaged."""
+    # The end ------------------------------------------------------------------------------------------------------
 
     def end_training(self, trainer: pl.Trainer, peers: Peers, device: torch.device) -> None:
         """Make weights equal that callbacks have put in at the end."""

@@ -35,7 +35,7 @@ from torch.optim import Optimizer
 from torch.optim import optimizer as torch_optimizer
 from torch.utils.hooks import RemovableHandle
 
-from lightning_lowbw.comm.peers import Peers, average_gradients_, mean_over, wide_dtype
+from lightning_lowbw.comm.peers import Peers, average_gradients_
 from lightning_lowbw.compress.corrections import ErrorFeedback, KeptState, correction_for
 from lightning_lowbw.compress.params import Row, Rows, by_group, check_shapes
 from lightning_lowbw.errors import WITHOUT_RESIDUALS, ConfigurationError, DisagreementError, NonFiniteGradientError
@@ -616,70 +616,9 @@ class GradientSync(Synchronizer):
                     target, rate = row.in_order(row.gradient), 1.0
                 target.add_(residual.view(target.shape).to(target.dtype), alpha=rate)
 
-    @torch.no_grad()
-    def flush_(self) -> None:
-        """Apply what no participant has sent, as if it had been sent: the optimizer is replaced by another.
-
-        Where the optimizer gets gradients (error feedback) there is nothing to do: `inherit` goes on with them.
-
-        In place:
-            The weights. The residuals are taken out.
-
-        Collective: all ranks, blocking; an all-reduce of all tensors that are compressed.
-        """
-        what, peers = self.method.what, self.peers
-        if not (self.correction.is_complete and self.may_have_late_faults):
-            return
-        assert self.compressed is not None
-        # Of the last step: parameters that have left the groups since then, too.
-        rows = {row.name: row for row in self.params.last_rows if row.is_compressed and row.parameter.numel()}
-        for group in self.optimizer.param_groups:
-            for parameter in group["params"]:
-                is_taken = parameter.is_floating_point() and parameter.numel()
-                if is_taken and self.params.is_compressed(what, parameter):
-                    name = self.params.name_of(parameter)
-                    rows[name] = Row.of(name, parameter, group, is_compressed=True)
-        unsent = []
-        for name, row in rows.items():
-            unsent.append(torch.zeros(row.parameter.numel(), dtype=wide_dtype(row.parameter), device=self.device))
-            if name in self.residuals:  # not where this rank's part has no elements
-                unsent[-1][peers.part(row.parameter.numel())] = self.compressed.residuals.pop(name)
-        for row, mean in zip(rows.values(), mean_over(unsent, peers, self.device), strict=True):
-            rate = self.correction.rate_of(row.group) * peers.num_ranks / peers.num_participants  # each has a part
-            target = row.in_order(row.parameter.detach())
-            target.add_(mean.view(target.shape).to(target.dtype), alpha=-rate)
-
     @property
     def has_own_state(self) -> bool:
         return bool(self.residuals) and self.correction.velocity_key is not None
-
-    @torch.no_grad()
-    def inherit(self, before: Synchronizer, replaced: Sequence[Synchronizer]) -> None:
-        """Go on with the gradients that have not been sent.
-
-        Raises:
-            ConfigurationError: on all ranks; the new optimizer's residuals are steps, not gradients.
-        """
-        super().inherit(before, replaced)
-        mine, kept = self.by_name(), dict[str, Tensor]()
-        for each in replaced:
-            assert isinstance(each, GradientSync)
-            if each.correction.is_complete:  # of which `flush_` has applied them
-                continue
-            ours = {name: residual for name, residual in each.residuals.items() if name in mine}
-            self.params.orders |= {name: each.params.orders[name] for name in ours}
-            kept |= ours
-        if not kept:
-            return
-        if self.correction.kind == "own_variance":
-            raise ConfigurationError(
-                f"{type(self.optimizer).__name__} has taken the place of {type(before.optimizer).__name__}, of whose "
-                "gradients some have not been sent, and its correction cannot take them. Take an optimizer without a "
-                "correction, or SGD; or replace it in the dense phase (rampup_begin_step)."
-            )
-        self.params.small_numel = before.params.small_numel  # which tells what is compressed
-        assert self.compressed is not None
-        self.compressed.residuals.load(kept, self.device)
 
     # Checks and faults ----------------------------------------------------------------------------------------------
 

@@ -26,7 +26,6 @@ import functools
 import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from copy import deepcopy
 from functools import partial
 from typing import Any, cast
 
@@ -602,15 +601,6 @@ class LocalSync(Synchronizer):
     @property
     def has_own_state(self) -> bool:
         return self._has_been_local
-
-    def inherit(self, before: Any, replaced: Sequence[Any]) -> None:
-        """Go on from the consensus, with the outer optimizer and what has not been sent of earlier changes."""
-        super().inherit(before, replaced)
-        self.phase, self.num_averages = deepcopy(before.phase), before.num_averages
-        self.has_ended, self.all_have_ended = before.has_ended, before.all_have_ended
-        self._epoch_start, self.measures_distance = before._epoch_start, before.measures_distance
-        self._has_been_local = any(worker.has_own_state for worker in replaced)  # one of them may have this optimizer
-        self.replica.inherit_([worker.replica for worker in replaced], before.params.small_numel)
 
     def equal_state(self) -> dict[str, Any]:
         self._note_decay()

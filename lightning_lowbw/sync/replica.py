@@ -5,7 +5,7 @@ What a round does with a replica is in `sync.local`, what of it is saved is in `
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 import torch
 import torch.distributed as dist
@@ -236,20 +236,3 @@ class Replica:
         self.buffers.start = {name: tensor.to(device) for name, tensor in self.buffers.start.items()}
         if self.exchange is not None:
             self.exchange.to(device)
-
-    def inherit_(self, replaced: Iterable[Replica], small_numel: int) -> None:
-        """Take what other replicas, whose place this one takes, have kept of its parameters.
-
-        Args:
-            replaced: these.
-            small_numel: of theirs, which tells what is compressed.
-        """
-        kept: dict[str, Tensor] = {}
-        for other in replaced:
-            self.start |= {p: other.start[p] for p in self.params if p in other.start}
-            self.velocity |= {p: other.velocity[p] for p in self.params if p in other.velocity}
-            kept |= {name: other.residuals[name] for name in self.params.by_name() if name in other.residuals}
-        if kept:
-            assert self.exchange is not None
-            self.params.small_numel = small_numel
-            self.exchange.residuals.load(kept, next(iter(self.params)).device)

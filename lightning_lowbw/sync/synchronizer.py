@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -383,18 +383,6 @@ class Synchronizer:
 
     def leave_velocities(self) -> None:
         """Give the optimizer what this rank has of velocities that a node keeps in parts; nothing is communicated."""
-
-    def flush_(self) -> None:
-        """Apply what no participant has sent, as if it had been sent: the optimizer is replaced by another."""
-
-    def inherit(self, before: Synchronizer, replaced: Sequence[Synchronizer]) -> None:
-        """Go on where workers of other optimizers have ended, whose place this one takes.
-
-        Args:
-            before: whose steps are counted on.
-            replaced: all that have ended, and what they keep for parameters that are this one's now.
-        """
-        self.step, self.batch, self.requests = before.step, before.batch, before.requests
 
     def finish(self) -> None:
         """End the training: average, or compare, the weights."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -11,9 +12,10 @@ import torch
 from torch.optim import SGD, Adam, AdamW, Optimizer, RMSprop
 
 from lightning_lowbw import Method, ShardedStrategy, Strategy
+from lightning_lowbw.comm.agreement import digest
 from lightning_lowbw.presets import DGC, LocalSGD, PowerSGD, QuantizedGradients
 from tests.ranks import on_ranks
-from tests.strategies.fits import refusal, same, train
+from tests.strategies.fits import refusal, same, train, whole_weights
 from tests.strategies.sharded_models import Plain, shard_digest
 from tests.tiny import MIN_NUMEL, ManualTiny, Tiny, amp_with_scaler, weights_of
 
@@ -199,3 +201,38 @@ def test_a_compiled_step_is_the_step() -> None:
     """Its rate in a tensor, as in torch's tutorial; the exchange is left out of what is traced."""
     for method in (SPARSE, LocalSGD(k_steps=3, begin_step=2)):
         assert fit_compiled(method, True) == pytest.approx(fit_compiled(method, False), abs=1e-4)
+
+
+class Nothing(Tiny):
+    """Has no optimizer, or one of no tensors."""
+
+    def __init__(self, is_empty: bool) -> None:
+        super().__init__()
+        self.is_empty = is_empty
+
+    def configure_optimizers(self) -> Any:
+        if not self.is_empty:
+            return None
+        optimizer = SGD([torch.zeros(1)], lr=0.1)
+        optimizer.param_groups[0]["params"].clear()
+        return optimizer
+
+
+@pytest.mark.parametrize(
+    ("name", "num_ranks"),
+    [
+        *[(name, 2) for name in ("dgc", "dgc, auto", "int8", "local_sgd", "diloco")],
+        *[("local_sgd on two levels", 4), ("dgc, sharded", 4)],
+    ],
+)
+@on_ranks()
+def test_without_parameters_in_an_optimizer_there_is_nothing_to_do(name: str, num_ranks: int, tmp_path: Path) -> None:
+    ends = []
+    for is_empty in (False, True):
+        model = Nothing(is_empty)
+        trainer: Any = train(name, model, 2, 1, max_epochs=2, enable_progress_bar=True)
+        trainer.save_checkpoint(f"{tmp_path}/{name}.ckpt")
+        assert not trainer.strategy.workers
+        same(digest(model.buffers()))
+        ends.append(same(whole_weights(model)))
+    assert ends[0] == ends[1]
