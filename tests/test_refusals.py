@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -16,8 +17,9 @@ from lightning_lowbw.compress.top_k import as_compression
 from lightning_lowbw.planner import CLUSTER, make_cluster
 from lightning_lowbw.presets import preset
 from tests.ranks import on_ranks
-from tests.strategies.fits import At, refusal, same, train
-from tests.tiny import Tiny, trained
+from tests.strategies.fits import At, adamw, make, refusal, same, train
+from tests.strategies.test_kept_optimizer import Keeps
+from tests.tiny import Tiny, sgd, trained
 
 NODES = ((0, 1), (2, 3))
 FEW, BFLOAT16 = lowbw.Quantized(), lowbw.Where(topology="auto", inter_dtype="bfloat16")
@@ -143,6 +145,7 @@ def test_what_is_refused_and_why(call: Callable[..., Any], arguments: dict[str, 
 # Fits on two ranks ----------------------------------------------------------------------------------------------------
 
 STEPS, NAMES = 4, ("dgc", "int8", "local_sgd")
+rmsprop = partial(torch.optim.RMSprop, lr=1e-3)
 
 
 def replace_optimizers(trainer: pl.Trainer, module: pl.LightningModule) -> None:
@@ -153,10 +156,27 @@ def replaced(name: str, hook: str = "on_train_batch_end", **options: Any) -> Cal
     return lambda: train(name, Tiny(), STEPS, callbacks=[At(2, replace_optimizers, hook)], max_epochs=2, **options)
 
 
+def kept(first: str, second: str, optimizer: Any = adamw, **options: Any) -> Callable[[], Any]:
+    """Return two fits of a module that makes its optimizer once."""
+
+    def fits() -> None:
+        model = Keeps(optimizer)
+        train(make(first, **options), model, STEPS)
+        train(make(second, **options), model, STEPS)
+
+    return fits
+
+
+UNEQUAL = r"states of the optimizers at the start of the fit .* return a new optimizer from configure_optimizers"
 IN_PLACE = r"have been replaced in mid-fit: Adam in place of SGD\. .* Change their param groups instead"
 FITS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     **{f"{name}, optimizer replaced": (replaced(name), lowbw.ConfigurationError, IN_PLACE) for name in NAMES},
     "optimizer replaced in a step": (replaced("dgc", "on_before_zero_grad"), lowbw.ConfigurationError, IN_PLACE),
+    "sparse, then dense": (kept("dgc", "dense"), lowbw.DisagreementError, UNEQUAL),
+    "sparse, then sparse": (kept("dgc, dense at first", "dgc", sgd), lowbw.DisagreementError, UNEQUAL),
+    "local, then int8": (kept("local_sgd", "int8", rmsprop), lowbw.DisagreementError, UNEQUAL),
+    "local, then synchronous at first": (kept("diloco", "post-local"), lowbw.DisagreementError, UNEQUAL),
+    "shards": (kept("dgc, sharded", "dgc, sharded", topology=1), lowbw.DisagreementError, UNEQUAL),
 }
 
 

@@ -244,21 +244,6 @@ class ErrorFeedback:
         else:
             copy_in_order_(self.velocity(parameter), parameter, part)
 
-    def leave_(self, part: Part, num_local_ranks: int) -> None:
-        """Give the optimizer what this rank has of the velocities, where it has none: without a message to others.
-
-        In place:
-            The optimizer's state: zeros but for this rank's part, so that the mean over all ranks is that over nodes.
-        """
-        for parameter, own in self.parts.items():
-            state = self.optimizer.state[parameter]
-            if state.get(self.velocity_key) is None:
-                # Times the ranks of a node, because the others of the node leave zeros there.
-                flat = own.new_zeros(parameter.numel())
-                flat[part(parameter.numel())] = own * num_local_ranks
-                state[self.velocity_key] = torch.empty_like(parameter, requires_grad=False)
-                copy_in_order_(state[self.velocity_key], parameter, flat)
-
 
 class MomentumCorrection(ErrorFeedback):
     """``g = G + c (w - lr v); u = m u + g; v = v + u`` (Nesterov: ``v + g + m u``); ``w = w - lr mean``.

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import lightning.pytorch as pl
@@ -33,9 +33,7 @@ from lightning_lowbw.strategies.auto_choice import OF_AUTO, AutoChoice
 from lightning_lowbw.strategies.equality import (
     FirstCallback,
     agree_on_monitored,
-    agree_on_states_,
-    leave_own_state,
-    take_over,
+    agree_on_states,
 )
 from lightning_lowbw.strategies.hooks import GradientHooks, Hooks, ReplicaHooks
 from lightning_lowbw.strategies.lost_peers import LostPeers
@@ -208,7 +206,8 @@ class BaseStrategy(ParallelStrategy):
     def on_train_start(self) -> None:
         super().on_train_start()
         self.signals.defer(self.trainer)
-        self._agree_on_states(self.workers)
+        if not self._has_own_states:
+            agree_on_states(self.workers, self._equals.group)
         self._start_workers()
         self._hooks.begin_training(self.trainer, self.method, is_search=self.is_search(self.trainer))
 
@@ -240,25 +239,6 @@ class BaseStrategy(ParallelStrategy):
     def _equals(self) -> Peers:
         """The ranks with the same parameters as this one: all, or those that have its shards."""
         raise NotImplementedError
-
-    def _agree_on_states(self, workers: Iterable[Synchronizer]) -> None:
-        """Average what the optimizers keep from an earlier fit, where it differs and the coming steps are not local.
-
-        Collective: all ranks.
-
-        Raises:
-            DisagreementError: on all ranks; they keep different things.
-        """
-        if not self._has_own_states:
-            agree_on_states_(workers, self._equals, self.root_device)
-        for optimizer in self.optimizers:
-            take_over(optimizer)
-
-    def _leave_states(self, workers: Iterable[Synchronizer]) -> None:
-        for worker in workers:
-            worker.leave_velocities()
-            if worker.has_own_state:
-                leave_own_state(self._reduction.optimizer_of(worker))
 
     def _make_workers(self) -> None:
         """Make a worker for each optimizer that has parameters.
@@ -491,15 +471,13 @@ class BaseStrategy(ParallelStrategy):
 
     @override
     def teardown(self) -> None:
-        was_fit, self._is_fit_over = not self._is_fit_over, True
+        self._is_fit_over = True
         trainer = self._trainer
         if trainer is not None and self._first_callback in checks.callbacks_in(trainer):
             checks.callbacks_in(trainer).remove(self._first_callback)
         self.signals.restore()
         self._step_hooks.release()
         self._unowned.release()
-        if was_fit and self.world_size > 1:
-            self._leave_states(self.workers)
         self.lost_peers.close()
         for worker in self.workers:
             worker.to(torch.device("cpu"))

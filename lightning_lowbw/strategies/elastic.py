@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import zlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import lightning.pytorch as pl
@@ -26,7 +26,6 @@ from lightning_lowbw.strategies import checks
 from lightning_lowbw.strategies.keywords import STRATEGY_KEYWORDS
 from lightning_lowbw.strategies.strategy import Strategy
 from lightning_lowbw.sync.local_view import DTensor
-from lightning_lowbw.sync.synchronizer import Synchronizer
 
 
 class ElasticStrategy(Strategy):
@@ -191,10 +190,6 @@ class ElasticStrategy(Strategy):
         super()._make_workers()
         if not self._workers:
             raise ConfigurationError("No optimizer: a round of an elastic training is that of one. Return one.")
-
-    @override
-    def _leave_states(self, workers: Iterable[Synchronizer]) -> None:
-        """The processes of a group, which is all that Lightning sees, have one state."""
 
     @property
     @override

@@ -616,10 +616,6 @@ class GradientSync(Synchronizer):
                     target, rate = row.in_order(row.gradient), 1.0
                 target.add_(residual.view(target.shape).to(target.dtype), alpha=rate)
 
-    @property
-    def has_own_state(self) -> bool:
-        return bool(self.residuals) and self.correction.velocity_key is not None
-
     # Checks and faults ----------------------------------------------------------------------------------------------
 
     def _check_method(self) -> None:
@@ -755,9 +751,6 @@ class GradientSync(Synchronizer):
             copy_in_order_(ordered, parameter, self.peers.gather_parts_in_node(wide, parameter.numel()))
             whole[parameter] = ordered.cpu()
         return whole
-
-    def leave_velocities(self) -> None:
-        self.correction.leave_(self.peers.part, self.peers.num_local_ranks)
 
     def to(self, device: torch.device) -> None:
         parts = self.correction.parts

@@ -118,7 +118,7 @@ class LocalSync(Synchronizer):
         # Inside of an elastic group, or of a sharded model, an optimizer may communicate: these ranks step alike.
         self._is_watched = is_one or peers.may_grow or peers.are_shards
         self.steps_since_average = self.num_averages = 0
-        self.has_communicated = self._has_been_local = False
+        self.has_communicated = False
         self.begin_epoch()
         self.before_average: Callable[[LocalSync], None] = lambda _: None
         self._reduced: frozenset[Parameter] = frozenset()
@@ -326,7 +326,6 @@ class LocalSync(Synchronizer):
             return
         self.peers.count_dense(sum(p.nbytes for p in self.params if p.requires_grad))
         self.steps_since_average += 1
-        self._has_been_local = True
         note_steps(self.fragments, self.parameters(), self.replica.sent_bytes)
         try:
             self.average_due()
@@ -598,10 +597,6 @@ class LocalSync(Synchronizer):
 
     # State ----------------------------------------------------------------------------------------------------------
 
-    @property
-    def has_own_state(self) -> bool:
-        return self._has_been_local
-
     def equal_state(self) -> dict[str, Any]:
         self._note_decay()
         return {**super().equal_state(), **self.phase.state_dict(), "num_averages": self.num_averages}
@@ -632,4 +627,3 @@ class LocalSync(Synchronizer):
         self.steps_since_average, self.num_averages = state["steps_since_average"], state["num_averages"]
         self.loss.load_state_dict(state["loss"], self.device)
         load_replica_(self.replica, self.optimizer, state)
-        self._has_been_local = bool(state["optimizer"]["state"])

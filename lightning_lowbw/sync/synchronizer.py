@@ -369,20 +369,12 @@ class Synchronizer:
         """Return metrics to log after a step; those that cost a pass over memory only if `is_due`."""
         raise NotImplementedError
 
-    @property
-    def has_own_state(self) -> bool:
-        """Whether the optimizer's state is this rank's own, as after sparse or local steps."""
-        raise NotImplementedError
-
     def whole_momentum(self) -> dict[Parameter, Tensor]:
         """Return the velocities that this node keeps in parts, whole; on the CPU, so that the device has one at a time.
 
         Collective: the ranks of a node, blocking.
         """
         return {}
-
-    def leave_velocities(self) -> None:
-        """Give the optimizer what this rank has of velocities that a node keeps in parts; nothing is communicated."""
 
     def finish(self) -> None:
         """End the training: average, or compare, the weights."""
