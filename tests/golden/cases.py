@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
@@ -45,6 +45,9 @@ class Case:
         resume_at: the step after which another Trainer goes on; None for one fit.
         bytes_by_step: whether the bytes sent up to a step are known then. They are not where an average travels on two
             levels behind the steps: its later collectives begin as soon as its first ones happen to have ended.
+        end: what the test compares of the row after a fit: "all"; its "state", without the bytes, because the end of a
+            fit may compare and average buffers; or "nothing", if the last step was inside a period or hid an average:
+            then the row has a mean of the replicas that no step has made.
     """
 
     strategy: Callable[[], Any]
@@ -60,6 +63,7 @@ class Case:
     batches: tuple[int, ...] | None = None
     resume_at: int | None = None
     bytes_by_step: bool = True
+    end: Literal["all", "state", "nothing"] = "all"
 
     def precision_arguments(self) -> dict[str, Any]:
         if self.precision != "scaler":
@@ -120,10 +124,13 @@ dgc("reduce-scatter-four-ranks-int4-adam", {"exchange": "reduce_scatter", "value
     optimizer="adam")  # fmt: skip
 dgc("reduce-scatter-clip-rmsprop", {"exchange": "reduce_scatter"}, optimizer="rmsprop", trainer=CLIP_NORM)
 
+dgc("four-ranks-int4-adam", {"value_dtype": "int4", **STAIRS}, ranks=4, optimizer="adam")
+dgc("clip-rmsprop", trainer=CLIP_NORM, optimizer="rmsprop")
 dgc("no-masking-nesterov-int4", {"momentum_masking": False, "value_dtype": "int4"}, optimizer="nesterov")
 dgc("masking-adamw", {"momentum_masking": True}, optimizer="adamw")
 dgc("exclude", {"exclude": ["body.3.*"], **STAIRS}, optimizer="nesterov")
 dgc("tied-unused", {**SHARED, **STAIRS}, optimizer="nesterov", model=models.Tied)
+dgc("tied", STAIRS, optimizer="nesterov", model=models.TiedAndUsed)
 dgc("groups", STAIRS, optimizer="nesterov", model=models.Groups, lr_milestones=(4,))
 dgc("two-optimizers", STAIRS, optimizer="momentum", model=models.TwoOptimizers, steps=12)
 
@@ -137,6 +144,7 @@ dgc("scaler-skips-adamw", {"value_dtype": "int8"}, precision="scaler", init_scal
 dgc("resume-stairs", STAIRS, optimizer="nesterov", resume_at=4, model=models.Dropout)
 dgc("resume-adamw-int8", {"value_dtype": "int8"}, optimizer="adamw", resume_at=4)
 dgc("resume-reduce-scatter-four-ranks", {"exchange": "reduce_scatter", "value_dtype": "bfloat16"}, ranks=4, resume_at=4)
+dgc("resume-four-ranks", {"value_dtype": "bfloat16"}, ranks=4, resume_at=4)
 dgc("resume-wide", {"sparsity": (0.98,)}, model=models.Wide, resume_at=3, steps=6)
 
 for _name, _options, _fields in (
@@ -146,6 +154,7 @@ for _name, _options, _fields in (
     ("scaler-nesterov", {"topology": 2, **STAIRS}, {"precision": "scaler", "optimizer": "nesterov"}),
     ("wide", {"topology": 2, "sparsity": (0.98,), "value_dtype": "bfloat16"}, {"model": models.Wide, "steps": 6}),
     ("tied-unused", {"topology": 2, **SHARED}, {"model": models.Tied, "optimizer": "adamw"}),
+    ("tied", {"topology": 2}, {"model": models.TiedAndUsed, "optimizer": "adamw"}),
     ("resume-adamw-bfloat16", {"topology": INTERLEAVED, "value_dtype": "bfloat16"},
      {"resume_at": 4, "optimizer": "adamw"}),
 ):  # fmt: skip
@@ -211,8 +220,10 @@ local("accumulate-adamw", {"begin_step": 2}, trainer=ACCUMULATE, optimizer="adam
 local("bf16", {}, precision="bf16-mixed", optimizer="nesterov", model=models.Conv)
 local("scaler-skips", {}, precision="scaler", init_scale=2.0**20, steps=10)
 local("uneven", {}, batches=(5, 3), trainer={"max_epochs": 2})
+local("even", {}, batches=(3, 3), trainer={"max_epochs": 3})
 local("resume", {"k_steps": 3}, resume_at=5, steps=10, model=models.Dropout, optimizer="nesterov")
 local("resume-delayed-adamw", {"k_steps": 3, "delay_steps": 2}, resume_at=5, steps=10, optimizer="adamw")
+local("resume-after-delay-adamw", {"k_steps": 3, "delay_steps": 2}, resume_at=6, steps=10, optimizer="adamw")
 local("resume-bfloat16", {"compression": "bfloat16", "k_steps": 3}, resume_at=5, steps=10)
 
 named("post_local_sgd/by-name-adamw", "post_local_sgd", 2, optimizer="adamw", lr_milestones=(3,), model=models.Conv)
@@ -220,6 +231,13 @@ add("post_local_sgd/two-levels", lowbw.LocalSGDStrategy, {"k_steps": 2, "begin_s
     lr_milestones=(3,), ranks=4, optimizer="nesterov")  # fmt: skip
 add("post_local_sgd/resume-before", lowbw.LocalSGDStrategy, {"k_steps": 2, "begin_step": "first_lr_decay"},
     lr_milestones=(5,), resume_at=4, steps=10)  # fmt: skip
+HALF = {"k_steps": 2, "begin_step": 0.5}
+for _name, _options, _fields in (
+    ("half-adamw", {}, {"optimizer": "adamw", "lr_milestones": (3,), "model": models.Conv}),
+    ("half-two-levels", {"topology": 2}, {"lr_milestones": (3,), "ranks": 4, "optimizer": "nesterov"}),
+    ("half-resume", {}, {"lr_milestones": (5,), "resume_at": 6, "steps": 8}),
+):
+    add(f"post_local_sgd/{_name}", lowbw.LocalSGDStrategy, {**HALF, **_options}, **_fields)
 
 for _name, _options, _fields in (
     ("adacomm-slowmo", {"rule": "adacomm", "init_k_steps": 3, "outer": "slowmo"}, {"trainer": CLIP_NORM}),
@@ -241,10 +259,15 @@ for _name, _options, _fields in (
      {"model": models.Conv, "precision": "bf16-mixed"}),
     ("streaming-int4-resume", {"num_fragments": 2, "k_steps": 3, "delay_steps": 2, "compression": "int4"},
      {"ranks": 3, "optimizer": "adamw", "resume_at": 5, "steps": 10}),
+    ("streaming-int4-resume-between", {"num_fragments": 2, "k_steps": 3, "delay_steps": 1, "compression": "int4"},
+     {"ranks": 3, "optimizer": "adamw", "resume_at": 4, "steps": 10}),
     ("streaming-two-levels", {"num_fragments": 2, "k_steps": 3, "delay_steps": 1, "mixing": 0.3, "topology": 2},
      {"ranks": 4, "optimizer": "adamw", "bytes_by_step": False}),
     ("streaming-resume", {"num_fragments": 3, "k_steps": 3, "delay_steps": 2, "mixing": 0.5, "outer": "nesterov"},
      {"resume_at": 5, "steps": 10, "optimizer": "adamw"}),
+    ("streaming-resume-between",
+     {"num_fragments": 3, "k_steps": 4, "delay_steps": 1, "mixing": 0.5, "outer": "nesterov"},
+     {"resume_at": 6, "steps": 11, "optimizer": "adamw"}),
 ):  # fmt: skip
     local(_name, {"begin_step": 0, **_options}, "outer", **_fields)
 named("outer/diloco-by-name", "diloco", 3, optimizer="adamw")
@@ -303,6 +326,8 @@ for _name, _method, _fields in (
      {"optimizer": "nesterov", "trainer": CLIP_NORM}),
     ("dgc-adamw-int8-tied-bf16", lowbw.DGC(**FSDP_DGC, value_dtype="int8"),
      {"optimizer": "adamw", "model": models.Tied, "precision": "bf16-mixed"}),
+    ("dgc-adamw-int8-tied-and-used-bf16", lowbw.DGC(**FSDP_DGC, value_dtype="int8"),
+     {"optimizer": "adamw", "model": models.TiedAndUsed, "precision": "bf16-mixed"}),
     ("dgc-resume", lowbw.DGC(**FSDP_DGC, momentum_masking=True), {"resume_at": 4, "model": models.Dropout}),
     ("int8-adamw-conv", lowbw.QuantizedGradients(), {"optimizer": "adamw", "model": models.Conv, "trainer": VALIDATE}),
     ("local-sgd-configured", lowbw.LocalSGD(2), {"optimizer": "sgd", "model": models.Sharded, "trainer": ACCUMULATE}),
@@ -314,3 +339,29 @@ for _name, _method, _fields in (
 ):  # fmt: skip
     _topology = INTERLEAVED if "interleaved" in _name else 2
     add(f"fsdp/{_name}", lowbw.ShardedStrategy, {"method": _method, "topology": _topology}, ranks=4, **_fields)
+
+# What is compared of the end of a fit -----------------------------------------------------------------------------
+
+ENDS_WITH_ROUND = """
+    adaptive/adacomm-slowmo local_sgd/accumulate-adamw local_sgd/groups local_sgd/even outer/slowmo-two-levels
+    post_local_sgd/half-adamw post_local_sgd/half-two-levels sparse_loco/bf16-post sparse_loco/float32-sgd
+    sparse_loco/int4 sparse_loco/over-ranks sparse_loco/two-levels sparse_loco/two-levels-float32
+"""
+ENDS_INSIDE = """
+    adaptive/fleet-compressed adaptive/fleet-two-levels adaptive/qsr-delayed adaptive/resume-adacomm
+    fsdp/diloco-delayed-resume fsdp/local-sgd-configured fsdp/qsr-int8 fsdp/sparse-loco-resume
+    local_sgd/bf16 local_sgd/channels-last-adamw local_sgd/delayed-mixing-adamw local_sgd/four-ranks-conv
+    local_sgd/int4-adamw-conv local_sgd/resume local_sgd/resume-after-delay-adamw local_sgd/resume-bfloat16
+    local_sgd/resume-delayed-adamw local_sgd/scaler-skips local_sgd/two-optimizers local_sgd/uneven
+    local_two_levels/delayed local_two_levels/int8-slowmo local_two_levels/leader local_two_levels/nodes-of-two-sizes
+    local_two_levels/resume-bf16
+    outer/diloco-by-name outer/diloco-resume outer/slowmo-resume outer/streaming-bfloat16 outer/streaming-int4-resume
+    outer/streaming-int4-resume-between outer/streaming-resume outer/streaming-resume-between outer/streaming-slowmo
+    outer/streaming-two-levels
+    post_local_sgd/by-name-adamw post_local_sgd/half-resume post_local_sgd/resume-before post_local_sgd/two-levels
+    powersgd/every-k sparse_loco/resume-delayed-int4 sparse_loco/resume-int2 sparse_loco/streaming-mixing
+"""
+for _name in ENDS_WITH_ROUND.split():
+    CASES[_name] = replace(CASES[_name], end="state")
+for _name in ENDS_INSIDE.split():
+    CASES[_name] = replace(CASES[_name], end="nothing")

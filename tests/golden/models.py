@@ -113,6 +113,15 @@ class Tied(Golden):
         return torch.randint(0, 40, (size,), generator=generator)
 
 
+class TiedAndUsed(Tied):
+    """Without the layer that no forward pass uses."""
+
+    def make_body(self) -> nn.Module:
+        body = super().make_body()
+        del body.unused
+        return body
+
+
 class Wide(Golden):
     """One tensor of 71,680 elements: above the size from which a selection is sampled."""
 
