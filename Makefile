@@ -29,7 +29,7 @@ demo: $(STAMP)  ## train over a slow link with DDP and with DGC; table, and a pl
 	$(RUN) -m lightning_lowbw.demo
 
 # Three at a time: a test of several ranks waits much of the time for their messages. A file's tests share their ranks, and
-# the long files come first (tests/conftest.py). What measures time is slow, too, and runs by itself.
+# the long files come first (tests/durations.json). A test that measures time is slow, too, and runs by itself.
 # Bytecode is kept even where it is not otherwise: each of some hundred processes would compile what it imports.
 PARALLEL := -n 3 --dist loadfile --no-loadscope-reorder
 test test-slow kernels: export PYTHONDONTWRITEBYTECODE =
@@ -40,7 +40,7 @@ test: kernels  ## run the tests
 kernels: $(STAMP)
 	$(RUN) -m tests.preloaded
 
-test-slow: kernels  ## before a release: what takes long, the oldest releases, and the documents that runs write
+test-slow: kernels docs test-wheel  ## before a release: slow tests, the site, the wheel, the oldest releases, documents of runs
 	$(RUN) -m pytest $(PARALLEL) -m "slow and not alone"
 	$(RUN) -m pytest -m "slow and alone" $$(grep -rl "mark\.alone" tests --include="test_*.py")
 	$(MAKE) test-oldest reliability surface test-clients

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import json
 import multiprocessing
 import os
 import random
+import statistics
 import threading
+from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -20,14 +24,7 @@ from tests.ranks import end_ranks, idle_processes
 
 # Written by pytest itself; and by libraries when they are first imported, which may happen inside of a test.
 NOT_OURS = ("PYTEST_", "KMP_", "TORCHINDUCTOR_", "TRITON_", "CUDA_", "TZ")
-LONG = (
-    *("golden/test_golden.py", "contract/test_promises.py", "test_examples.py", "test_cli.py", "kernels/test_gpu.py"),
-    *("elastic/test_goodput.py", "elastic/test_separate_machines.py"),
-    *("sync/test_launches.py", "sync/test_optimizers.py", "strategies/test_launchers.py", "test_lab.py"),
-    *("strategies/test_levels.py", "strategies/test_auto.py", "strategies/test_sharded.py"),
-    *("test_sharded_checkpoint.py", "strategies/test_signals.py", "test_lost_peers.py", "strategies/test_uneven.py"),
-    *("test_averages_of_callbacks.py", "test_changed_groups.py"),
-)
+DURATIONS = Path(__file__).with_name("durations.json")  # seconds of each file, of a run with --write-durations
 HAS_FULLY_SHARD = hasattr(torch.distributed.fsdp, "fully_shard")  # since torch 2.6
 collect_ignore_glob = [] if HAS_FULLY_SHARD else ["strategies/*sharded*.py"]
 GRACE_S = 2.0  # for a thread or process that is about to end
@@ -44,12 +41,29 @@ if hasattr(os, "SCHED_BATCH"):
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--shard", default="0/1", help="3/8: the fourth of eight parts of the tests")
     parser.addoption("--rewrite-golden", action="store_true", help="record the golden trajectories anew")
+    parser.addoption("--write-durations", action="store_true", help="write tests/durations.json; in a run of all tests")
     parser.addoption("--rewrite-reliability", action="store_true", help="write benchmarks/results/reliability.md anew")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--rewrite-reliability"):
         config.pluginmanager.register(Recorder())
+    if config.getoption("--write-durations") and not hasattr(config, "workerinput"):  # not in workers of pytest-xdist
+        config.pluginmanager.register(_Durations())
+
+
+class _Durations:
+    """Writes the seconds of each file, from which the next runs take the order of the files."""
+
+    def __init__(self) -> None:
+        self.seconds: Counter[str] = Counter()
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self.seconds[report.nodeid.partition("::")[0]] += report.duration  # type: ignore[assignment]
+
+    def pytest_sessionfinish(self) -> None:
+        rounded = {path: round(seconds, 1) for path, seconds in sorted(self.seconds.items())}
+        DURATIONS.write_text(json.dumps(rounded, indent=0) + "\n")
 
 
 def pytest_report_header() -> str | None:
@@ -63,8 +77,13 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.hookimpl(trylast=True)  # of what `-m` and `-k` have left
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Begin with the files that take long, so that no worker of pytest-xdist is left alone with one at the end."""
-    items.sort(key=lambda item: not str(item.path).endswith(LONG))
+    """Begin with the files that take long, so that no worker of pytest-xdist is left alone with one at the end.
+
+    A file without a recorded duration comes in the middle.
+    """
+    seconds = json.loads(DURATIONS.read_text())
+    middle = statistics.median(seconds.values())
+    items.sort(key=lambda item: -seconds.get(item.nodeid.partition("::")[0], middle))
     number, num_shards = map(int, config.getoption("--shard").split("/"))
     items[:] = items[number::num_shards]
 

@@ -12,6 +12,8 @@ from benchmarks.elastic import LONG, run, summarise
 from tests.lab.namespaces import needs_lab
 
 pytestmark = [
+    pytest.mark.slow,  # waits in real time for minutes
+    pytest.mark.alone,
     *needs_lab,
     pytest.mark.skipif(importlib.util.find_spec("torchft") is None, reason="needs torchft, of the extra [elastic]"),
 ]

@@ -21,6 +21,7 @@ from tests.lab.namespaces import needs_lab
 from tests.programs import ROOT
 
 pytestmark = [
+    pytest.mark.slow,  # waits in real time: heartbeats, leases, transfers
     *needs_lab,
     pytest.mark.skipif(
         importlib.util.find_spec("torchft") is None, reason='needs torchft: pip install "lightning-lowbw[elastic]"'
@@ -98,7 +99,7 @@ def test_a_network_that_is_cut_in_two_has_no_two_trainings() -> None:
     ("size", "bits_per_s", "constants"),
     [
         (members.SIZE, 4e6, {"CONNECT_S": 1.0, "STALL_S": 1.0, "CHUNK_BYTES": 1 << 13}),
-        pytest.param(50_000_000, 1e8, {}, marks=pytest.mark.slow),
+        (50_000_000, 1e8, {}),
     ],
 )
 def test_a_state_arrives_that_takes_longer_than_any_timeout_while_the_others_have_rounds(
