@@ -39,7 +39,7 @@ from lightning_lowbw.strategies.hooks import GradientHooks, Hooks, ReplicaHooks
 from lightning_lowbw.strategies.lost_peers import LostPeers
 from lightning_lowbw.strategies.shared_buffers import SharedBuffers, buffers_by_optimizer
 from lightning_lowbw.strategies.signals import Signals
-from lightning_lowbw.strategies.step_hooks import Reduction, StepHooks, Unowned, parameters_of, scaler_of, unowned_by
+from lightning_lowbw.strategies.step_hooks import Reduction, StepHooks, parameters_of, scaler_of
 from lightning_lowbw.sync.checks import warn_if_mostly_sent
 from lightning_lowbw.sync.kernels import prepare_kernels, uses_of
 from lightning_lowbw.sync.local import LocalSync
@@ -84,7 +84,6 @@ class BaseStrategy(ParallelStrategy):
         self._choose_hooks()
         self.lost_peers = LostPeers()
         self._step_hooks = StepHooks(self._reduction)
-        self._unowned = Unowned()
         self._first_callback = FirstCallback()
 
     def _choose_hooks(self) -> None:
@@ -100,9 +99,7 @@ class BaseStrategy(ParallelStrategy):
         self._has_agreed = False  # in this validation
         self._is_fit_over = False  # everything is whole then, and on the CPU: nothing is averaged or checked any more
         self._has_own_states = False  # whether the optimizers' states are of this rank's own shard of a checkpoint
-        self._unowned.begin_fit()
         self.auto.begin_fit()
-        self._num_batches = 0
 
     def _begin_fit(self) -> None:
         """Forget the last fit, before the model and the optimizers are set up."""
@@ -295,30 +292,10 @@ class BaseStrategy(ParallelStrategy):
                 "configure_optimizers returns the other optimizers."
             )
 
-    # Parameters without an optimizer ------------------------------------------------------------------------------
-
-    def _own_part(self, parameter: Tensor) -> Tensor:
-        """Return what this rank has of a parameter."""
-        return parameter
-
-    def _check_unowned(self) -> None:
-        """Raise DisagreementError, on all ranks, if a parameter without an optimizer is trained on each rank alone.
-
-        Collective: all ranks, if there is one.
-        """
-        unowned = unowned_by(self.optimizers, self.trainer.lightning_module).items()
-        parts = {name: self._own_part(parameter).detach() for name, parameter in unowned}
-        self._unowned.check(parts, self._equals, self.root_device)
-
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_start(batch, batch_idx)
         self._refuse_replaced()
-        self._num_batches += 1
-        if self._num_batches == 1 and not self._hooks.are_equal:
-            self._unowned.watch(unowned_by(self.optimizers, self.trainer.lightning_module))
-        elif self._num_batches == 2:  # what hooks of a backward pass do is done, and what follows the step
-            self._check_unowned()
         self._hooks.begin_batch(self.trainer, self.root_device)
 
     # The step ---------------------------------------------------------------------------------------------------
@@ -395,7 +372,7 @@ class BaseStrategy(ParallelStrategy):
     def agree_on_metrics(self) -> None:
         """Average the metrics that callbacks and schedulers monitor."""
         agree_on_monitored(self.trainer, self.root_device)
-        self._hooks.check_equal(self.trainer, self._check_unowned)
+        self._hooks.check_equal(self.trainer)
 
     def begin_evaluation(self) -> None:
         """Begin a validation or a test: what is seen in it stays up to the next batch."""
@@ -447,7 +424,7 @@ class BaseStrategy(ParallelStrategy):
     def on_train_end(self) -> None:
         self.signals.settle()
         self._check_late_faults()
-        self._hooks.check_equal(self.trainer, self._check_unowned)
+        self._hooks.check_equal(self.trainer)
         self._hooks.end_training(self.trainer, self._equals, self.root_device)
         super().on_train_end()
 
@@ -477,7 +454,6 @@ class BaseStrategy(ParallelStrategy):
             checks.callbacks_in(trainer).remove(self._first_callback)
         self.signals.restore()
         self._step_hooks.release()
-        self._unowned.release()
         self.lost_peers.close()
         for worker in self.workers:
             worker.to(torch.device("cpu"))

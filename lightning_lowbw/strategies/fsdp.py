@@ -212,10 +212,6 @@ class ShardedStrategy(CheckpointedStrategy, ModelParallelStrategy):
     def _equals(self) -> Peers:
         return Peers(self.mesh.peers(), self.ledger, nodes=self.mesh.topology.nodes)
 
-    @override
-    def _own_part(self, parameter: Tensor) -> Tensor:
-        return self._shards.tensors.of(parameter)  # type: ignore[arg-type]
-
     @property
     @override
     def _num_participants(self) -> int:

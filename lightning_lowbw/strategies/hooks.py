@@ -48,11 +48,9 @@ class GradientHooks:
     Attributes:
         has_shown: whether a consensus has been put into the model; perhaps this rank's weights are the same.
         is_shown: whether they are not.
-        are_equal: whether weights are, on all ranks, also those in no optimizer that get no gradient.
     """
 
     has_shown = is_shown = False
-    are_equal = True
 
     def __init__(
         self, workers: Mapping[int, GradientSync], signals: Signals, buffers: SharedBuffers, auto: AutoChoice
@@ -92,10 +90,9 @@ class GradientHooks:
 
     # What is looked at --------------------------------------------------------------------------------------------
 
-    def check_equal(self, trainer: pl.Trainer, check_unowned: Callable[[], None]) -> None:
+    def check_equal(self, trainer: pl.Trainer) -> None:
         """Check what has to be equal on all ranks."""
         checks.agree_on_hyperparameters(trainer)
-        check_unowned()
 
     def check_late_faults(self, check: Callable[[Synchronizer], None]) -> None:
         """Raise, on all ranks, what the last step has found after its message: it may be in the weights."""
@@ -147,10 +144,13 @@ class GradientHooks:
 
     def end_training(self, trainer: pl.Trainer, peers: Peers, device: torch.device) -> None:
         """Compare what the last step has left on all ranks; leave the optimizers whole."""
-        ignored = getattr(trainer.lightning_module, IGNORED, ())
+        module = trainer.lightning_module
+        trained = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
         for worker in self._workers.values():
             if not worker.peers.are_shards:  # else one shard would raise, and the ranks with the others go on
-                compared = {name: parameter for name, parameter in worker.by_name().items() if name not in ignored}
+                compared = trained | worker.by_name()
+                for name in getattr(module, IGNORED, ()):
+                    compared.pop(name, None)
                 agree_on_end(worker.step, compared, peers.group)
             for parameter, velocity in worker.whole_momentum().items():  # of which each rank of a node has had a part
                 worker.optimizer.state[parameter][worker.correction.velocity_key] = velocity
@@ -173,8 +173,6 @@ class ReplicaHooks:
         signals: of this strategy.
         buffers: of this strategy; warnings of buffers are given once.
     """
-
-    are_equal = False  # a target network is each rank's own
 
     def __init__(self, workers: Mapping[int, LocalSync], signals: Signals, buffers: SharedBuffers) -> None:
         self._by_optimizer, self._signals, self._buffers = workers, signals, buffers
@@ -286,7 +284,7 @@ class ReplicaHooks:
 
     # What is looked at --------------------------------------------------------------------------------------------
 
-    def check_equal(self, trainer: pl.Trainer, check_unowned: Callable[[], None]) -> None:
+    def check_equal(self, trainer: pl.Trainer) -> None:
         """Nothing is: each rank trains its own replica."""
 
     def check_late_faults(self, check: Callable[[Synchronizer], None]) -> None:

@@ -7,9 +7,8 @@ shrink elements that contain the gradients of hundreds of steps.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from itertools import compress
 from typing import Any, Protocol
 
 import lightning.pytorch as pl
@@ -23,11 +22,8 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from lightning_lowbw.comm.agreement import differ, gather
-from lightning_lowbw.comm.peers import Peers
-from lightning_lowbw.errors import ConfigurationError, DisagreementError
+from lightning_lowbw.errors import ConfigurationError
 from lightning_lowbw.strategies.checks import callbacks_in
-from lightning_lowbw.strategies.shared_buffers import IGNORED
 from lightning_lowbw.sync.plain_loop import eagerly, has_step_hooks
 from lightning_lowbw.sync.synchronizer import Synchronizer
 
@@ -326,60 +322,3 @@ def _apply_(function: Callable[[list[Tensor], Tensor], None], optimizer: Optimiz
 def parameters_of(optimizer: Optimizer) -> Iterator[Tensor]:
     """Yield the parameters of an optimizer; Lightning's own one for a module that returns none has none."""
     return (parameter for group in optimizer.param_groups for parameter in group["params"])
-
-
-def unowned_by(optimizers: Iterable[Optimizer], module: torch.nn.Module) -> dict[str, Tensor]:
-    """Return what is trained and in no optimizer, by name; not what the user leaves to each rank."""
-    owned = {parameter for optimizer in optimizers for parameter in parameters_of(optimizer)}
-    others = {*getattr(module, IGNORED, ())}
-    named = [(name, p) for name, p in module.named_parameters() if p.requires_grad and name not in others]
-    return {name: parameter for name, parameter in named if parameter not in owned}
-
-
-class Unowned:
-    """Finds parameters that are trained, and are in no optimizer of the strategy: nothing exchanges their gradients."""
-
-    def __init__(self) -> None:
-        self._handles: list[RemovableHandle] = []
-        self.begin_fit()
-
-    def begin_fit(self) -> None:
-        """Forget the last fit."""
-        self._with_gradient: set[str] | None = None  # names; None: not known, and all are compared
-
-    def watch(self, parameters: Mapping[str, Tensor]) -> None:
-        """Note which parameters get a gradient until `check`, which compares only these: under local SGD a target
-        network, which gets none, is each rank's own.
-        """
-        self._with_gradient = names = set[str]()
-        for name, parameter in parameters.items():
-            self._handles.append(parameter.register_post_accumulate_grad_hook(lambda _, name=name: names.add(name)))
-
-    def release(self) -> None:
-        """Note no more gradients."""
-        while self._handles:
-            self._handles.pop().remove()
-
-    def check(self, tensors: Mapping[str, Tensor], peers: Peers, device: torch.device) -> None:
-        """Compare parameters between ranks.
-
-        Collective: all peers, blocking; two numbers for each, if there are any.
-
-        Raises:
-            DisagreementError: on all peers; one differs.
-        """
-        self.release()
-        if peers.num_ranks == 1 or not tensors:
-            return
-        are_unequal = differ([[tensor] for tensor in tensors.values()], peers.group, device)
-        names = list(compress(tensors, are_unequal))
-        if names and self._with_gradient is not None:
-            seen = set[str]().union(*gather(self._with_gradient, "parameters with a gradient", peers.group))
-            names = [name for name in names if name in seen]
-        if names:
-            raise DisagreementError(
-                f"{names[0]!r} is in no optimizer that configure_optimizers has returned, and differs between the "
-                f"ranks ({len(names)} such parameters): what trains it does not exchange its gradient. Return an "
-                "optimizer for it; if it is not to be trained, set requires_grad=False; if each rank is to have its "
-                "own, name it in the module's _ddp_params_and_buffers_to_ignore."
-            )

@@ -36,9 +36,10 @@ from lightning_lowbw.strategies import checks
 from lightning_lowbw.strategies.checkpoint import CheckpointedStrategy
 from lightning_lowbw.strategies.communication_hook import CommunicationHook
 from lightning_lowbw.strategies.keywords import DDP_KEYWORDS, Needs, asked_of_buffers, given_keywords, written
-from lightning_lowbw.strategies.shared_buffers import SharedBuffers, choose_buffers, ignoring
+from lightning_lowbw.strategies.shared_buffers import IGNORED, SharedBuffers, choose_buffers, ignoring
 from lightning_lowbw.strategies.traffic_monitor import bring_monitor
 from lightning_lowbw.sync.checks import plain_values
+from lightning_lowbw.sync.gradient import GradientSync
 from lightning_lowbw.sync.synchronizer import Synchronizer
 
 
@@ -154,7 +155,11 @@ class Strategy(CheckpointedStrategy, DDPStrategy):
 
     @override
     def _make_worker(self, optimizer: Optimizer, module: pl.LightningModule, buffers: Any) -> Synchronizer:
-        return self.method.make_synchronizer(optimizer, module.named_parameters(), self._worker_peers, buffers)
+        worker = self.method.make_synchronizer(optimizer, module.named_parameters(), self._worker_peers, buffers)
+        if isinstance(worker, GradientSync):
+            ignored = getattr(module, IGNORED, ())
+            worker.compared = [parameter for name, parameter in module.named_parameters() if name not in ignored]
+        return worker
 
     @override
     def configure_ddp(self) -> None:

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import re
 import warnings
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_lowbw.comm.agreement import agree, digest, failing_together
 from lightning_lowbw.comm.peers import Peers
@@ -31,49 +27,11 @@ LITTLE_KEPT = 0.5  # of the elements: what is less than that is hardly meant to 
 PLAIN = (bool, int, float, str, type(None))  # what can be compared between ranks
 # What torch's optimizers keep, of which a method makes each rank's its own; other entries may be scratch space.
 MOMENTS = ("momentum_buffer", "exp_avg", "exp_avg_sq")
+# Optimizers that share their work between ranks: of torch, of Muon's reference code and of modded-nanogpt.
+COMMUNICATING = ("ZeroRedundancyOptimizer", "MuonWithAuxAdam", "DistAdam")
 
 
 # Of one rank ----------------------------------------------------------------------------------------------------------
-
-
-def check_not_in_ddp(parameters: Collection[Parameter], group: dist.ProcessGroup | None) -> None:
-    """Check that no `DistributedDataParallel` all-reduces the gradients that a method is to exchange.
-
-    DDP leaves no mark on parameters that Python can see, and their names say nothing for sure. So its living instances
-    are searched for; one whose process group has only some of the method's ranks, as inside of nodes, is legal.
-
-    Args:
-        parameters: of an optimizer.
-        group: of the method; None is the world.
-
-    Raises:
-        ConfigurationError: there is one.
-    """
-    if dist.is_initialized() and _is_in_ddp(parameters, group):
-        gc.collect()  # it may be gone, and not collected yet
-        if _is_in_ddp(parameters, group):
-            raise ConfigurationError(
-                "The parameters are those of a model in DistributedDataParallel, which all-reduces whole gradients "
-                "during backward: this would train as DDP. Train the model itself, and delete the wrapper; all ranks "
-                "must begin with the same weights."
-            )
-
-
-def _is_in_ddp(parameters: Collection[Parameter], group: dist.ProcessGroup | None) -> bool:
-    ours, ranks = set(parameters), _ranks_of(group)
-    # Each instance refers to its class. This is one pass in C over all objects, some 0.1 s for a million.
-    return any(
-        not ours.isdisjoint(each.parameters()) and len(ranks) > 1 and ranks <= _ranks_of(each.process_group)
-        for each in gc.get_referrers(DistributedDataParallel)
-        if type(each) is DistributedDataParallel and hasattr(each, "process_group")
-    )
-
-
-def _ranks_of(group: dist.ProcessGroup | None) -> set[int]:
-    try:
-        return set(dist.get_process_group_ranks(dist.group.WORLD if group is None else group))
-    except (KeyError, ValueError):  # of a world that has been destroyed
-        return set()
 
 
 def warn_if_alone(peers: Peers) -> None:
@@ -126,67 +84,17 @@ def refuse_second_weights(optimizer: Optimizer) -> None:
         )
 
 
-class _WithoutCollectives(TorchDispatchMode):
-    """Refuses collectives of this thread.
+def refuse_shared_steps(optimizer: Optimizer) -> None:
+    """Raise ConfigurationError where an optimizer gathers results of the other ranks in its own step.
 
-    Args:
-        name: of the optimizer's class.
-
-    Attributes:
-        is_in_closure: whether they are allowed.
+    Between averages each rank steps with a gradient of its own, so a gathered result would be that of one rank.
     """
-
-    def __init__(self, name: str) -> None:
-        super().__init__()
-        self._name, self.is_in_closure = name, False
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if "c10d" in func.namespace and not self.is_in_closure:
-            raise ConfigurationError(
-                f"{self._name} communicates in its step ({func}), and where weights are averaged each rank steps with "
-                "gradients of its own: what it gathers would be made of one rank's. Take an optimizer that does not "
-                "communicate, or a method that exchanges gradients, such as 'dgc' or 'int8'."
-            )
-        return func(*args, **(kwargs or {}))
-
-
-@contextmanager
-def refusing_collectives(optimizer: Optimizer) -> Iterator[list[Optimizer]]:
-    """Refuse collectives of an optimizer's step in a `with` block, except those in its closure.
-
-    Yields:
-        A list that contains the optimizer when it has stepped: a GradScaler may leave the step out.
-
-    Raises:
-        ConfigurationError: on all ranks, which communicate together; before anything is sent.
-    """
-    mode, stepped = _WithoutCollectives(type(optimizer).__name__), list[Optimizer]()
-
-    def enter() -> None:
-        if not stepped:
-            stepped.append(optimizer)
-            stack.enter_context(mode)
-
-    def watch(_: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
-        if not callable(closure):
-            enter()
-            return None
-
-        def watched() -> Any:  # called any number of times
-            mode.is_in_closure = True
-            result = closure()
-            mode.is_in_closure = False
-            enter()  # not before: forward and backward passes may be compiled, which a mode would prevent
-            return result
-
-        return (
-            (args, {**kwargs, "closure": watched}) if "closure" in kwargs else ((args[0], watched, *args[2:]), kwargs)
+    if any(cls.__name__ in COMMUNICATING for cls in type(optimizer).__mro__):
+        raise ConfigurationError(
+            f"{type(optimizer).__name__} communicates in its step, and where weights are averaged each rank steps with "
+            "gradients of its own. Take an optimizer that does not communicate, or a method that exchanges gradients, "
+            "such as 'dgc' or 'int8'."
         )
-
-    with ExitStack() as stack:
-        stack.callback(optimizer.register_step_pre_hook(watch).remove)
-        yield stepped
 
 
 # Of all ranks ---------------------------------------------------------------------------------------------------------

@@ -72,9 +72,12 @@ class GradientSync(Synchronizer):
     Attributes:
         last_density: the fraction of elements that the last step sent of a compressed tensor; 1.0 in the dense phase.
         correction: how a gradient enters the residual, and what is left to the optimizer.
+        compared: all parameters of the model. Every `CHECK_EVERY_STEPS` steps the ranks compare a checksum of the
+            trained parameters, also of another optimizer or of none. () in a plain loop, which compares its own.
     """
 
     is_local = False
+    compared: Collection[Parameter] = ()
     correction: ErrorFeedback
 
     def __init__(
@@ -450,7 +453,8 @@ class GradientSync(Synchronizer):
             raise DisagreementError(
                 f"Step {self.step}: the weights differ between the ranks, or one has left out a step; checksums are "
                 f"{checksums}. Begin with the same weights on all ranks, and take the same steps; change no weights "
-                "by a rank's data or gradients, as SAM by hand and Embedding(max_norm=...) do."
+                "by a rank's data or gradients, as SAM by hand and Embedding(max_norm=...) do; return an optimizer for "
+                "each parameter that is trained, from configure_optimizers."
             )
         if status.is_faulty:
             fault = first_fault(self._faults.first([row.name for row in self._rows]), self.fault_group)
@@ -486,7 +490,9 @@ class GradientSync(Synchronizer):
         # A rank may have left out what DDP has reduced up to now.
         begins = not (self.reduces_in_backward or self._has_compressed)
         compares = begins or self.step % CHECK_EVERY_STEPS == 0
-        weights = (row.parameter for row in self._rows) if compares else None
+        weights = None
+        if compares:
+            weights = dict.fromkeys([*self._rows.parameters, *(p for p in self.compared if p.requires_grad)])
         requests: Tensor | int = self.requests
         if self.node_flags is not None:
             found, differ, requests = flags_of_node(self.node_flags)

@@ -25,7 +25,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, cast
 
@@ -47,7 +47,7 @@ from lightning_lowbw.sync.checks import (
     agree_on_end,
     raise_at_other_batches,
     refuse_second_weights,
-    refusing_collectives,
+    refuse_shared_steps,
 )
 from lightning_lowbw.sync.consensus import ConsensusView
 from lightning_lowbw.sync.exchange import WholeExchange, exchange_for
@@ -115,8 +115,8 @@ class LocalSync(Synchronizer):
         self._is_plain = is_one and not is_outer
         if not self._is_plain:
             refuse_second_weights(optimizer)
-        # Inside of an elastic group, or of a sharded model, an optimizer may communicate: these ranks step alike.
-        self._is_watched = is_one or peers.may_grow or peers.are_shards
+        if not (is_one or peers.may_grow or peers.are_shards):  # the ranks of an elastic group or a node step alike
+            refuse_shared_steps(optimizer)
         self.steps_since_average = self.num_averages = 0
         self.has_communicated = False
         self.begin_epoch()
@@ -299,13 +299,6 @@ class LocalSync(Synchronizer):
     def _lr(self) -> float:
         """The largest learning rate of the param groups; 1 where there is none."""
         return max((self._rate_of(group) for group in self.optimizer.param_groups if "lr" in group), default=1.0)
-
-    @contextmanager
-    def stepping(self) -> Iterator[None]:
-        watch: Any = nullcontext() if self._is_watched else refusing_collectives(self.optimizer)
-        with super().stepping(), watch as stepped:
-            yield
-        self._is_watched = self._is_watched or bool(stepped)
 
     @torch.no_grad()
     def after_step(self) -> None:

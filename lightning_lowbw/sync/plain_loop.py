@@ -31,7 +31,6 @@ from lightning_lowbw.sync.checks import (
     agree_on_beginning,
     agree_on_model,
     agree_on_optimizers,
-    check_not_in_ddp,
     warn_if_alone,
     warn_if_incomplete,
     warn_if_mostly_sent,
@@ -87,7 +86,6 @@ def attach(
             )
         named = [(name, parameter) for parameter, name in names.items()]
         worker = make(named)
-        check_not_in_ddp(worker.parameters(), process_group)
     agree_on_model(worker.by_name().items(), buffers.items(), process_group)
     agree_on_optimizers([optimizer], named, process_group)
     worker.take_layout()
@@ -109,6 +107,12 @@ def _tell(worker: Synchronizer) -> None:
         )
     if not method.acts_alone:
         warn_if_alone(peers)
+    if peers.rank == 0 and all(name.startswith("module.") for name in worker.params.names()):
+        warnings.warn(
+            "All names of the parameters begin with 'module.', as in DistributedDataParallel, which sends whole "
+            "gradients during the backward pass: this would train as DDP. Attach to a model that is not wrapped.",
+            stacklevel=4,  # the caller of `Method.attach`
+        )
     warn_if_mostly_sent(method.what, method.when, peers)
     if correction is not None and peers.rank == 0 and peers.num_participants > 1:
         if method.what.corrects and not correction.is_complete:
@@ -179,7 +183,6 @@ def _wrap_step(worker: Synchronizer) -> None:
 def _take_step(worker: Synchronizer, step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Do what an optimizer's `step` does; return what it returns, or None if the step is not taken."""
     if not worker.is_compared:
-        check_not_in_ddp(worker.parameters(), worker.peers.group)  # which may be new
         agree_on_beginning(
             worker.optimizer,
             worker.by_name(),

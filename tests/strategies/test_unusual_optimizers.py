@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch.callbacks import LambdaCallback, OnExceptionCheckpoint
-from torch import Tensor, nn
+from lightning.pytorch.callbacks import OnExceptionCheckpoint
+from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
 
 from lightning_lowbw import ConfigurationError, LocalSGD
 from tests.ranks import on_ranks
-from tests.strategies.fits import At, Noted, adamw, make, refusal, same, saving, train, warned
-from tests.tiny import Tiny, amp_with_scaler, weights_of
+from tests.strategies.fits import At, Noted, refusal, same, saving, train, warned
+from tests.tiny import Tiny, weights_of
 
 with warnings.catch_warnings():  # of torch about itself
     warnings.simplefilter("ignore")
@@ -87,75 +87,25 @@ def zero(parameters: Any) -> Optimizer:
     return ZeroRedundancyOptimizer(parameters, AdamW, lr=0.01)
 
 
-AVERAGING: list[tuple[str, dict[str, Any]]] = [
-    ("local_sgd", {}),
-    ("local_sgd", {"begin_step": 100}),  # refused in the first step, which is synchronous
-    ("sparse_loco", {}),
-    ("streaming", {"k_steps": 3, "delay_steps": 1}),
-]
+def attach(optimizer: Optimizer) -> None:
+    LocalSGD(k_steps=2, begin_step=0).attach(optimizer, [("weight", optimizer.param_groups[0]["params"][0])])
 
 
-def check_refused(optimizer: Callable[..., Optimizer], words: str, **options: Any) -> None:
-    for name, changes in AVERAGING:
+@pytest.mark.fault
+@pytest.mark.parametrize(
+    ("optimizer", "words"),
+    [(ScheduleFree, "ScheduleFree has train() and eval()"), (zero, "ZeroRedundancyOptimizer communicates in its step")],
+)
+@on_ranks(2)
+def test_optimizers_that_are_refused_where_weights_are_averaged(optimizer: Any, words: str) -> None:
+    """Before the first step, also of a fit that begins synchronous; and in a plain loop."""
+    for strategy in ("local_sgd", "post-local", "sparse_loco", "streaming"):
         model = Tiny(optimizer)
-        before = weights_of(model)
-        assert words in same(refusal(make(name, changes), model, STEPS, **options))
+        assert words in same(refusal(strategy, model, STEPS))
         assert model.trainer.global_step == 0
-        assert optimizer is zero or weights_of(model) == before
-
-
-@pytest.mark.fault
-@on_ranks(2)
-def test_a_second_set_of_weights_is_refused_where_weights_are_averaged() -> None:
-    check_refused(ScheduleFree, "ScheduleFree has train() and eval()")
-
-
-@pytest.mark.fault
-@pytest.mark.parametrize(("optimizer", "name"), [(Share, "Share"), (zero, "ZeroRedundancyOptimizer")])
-@on_ranks(2)
-def test_collectives_in_a_step_are_refused_where_weights_are_averaged(optimizer: Any, name: str) -> None:
-    for accumulate in (1, 2):
-        check_refused(optimizer, f"{name} communicates in its step", accumulate_grad_batches=accumulate)
-
-
-@on_ranks(2)
-def test_other_collectives_are_allowed() -> None:
-    """In a hook between the closure and the optimizer's own step, as a logger of norms may."""
-    for options in ({}, {"plugins": [amp_with_scaler()]}):
-        model, normed = Tiny(adamw), LambdaCallback(on_before_optimizer_step=lambda *_: dist.all_reduce(torch.zeros(1)))
-        train("local_sgd", model, STEPS, callbacks=[normed], **options)
-        same(weights_of(model))
-    model = Tiny(Share, poison=(dist.get_rank(), 0))  # a GradScaler leaves out the first step
-    assert "communicates in its step" in refusal("local_sgd", model, STEPS, plugins=[amp_with_scaler()])
-    assert model.trainer.global_step == 1
-
-
-def step_in_a_plain_loop(make_optimizer: Callable[[Any], Optimizer], has_closure: bool) -> None:
-    model = nn.Linear(4, 4)
-    for parameter in model.parameters():
-        nn.init.ones_(parameter)
-    optimizer = make_optimizer(model.parameters())
-
-    def closure() -> Tensor:
-        optimizer.zero_grad()
-        loss: Tensor = model(torch.ones(1, 4)).sum()
-        loss.backward()
-        return loss
-
-    LocalSGD(k_steps=2, begin_step=0).attach(optimizer, model.named_parameters())
-    if not has_closure:
-        closure()
-    optimizer.step(*([closure] if has_closure else []))
-
-
-@on_ranks(2)
-def test_a_plain_loop_refuses_them_too() -> None:
-    for make_optimizer, words in ((Share, "communicates"), (lambda p: ScheduleFree(p), "train() and eval()")):
-        for has_closure in (True, False):
-            with pytest.raises(ConfigurationError) as caught:
-                step_in_a_plain_loop(make_optimizer, has_closure)
-            assert words in same(str(caught.value))
-    step_in_a_plain_loop(partial(SGD, lr=0.1), has_closure=False)
+    with pytest.raises(ConfigurationError) as caught:
+        attach(optimizer([nn.Parameter(torch.ones(2))]))
+    assert words in same(str(caught.value))
 
 
 class WithoutHooks(Optimizer):
