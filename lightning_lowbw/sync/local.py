@@ -297,8 +297,9 @@ class LocalSync(Synchronizer):
 
     @property
     def _lr(self) -> float:
-        """The largest learning rate of the param groups; 1 where there is none."""
-        return max((self._rate_of(group) for group in self.optimizer.param_groups if "lr" in group), default=1.0)
+        """The largest learning rate of the param groups; 1 if there is none, as with Adafactor's relative steps."""
+        groups = [group for group in self.optimizer.param_groups if group.get("lr") is not None]
+        return max(map(self._rate_of, groups), default=1.0)
 
     @torch.no_grad()
     def after_step(self) -> None:

@@ -108,6 +108,30 @@ def test_optimizers_that_are_refused_where_weights_are_averaged(optimizer: Any, 
     assert words in same(str(caught.value))
 
 
+class Relative(Optimizer):
+    """As transformers' Adafactor with relative steps: the learning rate of its groups is None."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": None})
+
+    @torch.no_grad()
+    def step(self, closure: Any) -> Any:  # type: ignore[override]
+        with torch.enable_grad():
+            loss = closure()
+        for p in self.param_groups[0]["params"]:
+            if p.grad is not None:
+                p.sub_(p.grad, alpha=0.05)
+        return loss
+
+
+@pytest.mark.parametrize("name", ["dgc", "local_sgd", "diloco"])
+@on_ranks(2)
+def test_a_learning_rate_of_none_trains(name: str) -> None:
+    model = Tiny(Relative)
+    train(name, model, STEPS)
+    same(weights_of(model))
+
+
 class WithoutHooks(Optimizer):
     """Holds an optimizer, and has not called Optimizer's constructor, as those that add noise for privacy."""
 
