@@ -45,7 +45,10 @@ def test_a_part_that_hangs_is_ended_with_what_it_has_started(tmp_path: Path, mon
     assert not (tmp_path / "alive").exists()
 
 
-@pytest.mark.parametrize("kind", steps_gpu.KINDS)
+OTHERS = [pytest.param(kind, marks=pytest.mark.slow) for kind in steps_gpu.KINDS if kind != "profile"]
+
+
+@pytest.mark.parametrize("kind", ["profile", *OTHERS])
 def test_steps_of_all_methods(kind: str, tmp_path: Path) -> None:
     command = [sys.executable, "benchmarks/steps_gpu.py", kind, "--device", "cpu", "--out", str(tmp_path / kind)]
     ended = subprocess.run(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import re
 from functools import partial
 from typing import Any
 
@@ -96,11 +97,25 @@ def test_the_scale_does_not_reach_the_residual(clip: float | None, optimizer: An
     torch.testing.assert_close(weights[0], weights[1], rtol=1e-6, atol=1e-7)
 
 
-@on_ranks(2)
-def test_a_nonfinite_gradient_is_an_error_on_all_ranks() -> None:
-    message = same(refusal("dgc, warm-up", Tiny(poison=(1, 6)), error=NonFiniteGradientError))
-    assert "rank 1" in message
-    assert "wide.weight" in message
+NODE, PART = r"on node 0 \(ranks \[0, 1\]\)", r"in the shard of rank [01]"
+
+
+@pytest.mark.parametrize(
+    ("name", "num_ranks", "place"),
+    [
+        *[(name, 2, "on rank 1") for name in ("dgc, warm-up", "int8", "powersgd")],
+        *[(name, 2, "of rank 1") for name in ("local_sgd", "sparse_loco", "delayed")],
+        ("dgc on two levels", 4, NODE),
+        ("local_sgd on two levels", 4, "of rank [01]"),  # which step with the mean of their gradients
+        *[(name, 4, f"{NODE}|{PART}") for name in ("dgc, sharded", "diloco, sharded")],
+    ],
+)
+@on_ranks()
+def test_a_nonfinite_gradient_is_an_error_on_all_ranks(name: str, num_ranks: int, place: str) -> None:
+    """Without a GradScaler. The message of each strategy names the tensor and the place."""
+    message = same(refusal(name, Tiny(poison=(1, 4)), error=NonFiniteGradientError))
+    assert "'wide.weight'" in message
+    assert re.search(place, message), message
 
 
 def test_an_optimizer_without_gradients_has_nothing_to_scale() -> None:
