@@ -20,7 +20,8 @@ from omegaconf import DictConfig, OmegaConf
 import lightning_lowbw as lowbw
 from lightning_lowbw.strategies.keywords import DDP_KEYWORDS, OWNED, STRATEGY_KEYWORDS, UNSUPPORTED
 from tests.ranks import run_ranks
-from tests.tiny import MIN_NUMEL, Tiny, make_data, make_trainer
+from tests.strategies.fits import train
+from tests.tiny import MIN_NUMEL
 
 FILE = Path(__file__).with_name("surface.txt")
 CONF = Path(__file__).parents[2] / "conf"
@@ -58,8 +59,7 @@ def keywords_of(function: Any) -> str:
 
 def save(name: str, folder: str) -> list[str]:
     """Train three steps on each rank; return the metrics, the files of a checkpoint, and their keys."""
-    trainer = make_trainer(lowbw.Strategy(METHODS[name]), 2, max_steps=3, callbacks=[lowbw.TrafficMonitor()])
-    trainer.fit(Tiny(), make_data(2, 3))
+    trainer = train(lowbw.Strategy(METHODS[name]), data=3, callbacks=[lowbw.TrafficMonitor()])
     trainer.save_checkpoint(f"{folder}/a.ckpt")
     trainer.strategy.barrier()
     state = torch.load(f"{folder}/a.ckpt", weights_only=True)["lightning_lowbw"]

@@ -11,7 +11,7 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning_lowbw import ConfigurationError, DGCStrategy, DisagreementError, SparsityWarmup, TrafficMonitor
 from lightning_lowbw.schedules.every_step import EveryStep
 from tests.ranks import on_ranks
-from tests.strategies.fits import Noted, warned
+from tests.strategies.fits import Noted, train, warned
 from tests.tiny import Tiny, make_data, make_trainer
 
 
@@ -50,8 +50,8 @@ def test_warmups_that_cannot_be_known() -> None:
 @pytest.mark.parametrize("schedule", [{"rampup_begin_step": 1}, {}])
 @on_ranks()
 def test_a_warmup_that_replaces_the_strategys_own_is_warned_about(schedule: dict[str, Any]) -> None:
-    trainer = make_trainer(DGCStrategy(**schedule), 2, callbacks=[SparsityWarmup(begin_epoch=1, epochs=1)])
-    _, said = warned(lambda: trainer.fit(Tiny(), make_data(2, 4)))
+    callbacks = [SparsityWarmup(begin_epoch=1, epochs=1)]
+    _, said = warned(lambda: train(DGCStrategy(**schedule), data=4, callbacks=callbacks))
     said = [each for each in said if "overrides" in each]
     assert len(said) == (bool(schedule) and dist.get_rank() == 0)
     assert all("rampup_begin_step=1" in message and "rampup_begin_step=4" in message for message in said)

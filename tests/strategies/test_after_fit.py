@@ -84,11 +84,10 @@ def test_ranks_communicate_after_an_exception_that_was_caught(name: str) -> None
 def test_the_wrapped_model_is_gone_without_a_collection(name: str) -> None:
     """Else any thread that collects the cycle ends DDP's reducer, perhaps while the next fit's backward uses it."""
     seen = Noted(lambda module: ref(module.trainer.strategy.model), "on_train_start")
-    trainer = make_trainer(make(name), 2, callbacks=[seen])
     gc.collect()
     gc.disable()
     try:
-        trainer.fit(Tiny(), make_data(2, 3))
+        train(name, data=3, callbacks=[seen])
         assert seen.values[0]() is None
     finally:
         gc.enable()
