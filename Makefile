@@ -26,7 +26,7 @@ docs: $(STAMP)  ## build the site into site/; a broken link or reference is an e
 	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --strict --quiet
 
 demo: $(STAMP)  ## train over a slow link with DDP and with DGC; table, and a plot in demo_results
-	$(RUN) -m lightning_lowbw.demo
+	$(RUN) -m lightning_lowbw.tools.demo
 
 # Three at a time: a test of several ranks waits much of the time for their messages. A file's tests share their ranks, and
 # the long files come first (tests/durations.json). A test that measures time is slow, too, and runs by itself.

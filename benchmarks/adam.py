@@ -56,7 +56,7 @@ from torch.utils.data import Dataset
 from benchmarks.harness import RESULTS, describe_environment
 from lightning_lowbw.compress.selection import num_selected
 from lightning_lowbw.schedules.every_step import EveryStep
-from lightning_lowbw.zoo import ByteLanguageModel, DigitsClassifier, DigitsData, StdlibText
+from lightning_lowbw.tools.zoo import ByteLanguageModel, DigitsClassifier, DigitsData, StdlibText
 
 NUM_RANKS = 4
 BETA1, BETA2, EPS, WEIGHT_DECAY = 0.9, 0.999, 1e-8, 0.01  # torch's AdamW

@@ -34,12 +34,12 @@ from torch.optim.lr_scheduler import OneCycleLR
 from benchmarks.harness import RESULTS, as_plain, describe_environment, in_words, run_in_lab
 from benchmarks.quantized_accuracy import smooth, train
 from lightning_lowbw import Compression, DGCStrategy, LocalSGD, LocalSGDStrategy, MuonAdamW, Quantized, Strategy
-from lightning_lowbw.lab import parse_rate
-from lightning_lowbw.planner import colour_of
 from lightning_lowbw.presets import preset
 from lightning_lowbw.schedules.every_step import EveryStep
 from lightning_lowbw.strategies.names import NAMES
-from lightning_lowbw.zoo import ByteLanguageModel, StdlibText
+from lightning_lowbw.tools.lab import parse_rate
+from lightning_lowbw.tools.plan import colour_of
+from lightning_lowbw.tools.zoo import ByteLanguageModel, StdlibText
 
 NUM_RANKS = 4
 RATE = "100mbit"

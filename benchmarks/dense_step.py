@@ -35,9 +35,9 @@ import lightning_lowbw as lowbw
 from benchmarks.beside_ddp.tasks import Row, be_quiet, make_trainer
 from benchmarks.harness import RESULTS, describe_environment, run_in_lab
 from benchmarks.models import Timed, Workload, loader, small_resnet
-from lightning_lowbw.lab import parse_rate
 from lightning_lowbw.strategies.auto_choice import NUM_STEPS
-from lightning_lowbw.zoo import ByteLanguageModel
+from lightning_lowbw.tools.lab import parse_rate
+from lightning_lowbw.tools.zoo import ByteLanguageModel
 
 NUM_NODES, NUM_PAIRS, NUM_TIMED = 2, 5, 200
 NUM_OF_PART = 20  # in which there is a message of signals, which comes once in 16 steps

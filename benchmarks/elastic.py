@@ -46,10 +46,10 @@ from torch.optim.lr_scheduler import LambdaLR
 import lightning_lowbw as lowbw
 from benchmarks.harness import RESULTS, describe_environment, replace_block
 from lightning_lowbw.elastic.torchft_membership import TorchftMembership
-from lightning_lowbw.lab import Network, parse_rate
-from lightning_lowbw.lab.network import INTERFACE
 from lightning_lowbw.presets import preset
-from lightning_lowbw.zoo import ByteLanguageModel, StdlibText
+from lightning_lowbw.tools.lab import Network, parse_rate
+from lightning_lowbw.tools.lab.network import INTERFACE
+from lightning_lowbw.tools.zoo import ByteLanguageModel, StdlibText
 
 RATE, RTT_MS = "100mbit", 50.0
 K_STEPS, STEP_S = 20, 0.2  # of a round; of a step, without the exchange

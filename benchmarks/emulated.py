@@ -27,7 +27,7 @@ from benchmarks.slow_link import WITH_HEADERS, Cell, run_cells
 from lightning_lowbw import DGC, Hierarchical, Method, PowerSGD, QuantizedGradients, Where
 from lightning_lowbw.comm.link import Link
 from lightning_lowbw.cost_model import Cluster, cost_of
-from lightning_lowbw.lab import parse_rate
+from lightning_lowbw.tools.lab import parse_rate
 
 WORKLOAD = "resnet50-emulated"
 CAPTION = (

@@ -42,12 +42,12 @@ from benchmarks.beside_ddp.tasks import Row, be_quiet
 from benchmarks.contestants import COMMON, NO_COMMUNICATION, HookStrategy, power_sgd
 from benchmarks.harness import describe_environment
 from benchmarks.headline import Fused
-from lightning_lowbw.lab import LabError, Network, parse_rate
-from lightning_lowbw.lab.launcher import MASTER_PORT
-from lightning_lowbw.lab.network import INTERFACE, read_sent_bytes
 from lightning_lowbw.strategies.auto_choice import NUM_STEPS
-from lightning_lowbw.zoo import ByteLanguageModel, StdlibText
-from lightning_lowbw.zoo.optimizers import ScheduleName
+from lightning_lowbw.tools.lab import LabError, Network, parse_rate
+from lightning_lowbw.tools.lab.launcher import MASTER_PORT
+from lightning_lowbw.tools.lab.network import INTERFACE, read_sent_bytes
+from lightning_lowbw.tools.zoo import ByteLanguageModel, StdlibText
+from lightning_lowbw.tools.zoo.optimizers import ScheduleName
 
 NUM_NODES = 2
 TOTAL_S = 520.0

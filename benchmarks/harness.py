@@ -19,8 +19,8 @@ import lightning
 import torch
 
 import lightning_lowbw
-from lightning_lowbw.lab import Network, launch
 from lightning_lowbw.schedules.every_step import EveryStep
+from lightning_lowbw.tools.lab import Network, launch
 
 RESULTS = Path(__file__).with_name("results")
 LAB = "network namespaces, token bucket filter in both directions"
@@ -43,7 +43,7 @@ def run_in_lab(
         job: for the ranks; the path of a JSON file with it comes before that of the result.
         what: is measured, for the message of a failure.
         rtt_ms: round-trip time between two nodes.
-        **options: of `lightning_lowbw.lab.launch`.
+        **options: of `lightning_lowbw.tools.lab.launch`.
 
     Raises:
         SystemExit: a rank failed.

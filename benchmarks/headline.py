@@ -42,11 +42,11 @@ from benchmarks.beside_ddp.tasks import TASKS, Curve, Row, Task, be_quiet, make_
 from benchmarks.contestants import COMMON, HookStrategy, power_sgd
 from benchmarks.harness import RESULTS, describe_environment, replace_block, run_in_lab
 from benchmarks.worker import INTERFACE
-from lightning_lowbw.lab import parse_rate
-from lightning_lowbw.lab.network import read_sent_bytes
 from lightning_lowbw.presets import preset
 from lightning_lowbw.strategies.auto_choice import NUM_STEPS
-from lightning_lowbw.zoo import ByteLanguageModel, StdlibText
+from lightning_lowbw.tools.lab import parse_rate
+from lightning_lowbw.tools.lab.network import read_sent_bytes
+from lightning_lowbw.tools.zoo import ByteLanguageModel, StdlibText
 
 NUM_NODES = 2
 SMOOTHING = 40  # steps of the running mean

@@ -24,8 +24,8 @@ import torch
 from benchmarks.harness import RESULTS, describe_environment, run_in_lab
 from benchmarks.quantized_accuracy import train
 from lightning_lowbw import AdaptiveLocalSGDStrategy, LocalSGDStrategy
-from lightning_lowbw.lab import parse_rate
-from lightning_lowbw.zoo import StdlibText
+from lightning_lowbw.tools.lab import parse_rate
+from lightning_lowbw.tools.zoo import StdlibText
 
 NUM_STEPS = 600
 UNTIMED_STEPS = 50

@@ -16,7 +16,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.harness import RESULTS, describe_environment
-from lightning_lowbw.lab import Network, launch, parse_rate
+from lightning_lowbw.tools.lab import Network, launch, parse_rate
 
 EXAMPLE = Path(__file__).resolve().parents[1] / "examples" / "lora.py"
 RATE, STEPS, WIDTH = "20mbit", 200, 512

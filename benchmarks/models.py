@@ -21,8 +21,8 @@ from torch.utils.data import DataLoader, Dataset
 from torchmetrics import MeanMetric
 from torchmetrics.classification import MulticlassAccuracy
 
-from lightning_lowbw.zoo.optimizers import configure_optimizer
-from lightning_lowbw.zoo.text import NUM_BYTES, ByteLanguageModel
+from lightning_lowbw.tools.zoo.optimizers import configure_optimizer
+from lightning_lowbw.tools.zoo.text import NUM_BYTES, ByteLanguageModel
 
 
 class Residual(nn.Module):

@@ -29,8 +29,8 @@ import torch
 from benchmarks.harness import RESULTS, as_plain, describe_environment, run_in_lab
 from benchmarks.worker import INTERFACE
 from lightning_lowbw import EveryStep, QuantizedGradients, Strategy
-from lightning_lowbw.lab.network import read_sent_bytes
-from lightning_lowbw.zoo import ByteLanguageModel, DigitsClassifier, DigitsData, StdlibText
+from lightning_lowbw.tools.lab.network import read_sent_bytes
+from lightning_lowbw.tools.zoo import ByteLanguageModel, DigitsClassifier, DigitsData, StdlibText
 
 SMOOTHING = 20  # steps of the running mean
 

@@ -25,7 +25,7 @@ from torch.nn import functional as F
 from benchmarks.harness import RESULTS, describe_environment
 from lightning_lowbw.compress.codec import SparseCodec
 from lightning_lowbw.compress.sparse_sum import SparseSum, even_boundaries
-from lightning_lowbw.zoo.digits import load_digit_tensors
+from lightning_lowbw.tools.zoo.digits import load_digit_tensors
 
 DENSITIES, WORLDS, SEEDS = (0.01,), (16, 64), (0, 1)
 STEPS, BATCH, LR, MOMENTUM, WIDTH = 300, 8, 0.05, 0.9, 256

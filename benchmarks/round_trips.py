@@ -32,7 +32,7 @@ from benchmarks.contestants import COMMON, DDP, FP16, POWER_SGD
 from benchmarks.harness import RESULTS, describe_environment, run_in_lab
 from benchmarks.headline import LINKS, SHOWN_TASKS
 from benchmarks.worker import Window
-from lightning_lowbw.lab import parse_rate
+from lightning_lowbw.tools.lab import parse_rate
 
 METHODS = {
     "ddp": DDP.make,

@@ -31,10 +31,10 @@ from torch.distributed.fsdp import fully_shard
 import lightning_lowbw as lowbw
 from benchmarks.harness import RESULTS, describe_environment, run_in_lab
 from benchmarks.worker import INTERFACE
-from lightning_lowbw.lab import parse_rate
-from lightning_lowbw.lab.network import read_sent_bytes
 from lightning_lowbw.strategies.names import OF_SHARDS
-from lightning_lowbw.zoo import ByteLanguageModel, StdlibText
+from lightning_lowbw.tools.lab import parse_rate
+from lightning_lowbw.tools.lab.network import read_sent_bytes
+from lightning_lowbw.tools.zoo import ByteLanguageModel, StdlibText
 
 NODES, RANKS_PER_NODE, RATE = 2, 2, "100mbit"
 MODEL: dict[str, Any] = {"d_model": 512, "num_layers": 6, "num_heads": 8, "optimizer": "adamw"}

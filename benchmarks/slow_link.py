@@ -28,8 +28,8 @@ from benchmarks.contestants import ALL, ALONE, BY_NAME, DDP, FP16, NO_COMMUNICAT
 from benchmarks.harness import RESULTS, describe_environment, run_in_lab
 from benchmarks.models import WORKLOADS, Timed
 from lightning_lowbw.comm.collectives import all_reduce_bytes
-from lightning_lowbw.lab import parse_rate
-from lightning_lowbw.planner import colour_of
+from lightning_lowbw.tools.lab import parse_rate
+from lightning_lowbw.tools.plan import colour_of
 
 matplotlib.use("Agg")  # draws without a display
 import matplotlib.pyplot as plt

@@ -38,7 +38,7 @@ from benchmarks.harness import RESULTS, describe_environment
 from lightning_lowbw import EveryK, MuonAdamW
 from lightning_lowbw.schedules.every_k import balance, steps_before
 from lightning_lowbw.sync.fragments import apply_means_
-from lightning_lowbw.zoo import ByteLanguageModel, StdlibText
+from lightning_lowbw.tools.zoo import ByteLanguageModel, StdlibText
 
 Row = dict[str, Any]
 SLACK = 1.01

@@ -26,7 +26,7 @@ import torch
 
 from benchmarks.harness import RESULTS, describe_environment, run_in_lab
 from lightning_lowbw import LocalSGDStrategy
-from lightning_lowbw.zoo import DigitsClassifier, DigitsData
+from lightning_lowbw.tools.zoo import DigitsClassifier, DigitsData
 
 NUM_STEPS = 200
 SLEEP_S, SHARE = 0.2, 0.1

@@ -48,7 +48,7 @@ import json, logging, os, sys, warnings
 import lightning.pytorch as pl
 import torch
 from lightning_lowbw import DGCStrategy
-from lightning_lowbw.zoo import ByteLanguageModel, DigitsClassifier, DigitsData, StdlibText
+from lightning_lowbw.tools.zoo import ByteLanguageModel, DigitsClassifier, DigitsData, StdlibText
 
 task, num_steps, *seeds = sys.argv[1:]
 logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)

@@ -39,7 +39,7 @@ from torch.optim import SGD, Adam, AdamW
 
 from benchmarks.harness import RESULTS, describe_environment
 from lightning_lowbw import DGC
-from lightning_lowbw.zoo.digits import load_digit_tensors
+from lightning_lowbw.tools.zoo.digits import load_digit_tensors
 
 NUM_RANKS, NUM_STEPS, BATCH = 2, 5000, 32
 AT_ONCE = 2  # runs, of which each waits for messages a fifth of its time

@@ -33,7 +33,7 @@ from lightning_lowbw.compress.codec import VALUE_NAMES, SparseCodec
 from lightning_lowbw.compress.selection import num_selected
 from lightning_lowbw.kernels.reference import correct_, largest, scatter_mean_, take_
 from lightning_lowbw.schedules.every_step import EveryStep
-from lightning_lowbw.zoo import ByteLanguageModel, DigitsClassifier, DigitsData, StdlibText
+from lightning_lowbw.tools.zoo import ByteLanguageModel, DigitsClassifier, DigitsData, StdlibText
 
 MIN_NUMEL = 16384  # smaller tensors go dense
 DENSITIES = (0.25, 1 / 64, 0.004, 0.001)

@@ -28,9 +28,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.contestants import BY_NAME, Contestant
 from benchmarks.models import WORKLOADS, Timed, Workload, loader
 from lightning_lowbw.kernels import dispatch
-from lightning_lowbw.lab.network import INTERFACE, read_sent_bytes
 from lightning_lowbw.strategies.base import SETTLE_S
 from lightning_lowbw.strategies.strategy import Strategy
+from lightning_lowbw.tools.lab.network import INTERFACE, read_sent_bytes
 
 
 class Window(pl.Callback):

@@ -13,7 +13,7 @@ import torch
 from lightning.pytorch import Trainer, seed_everything
 
 import lightning_lowbw as lowbw  # 1. registers strategy="dgc"
-from lightning_lowbw.zoo import DigitsClassifier, DigitsData
+from lightning_lowbw.tools.zoo import DigitsClassifier, DigitsData
 
 
 def main() -> None:

@@ -16,7 +16,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
 
 import lightning_lowbw as lowbw  # registers the strategies
-from lightning_lowbw.zoo import DigitsClassifier, DigitsData
+from lightning_lowbw.tools.zoo import DigitsClassifier, DigitsData
 
 
 class Averages(Callback):

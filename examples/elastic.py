@@ -21,7 +21,7 @@ from lightning.pytorch import Trainer, seed_everything
 from torch.nn.utils import parameters_to_vector
 
 import lightning_lowbw as lowbw
-from lightning_lowbw.zoo import DigitsClassifier, DigitsData
+from lightning_lowbw.tools.zoo import DigitsClassifier, DigitsData
 
 
 def main() -> None:

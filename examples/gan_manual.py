@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import lightning_lowbw as lowbw
-from lightning_lowbw.zoo import DigitsData
+from lightning_lowbw.tools.zoo import DigitsData
 
 NUM_NOISE, NUM_PIXELS, HIDDEN = 32, 64, 256
 

@@ -22,7 +22,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import lightning_lowbw as lowbw
-from lightning_lowbw.zoo import StdlibText
+from lightning_lowbw.tools.zoo import StdlibText
 
 
 class Adapted(LightningModule):

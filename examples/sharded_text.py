@@ -20,7 +20,7 @@ from lightning.pytorch import Callback, Trainer, seed_everything
 from torch.distributed.fsdp import fully_shard
 
 import lightning_lowbw as lowbw
-from lightning_lowbw.zoo import ByteLanguageModel, StdlibText
+from lightning_lowbw.tools.zoo import ByteLanguageModel, StdlibText
 
 
 class ShardedModel(ByteLanguageModel):

@@ -13,7 +13,7 @@ import time
 from lightning.pytorch import Trainer, seed_everything
 
 import lightning_lowbw as lowbw
-from lightning_lowbw.zoo import ByteLanguageModel, StdlibText
+from lightning_lowbw.tools.zoo import ByteLanguageModel, StdlibText
 
 
 def main() -> None:

@@ -16,7 +16,7 @@ import torch
 from lightning.pytorch import Callback, Trainer, seed_everything
 
 import lightning_lowbw as lowbw
-from lightning_lowbw.zoo import ByteLanguageModel, StdlibText
+from lightning_lowbw.tools.zoo import ByteLanguageModel, StdlibText
 
 
 class Sent(Callback):

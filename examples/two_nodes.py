@@ -17,7 +17,7 @@ import os
 from lightning.pytorch import Trainer, seed_everything
 
 import lightning_lowbw as lowbw
-from lightning_lowbw.zoo import DigitsClassifier, DigitsData
+from lightning_lowbw.tools.zoo import DigitsClassifier, DigitsData
 
 METHODS = {"dgc": lowbw.DGCStrategy, "local_sgd": lowbw.LocalSGDStrategy, "hierarchical": lowbw.HierarchicalStrategy}
 

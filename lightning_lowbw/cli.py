@@ -1,4 +1,4 @@
-"""The entry points `lowbw-train`, `lowbw-plan` (Hydra) and `lowbw-check`: compose a configuration, build what it names.
+"""The entry point `lowbw-train`: composes a configuration with Hydra, and builds what it names.
 
 No logic lives here, only composition. What depends on the machine and on the launcher (accelerator, devices, start
 method, output folder) is given to the configuration files as resolvers, so that every choice is visible with
@@ -7,7 +7,6 @@ method, output folder) is given to the configuration files as resolvers, so that
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 import tempfile
@@ -18,8 +17,6 @@ from typing import Any
 
 import hydra
 import torch
-import torch.distributed as dist
-from hydra.core.hydra_config import HydraConfig
 from hydra.utils import instantiate
 from lightning.pytorch import seed_everything
 from lightning.pytorch.plugins.environments import (
@@ -33,12 +30,6 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from omegaconf import DictConfig, OmegaConf
 
 import lightning_lowbw  # noqa: F401  registers the strategy names, so that strategy="dgc" works in any configuration
-from lightning_lowbw import check
-from lightning_lowbw.arguments import check_one_of
-from lightning_lowbw.cost_model import Run
-from lightning_lowbw.planner import CLUSTER, Plan, make_cluster, shapes_of
-
-NUM_STEPS = 100_000  # of a run that nothing is known of, as in conf/plan.yaml
 
 
 def find_conf_dir() -> Path:
@@ -149,84 +140,17 @@ def train(config: DictConfig) -> float | None:
     return float(metrics[config.optimized_metric])
 
 
-def show_plan(config: DictConfig) -> None:
-    """Print what each method would take, and draw it.
-
-    Args:
-        config: As composed from conf/plan.yaml.
-    """
-    numbers = {name: config[name] for name in CLUSTER}
-    if config.link is not None:
-        given = {each.partition("=")[0] for each in HydraConfig.get().overrides.task}
-        measured = OmegaConf.load(config.link).cluster
-        numbers |= {name: measured[name] for name in CLUSTER if name not in given}
-    shapes = shapes_of(int(config.parameters))
-    if config.model._target_ is not None:
-        shapes = [tuple(each.shape) for each in instantiate(config.model).parameters() if each.requires_grad]
-    check_one_of("optimizer", config.optimizer, ("sgd", "adam", "adamw"))
-    run = Run(0, config.steps, config.pretrained, is_adam=config.optimizer != "sgd")
-    planned = Plan(shapes, make_cluster(numbers, begins_early=config.begins_early), config.step_s, run)
-    sys.stdout.write(planned.text())
-    if config.curves is not None:
-        planned.draw(Path(config.curves))
-
-
 def main() -> None:
     """Run `lowbw-train`."""
-    _run(train, "train")
+    run(train, "train")
 
 
-def plan_main() -> None:
-    """Run `lowbw-plan`; its help is its configuration file, with the comments."""
-    if {"-h", "--help"} & {*sys.argv[1:]}:
-        sys.stdout.write((find_conf_dir() / "plan.yaml").read_text().partition("\ndefaults:")[0] + "\n")
-    else:
-        _run(show_plan, "plan")
-
-
-def _run(task: Callable[[DictConfig], Any], name: str) -> None:
+def run(task: Callable[[DictConfig], Any], name: str) -> None:
+    """Run a task with the configuration that Hydra composes from the command line and this file of the folder."""
     # As `python -m` does, so that model._target_=my_module.MyModule finds my_module.py in the folder one works in.
     sys.path.insert(0, os.getcwd())
     register_resolvers()
     hydra.main(version_base="1.3", config_path=str(find_conf_dir()), config_name=name)(task)()
-
-
-def check_main(arguments: list[str] | None = None) -> None:
-    """Run `lowbw-check`."""
-    parser = argparse.ArgumentParser(
-        "lowbw-check", description=check.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--out", metavar="FILE", help="write what was found, for lowbw-plan link=FILE")
-    parser.add_argument("--parameters", type=float, metavar="N", help="of a model: say which strategy suits it")
-    parser.add_argument("--step-s", type=float, default=0.2, metavar="S", help="seconds of a step alone (default 0.2)")
-    options = parser.parse_args(arguments)
-    found = check.check_ranks(join_ranks())
-    if dist.get_rank() == 0:
-        sys.stdout.write(check.text(found))
-        if options.parameters is not None:
-            shapes, cluster = shapes_of(int(options.parameters)), make_cluster(found["cluster"])
-            sys.stdout.write("\n" + Plan(shapes, cluster, options.step_s, Run(0, NUM_STEPS)).text())
-        if options.out is not None:
-            OmegaConf.save(OmegaConf.create(found), options.out)
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-def join_ranks() -> torch.device:
-    """Connect the processes that a launcher has started, or this one alone; return this rank's device."""
-    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-    values: tuple[Any, ...] = (0, 1, 0, "127.0.0.1", 0)
-    if "RANK" not in os.environ and SLURMEnvironment.detect():
-        slurm = SLURMEnvironment()
-        values = slurm.global_rank(), slurm.world_size(), slurm.local_rank(), slurm.main_address, slurm.main_port
-    for name, value in zip(names, values, strict=True):
-        os.environ.setdefault(name, str(value))
-    device = torch.device("cpu")
-    if torch.cuda.is_available():
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
-        torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
-    return device
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ LIGHTNING, PYTORCH_LIGHTNING = "lightning", "pytorch_lightning"
 MODULES = {"lightning.pytorch": "pytorch_lightning", "lightning.fabric": "lightning_fabric"}
 PACKAGES = {"lightning": LIGHTNING, "pytorch_lightning": PYTORCH_LIGHTNING, "lightning_fabric": PYTORCH_LIGHTNING}
 # What imports Lightning, and is built on pytorch_lightning where that is all there is.
-ADAPTERS = tuple(f"lightning_lowbw.{name}" for name in ("strategies", "callbacks", "zoo", "demo", "cli"))
+ADAPTERS = tuple(f"lightning_lowbw.{name}" for name in ("strategies", "callbacks", "tools", "cli"))
 
 T = TypeVar("T")
 

@@ -8,7 +8,7 @@ import lightning.pytorch as pl
 import pytest
 
 from lightning_lowbw import SparsityWarmup
-from lightning_lowbw.zoo.digits import DigitsClassifier, DigitsData
+from lightning_lowbw.tools.zoo.digits import DigitsClassifier, DigitsData
 from tests.ranks import run_ranks
 from tests.tiny import make_trainer
 

@@ -14,8 +14,8 @@ import torch
 
 import lightning_lowbw as lowbw
 from lightning_lowbw.compress.top_k import as_compression
-from lightning_lowbw.planner import CLUSTER, make_cluster
 from lightning_lowbw.presets import preset
+from lightning_lowbw.tools.plan import CLUSTER, make_cluster
 from tests.ranks import on_ranks
 from tests.strategies.fits import At, adamw, make, refusal, same, train
 from tests.strategies.test_kept_optimizer import Keeps

@@ -20,7 +20,7 @@ from benchmarks.harness import describe_environment
 from benchmarks.models import GPT2, WORKLOADS, Scored, Timed, loader, small_resnet
 from lightning_lowbw.comm.link import Link
 from lightning_lowbw.strategies.auto_choice import NUM_STEPS
-from lightning_lowbw.zoo import ByteLanguageModel, DigitsClassifier, DigitsData, StdlibText
+from lightning_lowbw.tools.zoo import ByteLanguageModel, DigitsClassifier, DigitsData, StdlibText
 
 NUM_RANKS = 2
 CHOSEN_AFTER = NUM_STEPS

@@ -40,14 +40,10 @@ BELOW: dict[str, set[str]] = {
     "method": METHOD_PARTS,
     "presets": {"method", *METHOD_PARTS},
     "cost_model": {"method", "presets", *METHOD_PARTS},
-    "planner": {"method", "presets", "cost_model", *METHOD_PARTS},
-    "check": {"kernels", "comm"},
     "elastic": {"kernels", "method", *METHOD_PARTS},
     "strategies": {"kernels", "method", "presets", "cost_model", "elastic", *METHOD_PARTS},
     "callbacks": {"method", "presets", "strategies", *METHOD_PARTS},
-    "zoo": set(),
-    "lab": {"errors", "comm"},
-    "demo": {"lab", "strategies", "zoo"},
+    "tools": {"cli", "kernels", "method", "presets", "cost_model", "strategies", *METHOD_PARTS},
 }
 # What each folder may not import, of others' packages.
 FOREIGN: dict[str, set[str]] = {
@@ -62,8 +58,6 @@ FOREIGN: dict[str, set[str]] = {
     "sync": {"lightning"},
     "method": {"lightning"},
     "cost_model": {"lightning"},
-    "planner": {"lightning"},
-    "check": {"lightning"},
     "elastic": {"lightning"},
 }
 
@@ -119,6 +113,12 @@ def test_a_layer_imports_only_what_lies_below() -> None:
             assert not forbidden, f"{module} uses {name}"
 
 
+def test_the_core_imports_no_tool() -> None:
+    for module in MODULES:
+        tools = [name for name in imports_of(module) if is_under(name, f"{PACKAGE}.tools")]
+        assert layer_of(module) == "tools" or not tools, f"{module} imports {tools}"
+
+
 def test_no_imports_form_a_cycle() -> None:
     """Nor those behind TYPE_CHECKING and inside functions: what is in a cycle can only be read together."""
     dotted = {".".join((PACKAGE, *path.with_suffix("").parts)).removesuffix(".__init__"): path for path in MODULES}
@@ -132,7 +132,8 @@ def test_no_imports_form_a_cycle() -> None:
 def test_only_the_command_line_imports_hydra() -> None:
     for module in MODULES:
         uses = [name for name in imports_of(module) if name.split(".")[0] in ("hydra", "omegaconf")]
-        assert bool(uses) == (module == Path("cli.py")), f"{module}: {uses}"
+        is_command = module.as_posix() in ("cli.py", "tools/plan.py", "tools/check.py")
+        assert bool(uses) == is_command, f"{module}: {uses}"
 
 
 def test_lightning_is_imported_by_names_that_the_mirror_replaces() -> None:

@@ -9,11 +9,11 @@ import tempfile
 import torch.distributed as dist
 
 from lightning_lowbw.comm.link import Link, measure_link
-from lightning_lowbw.lab import Network, launch
-from tests.lab.namespaces import needs_lab
+from lightning_lowbw.tools.lab import Network, launch
 from tests.programs import WITHOUT_LIGHTNING
 from tests.ranks import on_ranks
 from tests.sync.problem import everywhere, same_on_all
+from tests.tools.lab.namespaces import needs_lab
 
 RATE = 5e7  # on a faster link the cores decide as well
 # Until a try is as it should be: other work on the machine, as that of other tests, only adds time.

@@ -24,8 +24,8 @@ from lightning_lowbw.elastic import torchft_membership, transfer
 from lightning_lowbw.elastic.membership import Row, digest_of
 from lightning_lowbw.elastic.torchft_membership import TorchftMembership, _import_torchft, _Member, _unreached
 from lightning_lowbw.elastic.transfer import StateClient
-from lightning_lowbw.lab.network import INTERFACE, Network
 from lightning_lowbw.namespaces import LOGGER
+from lightning_lowbw.tools.lab.network import INTERFACE, Network
 
 SIZE = 300_000  # more than the buffers of a socket hold: who waits for a member does not get ahead of it
 PATIENCE_S = 120.0

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.elastic import LONG, run, summarise
-from tests.lab.namespaces import needs_lab
+from tests.tools.lab.namespaces import needs_lab
 
 pytestmark = [
     pytest.mark.slow,  # waits in real time for minutes

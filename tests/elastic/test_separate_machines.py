@@ -14,11 +14,11 @@ from pathlib import Path
 import pytest
 
 from lightning_lowbw.elastic import torchft_membership, transfer
-from lightning_lowbw.lab import Network
-from lightning_lowbw.lab.network import INTERFACE
+from lightning_lowbw.tools.lab import Network
+from lightning_lowbw.tools.lab.network import INTERFACE
 from tests.elastic import members
-from tests.lab.namespaces import needs_lab
 from tests.programs import ROOT
+from tests.tools.lab.namespaces import needs_lab
 
 pytestmark = [
     pytest.mark.slow,  # waits in real time: heartbeats, leases, transfers

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import gpu_lab
-from tests.lab.namespaces import needs_lab
+from tests.tools.lab.namespaces import needs_lab
 
 RATE = 2e6  # bytes per second
 SENDS = """

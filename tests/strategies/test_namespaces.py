@@ -242,7 +242,7 @@ from tests.programs import forget_packages
 forget_packages("lightning_lowbw", "lightning", "pytorch_lightning")
 sys.modules["lightning"] = None  # as if it were not installed
 import lightning_lowbw as lowbw
-import lightning_lowbw.cli, lightning_lowbw.demo.__main__, lightning_lowbw.zoo
+import lightning_lowbw.cli, lightning_lowbw.tools.demo.__main__, lightning_lowbw.tools.zoo
 import pytorch_lightning as pl
 from lightning_lowbw import namespaces
 from tests.strategies.test_namespaces import make_data, make_model, make_trainer

@@ -14,9 +14,9 @@ import signal
 import sys
 from pathlib import Path
 
-from lightning_lowbw.lab.launcher import MAX_S, Report, check_run, launch
-from lightning_lowbw.lab.namespaces import LabError
-from lightning_lowbw.lab.network import ENDING, MAX_NODES, Network, parse_rate
+from lightning_lowbw.tools.lab.launcher import MAX_S, Report, check_run, launch
+from lightning_lowbw.tools.lab.namespaces import LabError
+from lightning_lowbw.tools.lab.network import ENDING, MAX_NODES, Network, parse_rate
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -7,34 +7,41 @@ lowbw-lab --nodes 2 --inter 1gbit -- lowbw-check --parameters 25e6 --step-s 0.2
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import os
 import platform
 import shutil
 import socket
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from lightning.pytorch.plugins.environments import SLURMEnvironment
+from omegaconf import OmegaConf
 
 from lightning_lowbw.comm.agreement import gather
 from lightning_lowbw.comm.collectives import group_of
 from lightning_lowbw.comm.link import Link, measure_link
 from lightning_lowbw.comm.topology import Topology, discover
+from lightning_lowbw.cost_model import Run
 from lightning_lowbw.kernels.dispatch import prepare
+from lightning_lowbw.tools.plan import Plan, make_cluster, shapes_of
 
 PACKAGES = ("lightning-lowbw", "torch", "lightning", "pytorch-lightning", "triton", "numba")
 SAME = ("device", "python", *PACKAGES, "nccl")  # on all ranks, or the slowest or oldest decides
 # Backward is two thirds of a step, and the first bucket is full after some of it; a CPU that sends does not compute.
 OF_GPU = {"memory_gbyte_per_s": 1000.0, "overlap": 0.5}
 OF_CPU = {"memory_gbyte_per_s": 8.0, "overlap": 0.0}
+NUM_STEPS = 100_000  # the length of a run that is not given, as in conf/plan.yaml
 SLOW_PAIR, LONG_LATENCY_S = 0.5, 0.005  # of the fastest pair; one way
 
 
 def check_ranks(device: torch.device) -> dict[str, Any]:
-    """Return what was found, in plain values: the cluster as `planner.make_cluster` takes it, pairs, ranks, warnings.
+    """Return what was found, in plain values: the cluster as `plan.make_cluster` takes it, pairs, ranks, warnings.
 
     Takes about half a second for each node.
 
@@ -182,3 +189,41 @@ def _as_numbers(link: Link) -> dict[str, float]:
 
 def _shown(numbers: Mapping[str, float]) -> str:
     return f"{numbers['gbit_per_s']:g} Gb/s, latency {numbers['latency_ms']:g} ms"
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run `lowbw-check`."""
+    parser = argparse.ArgumentParser(
+        "lowbw-check", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--out", metavar="FILE", help="write what was found, for lowbw-plan link=FILE")
+    parser.add_argument("--parameters", type=float, metavar="N", help="of a model: say which strategy suits it")
+    parser.add_argument("--step-s", type=float, default=0.2, metavar="S", help="seconds of a step alone (default 0.2)")
+    options = parser.parse_args(arguments)
+    found = check_ranks(join_ranks())
+    if dist.get_rank() == 0:
+        sys.stdout.write(text(found))
+        if options.parameters is not None:
+            shapes, cluster = shapes_of(int(options.parameters)), make_cluster(found["cluster"])
+            sys.stdout.write("\n" + Plan(shapes, cluster, options.step_s, Run(0, NUM_STEPS)).text())
+        if options.out is not None:
+            OmegaConf.save(OmegaConf.create(found), options.out)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def join_ranks() -> torch.device:
+    """Connect the processes that a launcher has started, or this one alone; return this rank's device."""
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+    values: tuple[Any, ...] = (0, 1, 0, "127.0.0.1", 0)
+    if "RANK" not in os.environ and SLURMEnvironment.detect():
+        slurm = SLURMEnvironment()
+        values = slurm.global_rank(), slurm.world_size(), slurm.local_rank(), slurm.main_address, slurm.main_port
+    for name, value in zip(names, values, strict=True):
+        os.environ.setdefault(name, str(value))
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    return device

@@ -1,6 +1,6 @@
 """`lowbw-demo`: train on two nodes with a slow link between them, with ddp and with dgc; print a table, draw a plot.
 
-    python -m lightning_lowbw.demo
+    python -m lightning_lowbw.tools.demo
 
 The nodes are those of the lab, at 200 Mb/s. Where the lab cannot be made, two processes train over the loopback
 interface, which shows accuracy and bytes, but not the time on a slow link. Takes less than three minutes on two cores.
@@ -31,9 +31,9 @@ import torch.distributed as dist
 from lightning.pytorch import Callback, Trainer, seed_everything
 from lightning.pytorch import __version__ as lightning_version
 
-from lightning_lowbw.lab import LabError, Network, launch, parse_rate, read_sent_bytes
 from lightning_lowbw.strategies.traffic_monitor import TrafficMonitor
-from lightning_lowbw.zoo import DigitsClassifier, DigitsData
+from lightning_lowbw.tools.lab import LabError, Network, launch, parse_rate, read_sent_bytes
+from lightning_lowbw.tools.zoo import DigitsClassifier, DigitsData
 
 # One rank ------------------------------------------------------------------------------------------------------------
 
@@ -296,7 +296,7 @@ def train(link: str, seeds: Sequence[int], max_steps: int) -> list[Run]:
     with tempfile.TemporaryDirectory() as folder:
         written = Path(folder) / "records.json"
         options = ["--output", str(written), "--max-steps", str(max_steps), "--seeds", *map(str, seeds)]
-        command = ["-m", "lightning_lowbw.demo", "--rank", *options]
+        command = ["-m", "lightning_lowbw.tools.demo", "--rank", *options]
         status = _run_on_loopback(command) if link == LOOPBACK else _run_in_the_lab(command)
         if status != 0:
             raise SystemExit(f"lowbw-demo: the training ({link}) ended with status {status}.")

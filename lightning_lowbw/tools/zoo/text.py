@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, Dataset
 from torchmetrics import MeanMetric
 from torchmetrics.classification import MulticlassAccuracy
 
-from lightning_lowbw.zoo.optimizers import OptimizerName, ScheduleName, check_choice, configure_optimizer
+from lightning_lowbw.tools.zoo.optimizers import OptimizerName, ScheduleName, check_choice, configure_optimizer
 
 DEFAULT_LR = {"sgd": 0.3, "adamw": 2e-3}
 NUM_BYTES = 256  # the vocabulary

@@ -21,8 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
-from lightning_lowbw.lab import namespaces, relay
-from lightning_lowbw.lab.namespaces import LabError
+from lightning_lowbw.tools.lab import namespaces, relay
+from lightning_lowbw.tools.lab.namespaces import LabError
 
 INTERFACE = "eth0"  # of each node, inside its namespace
 SUBNET = "10.213.0"

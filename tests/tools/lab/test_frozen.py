@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from torch.optim import AdamW
 
 from lightning_lowbw import DGC, LocalSGD, Method, Strategy
-from lightning_lowbw.lab import Network, launch, read_sent_bytes
-from lightning_lowbw.lab.network import INTERFACE
 from lightning_lowbw.presets import preset
-from tests.lab.namespaces import needs_lab
+from lightning_lowbw.tools.lab import Network, launch, read_sent_bytes
+from lightning_lowbw.tools.lab.network import INTERFACE
 from tests.tiny import make_data, make_trainer
+from tests.tools.lab.namespaces import needs_lab
 
 pytestmark = [*needs_lab, pytest.mark.slow]
 

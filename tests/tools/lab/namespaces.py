@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lightning_lowbw.lab import LabError, Network
+from lightning_lowbw.tools.lab import LabError, Network
 
 
 def what_forbids_the_lab() -> str:

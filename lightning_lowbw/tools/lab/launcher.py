@@ -14,8 +14,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import IO, Any
 
-from lightning_lowbw.lab.namespaces import LabError
-from lightning_lowbw.lab.network import INTERFACE, Network, Traffic, uninterrupted
+from lightning_lowbw.tools.lab.namespaces import LabError
+from lightning_lowbw.tools.lab.network import INTERFACE, Network, Traffic, uninterrupted
 
 MASTER_PORT = 29500  # free in a namespace of our own
 POLL_S = 0.02

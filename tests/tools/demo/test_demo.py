@@ -8,10 +8,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from lightning_lowbw.demo import __main__ as demo
-from lightning_lowbw.demo.__main__ import LOOPBACK, STRATEGIES, Run, replace_block, summarize
-from tests.lab.namespaces import needs_lab
+from lightning_lowbw.tools.demo import __main__ as demo
+from lightning_lowbw.tools.demo.__main__ import LOOPBACK, STRATEGIES, Run, replace_block, summarize
 from tests.ranks import run_ranks
+from tests.tools.lab.namespaces import needs_lab
 
 STEPS = 5
 DOCUMENT = "Before.\n<!-- demo:begin -->\nold\n<!-- demo:end -->\nAfter.\n"

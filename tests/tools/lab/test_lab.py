@@ -15,12 +15,12 @@ from pathlib import Path
 
 import pytest
 
-from lightning_lowbw.lab import LabError, Network, launch, parse_rate, relay
-from lightning_lowbw.lab.cli import main
-from tests.lab.namespaces import needs_lab
+from lightning_lowbw.tools.lab import LabError, Network, launch, parse_rate, relay
+from lightning_lowbw.tools.lab.cli import main
 from tests.programs import WITHOUT_LIGHTNING
+from tests.tools.lab.namespaces import needs_lab
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 HAS_TUN = os.access("/dev/net/tun", os.R_OK | os.W_OK)
 needs_tun = pytest.mark.skipif(not HAS_TUN, reason="/dev/net/tun is not there, or closed to this user")
 
@@ -169,7 +169,7 @@ class TestTheLab:
     def test_the_rank_that_failed_is_blamed(
         self, failing: int, handler: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr("lightning_lowbw.lab.launcher.GRACE_S", 0.5)
+        monkeypatch.setattr("lightning_lowbw.tools.lab.launcher.GRACE_S", 0.5)
         script = (
             "import os, signal, sys, time\n"
             f"if os.environ['RANK'] == '{failing}': time.sleep(1.0); sys.exit(3)\n"
@@ -223,7 +223,7 @@ class TestTheLab:
             "child = subprocess.Popen(['sleep', '60'], start_new_session=True, stderr=subprocess.DEVNULL)\n"
             "open(sys.argv[1] + os.environ['RANK'], 'w').write(f'{os.getpid()} {child.pid}'); time.sleep(60)"
         )
-        program = WITHOUT_LIGHTNING + "from lightning_lowbw.lab.cli import main; sys.exit(main(sys.argv[1:]))"
+        program = WITHOUT_LIGHTNING + "from lightning_lowbw.tools.lab.cli import main; sys.exit(main(sys.argv[1:]))"
         flags = ["--rtt", "5"] if HAS_TUN else []
         lab = subprocess.Popen(
             [sys.executable, "-c", program, *flags, "--", sys.executable, "-c", script, str(marker)],

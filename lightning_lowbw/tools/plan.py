@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import math
+import sys
 import textwrap
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from lightning_lowbw.arguments import is_count, is_number
+from hydra.core.hydra_config import HydraConfig
+from hydra.utils import instantiate
+from omegaconf import DictConfig, OmegaConf
+
+from lightning_lowbw import cli
+from lightning_lowbw.arguments import check_one_of, is_count, is_number
 from lightning_lowbw.comm.link import Link
 from lightning_lowbw.comm.topology import Where
 from lightning_lowbw.compress.top_k import TopK, small_numel
@@ -266,3 +272,33 @@ def shapes_of(num_parameters: int) -> list[tuple[int, ...]]:
     # Matrices of a usual size: PowerSGD sends vectors whole.
     whole, rest = divmod(num_parameters, SIDE * SIDE)
     return [(SIDE, SIDE)] * whole + [(rest,)] * (rest > 0)
+
+
+def show(config: DictConfig) -> None:
+    """Print what each method would take, and draw it.
+
+    Args:
+        config: As composed from conf/plan.yaml.
+    """
+    numbers = {name: config[name] for name in CLUSTER}
+    if config.link is not None:
+        given = {each.partition("=")[0] for each in HydraConfig.get().overrides.task}
+        measured = OmegaConf.load(config.link).cluster
+        numbers |= {name: measured[name] for name in CLUSTER if name not in given}
+    shapes = shapes_of(int(config.parameters))
+    if config.model._target_ is not None:
+        shapes = [tuple(each.shape) for each in instantiate(config.model).parameters() if each.requires_grad]
+    check_one_of("optimizer", config.optimizer, ("sgd", "adam", "adamw"))
+    run = Run(0, config.steps, config.pretrained, is_adam=config.optimizer != "sgd")
+    planned = Plan(shapes, make_cluster(numbers, begins_early=config.begins_early), config.step_s, run)
+    sys.stdout.write(planned.text())
+    if config.curves is not None:
+        planned.draw(Path(config.curves))
+
+
+def main() -> None:
+    """Run `lowbw-plan`; its help is its configuration file, with the comments."""
+    if {"-h", "--help"} & {*sys.argv[1:]}:
+        sys.stdout.write((cli.find_conf_dir() / "plan.yaml").read_text().partition("\ndefaults:")[0] + "\n")
+    else:
+        cli.run(show, "plan")

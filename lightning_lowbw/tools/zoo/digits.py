@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanMetric
 from torchmetrics.classification import MulticlassAccuracy
 
-from lightning_lowbw.zoo.optimizers import OptimizerName, ScheduleName, check_choice, configure_optimizer
+from lightning_lowbw.tools.zoo.optimizers import OptimizerName, ScheduleName, check_choice, configure_optimizer
 
 DEFAULT_LR = {"sgd": 0.05, "adamw": 1e-3}
 NUM_CLASSES = 10

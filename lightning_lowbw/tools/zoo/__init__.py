@@ -4,7 +4,7 @@ They serve the demo, the examples, the benchmarks and the default of `lowbw-trai
 strategies of this package: the modules are ordinary Lightning code, which is the point.
 """
 
-from lightning_lowbw.zoo.digits import DigitsClassifier, DigitsData
-from lightning_lowbw.zoo.text import ByteLanguageModel, StdlibText
+from lightning_lowbw.tools.zoo.digits import DigitsClassifier, DigitsData
+from lightning_lowbw.tools.zoo.text import ByteLanguageModel, StdlibText
 
 __all__ = ["ByteLanguageModel", "DigitsClassifier", "DigitsData", "StdlibText"]

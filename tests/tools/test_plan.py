@@ -14,12 +14,12 @@ import torch
 import torch.distributed as dist
 from omegaconf import OmegaConf
 
-from lightning_lowbw import DGC, LocalSGD, Method, PowerSGD, QuantizedGradients, Topology, Where, cli
-from lightning_lowbw.check import check_ranks, slow
+from lightning_lowbw import DGC, LocalSGD, Method, PowerSGD, QuantizedGradients, Topology, Where
 from lightning_lowbw.comm.link import Link
 from lightning_lowbw.cost_model import Cluster, Run, cost_of
 from lightning_lowbw.errors import ConfigurationError
-from lightning_lowbw.planner import CLUSTER, Plan, make_cluster, shapes_of
+from lightning_lowbw.tools.check import check_ranks, join_ranks, slow
+from lightning_lowbw.tools.plan import CLUSTER, Plan, make_cluster, shapes_of, show
 from tests.programs import ROOT, forget_launcher, free_port, run_script
 from tests.ranks import on_ranks, run_ranks
 from tests.sync.problem import same_on_all
@@ -132,7 +132,7 @@ def test_a_plain_loop_is_planned_as_one(capsys: pytest.CaptureFixture[str]) -> N
     rows = []
     for begins_early in (True, False):
         given = {"nodes": 4, "ranks_per_node": 2, "begins_early": begins_early}
-        cli.show_plan(OmegaConf.merge(OmegaConf.load(ROOT / "conf/plan.yaml"), given))
+        show(OmegaConf.merge(OmegaConf.load(ROOT / "conf/plan.yaml"), given))
         table = capsys.readouterr().out.partition("Steps:")[0].splitlines()
         rows.append({line.split()[0]: float(line.split()[1]) for line in table if re.match(r"\w+  +[\d.]+ ", line)})
     early, late = rows
@@ -163,7 +163,7 @@ def test_of_two_that_are_as_fast_the_one_on_two_levels() -> None:
 
 def test_an_optimizer_that_is_not_known_is_no_sgd() -> None:
     with pytest.raises(ConfigurationError, match="optimizer='admw': choose one of sgd, adam, adamw"):
-        cli.show_plan(OmegaConf.merge(OmegaConf.load(ROOT / "conf/plan.yaml"), {"optimizer": "admw"}))
+        show(OmegaConf.merge(OmegaConf.load(ROOT / "conf/plan.yaml"), {"optimizer": "admw"}))
 
 
 def test_what_would_be_slow_is_named() -> None:
@@ -199,14 +199,14 @@ def test_srun_starts_ranks() -> None:
     job = {"SLURM_NTASKS": "2", "SLURM_NTASKS_PER_NODE": "2", "SLURM_JOB_NAME": "job", "SLURM_JOB_ID": "1"}
     of_rank = {"SLURM_PROCID": rank, "SLURM_LOCALID": rank, "SLURM_NODELIST": "127.0.0.1", "MASTER_PORT": ports[0]}
     os.environ.update({**job, **of_rank})
-    assert cli.join_ranks().type == ("cuda" if torch.cuda.is_available() else "cpu")
+    assert join_ranks().type == ("cuda" if torch.cuda.is_available() else "cpu")
     assert (dist.get_rank(), dist.get_world_size()) == (int(rank), 2)
 
 
 PROGRAM = """
-from lightning_lowbw import cli
+from lightning_lowbw.tools.{} import main
 
-cli.{}_main()
+main()
 """
 
 

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-import lightning_lowbw.lab
-from lightning_lowbw.lab.namespaces import explain_refusal
+import lightning_lowbw.tools.lab
+from lightning_lowbw.tools.lab.namespaces import explain_refusal
 from tests.programs import WITHOUT_LIGHTNING
 
 NOBODY = 65534
@@ -47,7 +47,7 @@ def folder() -> Iterator[Path]:
     """A folder that belongs to the ordinary user, with a copy of the lab that this user can read."""
     with tempfile.TemporaryDirectory() as name:
         package = Path(name) / "lightning_lowbw"
-        shutil.copytree(Path(lightning_lowbw.lab.__file__).parent, package / "lab")
+        shutil.copytree(Path(lightning_lowbw.tools.lab.__file__).parent, package / "tools/lab")
         for path in (Path(name), *Path(name).rglob("*")):
             path.chmod(0o755)
         if os.geteuid() == 0:
@@ -64,7 +64,7 @@ def lab_command(folder: Path, program: str, *options: str) -> list[str]:
     if not pythons:
         pytest.skip(f"an ordinary user can run neither {sys.executable} nor {SYSTEM_PYTHON} here")
     here, copied = str(Path(lightning_lowbw.__file__).parent), str(folder / "lightning_lowbw")
-    main = "from lightning_lowbw.lab.cli import main; sys.exit(main(sys.argv[1:]))"
+    main = "from lightning_lowbw.tools.lab.cli import main; sys.exit(main(sys.argv[1:]))"
     (folder / "lab.py").write_text(WITHOUT_LIGHTNING.replace(here, copied) + main)
     (folder / "program.py").write_text(program)
     return [*user, pythons[0], "lab.py", *options, "--", pythons[0], "program.py"]

@@ -9,8 +9,8 @@ import lightning.pytorch as pl
 import pytest
 import torch
 
-from lightning_lowbw.zoo import ByteLanguageModel, DigitsClassifier, DigitsData, StdlibText
-from lightning_lowbw.zoo.text import read_splits
+from lightning_lowbw.tools.zoo import ByteLanguageModel, DigitsClassifier, DigitsData, StdlibText
+from lightning_lowbw.tools.zoo.text import read_splits
 from tests.tiny import QUIET
 
 TINY_MODEL = {"d_model": 32, "num_layers": 1, "num_heads": 2}

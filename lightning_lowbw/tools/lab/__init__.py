@@ -4,8 +4,8 @@
 a script on them as torchrun would; `cli` is `lowbw-lab`.
 """
 
-from lightning_lowbw.lab.launcher import Report, launch
-from lightning_lowbw.lab.namespaces import LabError
-from lightning_lowbw.lab.network import Network, Traffic, parse_rate, read_sent_bytes
+from lightning_lowbw.tools.lab.launcher import Report, launch
+from lightning_lowbw.tools.lab.namespaces import LabError
+from lightning_lowbw.tools.lab.network import Network, Traffic, parse_rate, read_sent_bytes
 
 __all__ = ["LabError", "Network", "Report", "Traffic", "launch", "parse_rate", "read_sent_bytes"]

@@ -1,1 +1,0 @@
-"""The demo, with a table and a plot: `python -m lightning_lowbw.demo`, or `lowbw-demo`."""
