@@ -16,7 +16,7 @@ from lightning_lowbw import AveragingSchedule, LocalSGDStrategy, TrafficMonitor
 from lightning_lowbw.comm.agreement import digest
 from lightning_lowbw.comm.collectives import all_reduce_bytes
 from tests.ranks import on_ranks
-from tests.strategies.fits import SPARSE, At, Noted, Silence, gathered, refusal, same, traffic, train, warned
+from tests.strategies.fits import SPARSE, At, Noted, Silence, gathered, refusal, same, saving, traffic, train, warned
 from tests.tiny import Gan, Tiny, WithRate, make_data, make_trainer, trained
 
 
@@ -64,6 +64,30 @@ def test_what_is_logged() -> None:
     assert rows[1]["traffic/exposed_s"] == 0.0
     assert rows[4]["traffic/exposed_s"] > 0.0
     assert rows[4]["traffic/consensus_distance"] == pytest.approx(distances[0], rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("name", "num_ranks"),
+    [
+        *[(name, 2) for name in ("local_sgd", "diloco", "sparse_loco", "delayed", "streaming")],
+        *[(name, 4) for name in ("local_sgd on two levels", "diloco, sharded")],
+    ],
+)
+@on_ranks()
+def test_a_fit_ends_with_the_mean_of_the_replicas(name: str, num_ranks: int, tmp_path: Path) -> None:
+    """Without a step of the outer optimizer, if the last step is inside a period; a save after a round has its mean."""
+
+    def own(module: Any) -> torch.Tensor:
+        return torch.cat([getattr(p, "to_local", p.detach)().detach().reshape(-1) for p in trained(module)])
+
+    model, last, path, of_node = Tiny(), Noted(own), f"{tmp_path}/{name}.ckpt", 2 if "sharded" in name else 1
+    train(name, model, 7, callbacks=[last, saving(path, (6,))])
+    replicas = gathered(last.values[-1])[dist.get_rank() % of_node :: of_node]
+    assert not torch.equal(replicas[0], replicas[-1])
+    torch.testing.assert_close(own(model), torch.stack(replicas).mean(0), rtol=1e-5, atol=1e-6)
+    if name in ("local_sgd", "diloco", "sparse_loco"):
+        model.load_state_dict(torch.load(path, weights_only=True)["state_dict"])
+        assert torch.equal(own(model), last.values[5])
 
 
 @on_ranks(2)
