@@ -36,7 +36,6 @@ from lightning_lowbw.strategies.equality import (
     agree_on_states,
 )
 from lightning_lowbw.strategies.hooks import GradientHooks, Hooks, ReplicaHooks
-from lightning_lowbw.strategies.lost_peers import LostPeers
 from lightning_lowbw.strategies.shared_buffers import SharedBuffers, buffers_by_optimizer
 from lightning_lowbw.strategies.signals import Signals
 from lightning_lowbw.strategies.step_hooks import Reduction, StepHooks, parameters_of, scaler_of
@@ -63,7 +62,6 @@ class BaseStrategy(ParallelStrategy):
         method: the configuration; see `reconfigure`.
         ledger: the traffic of this rank since the start of the fit.
         signals: SIGTERM and SLURM's, deferred from before the sanity check on.
-        lost_peers: explains an exception that the loss of a rank has caused.
     """
 
     method: Method
@@ -82,7 +80,6 @@ class BaseStrategy(ParallelStrategy):
         self.signals = Signals(self._workers)
         self.auto = AutoChoice(self._candidates)
         self._choose_hooks()
-        self.lost_peers = LostPeers()
         self._step_hooks = StepHooks(self._reduction)
         self._first_callback = FirstCallback()
 
@@ -189,7 +186,6 @@ class BaseStrategy(ParallelStrategy):
         """
         trainer, name = self.trainer, type(self).__name__
         self.method = self._given
-        self.lost_peers.begin_fit(lambda: trainer.global_step)
         agree("strategy", {"class": name})  # others do other things from here on
         settings = checks.settings_of(trainer)
         agree(f"configuration of {name}", {**self.method.settings(), **self._options, **others, **settings})
@@ -454,7 +450,6 @@ class BaseStrategy(ParallelStrategy):
             checks.callbacks_in(trainer).remove(self._first_callback)
         self.signals.restore()
         self._step_hooks.release()
-        self.lost_peers.close()
         for worker in self.workers:
             worker.to(torch.device("cpu"))
         meets = trainer is not None and (self.signals.is_ending_all or not self.is_interrupted)
@@ -479,12 +474,6 @@ class BaseStrategy(ParallelStrategy):
     def connect(self, model: pl.LightningModule) -> None:
         super().connect(model)
         self._is_torn_down = False
-
-    @override
-    def on_exception(self, exception: BaseException) -> None:
-        if not self.signals.is_ending_all:  # which no rank needs to hear of
-            self.lost_peers.explain_(exception)
-        super().on_exception(exception)
 
     @override
     def barrier(self, name: str | None = None, *args: Any, **kwargs: Any) -> None:
