@@ -151,7 +151,7 @@ class Contest:
         parameters = self.parameters()
         gradients_of = [self.draw(*shape) for shape in self.shapes]
         optimizer = make_optimizer(kind, parameters)
-        method = DGC(exchange="all_gather")
+        method = DGC()
         worker = GradientSync(method, optimizer, [(str(i), each) for i, each in enumerate(parameters)], echo(num_ranks))
 
         def refresh() -> None:

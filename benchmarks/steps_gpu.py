@@ -7,7 +7,6 @@
 
 The results are written anew after each row. A CPU (`--device cpu`) takes the steps of a tiny model: it has no waits,
 its allocator does not count, and layers are compiled without code. `make gpu` runs all four.
-`exchange="reduce_scatter"`, whose messages differ by the rank they are for, has no echo.
 """
 
 from __future__ import annotations
@@ -102,12 +101,11 @@ class Case:
     dtype: torch.dtype = torch.float32
 
 
-SPARSE = partial(DGC, exchange="all_gather")
 CASES = {
-    "dgc": Case(SPARSE(sparsity=[0.999]), partial(of_messages, density=0.001)),
-    "dgc at 25 %": Case(SPARSE(sparsity=[0.75]), partial(of_messages, density=0.25)),
+    "dgc": Case(DGC(sparsity=[0.999]), partial(of_messages, density=0.001)),
+    "dgc at 25 %": Case(DGC(sparsity=[0.75]), partial(of_messages, density=0.25)),
     "dgc, bf16-true": Case(
-        SPARSE(sparsity=[0.999]), partial(of_messages, density=0.001, more=4 / NUM_RANGES), dtype=torch.bfloat16
+        DGC(sparsity=[0.999]), partial(of_messages, density=0.001, more=4 / NUM_RANGES), dtype=torch.bfloat16
     ),
     "int8": Case(QuantizedGradients("int8"), partial(of_few_bits, num_bytes=1 + 2 / 128)),
     "int4": Case(QuantizedGradients("int4"), partial(of_few_bits, num_bytes=0.5 + 2 / 128)),

@@ -92,9 +92,8 @@ def measure_wire() -> list[dict[str, Any]]:
             for value_dtype in VALUE_NAMES:
                 codec = SparseCodec(value_dtype)
                 message = codec.encode(parts, numels)
-                decoded = codec.decode_values(message, counts, numels)
-                exact, error = torch.cat([values for _, values in parts]), torch.cat(decoded)
-                error -= exact
+                exact = torch.cat([values for _, values in parts])
+                error = codec.decode(message[None], counts, numels)[1][0] - exact
                 rows.append(
                     {
                         "model": model,
@@ -172,7 +171,7 @@ class VirtualRanks:
                 indices = largest(residual.view(-1), count)
                 parts.append((indices, take_(residual.view(-1), velocity.view(-1), indices, masking=True)))
             messages.append(codec.encode(parts, self.numels))
-            sent = codec.decode_values(messages[-1], counts, self.numels)
+            sent = codec.decode(messages[-1][None], counts, self.numels)[1][0].split(counts)
             for (residual, _), (indices, exact), values in zip(state, parts, sent, strict=True):
                 residual.view(-1).index_add_(0, indices, exact - values)
         received = [codec.decode(message, counts, self.numels) for message in messages]

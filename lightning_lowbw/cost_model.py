@@ -41,8 +41,8 @@ written: `WORK_BYTES` per element of a dense payload, and none for TopK, whose p
 
 A Lightning strategy (`strategies.auto_choice`) measures the link and a dense step, and adds to these seconds what the
 payloads compute, from exchanges of a sample without a network. The overlap is what the dense step has not waited of its
-exchange. Not in the model: lost packets, stragglers, other traffic, the host's time (of a sparse reduce-scatter
-`scatter_operations`; on an H100 about 43 ms of a step with powersgd, docs/quick_start.md).
+exchange. Not in the model: lost packets, stragglers, other traffic, the host's time (on an H100 about 43 ms of a
+step with powersgd, docs/quick_start.md).
 """
 
 from __future__ import annotations
@@ -402,8 +402,8 @@ def cost_of(method: Method, shapes: Shapes, cluster: Cluster, step_s: float, oth
     messages = what.messages(compressed, between.num_ranks, num_local, when=when)
     narrow = method.inter_dtype if what.sends_all else None
     whole_bytes = (FLOAT_BYTES if narrow is None else narrow.itemsize) * num_whole
-    carriers = [] if when.averages_weights and num_whole else [each for each in messages if each.carries_status]
-    beside = between.beside(carriers[0], whole_bytes) if carriers else between.all_reduce(max(1, whole_bytes))
+    is_beside = messages and not (when.averages_weights and num_whole)
+    beside = between.beside(messages[0], whole_bytes) if is_beside else between.all_reduce(max(1, whole_bytes))
     sent = sum(map(between.of, messages), beside)
     exchange_s = cluster.link.seconds(sent.node_bytes, sent.rounds) + inside.seconds(sent.inside_bytes)
     if between.num_ranks > 1 and not what.replaces_step:

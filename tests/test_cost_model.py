@@ -216,19 +216,6 @@ def test_the_numbers_of_the_documents() -> None:
         assert [phrase in text for phrase in expected] == [True] * len(expected), document
 
 
-@pytest.mark.parametrize(("exchange", "timed"), [("auto", "all_gather"), ("reduce_scatter", "reduce_scatter")])
-def test_all_densities_are_timed_by_one_collective(exchange: Any, timed: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else their difference would say nothing about elements: among 16 "auto" would take one for each stair."""
-    methods = []
-    monkeypatch.setattr(auto_choice, "time_exchange", lambda method, *_: (methods.append(method), 1.0)[1])
-    link, shapes = Link(1e-3, 1e8), ([(5000, 5000)], [(1,)])
-    monkeypatch.setattr(auto_choice, "measure_link", lambda *_: link)
-    given = replace(GIVEN, what=TopK(exchange=exchange))
-    steps = Measured(0.1, 1.0, {}, link)
-    measure(given, ["dgc"], shapes, echo(16), torch.device("cpu"), steps, begins_early=False)
-    assert [method.what.exchange for method in methods] == [timed] * 2
-
-
 @pytest.mark.parametrize("what", [TopK(), TopK(chunk=4096, value_dtype="int2")])
 @on_ranks()
 def test_every_candidate_is_measured_and_enters_no_ledger(what: TopK) -> None:

@@ -480,29 +480,16 @@ class Collectives:
         work = gather(target.view(torch.uint8), sent.view(torch.uint8), group=self.group, async_op=True)
         return TensorWork(out, work, received)
 
-    def all_to_all(self, message: Tensor) -> Tensor:
-        """Send the r-th of equal parts of a message to rank r; return the parts received, in rank order.
+    def begin_all_to_all(self, message: Tensor) -> TensorWork:
+        """Send the r-th of equal parts of a message to rank r; the work returns the parts received, in rank order.
 
-        One rank alone gets the message itself, no copy.
-
-        Collective: all ranks with messages of one size, a multiple of the number of ranks; 1-d; blocking (on CUDA, for
-        the stream).
+        Collective: all ranks with messages of one size, in the same order of calls; there are several ranks.
 
         Wire:
             (W - 1) parts.
-        """
-        if self.num_ranks == 1:
-            return message
-        with self.ledger.waiting(message.device):
-            return self.begin_all_to_all(message).wait()
-
-    def begin_all_to_all(self, message: Tensor) -> TensorWork:
-        """Begin `all_to_all`, among several ranks.
-
-        Collective: all ranks, in the same order of calls.
 
         Args:
-            message: see `all_to_all`; not to be written before it has been waited for.
+            message: 1-d, a multiple of the number of ranks long; not to be written before the work has been waited for.
         """
         self._record((self.num_ranks - 1) * message.nbytes // self.num_ranks)
         return self._begin_exchange(message)

@@ -488,20 +488,19 @@ class SparseCodec:
         messages: Tensor,
         counts: Sequence[int],
         numels: Sequence[int],
-        damaged: Tensor | None = None,
         tensors: slice = ALL,
     ) -> tuple[Tensor, Tensor]:
         """Unpack some tensors of messages: positions int32 and values float32, both of shape (messages, elements).
 
         Args:
             messages: uint8, shape (messages, nbytes), whose rows are contiguous and begin at multiples of four bytes.
-            damaged: bool, a scalar on the device: set on a GPU where a CPU would raise an error, to be checked later;
-                the positions are clamped into their tensors then. None: the host waits, and raises.
+            counts: positions of each tensor.
+            numels: elements of each tensor.
             tensors: consecutive ones.
 
         Raises:
-            ValueError: they are not `nbytes(counts, numels)` long, or one holds another number of positions, or one
-                outside its tensor.
+            ValueError: messages are not `nbytes(counts, numels)` long; or, on a CPU, a message holds another number of
+                positions, or a position outside its tensor. A GPU clamps such positions into their tensors.
         """
         data = self._data_of(messages, counts, numels)
         value_format, device = make_value_format(self.value_dtype), messages.device
@@ -510,24 +509,11 @@ class SparseCodec:
             words = messages[:, : layout.num_words * ALIGNMENT_BYTES]
             words = unpack(words.view(torch.int32), counts, numels, tensors)
             return words, value_format.decode(data, counts, tensors)
-        found = torch.zeros((), dtype=torch.bool, device=device) if damaged is None else damaged
         fields = fields_of(tuple(counts), tuple(numels), device)[tensors]
         window = window_of(counts, numels, layout.width, tensors)
         coded = self._coded(layout.num_words * ALIGNMENT_BYTES, counts)
         words = messages.view(torch.int32)
-        positions, values = gpu.unpack(words, fields, layout[:2], window, sum(counts[tensors]), coded, found)
-        if damaged is None and found:
-            raise ValueError("A damaged message: its positions are too many, too few, or outside their tensors.")
-        return positions, values
-
-    def decode_values(self, message: Tensor, counts: Sequence[int], numels: Sequence[int]) -> list[Tensor]:
-        """Unpack only the values of each tensor: to a sender, what it has sent.
-
-        Raises:
-            ValueError: the message is not `nbytes(counts, numels)` long.
-        """
-        data = self._data_of(message.unsqueeze(0), counts, numels)[0]
-        return list(make_value_format(self.value_dtype).decode(data, counts).split(list(counts)))
+        return gpu.unpack(words, fields, layout[:2], window, sum(counts[tensors]), coded)
 
     def _coded(self, words_bytes: int, counts: Sequence[int]) -> CodedValues:
         """Return where in a message the values are, and how, for kernels."""

@@ -21,14 +21,11 @@ class Message(NamedTuple):
     """What a payload hands to a collective. The bytes are those of what is summed, or of what a rank sends to others.
 
     "gather_in_node" is an all-gather between the ranks of a node; the others are between participants.
-
-    Attributes:
-        carries_status: whether the status of a step, and the tensors that are sent whole, go in it.
+    The status of a step, and the tensors that are sent whole, go in the first message.
     """
 
     collective: Literal["all_reduce", "all_gather", "all_to_all", "gather_in_node"]
     nbytes: int
-    carries_status: bool = False
 
 
 @dataclass(frozen=True)

@@ -28,19 +28,15 @@ import torch
 from torch import Tensor
 
 from lightning_lowbw.arguments import check_one_of, from_mapping, is_count, is_number, names_arguments
-from lightning_lowbw.compress.codec import ALL, MAX_NUMEL, VALUE_NAMES, FloatFormat, SparseCodec, make_value_format
+from lightning_lowbw.compress.codec import ALL, VALUE_NAMES, FloatFormat, SparseCodec, make_value_format
 from lightning_lowbw.compress.payload import Message, Payload, Shapes
 from lightning_lowbw.compress.selection import num_selected
-from lightning_lowbw.compress.sparse_sum import message_sizes, scatter_operations
 from lightning_lowbw.errors import ConfigurationError
 from lightning_lowbw.kernels.dispatch import PLAIN, Uses
 from lightning_lowbw.kernels.gpu import LONGEST_CHUNK
 from lightning_lowbw.schedules.schedule import Schedule
 
 MeanOver = Literal["ranks", "senders"]
-COLLECTIVES = ("auto", "all_gather", "reduce_scatter")
-MOST_GATHERED = 9  # participants; to there a reduce-scatter in bfloat16 saves less than half of the bytes
-OPERATION_BYTES = 1_250  # what 1 Gb/s carries in 10 us, the host's time for an operation
 LEAST_OF = 4096  # elements: of fewer as many are sent as of this many, or a norm or a bias would wait for ever
 SMALL_SHARE, LEAST_NUMEL, MOST_NUMEL = 0.03, 1024, 16384  # see `small_numel`
 
@@ -85,9 +81,6 @@ class TopK(Payload, key="top_k"):
         mean_over: what a sum is divided by: all N participants ("ranks"), or the number that sent this element
             ("senders"). An element that a single participant has sent changes by the whole value with "senders", by 1/N
             of it with "ranks".
-        exchange: how the selected elements of gradients are summed. "all_gather": every rank gets those of all,
-            (N-1) k elements. "reduce_scatter": below 6 k elements whatever N is; where the selections differ much, some
-            of the sums wait at the rank that owns them. "auto": see `collective`.
         momentum_masking: whether the velocity of sent elements is cleared (momentum factor masking). None: for SGD, as
             in the paper, at densities up to (1 - momentum) / 2, 5 % with 0.9. Above, an element is sent again before
             its momentum has faded, and would lose most of it. Not for Adam.
@@ -107,12 +100,11 @@ class TopK(Payload, key="top_k"):
     exclude: Sequence[str] = ()
     decay: float = 1.0
     mean_over: MeanOver = "ranks"
-    exchange: str = "auto"
     momentum_masking: bool | None = None
 
     takes_density = corrects = can_be_hidden = takes_weights = replaces_step = uses_kernels = True
     steps_to_loss = 1.0  # at the densities of `cost_model`: benchmarks/results/headline.md
-    fixed = ("exchange", "mean_over")  # how elements are summed
+    fixed = ("mean_over",)
 
     def __post_init__(self) -> None:
         if not is_number(self.density) or not 0 < self.density < 1:
@@ -127,7 +119,6 @@ class TopK(Payload, key="top_k"):
         object.__setattr__(self, "exclude", tuple(self.exclude))
         check_one_of("value_dtype", self.value_dtype, VALUE_NAMES)
         check_one_of("mean_over", self.mean_over, get_args(MeanOver))
-        check_one_of("exchange", self.exchange, COLLECTIVES)
         if not isinstance(self.momentum_masking, bool | None):
             raise ConfigurationError(f"momentum_masking={self.momentum_masking!r}: give True, False or None.")
         for name in ("chunk", "min_numel"):
@@ -137,25 +128,13 @@ class TopK(Payload, key="top_k"):
                 raise ConfigurationError(
                     f"{name}={value!r}: give a number of elements, an integer >= 1, or None {choices_of}."
                 )
-        if self.mean_over == "senders" and self.exchange == "reduce_scatter":
-            raise ConfigurationError(
-                "exchange='reduce_scatter' sums inside the collective, and mean_over='senders' needs the values of "
-                "each participant: set exchange='all_gather'."
-            )
 
     def check(self, when: Schedule, *, has_levels: bool | None = None) -> None:
         super().check(when, has_levels=has_levels)
-        if when.averages_weights:
-            for name, allowed in (("exchange", ("auto", "all_gather")), ("momentum_masking", (None,))):
-                if getattr(self, name) not in allowed:
-                    raise ConfigurationError(
-                        f"{name}={getattr(self, name)!r} every k steps: it is about gradients, which are exchanged "
-                        "every step. Leave it out, or use when=EveryStep()."
-                    )
-        if has_levels and self.exchange == "reduce_scatter":
+        if when.averages_weights and self.momentum_masking is not None:
             raise ConfigurationError(
-                f"exchange={self.exchange!r} does not exist on two levels (a topology, a name that ends in "
-                "_hierarchical). There give 'auto' or 'all_gather'."
+                f"momentum_masking={self.momentum_masking!r} every k steps: the knob is about gradients, which are "
+                "exchanged every step. Leave it out, or use when=EveryStep()."
             )
 
     def check_names(self, names: Iterable[str]) -> None:
@@ -167,38 +146,8 @@ class TopK(Payload, key="top_k"):
                     f"{', '.join(names[:8])}{', ...' if len(names) > 8 else '.'}"
                 )
 
-    def may_scatter(self, num_participants: int, num_parts: int = 1) -> bool:
-        """Return whether elements of gradients are summed by a reduce-scatter, in all steps or in some."""
-        if num_parts > 1 or self.mean_over == "senders" or self.exchange == "all_gather":
-            return False
-        return self.exchange == "reduce_scatter" or num_participants > MOST_GATHERED
-
     def at(self, density: float) -> TopK:
         return self if density == self.density else _at(self, density)
-
-    def collective(self, numels: Sequence[int], num_participants: int, num_parts: int = 1) -> str:
-        """Return how elements of gradients are summed in a step: "all_gather" or "reduce_scatter".
-
-        "auto" compares what a rank sends, in bytes; it receives as much. With m the message of a participant, s and g
-        those to and from an owner:
-
-            all-gather       (N-1) m
-            reduce-scatter   (N-1) (s + g) + operations OPERATION_BYTES      (s + g is about 5 m / N)
-
-        The reduce-scatter takes the host's time, see `scatter_operations`. As some of the sums wait at their owners, it
-        is taken only where it costs less than half: never up to `MOST_GATHERED` participants; at one in a thousand and
-        50 tensors, with 16 from 98M parameters on, and with 64 from 20M.
-        """
-        # N as in the equations above.
-        N, numel = num_participants, sum(numels)
-        if not self.may_scatter(N, num_parts) or (self.exchange == "auto" and numel > MAX_NUMEL):
-            return "all_gather"
-        if self.exchange == "reduce_scatter":
-            return "reduce_scatter"
-        to_and_from = sum(message_sizes(self.codec, numel, sum(self.nums_sent(numels)), N))
-        of_host = scatter_operations(len(numels), N) * OPERATION_BYTES
-        is_cheaper = 2 * ((N - 1) * to_and_from + of_host) < (N - 1) * self.nbytes(numels)
-        return "reduce_scatter" if is_cheaper else "all_gather"
 
     def masks(self, momenta: Iterable[float], *, by_default: bool) -> bool:
         if self.momentum_masking is not None:
@@ -210,24 +159,18 @@ class TopK(Payload, key="top_k"):
         value_format = make_value_format(self.value_dtype)
         # Of one participant that may get others it is not known how many.
         num_messages = (2, 4, 8) if num_participants == 1 else (num_participants,)
-        may_scatter = not when.averages_weights and self.may_scatter(num_participants, num_parts)
-        if may_scatter:
-            num_messages = *num_messages, 1  # the sums of a reduce-scatter
-        # In the message of gradients there is what is sent whole.
-        has_whole = not (when.averages_weights or (may_scatter and self.exchange == "reduce_scatter"))
         return Uses(
             kinds=() if self.chunk else (PLAIN,),
             value_dtypes=(value_format.dtype if isinstance(value_format, FloatFormat) else value_format.bits,),
             num_messages=num_messages,
             steps=(False,) if when.averages_weights else (False, True),
             over_senders=self.mean_over == "senders",
-            codes=(torch.float32,) if has_whole else (),
+            codes=() if when.averages_weights else (torch.float32,),  # of gradients that are sent whole
             chunks=(self.chunk,) if self.chunk and self.chunk <= LONGEST_CHUNK else (),
         )
 
     def sample(self, min_numel: int) -> TopK:
-        exchange = "all_gather" if self.exchange == "auto" else self.exchange  # at all densities by one of the two
-        return replace(self, min_numel=min_numel, exclude=(), exchange=exchange)
+        return replace(self, min_numel=min_numel, exclude=())
 
     @property
     def codec(self) -> SparseCodec:
@@ -235,18 +178,11 @@ class TopK(Payload, key="top_k"):
         return SparseCodec(self.value_dtype)
 
     def messages(self, shapes: Shapes, num_participants: int, num_parts: int = 1, *, when: Schedule) -> list[Message]:
-        parts, collective = [-(-math.prod(shape) // num_parts) for shape in shapes], "all_gather"
-        if not when.averages_weights:
-            collective = self.collective(parts, num_participants, num_parts)
-        if collective == "all_gather":
-            nbytes = self.nbytes(parts)
-            return [
-                Message("all_gather", nbytes, carries_status=True),
-                Message("gather_in_node", num_participants * nbytes),
-            ]
-        # What `compress.sparse_sum` sends: the elements to their owners, then the largest sums to all.
-        scattered, gathered = message_sizes(self.codec, sum(parts), sum(self.nums_sent(parts)), num_participants)
-        return [Message("all_to_all", scattered), Message("all_gather", gathered)]
+        nbytes = self.nbytes([-(-math.prod(shape) // num_parts) for shape in shapes])
+        return [
+            Message("all_gather", nbytes),
+            Message("gather_in_node", num_participants * nbytes),
+        ]
 
     def compresses(self, name: str, numel: int, small_numel: int) -> bool:
         is_excluded = any(fnmatchcase(name, pattern) for pattern in self.exclude)
@@ -285,13 +221,7 @@ class TopK(Payload, key="top_k"):
         numels = [numel for numel in numels if numel]
         return self.codec.nbytes(self.nums_sent(numels), numels) if numels else 0
 
-    def decode(
-        self,
-        messages: Tensor,
-        numels: Sequence[int],
-        damaged: Tensor | None = None,
-        tensors: slice = ALL,
-    ) -> tuple[Tensor, Tensor]:
+    def decode(self, messages: Tensor, numels: Sequence[int], tensors: slice = ALL) -> tuple[Tensor, Tensor]:
         """Return the elements that participants have sent: positions int32, values float32, shape (groups,
         participants, elements).
 
@@ -299,7 +229,6 @@ class TopK(Payload, key="top_k"):
             messages: one row for each group of equal parts and each participant: uint8, shape (groups, participants,
                 nbytes).
             numels: elements of each tensor that is not empty.
-            damaged: see `SparseCodec.decode`.
             tensors: of which the elements are returned; consecutive ones.
 
         Raises:
@@ -308,7 +237,7 @@ class TopK(Payload, key="top_k"):
         counts = self.nums_sent(numels)
         # One row for each message: the codec does not know of groups and participants.
         shape = *messages.shape[:2], sum(counts[tensors])
-        decoded = self.codec.decode(messages.flatten(0, 1), counts, numels, damaged, tensors)
+        decoded = self.codec.decode(messages.flatten(0, 1), counts, numels, tensors)
         positions, values = (each.view(shape) for each in decoded)
         return positions, values
 

@@ -219,14 +219,10 @@ def unpack(
     window: tuple[int, int],
     num_elements: int,
     coded: CodedValues,
-    damaged: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """Read positions and values of some tensors in several messages. Twin of `compress.codec.unpack`.
 
-    If its twin raises an error, positions are still clamped into their tensors, because the next kernel writes there.
-
-    In place:
-        `damaged`: becomes True where a message holds another number of positions, or one outside its tensor.
+    If its twin raises an error, positions are clamped into their tensors, because the next kernel writes there.
 
     Args:
         messages: int32, shape (messages, words), whose rows are contiguous.
@@ -234,7 +230,6 @@ def unpack(
         window: where in the unary part their bits begin and end.
         num_elements: of these tensors, in each message.
         coded: where the values of all tensors are, and how.
-        damaged: bool, a scalar on the device.
 
     Returns:
         int32 and float32, both of shape (messages, num_elements).
@@ -252,7 +247,7 @@ def unpack(
     with torch.cuda.device_of(messages):
         ones_kernel[grid](messages, num_ones, stride, *window, BLOCK=WORDS_BLOCK)
         unpack_kernel[grid](
-            fields, messages, num_ones, num_ones.cumsum(0), positions, values, damaged.view(torch.uint8), stride,
+            fields, messages, num_ones, num_ones.cumsum(0), positions, values, stride,
             num_elements, coded.first, coded.first_code, *code, *window, len(fields), **coded.constants(),
             BLOCK=WORDS_BLOCK, TENSORS=TENSORS,
         )  # fmt: skip
@@ -277,7 +272,7 @@ def average_many_(
     outs, groups, firsts, counts, weights, rates = zip(*arrivals, strict=True)
     dtype, device, steps = outs[0].dtype, positions.device, weights[0] is not None
     _, num_messages, num_elements = positions.shape
-    # By the order of magnitude, for after a reduce-scatter the numbers are others in each step.
+    # By the order of magnitude: a warm-up changes the density.
     shapes = tuple(zip(map(Tensor.numel, outs), (1 << count.bit_length() for count in counts), strict=True))
     owners = _tile_owners(shapes, device)
     ranges, addresses = [(0, len(owners), 0)], [each.data_ptr() for each in outs]

@@ -537,7 +537,7 @@ def ones_kernel(
 
 @kernel
 def unpack_kernel(
-    fields, messages, num_ones, ends, positions, values, damaged, message_words: tl.int64, num_elements: tl.int64,
+    fields, messages, num_ones, ends, positions, values, message_words: tl.int64, num_elements: tl.int64,
     first_value: tl.int64, first_code: tl.int64, width: tl.int64, unary_bits: tl.int64, first_bit: tl.int64,
     end_bit: tl.int64, num_tensors, V: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr, TENSORS: tl.constexpr,
 ):  # fmt: skip
@@ -546,7 +546,7 @@ def unpack_kernel(
     Grid: (blocks of words, messages). Of these tensors are the bits from `first_bit` to `end_bit` of the unary part,
     with as many ones as `num_elements`; `ends` is the running sum of `num_ones`, which `ones_kernel` has counted. A
     message has `message_words` words. A position outside of its tensor becomes the nearest one inside, one that is
-    missing 0, because what comes next writes there; `damaged`, one byte, becomes 1 then.
+    missing 0, because the next kernel writes there.
     """
     block, message = tl.program_id(0), tl.program_id(1).to(tl.int64)
     num_blocks = tl.num_programs(0)
@@ -582,14 +582,12 @@ def unpack_kernel(
         num_sent = tl.load(rows + FIELD_NUM_SENT, mask=exists, other=0)
         num_before += (of_first + num_sent <= first + begin).to(tl.int32)
         num_begun += (of_first < first + end).to(tl.int32)
-    num_outside = tl.full([], 0, tl.int32)
     for tensor in range(tl.sum(num_before, 0), tl.sum(num_begun, 0)):
         row = fields + tensor * FIELD_COLUMNS
         of_first = tl.load(row + FIELD_FIRST)
         is_own = is_read & (element >= of_first) & (element < of_first + tl.load(row + FIELD_NUM_SENT))
         position = whole - tl.load(row + FIELD_START)
         last = tl.load(row + FIELD_NUMEL) - 1
-        num_outside += tl.sum(tl.sum((is_own & ((position < 0) | (position > last))).to(tl.int32), 1), 0)
         tl.store(positions + target, tl.minimum(tl.maximum(position, 0), last).to(tl.int32), mask=is_own)
         if BITS != 0:
             of_block = tl.load(row + FIELD_FIRST_BLOCK) + ((element - of_first) >> LEVELS_SHIFT)
@@ -600,8 +598,6 @@ def unpack_kernel(
             lanes = missing + tl.arange(0, BLOCK)
             tl.store(positions + message * num_elements + lanes, tl.zeros([BLOCK], tl.int32), mask=lanes < num_elements)
             tl.store(values + message * num_elements + lanes, tl.zeros([BLOCK], tl.float32), mask=lanes < num_elements)
-        tl.store(damaged, 1, mask=end != num_elements)
-    tl.store(damaged, 1, mask=num_outside > 0)
 
 
 @kernel

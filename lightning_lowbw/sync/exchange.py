@@ -16,7 +16,7 @@ rounding errors, stay in the residuals e.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from itertools import accumulate, groupby, product
@@ -33,20 +33,18 @@ from lightning_lowbw.compress.codec import MAX_NUMEL
 from lightning_lowbw.compress.corrections import Sources
 from lightning_lowbw.compress.payload import Payload
 from lightning_lowbw.compress.selection import Residuals, Selection
-from lightning_lowbw.compress.sparse_sum import Sparse, SparseSum, even_boundaries
 from lightning_lowbw.compress.top_k import TopK
 from lightning_lowbw.errors import ConfigurationError
-from lightning_lowbw.kernels import dispatch
 from lightning_lowbw.kernels.dispatch import averages_for
 from lightning_lowbw.kernels.reference import Arrival, Segment, add_
 from lightning_lowbw.kernels.table import DTYPES
 from lightning_lowbw.kernels.tensors import allocate, copy_all_, cut, flat
 from lightning_lowbw.schedules.schedule import Schedule
 from lightning_lowbw.sync.beside import Beside
-from lightning_lowbw.sync.status import Fault
 
 Signal = Mapping[str, Tensor]
 Step = tuple[Tensor, Tensor | None, float]  # room, the weight that is stepped, the rate
+Sparse = tuple[Tensor, Tensor]  # positions, ascending, and values
 Made = TypeVar("Made")
 
 
@@ -110,23 +108,14 @@ class Prepared(Protocol):
     faults: Faulty | None
     is_added: bool
 
-    @property
-    def names(self) -> Collection[str]:
-        """Those of the tensors that have been prepared."""
-        ...
-
-    def add(self, signal: Signal) -> Faulty | None:
-        """Prepare tensors that were announced as None; return the faults of these."""
-        ...
-
     def send(self, status: Tensor | None = None, whole: Signal | None = None) -> Pending:
         """Send what has been prepared.
 
         Collective: all ranks, with the same names.
 
         Args:
-            status: float32, 1-d; None, except where `Exchange.carries_status`, or the payload is `Whole`.
-            whole: real tensors that are sent whole in the same message; only where `Exchange.carries_status`.
+            status: float32, 1-d.
+            whole: real tensors that are sent whole in the same message; only with a status.
         """
         ...
 
@@ -170,8 +159,8 @@ class Exchange(Protocol):
 
     Attributes:
         residuals: what is kept back of this rank's part of each tensor, by name; flat.
-        fault: whether the last exchange has left something infinite, or received a damaged message: bool, a scalar on
-            the device; None if not, or before the first. A later status reports it: that of this exchange has gone.
+        fault: flags on the device: whether the last exchange has left an inf or NaN in a mean or a residual, after its
+            status had gone; the next status reports it. None: nothing is left to report.
         payload: what is sent; may be replaced between steps, on all ranks.
     """
 
@@ -179,37 +168,16 @@ class Exchange(Protocol):
     fault: Tensor | None
     payload: Any
 
-    def prepare(
-        self, signal: Mapping[str, Tensor | None], correction: Correction | None = None, *, is_late: bool = False
-    ) -> Prepared:
+    def prepare(self, signal: Signal, correction: Correction | None = None) -> Prepared:
         """Begin an exchange; communicates nothing.
 
         In place:
             The residuals.
 
         Args:
-            signal: in one order on all ranks; each with elements: real, of any floating dtype and shape, read in C
-                order; on two levels equal on the ranks of a node. None: not known yet, see `Prepared.add`.
+            signal: tensors with elements, in one order on all ranks: real, of any floating dtype and shape, read in C
+                order; on two levels equal on the ranks of a node.
             correction: for `TopK` of gradients, which are then checked for inf and NaN.
-            is_late: whether the status of this step has gone, so that the faults are read in the next one.
-        """
-        ...
-
-    def carries_status(self, numels: Sequence[int]) -> bool:
-        """Return whether the status of a step, and tensors that are sent whole, go in the message of its gradients.
-
-        Args:
-            numels: elements of the tensors that are compressed.
-        """
-        ...
-
-    def describe_fault(self, step: int, kept: str, here: str) -> Fault:
-        """Return what `fault` stands for.
-
-        Args:
-            step: optimizer steps completed.
-            kept: what the residuals are.
-            here: whose they are.
         """
         ...
 
@@ -320,7 +288,7 @@ class PreparedWhole:
 
     Args:
         signal: see `Exchange.prepare`.
-        begin: sends the tensors that are known, a status, and other tensors whole.
+        begin: sends the signal, a status, and other tensors whole.
         encoded: what is taken back where nothing is sent: residuals have changed already. None if not.
         faults: see `Prepared`.
     """
@@ -329,7 +297,7 @@ class PreparedWhole:
 
     def __init__(
         self,
-        signal: Mapping[str, Tensor | None],
+        signal: Signal,
         begin: Callable[[dict[str, Tensor], Tensor | None, Signal | None], Pending],
         encoded: Pending | None = None,
         faults: Faulty | None = None,
@@ -337,19 +305,8 @@ class PreparedWhole:
         self._signal, self._begin, self.faults = dict(signal), begin, faults
         self._sent = encoded
 
-    @property
-    def names(self) -> Collection[str]:
-        return self._known.keys()
-
-    @property
-    def _known(self) -> dict[str, Tensor]:
-        return {name: tensor for name, tensor in self._signal.items() if tensor is not None}
-
-    def add(self, signal: Signal) -> None:
-        self._signal.update(signal)
-
     def send(self, status: Tensor | None = None, whole: Signal | None = None) -> Pending:
-        self._sent = self._begin(self._known, status, whole)
+        self._sent = self._begin(self._signal, status, whole)
         return self._sent
 
     def drop(self) -> bool:
@@ -393,6 +350,7 @@ class WholeExchange:
 # The k largest --------------------------------------------------------------------------------------------------------
 
 
+@exchanges(TopK)
 class TopKExchange:
     """Exchanges the largest elements of tensors between peers, and keeps the rest of each.
 
@@ -414,12 +372,10 @@ class TopKExchange:
         self.selection = Selection()
         self.fault: Tensor | None = None
         self._plan: Plan | None = None
-        self._flags = torch.empty(0, dtype=torch.bool)  # those of the last signal, and views of these
+        self._flags = torch.empty(0, dtype=torch.bool)  # for each tensor, and views of these flags
         self._views: tuple[Tensor, ...] = ()
 
-    def prepare(
-        self, signal: Mapping[str, Tensor | None], correction: Correction | None = None, *, is_late: bool = False
-    ) -> PreparedTopK:
+    def prepare(self, signal: Signal, correction: Correction | None = None) -> PreparedTopK:
         """Accumulate a signal into the residuals, and take the largest elements out of them.
 
         In place:
@@ -428,20 +384,18 @@ class TopKExchange:
         Raises:
             ConfigurationError: a part has more elements than there are positions.
         """
-        return PreparedTopK(self, signal, correction, is_late=is_late)
+        return PreparedTopK(self, signal, correction)
 
-    def flags_for(self, num: int, device: torch.device, *, is_late: bool) -> tuple[Tensor, Sequence[Tensor]]:
-        """Return as many flags, none set; and each of them.
+    def flags_for(self, num: int, device: torch.device) -> tuple[Tensor, Sequence[Tensor]]:
+        """Return one flag per tensor, as a vector and as views of it.
 
-        In one place, or the table of the kernels would be another in each step; late ones are still read in the next.
+        They stay in one place, or the table of the kernels would change in each step. Nothing clears a flag: it ends
+        the training.
         """
-        if is_late:
-            flags = torch.zeros(num, dtype=torch.bool, device=device)
-            return flags, flags.unbind()
         if self._flags.numel() != num or self._flags.device != device:
-            self._flags = torch.empty(num, dtype=torch.bool, device=device)
+            self._flags = torch.zeros(num, dtype=torch.bool, device=device)
             self._views = self._flags.unbind()
-        return self._flags.zero_(), self._views
+        return self._flags, self._views
 
     def segments(
         self, parts: Mapping[str, Tensor], flags: Sequence[Tensor | None], correction: Correction | None
@@ -491,9 +445,6 @@ class TopKExchange:
                 other.update_()
         return segments
 
-    def carries_status(self, numels: Sequence[int]) -> bool:
-        return True
-
     def send(
         self, selected: dict[str, Sparse], numels: Mapping[str, int], status: Tensor | None, whole: Signal | None
     ) -> Pending:
@@ -525,21 +476,9 @@ class TopKExchange:
         if beside.parts:
             message = torch.cat([message, *beside.parts])
             beside.parts.clear()
-        damaged = torch.zeros((), dtype=torch.bool, device=self._device) if self.fault is None else self.fault
-        if damaged.device.type != "cpu" or dispatch.uses_triton(damaged.device):  # else decoding raises
-            self.fault = damaged
         work = self.peers.begin_gather(message)
         beside.begin()
-        return PendingTopK(messages, self.peers, work, beside, damaged, message[:num_bytes], residuals)
-
-    def describe_fault(self, step: int, kept: str, here: str) -> Fault:
-        return Fault(
-            2,
-            ValueError,
-            f"Step {step}: {here} has received a damaged message: its positions were too many, too few, or outside "
-            "their tensors, and its weights may differ from those of the others. Look at the memory and the network of "
-            "its host, and go on from an earlier checkpoint.",
-        )
+        return PendingTopK(messages, self.peers, work, beside, message[:num_bytes], residuals)
 
     @property
     def _device(self) -> torch.device:
@@ -556,6 +495,7 @@ class TopKExchange:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.selection.thresholds = state.get("thresholds", {})  # none of another payload
+        self._flags = torch.empty(0, dtype=torch.bool)
 
 
 _NOTHING = torch.empty(0)
@@ -589,37 +529,23 @@ class PreparedTopK:
     """The largest elements of a signal, taken out of the residuals.
 
     Args:
-        exchange: that sends them.
-        signal: see `Exchange.prepare`; its order is that of the message.
+        exchange: sends these elements.
+        signal: see `Exchange.prepare`; the message has the same order.
         correction: see `Exchange.prepare`.
     """
 
-    def __init__(
-        self,
-        exchange: TopKExchange,
-        signal: Mapping[str, Tensor | None],
-        correction: Correction | None,
-        *,
-        is_late: bool = False,
-    ) -> None:
-        self._exchange, self._order, self._correction, self._is_late = exchange, list(signal), correction, is_late
-        self._numels: dict[str, int] = {}  # of the whole tensors
+    faults: Faulty | None
+
+    def __init__(self, exchange: TopKExchange, signal: Signal, correction: Correction | None) -> None:
+        self._exchange, self.faults, self.is_added = exchange, None, bool(signal)
+        self._numels = dict(zip(signal, map(Tensor.numel, signal.values()), strict=True))  # of the whole tensors
         # Selected elements by tensor, already subtracted from the residual; empty parts are absent.
         self._selected: dict[str, Sparse] = {}
         self._sent: Pending | None = None
-        known = {name: tensor for name, tensor in signal.items() if tensor is not None}
-        self.faults, self.is_added = self.add(known), bool(known)
-
-    @property
-    def names(self) -> Collection[str]:
-        return self._numels.keys()
-
-    def add(self, signal: Signal) -> Faulty | None:
         if not signal:
-            return None
-        exchange, correction, names = self._exchange, self._correction, list(signal)
+            return
         payload, residuals, device = exchange.payload, exchange.residuals, next(iter(signal.values())).device
-        tensors, is_whole = list(signal.values()), exchange.peers.num_local_ranks == 1
+        names, tensors, is_whole = list(signal), list(signal.values()), exchange.peers.num_local_ranks == 1
         # The whole in its own shape: views of hundreds of tensors take as long as all else on the host.
         if not (is_whole and all(map(Tensor.is_contiguous, tensors))):
             tensors = [_part(tensor, exchange.peers) for tensor in tensors]
@@ -631,27 +557,22 @@ class PreparedTopK:
             )
         wide = [name for name, part in parts.items() if part.dtype == torch.float64]
         residuals.ensure(dict(zip(names, numels, strict=True)), device, wide)
-        faults: Faulty | None = None
         flags: Sequence[Tensor | None] = [None] * len(names)
         if correction is not None:
-            found, flags = exchange.flags_for(len(names), device, is_late=self._is_late or bool(self._numels))
-            faults = names, found
+            found, flags = exchange.flags_for(len(names), device)
+            self.faults = names, found
         table = exchange.segments(parts, flags, correction)
         if payload.decay != 1.0 and table:
             torch._foreach_mul_([segment.residual for segment in table.values()], payload.decay)
         clears = correction is not None and correction.clears
-        self._selected |= zip(table, exchange.selection.compress_(table, masking=clears), strict=True)
+        self._selected.update(zip(table, exchange.selection.compress_(table, masking=clears), strict=True))
         for segment in table.values():
             segment.gradient, segment.other_parts = _NOTHING, ()  # memory: they are kept
         if correction is not None:
             correction.write_back_()
-        self._numels |= zip(names, map(Tensor.numel, signal.values()), strict=True)
-        return faults
 
     def send(self, status: Tensor | None = None, whole: Signal | None = None) -> Pending:
-        numels = {name: self._numels[name] for name in self._order if name in self._numels}
-        selected = {name: self._selected.pop(name) for name in numels if name in self._selected}
-        self._sent = self._exchange.send(selected, numels, status, whole)
+        self._sent = self._exchange.send(self._selected, self._numels, status, whole)
         return self._sent
 
     def drop(self) -> bool:
@@ -665,75 +586,6 @@ class PreparedTopK:
 def _part(tensor: Tensor, peers: Peers) -> Tensor:
     """Return this rank's part of a tensor: contiguous, a copy where its elements are in another order in memory."""
     return tensor if peers.num_local_ranks == 1 and tensor.is_contiguous() else cut(tensor, peers.part(tensor.numel()))
-
-
-class ReduceScatterExchange(TopKExchange):
-    """As `TopKExchange`, with sums at owners: the volume does not grow with the participants. Gradients, on one level.
-
-    See `compress.sparse_sum`. In steps in which `TopK.collective` says so, an all-gather.
-
-    Attributes:
-        numels: elements of each tensor in the last step.
-        boundaries: where each rank's part begins in the next one; the same on all ranks. Both belong into a
-            checkpoint, else a resumed run keeps back other elements.
-    """
-
-    numels: tuple[int, ...] = ()
-    boundaries: tuple[int, ...] = ()
-
-    def carries_status(self, numels: Sequence[int]) -> bool:
-        return self.payload.collective(numels, self.peers.between.num_ranks) == "all_gather"
-
-    def send(
-        self, selected: dict[str, Sparse], numels: Mapping[str, int], status: Tensor | None, whole: Signal | None
-    ) -> Pending:
-        """Sum at the owners: an all-to-all and an all-gather; blocking.
-
-        In place:
-            The residuals, to which elements that do not fit, sums that wait, and rounding errors are added.
-        """
-        ranks, sizes = self.peers.between, tuple(numels[name] for name in selected)
-        if status is not None or self.carries_status(sizes):
-            return super().send(selected, numels, status, whole)
-        parts, counts = list(selected.values()), self.payload.nums_sent(sizes)
-        if (sizes, ranks.num_ranks) != (self.numels, len(self.boundaries) - 1):
-            self.numels, self.boundaries = sizes, even_boundaries(sizes, counts, ranks.num_ranks)
-        plan = SparseSum(sizes, sum(counts), self.boundaries, self.payload.codec)
-        outgoing = plan.prepare(ranks.rank, plan.join(parts))
-        received = ranks.all_to_all(outgoing.message.view(-1)).view_as(outgoing.message)
-        owned = plan.combine(ranks.rank, outgoing.own, received)
-        reduced = plan.finish(ranks.all_gather(owned.message))
-        self.boundaries = reduced.boundaries
-        unsent = outgoing.unsent.split([positions.numel() for positions, _ in parts])
-        sums_waiting, means = plan.split(owned.unsent, reduced.mean)
-        for name, (chosen, _), rest, waiting in zip(selected, parts, unsent, sums_waiting, strict=True):
-            residual = self.residuals[name]
-            for positions, values in ((chosen, rest), waiting):
-                if positions.numel():  # of most tensors this rank owns nothing
-                    residual.index_add_(0, positions, values.to(residual.dtype))
-        counts = [each.numel() for each, _ in means]
-        positions, values = (torch.cat(column).view(1, 1, -1) for column in zip(*means, strict=True))
-        spans = _spans([[(name, slice(0, numels[name])) for name in selected]], counts)
-        decoded = Decoded(positions.to(torch.int32), values, spans, first=0, num_participants=1)
-        mean = SparseMean(self.payload, numels, lambda: [decoded], positions.device)
-        return Deferred(lambda: mean)
-
-    def state_dict(self) -> dict[str, Any]:
-        of_parts = {"numels": list(self.numels), "boundaries": list(self.boundaries)}
-        return {**super().state_dict(), "reducer": of_parts}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        super().load_state_dict(state)
-        if "reducer" in state:  # that of another number of ranks is not used
-            self.numels, self.boundaries = (tuple(state["reducer"][each]) for each in ("numels", "boundaries"))
-
-
-def _top_k_exchange(what: TopK, peers: Peers, when: Schedule) -> TopKExchange:
-    may_scatter = what.may_scatter(peers.num_participants, peers.num_local_ranks)
-    return (ReduceScatterExchange if may_scatter and not when.averages_weights else TopKExchange)(what, peers)
-
-
-EXCHANGES[TopK] = _top_k_exchange
 
 
 class Piece(NamedTuple):
@@ -788,13 +640,13 @@ class Messages:
         """Whether all is decoded at once, and may be used several times; over senders a mean uses it up."""
         return len(self.pieces) == 1 and self.payload.mean_over != "senders"
 
-    def decode(self, gathered: Tensor, damaged: Tensor) -> Iterator[Decoded]:
+    def decode(self, gathered: Tensor) -> Iterator[Decoded]:
         """Yield the elements in the messages of all, piece by piece."""
         for piece in self.pieces:
             messages = gathered[piece.ranks, piece.participants, : self.sizes[piece.ranks.start]]
             # Not kept here: the next ones need the memory.
             yield Decoded(
-                *self.payload.decode(messages, piece.numels, damaged, piece.tensors),
+                *self.payload.decode(messages, piece.numels, piece.tensors),
                 piece.spans,
                 piece.participants.start,
                 self.num_participants,
@@ -842,7 +694,6 @@ class PendingTopK:
         peers: who takes part.
         work: the all-gather.
         beside: what is behind the elements.
-        damaged: set where a message has invalid positions; on a CPU an error is raised instead.
         elements: of this rank's message.
         residuals: out of which they have been taken.
     """
@@ -853,24 +704,23 @@ class PendingTopK:
         peers: Peers,
         work: Any,
         beside: Beside,
-        damaged: Tensor,
         elements: Tensor,
         residuals: Sequence[Tensor],
     ) -> None:
-        self._messages, self._peers, self._work, self._damaged = messages, peers, work, damaged
+        self._messages, self._peers, self._work = messages, peers, work
         self._beside, self._elements, self._residuals = beside, elements, residuals
         self._gathered: list[Tensor] = []
 
     def wait(self) -> Arrived:
         if not self._gathered:
-            with self._peers.ledger.waiting(self._damaged.device):
+            with self._peers.ledger.waiting(self._elements.device):
                 self._gathered.append(self._work.wait())
-        (gathered,), messages, damaged = self._gathered, self._messages, self._damaged
+        (gathered,), messages = self._gathered, self._messages
         status, whole = self._beside.read(gathered[..., max(messages.sizes) :])
-        decode: Callable[[], Iterable[Decoded]] = partial(messages.decode, gathered, damaged)
+        decode: Callable[[], Iterable[Decoded]] = partial(messages.decode, gathered)
         if status.numel() and messages.is_once:  # launched before the host waits for the status
             decode = partial(iter, list(decode()))
-        mean = SparseMean(messages.payload, messages.numels, decode, damaged.device, self._peers.weights)
+        mean = SparseMean(messages.payload, messages.numels, decode, gathered.device, self._peers.weights)
         return Arrived(mean, status, whole)
 
     def take_back(self) -> bool:

@@ -25,7 +25,6 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -108,7 +107,6 @@ class GradientSync(Synchronizer):
         self._showing: RemovableHandle | None = None  # a hook that gives these back before other hooks look
         self._is_torn = False  # whether residuals have changed in this step, and what was sent of them is not averaged
         self._faults, self._checked = Faults(), set[str]()  # and of which tensors gradients have been looked at
-        self._late: list[Faulty] = []  # what the last step has found after its status
         self.correction = correction_for(
             optimizer, peers.num_participants, corrects=what.corrects, keeps_parts=peers.is_two_level
         )
@@ -226,7 +224,7 @@ class GradientSync(Synchronizer):
         self._is_grouped_late = is_grouped and not begins
         if is_grouped and begins:
             self.list_gradients()
-            self._groups = self._in_groups() if self._sends_one_message else []
+            self._groups = self._in_groups() if self._is_compressed else []
         with watching(self._groups[:-1], self._send):
             yield
 
@@ -286,6 +284,11 @@ class GradientSync(Synchronizer):
             self._checked.update(found[0])
             self._faults.add(found[1], found[0], self._describe_sum if are_known else self._describe_nonfinite)
 
+    def _note_late(self, found: Faulty | None) -> None:
+        """Note, for the next status, whether a sum with a residual is not finite."""
+        assert self.compressed is not None
+        self.compressed.fault = None if found is None else found[1]
+
     @part("exchange")
     @torch.no_grad()
     def exchange(self, *, skip_nonfinite: bool = False, applies: bool = False) -> bool:
@@ -298,8 +301,8 @@ class GradientSync(Synchronizer):
             are stepped, including AdamW's decay, if there is a correction; else by `step_exchanged`.
 
         Collective: all ranks, blocking. In the dense phase one all-reduce; then the messages of the payload, of which
-        the first has the status and what is sent whole: for TopK one all-gather. With `skip_nonfinite`, and in a sparse
-        reduce-scatter, an all-reduce comes before them. On two levels the ranks of a node gather the messages.
+        the first has the status and the tensors that are sent whole: for TopK one all-gather. With `skip_nonfinite` an
+        all-reduce comes before them. On two levels the ranks of a node gather the messages.
 
         Wire:
             Dense: the tensors with fewer than `min_numel` elements, one number per parameter and two per rank.
@@ -338,17 +341,19 @@ class GradientSync(Synchronizer):
             return self._exchange_alone(skip_nonfinite) if self.peers.num_participants == 1 else True
         # clip: the caller has, by `clip_factor`
         # decay, correct, select, mask: in one pass, which finds inf and NaN, too, where nobody has looked for them yet
-        is_one = self._sends_one_message and not skip_nonfinite  # what is skipped must not enter the residuals
-        faults: Faulty | None = None
+        is_compressed = self._is_compressed
+        is_one = is_compressed and not skip_nonfinite  # what is skipped must not enter the residuals
         joined: JoinedMean | None = None
         if is_one or self.fault is None:
             self._refuse_sparse_layouts()
-        if is_one or (self.is_sparse and self.fault is None):
-            has_told = self.node_flags is not None  # the node's ranks have agreed on the status
-            faults = self._prepare(takes_zeros=is_one, is_late=has_told).faults
-            if not has_told:
+        if is_one:
+            faults = self._prepare(takes_zeros=True).faults
+            self._note_late(None)
+            if self.node_flags is None:
                 self._note(faults)
-            self.fault = None
+                self.fault = None
+            else:  # the node's ranks have agreed on the status
+                self._note_late(faults)
         whole = self._whole()
         gathered = self._gather(whole) if is_one else None
         if self.fault is None:
@@ -372,8 +377,6 @@ class GradientSync(Synchronizer):
         self.agree_on(status.requests)
         if not self._is_agreed(status, skip_nonfinite):
             return False
-        if self.node_flags is not None and faults is not None:
-            self._late = [faults]
         # Parameters that no rank has used are not changed, as in DDP; one that only others have used has a zero here.
         unused = {row.name for row, number in zip(self._rows, status.sums, strict=True) if not round(number)}
         for row, gradient in zip(self._rows, self._rows.gradients, strict=True):
@@ -391,8 +394,11 @@ class GradientSync(Synchronizer):
         # Of an empty shard the peers have none either.
         rows = [row for row in self._rows.filled if row.name not in unused]
         self._is_torn |= is_one
-        if rows and not is_one:
-            mean = self._exchange_late(rows)
+        if is_compressed and not is_one:
+            prepared = self._prepare()
+            self._note_late(prepared.faults)
+            self._is_torn = True
+            mean = prepared.send().wait().mean
         self._prepared, self._sent = None, []
         if rows:
             self._step_(mean, rows, applies)
@@ -403,23 +409,9 @@ class GradientSync(Synchronizer):
         return True
 
     @property
-    def _sends_one_message(self) -> bool:
-        """Whether the status, and what is sent whole, go in the message of the coming step's gradients."""
-        if self.reduces_in_backward or self.compressed is None:
-            return False
-        self.compressed.payload = self.method.what.at(self.density)
-        return bool(self._rows.numels) and self.compressed.carries_status(self._rows.numels)
-
-    def _exchange_late(self, rows: Sequence[Row]) -> Mean:
-        """Exchange gradients after the status; the faults found from here on are told with that of the next step."""
-        prepared, is_late = self._prepared, self._prepared is None
-        if prepared is None:
-            prepared = self._prepare(is_late=True)
-        # The velocity goes on where the gradient is a zero in place of none.
-        known, self._is_torn = prepared.names, True
-        added = prepared.add({row.name: row.in_order(row.gradient) for row in rows if row.name not in known})
-        self._late = [found for found in (prepared.faults if is_late else None, added) if found is not None]
-        return prepared.send().wait().mean
+    def _is_compressed(self) -> bool:
+        """Whether the coming step compresses gradients: their message has the status and the whole tensors."""
+        return not self.reduces_in_backward and self.compressed is not None and bool(self._rows.numels)
 
     def _take_back_zeros(self) -> None:
         """Undo what zeros in place of a gradient have changed, where no rank has used the parameter.
@@ -461,7 +453,6 @@ class GradientSync(Synchronizer):
             if skip_nonfinite and fault.is_skipped:
                 return False
             raise fault.error(fault.text)
-        self._late.clear()  # all have been told
         return True
 
     def _whole(self) -> dict[str, Tensor]:
@@ -501,15 +492,14 @@ class GradientSync(Synchronizer):
         return status_message(used, fault, mark, peers.rank, peers.num_ranks, fault.device)
 
     @part("prepare")
-    def _prepare(self, *, takes_zeros: bool = False, is_late: bool = False) -> Prepared:
-        """Prepare the gradients that are compressed, of those that this rank has.
+    def _prepare(self, *, takes_zeros: bool = False) -> Prepared:
+        """Prepare the gradients that are compressed.
 
         In place:
             Residuals and velocities; inf and NaN do not enter them, the faults say where there are any.
 
         Args:
             takes_zeros: whether zeros are prepared where this rank has no gradient, in case that another rank has one.
-            is_late: see `Exchange.prepare`.
         """
         what, exchange, correction = self.method.what, self.compressed, None
         rows: Sequence[Row] = self._rows.compressed
@@ -535,10 +525,10 @@ class GradientSync(Synchronizer):
             correction = self.correction
             correction.begin_step(rows, self.peers.part, exchange.payload)  # also empty shards: it masks alike on all
         gradients = [(row, row.parameter.grad) for row in rows if row.parameter.numel()]
-        signal = {row.name: None if gradient is None else row.in_order(gradient) for row, gradient in gradients}
-        has_gradient = any(gradient is not None and name not in self._zeros for name, gradient in signal.items())
+        signal = {row.name: row.in_order(gradient) for row, gradient in gradients if gradient is not None}
+        has_gradient = not self._zeros.keys() >= signal.keys()
         self._is_torn = has_gradient  # also where this fails
-        self._prepared = exchange.prepare(signal, correction, is_late=is_late)
+        self._prepared = exchange.prepare(signal, correction)
         self._is_torn = has_gradient and self._prepared.is_added
         return self._prepared
 
@@ -679,21 +669,8 @@ class GradientSync(Synchronizer):
             is_skipped=True,
         )
 
-    def late_faults(self) -> Faults:
-        faults = super().late_faults()
-        for names, flags in self._late:
-            faults.add(flags, names, self._describe_late)
-        return faults
-
-    def _describe_late(self, name: str) -> Fault:
-        return overflow(1, self.step, f"the gradient of {name!r} on {self.here}, added to the residual,")
-
     def _describe_sum(self, name: str) -> Fault:
-        return replace(self._describe_late(name), rank_of_kind=5)  # after the gradients themselves
-
-    def forget_late_faults(self) -> None:
-        super().forget_late_faults()
-        self._late.clear()
+        return overflow(5, self.step, f"the gradient of {name!r} on {self.here}, added to the residual,")
 
     @property
     def may_have_late_faults(self) -> bool:

@@ -47,7 +47,6 @@ from lightning_lowbw.kernels.reference import are_not_finite
 from lightning_lowbw.kernels.tensors import copy_all_, exact_products, flat
 from lightning_lowbw.schedules.schedule import Schedule
 from lightning_lowbw.sync.exchange import Arrived, Correction, DenseMean, LateMean, PreparedWhole, Signal, exchanges
-from lightning_lowbw.sync.status import Fault, overflow
 
 # Elements of the matrices that are multiplied together, or one matrix: on a GPU many, for few launches, with a copy of
 # 64 MiB; on a CPU one by one, because its time is that of memory.
@@ -90,7 +89,7 @@ class LowRank(Payload, key="low_rank"):
         lefts = sum(of[0] * of[2] if of else numel for of, numel in factors)
         rights = sum(of[1] * of[2] for of, _ in factors if of)
         return [
-            Message("all_reduce", FLOAT_BYTES * lefts, carries_status=True),
+            Message("all_reduce", FLOAT_BYTES * lefts),
             Message("all_reduce", FLOAT_BYTES * rights),
         ]
 
@@ -117,14 +116,9 @@ class LowRankExchange:
     starts: dict[str, Tensor] = field(default_factory=dict)
     _together: dict[tuple[str, ...], Tensor] = field(default_factory=dict)  # those of a batch, of which these are views
 
-    def prepare(
-        self, signal: Mapping[str, Tensor | None], correction: Correction | None = None, *, is_late: bool = False
-    ) -> PreparedWhole:
+    def prepare(self, signal: Signal, correction: Correction | None = None) -> PreparedWhole:
         """Prepare tensors of any floating dtype and shape."""
         return PreparedWhole(signal, partial(PendingLowRank, self))
-
-    def carries_status(self, numels: Sequence[int]) -> bool:
-        return True
 
     def ensure(self, numels: Mapping[str, tuple[int, int]], device: torch.device) -> None:
         """Make starts where there is none yet, or one of another size: random orthogonal columns, equal on all ranks.
@@ -153,9 +147,6 @@ class LowRankExchange:
         for names, together in starts.items():
             self.starts.update(zip(names, together.unbind(), strict=True))
         self._together = starts
-
-    def describe_fault(self, step: int, kept: str, here: str) -> Fault:
-        return overflow(3, step, f"{kept} on {here}")
 
     def to(self, device: torch.device) -> None:
         self.residuals.to(device)

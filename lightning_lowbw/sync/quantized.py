@@ -57,7 +57,6 @@ from lightning_lowbw.sync.exchange import (
     PreparedWhole,
     Signal,
 )
-from lightning_lowbw.sync.status import Fault, overflow
 
 RANGE = 1 << 18  # values, 1 MiB: they stay in the second cache, and are many beside the cost of a call
 RANGE_OF_GPU = 1 << 24  # values, 64 MiB: few launches, and few bytes beside a model that takes more ranges than one
@@ -242,9 +241,9 @@ class Quantized(Payload, key="quantized"):
         if when.delay_steps:
             in_node = Message("gather_in_node", num_participants * nbytes(part))
         if num_participants == 2 or when.delay_steps:
-            return [Message("all_gather", nbytes(part), carries_status=True), in_node]
+            return [Message("all_gather", nbytes(part)), in_node]
         of_owner = nbytes(-(-part // num_participants))  # to its owner, and back as a mean
-        return [Message("all_to_all", of_owner, carries_status=True), Message("all_gather", of_owner), in_node]
+        return [Message("all_to_all", of_owner), Message("all_gather", of_owner), in_node]
 
 
 class QuantizedExchange:
@@ -271,19 +270,15 @@ class QuantizedExchange:
         self.fault: Tensor | None = None
         self._tables: dict[tuple[str, ...], Tables] = {}
 
-    def prepare(
-        self, signal: Mapping[str, Tensor | None], correction: Correction | None = None, *, is_late: bool = False
-    ) -> PreparedWhole:
+    def prepare(self, signal: Signal, correction: Correction | None = None) -> PreparedWhole:
         """Prepare tensors: any floating dtype and shape. Kernels of a GPU encode them now, and find inf and NaN."""
-        known = {name: tensor for name, tensor in signal.items() if tensor is not None}
-        if len(known) == len(signal) and self._is_in_kernels(known.values()):
-            pending = PendingQuantized(self, known, self._tables_of(known))
+        if self._is_in_kernels(signal.values()):
+            pending = PendingQuantized(self, signal, self._tables_of(signal))
             return PreparedWhole(signal, lambda _, *beside: pending.send(*beside), pending, pending.faults)
         return PreparedWhole(signal, self._send)
 
     def _send(self, signal: dict[str, Tensor], status: Tensor | None, whole: Signal | None) -> PendingQuantized:
-        tables = self._tables_of(signal) if self._is_in_kernels(signal.values()) else None
-        return PendingQuantized(self, signal, tables).send(status, whole)
+        return PendingQuantized(self, signal, None).send(status, whole)
 
     def _tables_of(self, signal: Iterable[str]) -> Tables:
         """Return those of a fragment: another one may be in progress, or come between two of its averages."""
@@ -296,12 +291,6 @@ class QuantizedExchange:
             and all(tensor.dtype in DTYPES for tensor in tensors)
             and any(tensor.numel() and dispatch.uses_triton(tensor.device) for tensor in tensors)
         )
-
-    def carries_status(self, numels: Sequence[int]) -> bool:
-        return True
-
-    def describe_fault(self, step: int, kept: str, here: str) -> Fault:
-        return overflow(3, step, f"{kept} on {here}")
 
     def to(self, device: torch.device) -> None:
         self.residuals.to(device)

@@ -85,12 +85,12 @@ class Replica:
 
     @property
     def sends_changes_only(self) -> bool:
-        """Whether an average consists of the payload's messages, the first of which can have a status; on all ranks."""
+        """Whether an average consists of the payload's messages; equal on all ranks."""
         if self.exchange is None or self.buffers.start:
             return False
         # One small tensor that is sent whole takes a second message, and the status goes on that.
         trained = [p for fragment in self.fragments for p in fragment.parameters if p.requires_grad and p.numel()]
-        return all(map(self.compresses, trained)) and self.exchange.carries_status([p.numel() for p in trained])
+        return all(map(self.compresses, trained))
 
     def sent_bytes(self, parameter: Parameter) -> int:
         """Return the bytes that an average sends for a parameter, by the formulas of the flat collectives."""

@@ -20,7 +20,7 @@ from lightning_lowbw.compress.payload import Payload
 from lightning_lowbw.errors import ConfigurationError
 from lightning_lowbw.schedules.schedule import Schedule
 from lightning_lowbw.sync.exchange import Exchange, WholeExchange
-from lightning_lowbw.sync.status import SAVE, STOP, Fault, Faults, Status, first_fault, status_message
+from lightning_lowbw.sync.status import SAVE, STOP, Fault, Faults, Status, first_fault, overflow, status_message
 
 
 class Configuration(Protocol):
@@ -292,8 +292,8 @@ class Synchronizer:
             self.save_requested = False
 
     # Faults ---------------------------------------------------------------------------------------------------------
-    # The sum of finite gradients may overflow, and a message may be damaged. What an exchange finds after its status
-    # has gone is told with the next one; or by `check_late_faults`, when weights are saved or the training ends.
+    # The sum of finite gradients may overflow. A fault that an exchange finds after its status has gone is in the next
+    # status; or `check_late_faults` reports it, when weights are saved or the training ends.
 
     @property
     def fault_group(self) -> Any:
@@ -312,13 +312,12 @@ class Synchronizer:
         """Return what the last exchange has found after its status."""
         faults, exchange = Faults(), self.compressed
         if exchange is not None and exchange.fault is not None:
-            faults.add(exchange.fault, [""], self._describe_kept)
+            faults.add(exchange.fault, [""] * exchange.fault.numel(), self._describe_kept)
         return faults
 
     def _describe_kept(self, _: str) -> Fault:
-        assert self.compressed is not None
         signal = "changes of the weights" if self.method.when.averages_weights else "gradients"
-        return self.compressed.describe_fault(self.step, f"what was kept of earlier {signal}", self.here)
+        return overflow(3, self.step, f"what was kept of earlier {signal} on {self.here}")
 
     @property
     def may_have_late_faults(self) -> bool:
@@ -333,7 +332,6 @@ class Synchronizer:
 
         Raises:
             NonFiniteGradientError: on all ranks; a residual of a rank has an inf or NaN.
-            ValueError: on all ranks; a message that a rank has received was damaged.
         """
         peers = self.peers
         if peers.num_ranks == 1 or not self.may_have_late_faults:

@@ -23,7 +23,6 @@ STEPS = 6
 METHODS: dict[str, Method] = {
     "dense": DGC(rampup_begin_step=STEPS),
     "dgc": DGC(sparsity=[0.9], min_numel=1, value_dtype="int8"),
-    "reduce_scatter": DGC(sparsity=[0.9], min_numel=1, exchange="reduce_scatter"),
     "int8": QuantizedGradients("int8"),
     "powersgd": PowerSGD(2),
     "local_sgd": LocalSGD(3),

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lightning_lowbw.compress.codec import VALUE_NAMES, SparseCodec
-from lightning_lowbw.compress.sparse_sum import Sparse, SparseSum
 from lightning_lowbw.kernels import dispatch
+from lightning_lowbw.sync.exchange import Sparse
 
 SAID = "damaged message|A message (of|with) -?\\d+ "  # what an error must say
 COUNTS, NUMELS = [3, 0, 2, 40], [100, 7, 50, 300]
@@ -89,72 +89,3 @@ def test_positions_stay_inside_their_tensors(damage: Damage, name: str, is_compi
 def assert_said(error: ValueError) -> None:
     with pytest.raises(ValueError, match=SAID):
         raise error
-
-
-# The sparse reduce-scatter --------------------------------------------------------------------------------------------
-
-NUM_RANKS, SELECTED = 3, 45
-
-
-def of_size(message: Tensor, nbytes: int) -> Tensor:
-    """Return what arrives of a message: collectives have room for one size."""
-    return torch.cat([message[:nbytes], message.new_zeros(max(0, nbytes - message.numel()))])
-
-
-def sum_plan() -> tuple[SparseSum, list[Sparse]]:
-    plan = SparseSum(tuple(NUMELS), SELECTED, (0, 120, 300, sum(NUMELS)), SparseCodec("bfloat16"))
-    generator = torch.Generator().manual_seed(1)
-    selected = []
-    for _ in range(NUM_RANKS):
-        positions = torch.randperm(sum(NUMELS), generator=generator)[:SELECTED].sort().values
-        selected.append((positions, torch.randn(SELECTED, generator=generator)))
-    return plan, selected
-
-
-@fuzz
-@given(damage=damages(), sender=st.integers(1, 2))
-def test_an_owner_adds_up_nothing_outside_its_part(damage: tuple[str, list[tuple[int, int]]], sender: int) -> None:
-    plan, selected = sum_plan()
-    outgoing = [plan.prepare(rank, each) for rank, each in enumerate(selected)]
-    received = torch.stack([each.message[0] for each in outgoing])
-    received[sender] = of_size(damaged(received[sender], damage), received.shape[1])
-    try:
-        owned = plan.combine(0, outgoing[0].own, received)
-    except ValueError as error:
-        return assert_said(error)
-    assert ((owned.unsent[0] >= 0) & (owned.unsent[0] < plan.boundaries[1])).all()
-
-
-@fuzz
-@given(damage=damages(), owner=st.integers(0, 2))
-def test_the_sums_of_owners_lie_in_their_tensors(damage: tuple[str, list[tuple[int, int]]], owner: int) -> None:
-    plan, selected = sum_plan()
-    outgoing = [plan.prepare(rank, each) for rank, each in enumerate(selected)]
-    gathered = torch.stack(
-        [
-            plan.combine(rank, outgoing[rank].own, torch.stack([each.message[rank] for each in outgoing])).message
-            for rank in range(NUM_RANKS)
-        ]
-    )
-    gathered[owner] = of_size(damaged(gathered[owner], damage), gathered.shape[1])
-    try:
-        reduced = plan.finish(gathered)
-    except ValueError as error:
-        return assert_said(error)
-    assert list(reduced.boundaries) == sorted(reduced.boundaries)
-    assert (reduced.boundaries[0], reduced.boundaries[-1]) == (0, sum(NUMELS))
-    for numel, (positions, values) in zip(NUMELS, *plan.split(reduced.mean), strict=True):
-        assert positions.shape == values.shape
-        assert ((positions >= 0) & (positions < numel)).all()
-        assert (positions.diff() > 0).all()
-
-
-@pytest.mark.parametrize("position", [120, 179])
-def test_a_position_in_the_part_of_another_owner_is_refused(position: int) -> None:
-    """There is one format for parts of all sizes, and the first is not the widest."""
-    plan, selected = sum_plan()
-    received = torch.stack([plan.prepare(rank, each).message[0] for rank, each in enumerate(selected)])
-    message, _ = plan._pack(torch.tensor([7, position]), torch.ones(2), plan.scatter_capacity)
-    received[1] = torch.cat([torch.tensor([2], dtype=torch.int32).view(torch.uint8), message])
-    with pytest.raises(ValueError, match="damaged message: positions that are outside of their owner's part"):
-        plan.combine(0, plan.prepare(0, selected[0]).own, received)

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import pytest
 
-from lightning_lowbw.compress.codec import MAX_NUMEL
 from lightning_lowbw.compress.top_k import ChunkLayout, Compression, TopK, as_compression, small_numel
 
 
@@ -43,25 +41,6 @@ def test_what_is_small_depends_on_what_is_trained() -> None:
     assert TopK().compresses("", 6144, 6144)
     assert not TopK().compresses("", 6143, 6144)
     assert TopK(min_numel=5000).compresses("", 5000, 6144)
-
-
-@pytest.mark.parametrize(
-    ("num", "density", "numel", "scatters"),
-    [
-        *[(9, 0.25, 10**9, False), (16, 0.25, 1_000_000, True)],
-        *[(16, 0.001, 97_000_000, False), (16, 0.001, 98_000_000, True)],
-        *[(64, 0.001, 19_000_000, False), (64, 0.001, 20_000_000, True)],
-        (64, 0.001, MAX_NUMEL + 1, False),  # has no positions
-    ],
-)
-def test_auto_scatters_where_it_costs_less_than_half(num: int, density: float, numel: int, scatters: bool) -> None:
-    def chosen(num_parts: int = 1, **options: Any) -> str:
-        numels = [numel // 50] * 49 + [numel - 49 * (numel // 50)]
-        return TopK(**options).at(density).collective(numels, num, num_parts)
-
-    assert chosen() == ("reduce_scatter" if scatters else "all_gather")
-    assert chosen(exchange="reduce_scatter") == "reduce_scatter"
-    assert {chosen(exchange="all_gather"), chosen(mean_over="senders"), chosen(num_parts=2)} == {"all_gather"}
 
 
 def test_a_mapping_says_the_same_as_a_value() -> None:

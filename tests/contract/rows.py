@@ -38,7 +38,6 @@ ROWS = {
     "dgc nesterov": Row(lowbw.DGC(**STAIRS, value_dtype="float32", momentum_masking=True), NESTEROV),
     "dgc adamw": Row(lowbw.DGC(**STAIRS, value_dtype="int8"), ADAMW),
     "dgc by error feedback": Row(lowbw.DGC(**STAIRS), RMSPROP),
-    "dgc by reduce-scatter": Row(lowbw.DGC(**STAIRS, exchange="reduce_scatter")),
     "dgc adamw on two levels": Row(lowbw.DGC(**STAIRS, **TWO_LEVELS), ADAMW, 4),
     "chunks every step": Row(lowbw.DGC(density=0.1, chunk=64, decay=0.9, mean_over="senders", **SMALL)),
     "int8 by rmsprop on four ranks": Row(lowbw.QuantizedGradients(), RMSPROP, 4),

@@ -46,11 +46,7 @@ def test_the_ledger_has_the_bytes_of_each_collective(name: str) -> None:
         assert result.dense_bytes == STEPS * all_reduce_bytes(FLOAT_BYTES * NUMEL, ROWS[name].num_ranks)
 
 
-# Of a reduce-scatter the size of a message depends on where the ranks' parts are cut, which follows the data.
-BY_FORMULA = [name for name, row in ROWS.items() if getattr(row.method.what, "exchange", "") != "reduce_scatter"]
-
-
-@pytest.mark.parametrize("name", BY_FORMULA)
+@EVERY_ROW
 def test_measured_bytes_are_those_of_the_payload_s_formula(name: str) -> None:
     row = ROWS[name]
     for result in trained(name):
@@ -65,10 +61,7 @@ def test_a_step_waits_only_for_messages_that_depend_on_one_another(name: str) ->
     """Status and whole tensors go in the first one; a second one has means of what the first has brought."""
     row = ROWS[name]
     what, num_nodes = row.method.what, Volumes(row).num_participants
-    if isinstance(what, TopK):
-        num = 3 if what.exchange == "reduce_scatter" else 1
-    else:
-        num = 2 if isinstance(what, LowRank) or (isinstance(what, Quantized) and num_nodes > 2) else 1
+    num = 2 if isinstance(what, LowRank) or (isinstance(what, Quantized) and num_nodes > 2) else 1
     for result in trained(name):
         assert result.num_messages[row.method.when.begin_step :] == [num] * (STEPS - row.method.when.begin_step)
 

@@ -48,8 +48,7 @@ class Volumes:
         return quantized_mean_bytes(*given, is_hidden=self.row.method.hides_averages)
 
     def sparse(self, what: TopK, numels: Sequence[int], density: float | None) -> int:
-        """Return the bytes of the largest elements; not those of a reduce-scatter, whose parts follow the data."""
-        assert what.exchange != "reduce_scatter"
+        """Return the bytes of the largest elements."""
         what = what if density is None else what.at(density)
         return all_gather_bytes(what.nbytes(self.parts(numels)), self.num_participants)
 

@@ -93,7 +93,7 @@ def by_name(name: str) -> str:
 
 # Deep gradient compression ----------------------------------------------------------------------------------------
 
-DGC = {"sparsity": (0.8,), "min_numel": 100, "exchange": "all_gather", "value_dtype": "float32"}
+DGC = {"sparsity": (0.8,), "min_numel": 100, "value_dtype": "float32"}
 
 
 STAIRS = {"rampup_begin_step": 2, "rampup_step": 4, "sparsity": (0.5, 0.75, 0.9)}
@@ -118,12 +118,6 @@ dgc("float16-four-ranks", {"value_dtype": "float16"}, ranks=4, model=models.Conv
 dgc("int4-adamw-channels-last", {"value_dtype": "int4"}, optimizer="adamw", model=models.ChannelsLast)
 dgc("int2-sgd", {"value_dtype": "int2"}, optimizer="sgd")
 
-dgc("sampled-wide-reduce-scatter", {"sparsity": (0.98,), "exchange": "reduce_scatter"}, model=models.Wide, steps=6)
-
-dgc("reduce-scatter-four-ranks-int4-adam", {"exchange": "reduce_scatter", "value_dtype": "int4", **STAIRS}, ranks=4,
-    optimizer="adam")  # fmt: skip
-dgc("reduce-scatter-clip-rmsprop", {"exchange": "reduce_scatter"}, optimizer="rmsprop", trainer=CLIP_NORM)
-
 dgc("four-ranks-int4-adam", {"value_dtype": "int4", **STAIRS}, ranks=4, optimizer="adam")
 dgc("clip-rmsprop", trainer=CLIP_NORM, optimizer="rmsprop")
 dgc("no-masking-nesterov-int4", {"momentum_masking": False, "value_dtype": "int4"}, optimizer="nesterov")
@@ -143,7 +137,6 @@ dgc("scaler-skips-adamw", {"value_dtype": "int8"}, precision="scaler", init_scal
 
 dgc("resume-stairs", STAIRS, optimizer="nesterov", resume_at=4, model=models.Dropout)
 dgc("resume-adamw-int8", {"value_dtype": "int8"}, optimizer="adamw", resume_at=4)
-dgc("resume-reduce-scatter-four-ranks", {"exchange": "reduce_scatter", "value_dtype": "bfloat16"}, ranks=4, resume_at=4)
 dgc("resume-four-ranks", {"value_dtype": "bfloat16"}, ranks=4, resume_at=4)
 dgc("resume-wide", {"sparsity": (0.98,)}, model=models.Wide, resume_at=3, steps=6)
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_lowbw import DGC, DGCStrategy, LocalSGDStrategy, QuantizedGradients, Strategy
+from lightning_lowbw import DGCStrategy, LocalSGDStrategy, QuantizedGradients, Strategy
 from lightning_lowbw.comm.agreement import digest
 from tests.gpu.problem import check_near, init_process_group
 from tests.ranks import run_ranks
@@ -27,7 +27,6 @@ HALVES = ((0, 1), (2, 3))
 
 STRATEGIES: dict[str, Any] = {
     "dgc": partial(DGCStrategy, **SPARSE),
-    "dgc, reduce_scatter": partial(Strategy, DGC(**SPARSE, exchange="reduce_scatter")),
     "dgc, int4 values": partial(DGCStrategy, **SPARSE, value_dtype="int4"),
     "dgc, two levels": partial(DGCStrategy, **SPARSE, topology=HALVES),
     "int8": partial(Strategy, QuantizedGradients("int8")),

@@ -20,7 +20,7 @@ POINTERS = {
         "num_ties ends_greater ends_ties num_ones words messages spans",
         "fp32": "factors thresholds last_kth values ordered_values sent_values",
         "fp64": "room",
-        "u8": "damaged message received answer flags",
+        "u8": "message received answer flags",
     }.items()
     for name in names.split()
 }

@@ -188,16 +188,14 @@ def test_a_message_of_many_blocks_of_words(value_dtype: str, monkeypatch: pytest
     message = torch.stack([codec.encode(parts, numels), codec.encode(draw_parts(sizes), numels)])
     for tensors in (slice(None), slice(1, 4), slice(8, None)):
         monkeypatch.setattr(dispatch, "uses_triton", lambda device: True)
-        flag = torch.zeros((), dtype=torch.bool, device=DEVICE)
-        found = codec.decode(message, counts, numels, flag, tensors)
+        found = codec.decode(message, counts, numels, tensors)
         monkeypatch.setattr(dispatch, "uses_triton", lambda device: False)
-        expected = codec.decode(message, counts, numels, tensors=tensors)
+        expected = codec.decode(message, counts, numels, tensors)
         assert all(equal_bits(a, b) for a, b in zip(found, expected, strict=True))
-        assert not flag
 
 
 def test_damaged_messages_stay_inside_their_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where a CPU raises, the flag is set, and only there; what comes out can be used as an index."""
+    """Where a CPU raises, a GPU returns positions that can be used as an index."""
     sizes = [(1000, 3), (7, 0), (40, 33), (300, 70)]
     codec, parts, numels = SparseCodec("bfloat16"), draw_parts(sizes), [numel for numel, _ in sizes]
     counts, chance = [k for _, k in sizes], torch.Generator().manual_seed(0)
@@ -218,17 +216,11 @@ def test_damaged_messages_stay_inside_their_tensors(monkeypatch: pytest.MonkeyPa
             is_refused = True
         with monkeypatch.context() as kernels:
             kernels.setattr(dispatch, "uses_triton", lambda device: True)
-            flag = torch.zeros((), dtype=torch.bool, device=DEVICE)
-            positions, values = (each.cpu() for each in codec.decode(row.to(DEVICE), counts, numels, flag))
-            assert bool(flag) == is_refused
+            positions, values = (each.cpu() for each in codec.decode(row.to(DEVICE), counts, numels))
             assert positions.shape == values.shape == (1, sum(counts))
             for numel, mine in zip(numels, positions[0].split(counts), strict=True):
                 assert ((mine >= 0) & (mine < numel)).all()
-            if is_refused:
-                with pytest.raises(ValueError, match="A damaged message: its positions are too many, too few, or"):
-                    codec.decode(row.to(DEVICE), counts, numels)
-            else:
-                assert positions.equal(expected)
+            assert is_refused or positions.equal(expected)
         num_refused += is_refused
     assert 4 < num_refused < 12
 
@@ -239,11 +231,9 @@ def test_a_position_behind_the_end_becomes_the_last(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(dispatch, "uses_triton", lambda device: False)
     message = codec.encode([(positions, torch.ones(3))], [1023]).to(DEVICE)
     monkeypatch.setattr(dispatch, "uses_triton", lambda device: True)
-    flag = torch.zeros((), dtype=torch.bool, device=DEVICE)
     for numel, expected in ((1023, 1010), (1011, 1010), (1010, 1009), (1000, 999)):
-        found, _ = codec.decode(message.unsqueeze(0), [3], [numel], flag)
+        found, _ = codec.decode(message.unsqueeze(0), [3], [numel])
         assert found.tolist() == [[1, 2, expected]]
-        assert bool(flag) == (numel < 1011)
 
 
 # Tensors as one vector ------------------------------------------------------------------------------------------------

@@ -16,7 +16,6 @@ from lightning_lowbw.errors import NonFiniteGradientError
 from lightning_lowbw.kernels import dispatch
 from lightning_lowbw.method import Method
 from lightning_lowbw.presets import DGC, LocalSGD, QuantizedGradients
-from lightning_lowbw.sync.exchange import Messages
 from tests.ranks import run_ranks
 
 # All factors are powers of two, or the interpreter, which fuses no multiply with an add, would round otherwise.
@@ -83,46 +82,6 @@ def test_a_training_is_that_of_a_cpu(case: str) -> None:
                 assert a.equal(b)
             else:
                 torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
-
-
-def receive_damage() -> tuple[list[str], bool]:
-    """Return what each step says, and whether the weights are finite, where rank 1 receives a bit that has flipped."""
-    dispatch.uses_triton = lambda device: True  # put back by `run_ranks`
-    decode = Messages.decode
-
-    def decode_flipped(layout: Messages, gathered: Tensor, damaged: Tensor) -> Any:
-        gathered = gathered.clone()
-        if dist.get_rank() == 1:
-            gathered[0, 0, 0] ^= 1  # of the unary part: a position more, or one less
-        return decode(layout, gathered, damaged)
-
-    model = nn.Linear(300, 17)
-    optimizer = SGD(model.parameters(), **EXACT)
-    worker = DGC(sparsity=(0.9,), min_numel=1000).attach(optimizer, model.named_parameters())
-    said = []
-    for step in range(3):
-        optimizer.zero_grad()
-        for parameter in model.parameters():
-            parameter.grad = torch.ones_like(parameter)
-        Messages.decode = decode_flipped if step == 1 else decode  # type: ignore[method-assign]
-        try:
-            with worker.stepping():
-                worker.exchange(applies=True)
-                optimizer.step()
-            said.append("")
-        except ValueError as error:
-            said.append(str(error))
-        finally:
-            Messages.decode = decode  # type: ignore[method-assign]
-    return said, all(bool(parameter.isfinite().all()) for parameter in model.parameters())
-
-
-def test_a_damaged_message_is_told_on_all_ranks_without_a_wait() -> None:
-    """By the next control message; until then nothing is written outside a tensor."""
-    for said, is_finite in run_ranks(receive_damage, 2):
-        assert said[:2] == ["", ""]
-        assert "Step 2: rank 1 has received a damaged message" in said[2]
-        assert is_finite
 
 
 def take_bad_steps(uses_kernels: bool, method: Method) -> tuple[list[str], list[Tensor], str]:

@@ -24,9 +24,9 @@ from lightning_lowbw.comm.peers import part_of
 from lightning_lowbw.compress import top_k
 from lightning_lowbw.compress.params import Rows
 from lightning_lowbw.sync import exchange
-from tests.ranks import on_ranks, run_ranks
+from tests.ranks import on_ranks
 from tests.sync import problem
-from tests.sync.problem import AWKWARD, CLOSE, DENSE_THEN_SPARSE, DENSITIES, EXACT, FLAT, NODES, THREE, Nodes, each
+from tests.sync.problem import AWKWARD, CLOSE, DENSE_THEN_SPARSE, DENSITIES, EXACT, FLAT, NODES, THREE, Nodes
 
 STAIRS: dict[str, Any] = {"rampup_begin_step": 2, "rampup_step": 6, "sparsity": [0.5, 0.9, 0.97]}  # then 3 %
 STEPS = 8
@@ -89,26 +89,6 @@ def test_equals_the_paper(nodes: Nodes, cases: list[Case]) -> None:
                         torch.testing.assert_close(kept, v, rtol=1e-4, atol=1e-4)
 
 
-def train_by(exchange: str, operation_bytes: int) -> list[tuple[str, int]]:
-    """Return a digest of the weights after each step, and the bytes sent by then."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(top_k, "MOST_GATHERED", 1)
-        patch.setattr(top_k, "OPERATION_BYTES", operation_bytes)
-        found = problem.train(make_method({"exchange": exchange}), partial(SGD, lr=0.05), steps=STEPS)
-    return [*zip(found["digests"], found["sent"], strict=True)]
-
-
-def test_auto_chooses_in_each_step_by_its_cost() -> None:
-    """With operations that cost less than nothing; a little less: at the last density, from the seventh step on."""
-    cases = [("all_gather", 0), ("reduce_scatter", 0), ("auto", -1_000_000), ("auto", -4)]
-    results, others = run_ranks(each, 2, train_by, cases)
-    assert results == others
-    gathered, scattered, auto_scattered, mixed = results
-    assert auto_scattered == scattered
-    assert mixed[:6] == gathered[:6]
-    assert mixed[6] != gathered[6]
-
-
 # Settings of the optimizer --------------------------------------------------------------------------------------------
 
 BY_THE_PAPER = DENSE_THEN_SPARSE.replace(momentum_masking=True)
@@ -146,7 +126,7 @@ def test_each_param_group_has_its_own_settings_which_a_scheduler_may_change_in_e
 # Dtypes ---------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("options", [{}, {"value_dtype": "int8", "chunk": 50}, {"exchange": "reduce_scatter"}])
+@pytest.mark.parametrize("options", [{}, {"value_dtype": "int8", "chunk": 50}])
 @on_ranks()
 def test_float64_keeps_its_precision(options: dict[str, Any]) -> None:
     """Of a hundred elements one is sent; another gets 1, and then a billionth in each step."""
@@ -223,23 +203,6 @@ def test_unused_frozen_unfrozen_and_added_parameters() -> None:
         options |= OF_ADDED if name == "added" else SETTINGS
         expected, _ = problem.by_the_paper({name: shape}, FLAT, densities, **options)
         torch.testing.assert_close(parameters[name].detach(), expected[name], **CLOSE)
-
-
-@on_ranks()
-def test_where_the_status_goes_is_asked_at_the_density_of_the_step() -> None:
-    asked: list[float] = []
-
-    def ask(self: Any, numels: Any) -> bool:
-        asked.append(self.payload.density)
-        return True
-
-    parameters = problem.make_parameters({"matrix": (20, 10)})
-    worker = make_method({}).attach(SGD(parameters.values(), lr=0.1), parameters.items())
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(exchange.TopKExchange, "carries_status", ask)
-        for step in range(STEPS):
-            problem.take_step(worker, parameters, step)
-    assert asked == pytest.approx([0.5, 0.5, 0.1, 0.1, 0.03, 0.03])
 
 
 ADAM, RMSPROP = partial(Adam, lr=0.05, amsgrad=True), partial(RMSprop, lr=0.05, momentum=0.9)

@@ -139,7 +139,6 @@ CASES: dict[str, tuple[str, list[torch.dtype], Any, Any]] = {
     "mixed dtypes": ("momentum", [FLOAT32, BFLOAT16, FLOAT16], DGC(**STAIRS), "flat"),
     "Adam on two levels": ("Adam", [FLOAT32], DGC(**STAIRS), NODES),
     "int8": ("momentum", [FLOAT32], DGC(**STAIRS, value_dtype="int8"), "flat"),
-    "reduce-scatter": ("momentum", [FLOAT32], DGC(**STAIRS, exchange="reduce_scatter"), "flat"),
     "error feedback": ("RMSprop", [BFLOAT16], DGC(**STAIRS), "flat"),
     "local SGD on two levels": ("momentum", [FLOAT32], LOCAL, NODES),
     "all in int4": ("AdamW", [FLOAT32, BFLOAT16], QuantizedGradients("int4"), "flat"),

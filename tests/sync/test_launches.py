@@ -7,7 +7,6 @@ each operation of torch that computes or copies something, each kernel, and each
 from __future__ import annotations
 
 import gc
-import math
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -31,16 +30,13 @@ from lightning_lowbw.comm.collectives import SideQueue, TrafficLedger
 from lightning_lowbw.comm.peers import Peers, TwoLevelPeers
 from lightning_lowbw.comm.topology import Topology
 from lightning_lowbw.compress import codec as positions
-from lightning_lowbw.compress import sparse_sum
-from lightning_lowbw.compress.sparse_sum import SparseSum, even_boundaries, scatter_operations
-from lightning_lowbw.compress.top_k import Compression, TopK, small_numel
+from lightning_lowbw.compress.top_k import Compression
 from lightning_lowbw.kernels import dispatch, gpu, tensors
 from lightning_lowbw.method import Method
 from lightning_lowbw.presets import DGC, LocalSGD, PowerSGD, QuantizedGradients
 from lightning_lowbw.strategies.step_hooks import exchange_unscaled_
 from lightning_lowbw.sync.buffers import ReplicaBuffers, spec_of, wide_copies
 from lightning_lowbw.sync.early import NUM_GROUPS
-from lightning_lowbw.sync.exchange import ReduceScatterExchange
 from lightning_lowbw.sync.gradient import GradientSync
 from lightning_lowbw.sync.local import LocalSync
 from lightning_lowbw.sync.local_view import agree_in_node
@@ -332,7 +328,7 @@ def count_step(patch: pytest.MonkeyPatch, model: str, optimizer: Any, peers: Any
         if also == BF16_TRUE:
             parameters = [Parameter(parameter.to(torch.bfloat16)) for parameter in parameters]
         ours = optimizer(parameters)
-        sparse = DGC(exchange="all_gather", sparsity=[0.75 if also == AT_A_QUARTER else 0.999])
+        sparse = DGC(sparsity=[0.75 if also == AT_A_QUARTER else 0.999])
         named = [(str(i), each) for i, each in enumerate(parameters)]
         few_bits = "int8" if also == IN_GROUPS else also
         whole = PowerSGD() if also == POWER_SGD else QuantizedGradients(few_bits) if few_bits in FORMATS else None
@@ -417,43 +413,6 @@ def count_local_step(
                 worker.exchange()
         count[BYTES] = round(10 * (operations.most - operations.start) / sum(p.numel() for p in parameters))
         return count
-
-
-def count_reduce_scatter(monkeypatch: pytest.MonkeyPatch, num_ranks: int) -> Counter[str]:
-    """Return what rank 0 launches and waits for between what it has selected and the mean, ready to be applied."""
-    what = TopK(density=0.001, exchange="reduce_scatter")
-    numels = [math.prod(shape) for shape in resnet50_shapes()]
-    sizes = tuple(numel for numel in numels if what.compresses("", numel, small_numel(numels)))
-    counts = what.nums_sent(sizes)
-    plan = SparseSum(sizes, sum(counts), even_boundaries(sizes, counts, num_ranks), what.codec)
-    generator = torch.Generator().manual_seed(0)
-    selected: list[list[tuple[Tensor, Tensor]]] = [[] for _ in range(num_ranks)]
-    for rank, parts in enumerate(selected):
-        for size, count in zip(sizes, counts, strict=True):
-            parts.append((torch.arange(count) * (size // count) + rank, torch.randn(count, generator=generator)))
-    outgoing = [plan.prepare(rank, plan.join(parts)) for rank, parts in enumerate(selected)]
-    received = [torch.stack([each.message[owner] for each in outgoing]) for owner in range(num_ranks)]
-    answers = [plan.combine(owner, outgoing[owner].own, received[owner]).message for owner in range(num_ranks)]
-    gathered = torch.stack(answers)
-    between = SimpleNamespace(rank=0, num_ranks=num_ranks)
-    between.all_to_all, between.all_gather = lambda message: received[0].view(-1), lambda message: gathered
-    exchange = ReduceScatterExchange(what, SimpleNamespace(between=between))  # type: ignore[arg-type]
-    by_name = {str(number): size for number, size in enumerate(sizes)}
-    exchange.residuals.ensure(by_name, torch.device("cpu"), [])
-
-    def counted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        def counting(*args: Any) -> Any:
-            count[name] += 1
-            return function(*args)
-
-        return counting
-
-    count: Counter[str] = Counter()
-    monkeypatch.setattr(Tensor, "tolist", counted("wait: tolist", Tensor.tolist))
-    monkeypatch.setattr(sparse_sum, "upload", counted("upload", sparse_sum.upload))
-    with Operations(count, "cpu"):
-        exchange.send(dict(zip(by_name, selected[0], strict=True)), by_name, None, None).wait()
-    return count
 
 
 def run_now(
@@ -586,10 +545,6 @@ for kind, begin, options, limit in (
     count_kind = partial(count_local_step, begin_step=begin, **options)
     COUNTS[f"a {kind}, ResNet-50, 8 ranks"] = (count_kind, 8, limit)
     WAITS[f"a {kind}, ResNet-50, 8 ranks"] = 0
-SCATTERED = "a reduce-scatter of what has been selected, ResNet-50, 8 ranks"
-NUM_SPARSE = 52
-MOST_SCATTERED = scatter_operations(NUM_SPARSE, 8) - 5 * 10  # waits
-COUNTS[SCATTERED], WAITS[SCATTERED] = (partial(count_reduce_scatter, num_ranks=8), 8, MOST_SCATTERED), 10
 
 
 @pytest.mark.parametrize("name", COUNTS)
@@ -603,8 +558,7 @@ def test_launches(name: str, rows: dict[str, str], request: Any, monkeypatch: py
         dist.destroy_process_group()
     num_waits = sum(number for what, number in count.items() if what.startswith("wait"))
     nbytes = count.pop(BYTES) / 10 if BYTES in count else "-"
-    num_messages = "-" if name == SCATTERED else count.pop(MESSAGES, 0)
-    num_calls = count.pop(CALLS, 0)
+    num_messages, num_calls = count.pop(MESSAGES, 0), count.pop(CALLS, 0)
     num_launches = count.total() - num_waits
     assert num_launches <= most, count
     assert num_waits == WAITS[name], count

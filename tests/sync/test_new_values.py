@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -22,8 +22,7 @@ from lightning_lowbw.compress.selection import Residuals
 from lightning_lowbw.cost_model import Cluster, cost_of
 from lightning_lowbw.presets import PRESETS, preset
 from lightning_lowbw.schedules.schedule import SCHEDULES, Schedule
-from lightning_lowbw.sync.exchange import EXCHANGES, Correction, Deferred, DenseMean, PreparedWhole, exchanges
-from lightning_lowbw.sync.status import Fault, overflow
+from lightning_lowbw.sync.exchange import EXCHANGES, Arrived, Correction, DenseMean, PreparedWhole, Signal, exchanges
 from tests.ranks import run_ranks
 from tests.sync import problem
 
@@ -43,32 +42,39 @@ class Rounded(Payload, key="rounded"):
         return [Message("all_reduce", 4 * sum(map(math.prod, shapes)))]
 
 
+class PendingRounded:
+    def __init__(self, sent: Signal, whole: Signal, status: Tensor, peers: Peers) -> None:
+        self._names = [*sent], [*whole]
+        self._work = MeanWork([*sent.values(), *whole.values()], status, peers)
+
+    def wait(self) -> Arrived:
+        means, status = self._work.wait()
+        sent, whole = self._names
+        mean = DenseMean(dict(zip(sent, means, strict=False)))
+        return Arrived(mean, status, dict(zip(whole, means[len(sent) :], strict=True)))
+
+    def take_back(self) -> bool:
+        return True
+
+
 @exchanges(Rounded)
 class RoundedExchange:
     def __init__(self, payload: Rounded, peers: Peers) -> None:
         self.payload, self._peers = payload, peers
         self.residuals, self.fault = Residuals(), None
 
-    def prepare(
-        self, signal: Mapping[str, Tensor | None], correction: Correction | None = None, *, is_late: bool = False
-    ) -> PreparedWhole:
-        return PreparedWhole(signal, lambda tensors, *_: Deferred(lambda: self._average(tensors)))
+    def prepare(self, signal: Signal, correction: Correction | None = None) -> PreparedWhole:
+        return PreparedWhole(signal, self._send)
 
-    def carries_status(self, numels: Sequence[int]) -> bool:
-        return False
-
-    def _average(self, tensors: dict[str, Tensor]) -> DenseMean:
+    def _send(self, tensors: Signal, status: Tensor | None, whole: Signal | None) -> PendingRounded:
         self.residuals.ensure({name: each.numel() for name, each in tensors.items()}, torch.device("cpu"))
         rounded = []
         for name, each in tensors.items():
-            whole = self.residuals[name].add_(each.reshape(-1))
-            rounded.append((whole / self.payload.unit).round() * self.payload.unit)
-            whole.sub_(rounded[-1])
-        means, _ = MeanWork(rounded, torch.zeros(1), self._peers).wait()
-        return DenseMean(dict(zip(tensors, means, strict=True)))
-
-    def describe_fault(self, step: int, kept: str, here: str) -> Fault:
-        return overflow(3, step, kept)
+            kept = self.residuals[name].add_(each.reshape(-1))
+            rounded.append((kept / self.payload.unit).round() * self.payload.unit)
+            kept.sub_(rounded[-1])
+        sent = dict(zip(tensors, rounded, strict=True))
+        return PendingRounded(sent, whole or {}, torch.zeros(1) if status is None else status, self._peers)
 
     def to(self, device: torch.device) -> None:
         self.residuals.to(device)

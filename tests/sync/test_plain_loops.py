@@ -80,7 +80,6 @@ CASES: dict[str, tuple[Method, str, Nodes]] = {
     "a tensor's rate": (METHOD, "a tensor's rate", FLAT),
     "rmsprop": (METHOD, "rmsprop", FLAT),
     "senders": (METHOD.replace(mean_over="senders", value_dtype="int8"), "adamw", FLAT),
-    "reduce-scatter": (METHOD.replace(exchange="reduce_scatter"), "sgd", FLAT),
     "two levels": (METHOD, "adam", NODES["strided"]),
     "int8": (QuantizedGradients(), "sgd", FLAT),
     "local": (LocalSGD(k_steps=3, begin_step=2), "sgd", FLAT),

@@ -30,8 +30,7 @@ def draw_message(payload: TopK, numels: list[int]) -> Tensor:
 
 def means_of(layout: Messages, gathered: Tensor) -> list[Tensor]:
     """Return the mean of each tensor, then weights that have been stepped by it, then means of several dtypes."""
-    damaged = torch.zeros((), dtype=torch.bool)
-    mean = SparseMean(layout.payload, layout.numels, lambda: layout.decode(gathered, damaged), damaged.device)
+    mean = SparseMean(layout.payload, layout.numels, lambda: layout.decode(gathered), gathered.device)
     steps = {name: (torch.empty(numel), torch.linspace(1, 2, numel), 0.3) for name, numel in NUMELS.items()}
     mean.step_(steps)
     dtypes = torch.bfloat16, torch.float32, torch.bfloat16, torch.float16, torch.float16
@@ -64,7 +63,7 @@ def test_groups_of_any_size_have_the_same_mean(
     for num_elements in (1, 30, 100, 300):
         monkeypatch.setattr(exchange, "DECODED_BYTES", ELEMENT_BYTES * num_elements)
         layout = Messages.of(payload, NUMELS, peers)
-        found = list(layout.decode(gathered, torch.zeros((), dtype=torch.bool)))
+        found = list(layout.decode(gathered))
         assert len(found) > 1
         assert all(each.values.numel() <= num_elements or len(each.spans) == 1 for each in found)
         assert all(a.equal(b) for a, b in zip(means_of(layout, gathered), expected, strict=True))

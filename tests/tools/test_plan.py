@@ -58,14 +58,11 @@ def test_no_gain_at_100_gbit_per_s() -> None:
 
 
 def test_all_gathers_gain_up_to_about_128_ranks() -> None:
-    """With the first sparsity of the warm-up that Fleet advises; and what does not grow with the ranks still gains."""
-    gains = {}
+    """With the first sparsity of the warm-up that Fleet advises."""
+    method, gains = DGC(sparsity=[0.984375], **WIDE), []
     for num_nodes in (32, 64, 128, 1024):
-        for exchange in ("all_gather", "auto"):
-            method = DGC(sparsity=[0.984375], exchange=exchange, **WIDE)
-            gains[exchange, num_nodes] = step_s(Method(), 1.0, num_nodes) / step_s(method, 1.0, num_nodes)
-    assert [gains["all_gather", num_nodes] > 1.0 for num_nodes in (32, 64, 128, 1024)] == [True, True, False, False]
-    assert gains["auto", 1024] > 6.0
+        gains.append(step_s(Method(), 1.0, num_nodes) / step_s(method, 1.0, num_nodes) > 1.0)
+    assert gains == [True, True, False, False]
 
 
 SHAPES = [(256, 256)] * 4 + [(512, 512), (1000,), (7,)]
@@ -74,7 +71,6 @@ METHODS = {
     "int8": QuantizedGradients(),
     "powersgd": PowerSGD(rank=2),
     "dgc": DGC(**SPARSE),
-    "dgc by reduce-scatter": DGC(**SPARSE, exchange="reduce_scatter"),
 }
 CONTROL_BYTES = 400  # of the status
 
@@ -152,7 +148,7 @@ def test_half_types_are_enough_where_nothing_else_is_faster() -> None:
 
 
 def test_of_two_that_are_as_fast_the_one_on_two_levels() -> None:
-    cluster = make_cluster({**NUMBERS, "nodes": 4, "ranks_per_node": 4, "gbit_per_s": 4.0})
+    cluster = make_cluster({**NUMBERS, "nodes": 4, "ranks_per_node": 4, "gbit_per_s": 10.0})
     plan = Plan(shapes_of(100_000_000), cluster, 0.3, Run(0, 100_000, is_adam=True))
     assert plan.seconds("dgc") < plan.seconds("dgc_hierarchical") < 1.05 * plan.seconds("dgc")
     assert plan.recommended()[0] == "dgc_hierarchical"
