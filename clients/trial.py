@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import math
 import os
@@ -14,15 +15,15 @@ import torch
 
 import lightning_lowbw as lowbw
 from lightning_lowbw.comm.agreement import digest
-from lightning_lowbw.strategies import Strategy
 
 NUM_RANKS = 2
 WAY, RECORD = "LOWBW_CLIENT_WAY", "LOWBW_CLIENT_RECORD"  # environment variables, which the ranks inherit
-# By name, and the callbacks that come with it. Left to itself "dgc" would find loopback fast, and stay dense.
-WAYS: dict[str, Callable[[], list[Any]]] = {
-    "ddp": list,
-    "dgc": lambda: [lowbw.TrafficMonitor(), lowbw.SparsityWarmup(begin_step=20, steps=20, sparsity=[0.9, 0.99])],
-    "local_sgd": lambda: [lowbw.TrafficMonitor()],
+# By name, and the callbacks that come with it, of one of the two packages of Lightning. Left to itself "dgc" would find
+# loopback fast, and stay dense.
+WAYS: dict[str, Callable[[Any], list[Any]]] = {
+    "ddp": lambda _: [],
+    "dgc": lambda own: [own.TrafficMonitor(), own.SparsityWarmup(begin_step=20, steps=20, sparsity=[0.9, 0.99])],
+    "local_sgd": lambda own: [own.TrafficMonitor()],
 }
 
 
@@ -49,12 +50,15 @@ class Trial:
     ) -> None:
         self._way = os.environ[WAY]
         self.typed = (strategies or names())[self._way]
-        self._recorder = _make_recorder(pl, line % self.typed, loss)
+        self._own: Any = (
+            lowbw if pl.__name__ == "lightning.pytorch" else importlib.import_module("lightning_lowbw.mirror")
+        )
+        self._recorder = _make_recorder(pl, self._own.Strategy, line % self.typed, loss)
 
     @property
     def strategy(self) -> Any:
         """What the Trainer is given: the value of what was typed."""
-        return eval(self.typed, {"lowbw": lowbw})
+        return eval(self.typed, {"lowbw": self._own})
 
     def options(self, *callbacks: Any) -> dict[str, Any]:
         """Return what the Trainer is given beside the strategy: two ranks on the CPU, and callbacks."""
@@ -63,11 +67,11 @@ class Trial:
             "devices": NUM_RANKS,
             "enable_progress_bar": False,
             "enable_model_summary": False,
-            "callbacks": [*callbacks, *WAYS[self._way](), self._recorder],
+            "callbacks": [*callbacks, *WAYS[self._way](self._own), self._recorder],
         }
 
 
-def _make_recorder(pl: ModuleType, typed: str, loss: str | None) -> Any:
+def _make_recorder(pl: ModuleType, base: type, typed: str, loss: str | None) -> Any:
     class Recorder(pl.Callback):  # type: ignore[misc,name-defined]
         """Write what this rank has seen into a file of its own, at the end of the fit."""
 
@@ -83,14 +87,14 @@ def _make_recorder(pl: ModuleType, typed: str, loss: str | None) -> Any:
             fifth = max(1, len(self.losses) // 5)
             record: dict[str, Any] = {
                 "typed": typed,
-                "strategy": repr(strategy) if isinstance(strategy, Strategy) else type(strategy).__name__,
+                "strategy": repr(strategy) if isinstance(strategy, base) else type(strategy).__name__,
                 "batches": len(self.losses),
                 "first_loss": math.fsum(self.losses[:fifth]) / fifth,
                 "loss": math.fsum(self.losses[-fifth:]) / fifth,
                 "weights": digest(pl_module.parameters()),
                 "elements": sum(each.numel() for each in pl_module.parameters() if each.requires_grad),
             }
-            if isinstance(strategy, Strategy):
+            if isinstance(strategy, base):
                 strategy.ledger.settle()
                 record["dense_bytes"] = strategy.ledger.dense_bytes
                 record["sent_bytes"] = strategy.ledger.sent_bytes

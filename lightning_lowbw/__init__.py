@@ -86,4 +86,4 @@ def names() -> list[str]:
 
 
 register()
-namespaces.connect(callbacks=(AveragingSchedule, SparsityWarmup, TrafficMonitor))
+namespaces.connect()

@@ -1,13 +1,13 @@
 """The two packages that Lightning comes as: `lightning`, and its mirror `pytorch_lightning`.
 
-Their code is the same and their classes are not: neither Trainer takes a strategy of the other. What touches Lightning
-here is written for `lightning`. From the same files, `lightning_lowbw.strategies` is built a second time, on
-`pytorch_lightning`, as `lightning_lowbw.mirror`: as soon as `pytorch_lightning` is imported, and not before. Where only
-`pytorch_lightning` is installed, all of it is built on that, and there is no mirror. What is built differs in the names
-in import statements, which are replaced before a module is compiled.
+Their code is the same and their classes are not: a Trainer takes strategies and callbacks of its own package. The
+adapters of this package are written for `lightning`. As soon as `pytorch_lightning` is imported, and not before, the
+same files are loaded a second time, as `lightning_lowbw.mirror`, and the names of the strategies are registered there,
+too. If only `pytorch_lightning` is installed, the adapters themselves are built on it. The two copies differ in the
+names in import statements, which are replaced before a module is compiled.
 
-A strategy becomes its twin when it is given to a Trainer of the other package, see `strategies.base`. A callback
-is one class, with the `Callback` of both as bases. Errors, methods and all that does not touch Lightning exist once.
+An object of one package in a Trainer of the other is an error that names the class to import. Errors, methods and all
+that does not touch Lightning exist once.
 """
 
 from __future__ import annotations
@@ -15,36 +15,22 @@ from __future__ import annotations
 import ast
 import importlib
 import sys
-from abc import ABCMeta
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from importlib.util import find_spec, spec_from_file_location
-from itertools import chain
 from types import CodeType, ModuleType
-from typing import Any, TypeVar
+from typing import Any
 
 OLDEST = (2, 4)  # release of pytorch_lightning; of lightning pip takes care
-STRATEGIES, MIRROR = "lightning_lowbw.strategies", "lightning_lowbw.mirror"
+PACKAGE, MIRROR = "lightning_lowbw", "lightning_lowbw.mirror"
 LIGHTNING, PYTORCH_LIGHTNING = "lightning", "pytorch_lightning"
 MODULES = {"lightning.pytorch": "pytorch_lightning", "lightning.fabric": "lightning_fabric"}
 PACKAGES = {"lightning": LIGHTNING, "pytorch_lightning": PYTORCH_LIGHTNING, "lightning_fabric": PYTORCH_LIGHTNING}
 # What imports Lightning, and is built on pytorch_lightning where that is all there is.
-ADAPTERS = tuple(f"lightning_lowbw.{name}" for name in ("strategies", "callbacks", "tools", "cli"))
-
-T = TypeVar("T")
-
-
-def twins(cls: type[T]) -> tuple[type[T], ...]:
-    """Return a class with its twin in the other package, if that has been imported; for `isinstance`.
-
-    Args:
-        cls: a class of Lightning, or a strategy of this package.
-    """
-    names = {**MODULES, STRATEGIES: MIRROR}
-    module = _renamed(cls.__module__, {**names, **{new: old for old, new in names.items()}})
-    twin = getattr(sys.modules.get(module), cls.__name__, None)
-    return (cls,) if twin is None or twin is cls else (cls, twin)
+ADAPTERS = tuple(f"{PACKAGE}.{name}" for name in ("strategies", "callbacks", "tools", "cli"))
+# The mirror has copies of two folders.
+COPIES = {f"{PACKAGE}.{name}": f"{MIRROR}.{name}" for name in ("strategies", "callbacks")}
 
 
 def package_of(thing: object) -> str | None:
@@ -53,15 +39,36 @@ def package_of(thing: object) -> str | None:
     return next((PACKAGES[root] for root in roots if root in PACKAGES), None)
 
 
-def connect(callbacks: Sequence[type]) -> None:
-    """Let `pytorch_lightning` know the strategies and callbacks: now, or when it is imported.
+def counterpart_of(thing: object, package: str) -> str:
+    """Return the class of a package that takes the place of an object's class, or of its nearest base that has one.
 
     Args:
-        callbacks: the callbacks of this package.
+        thing: an object of the other package, or of a class that derives from one.
+        package: `LIGHTNING` or `PYTORCH_LIGHTNING`.
     """
-    _finder.callbacks = callbacks
+    cls = next(each for each in type(thing).__mro__ if each.__module__.partition(".")[0] in (PACKAGE, *PACKAGES))
+    if cls.__module__.startswith(f"{PACKAGE}."):
+        return f"{PACKAGE if package == LIGHTNING else MIRROR}.{cls.__name__}"
+    names = MODULES if package == PYTORCH_LIGHTNING else {new: old for old, new in MODULES.items()}
+    return f"{_renamed(cls.__module__, names)}.{cls.__name__}"
+
+
+def connect() -> None:
+    """Let `pytorch_lightning` know the strategies: now, or when it is imported."""
+    _finder.is_ready = True
     if sys.modules.get(PYTORCH_LIGHTNING) is not None:
         _finder.connect()
+
+
+def introduce(strategy: Any) -> None:
+    """Let each Trainer accept strategies of the other package, which then name the class to import.
+
+    Args:
+        strategy: the common base of the mirror's strategies.
+    """
+    own: Any = sys.modules[f"{PACKAGE}.strategies.base"].BaseStrategy
+    for cls, other in ((own, strategy), (strategy, own)):
+        cls.__base__.register(other)
 
 
 def _renamed(name: str, names: Mapping[str, str]) -> str:
@@ -99,11 +106,6 @@ class _Loader(SourceFileLoader):
         tree = _Renaming(self._names).visit(ast.parse(self.get_data(self.path), self.path))
         return compile(tree, self.path, "exec", dont_inherit=True)
 
-    def exec_module(self, module: ModuleType) -> None:
-        super().exec_module(module)
-        if module.__name__ == MIRROR:
-            _finder.introduce(module)
-
 
 class _ThenConnecting(Loader):
     """Loads `pytorch_lightning` as it would be loaded otherwise, and then connects it."""
@@ -128,13 +130,12 @@ class _Finder(MetaPathFinder):
     """Finds the modules that are built on `pytorch_lightning`, and notices when that is imported.
 
     Attributes:
-        callbacks: those of this package; None until all of it is imported.
+        is_ready: whether all of this package is imported.
         is_alone: whether `lightning` is not installed.
     """
 
     def __init__(self) -> None:
-        self.callbacks: Sequence[type] | None = None
-        self.is_alone = not _is_installed(LIGHTNING)
+        self.is_ready, self.is_alone = False, not _is_installed(LIGHTNING)
 
     def find_spec(self, fullname: str, path: Any = None, target: ModuleType | None = None) -> ModuleSpec | None:
         if self.is_alone:
@@ -142,8 +143,11 @@ class _Finder(MetaPathFinder):
             return self._spec(fullname, fullname, path, MODULES) if is_ours else None
         if fullname == PYTORCH_LIGHTNING:
             return self._spec_of_package(fullname, path, target)
-        source = _renamed(fullname, {MIRROR: STRATEGIES})
-        return None if source == fullname else self._spec(fullname, source, path, {**MODULES, STRATEGIES: MIRROR})
+        if _renamed(fullname, {MIRROR: ""}) == fullname:
+            return None
+        source = _renamed(fullname, {copy: own for own, copy in COPIES.items()})
+        path = sys.modules[source.rpartition(".")[0]].__path__
+        return self._spec(fullname, source, path, {**MODULES, **COPIES})
 
     def _spec(self, fullname: str, source: str, path: Any, names: Mapping[str, str]) -> ModuleSpec | None:
         found = PathFinder.find_spec(source, path)
@@ -160,25 +164,14 @@ class _Finder(MetaPathFinder):
         return spec
 
     def connect(self) -> None:
-        """Build the mirror, which ends in `introduce`, once all of this package is imported."""
-        if self.callbacks is None or self.is_alone:
+        """Build the mirror, which registers its strategies, once all of this package is imported."""
+        if not self.is_ready or self.is_alone:
             return
         version: str = sys.modules[PYTORCH_LIGHTNING].__version__
-        if tuple(int(number) for number in version.split(".")[:2]) < OLDEST:
-            return  # such a Trainer does not know the strategies
-        importlib.import_module(MIRROR)
-
-    def introduce(self, mirror: ModuleType) -> None:
-        """Make the mirror's strategies known by name, and each package's classes known to the other."""
-        mirror.register()
-        strategies = sys.modules[STRATEGIES]
-        for name in ("Strategy", "ShardedStrategy"):  # which become their twins in a Trainer
-            getattr(mirror, name).__base__.register(getattr(strategies, name))
-        for name in mirror.__all__:
-            if isinstance(own := getattr(strategies, name), ABCMeta):
-                own.register(getattr(mirror, name))
-        for callback in self.callbacks or ():
-            callback.__bases__ = tuple(dict.fromkeys(chain.from_iterable(map(twins, callback.__bases__))))
+        if (
+            tuple(int(number) for number in version.split(".")[:2]) >= OLDEST
+        ):  # an older Trainer takes no such strategies
+            importlib.import_module(MIRROR)
 
 
 def _is_installed(package: str) -> bool:

@@ -1,6 +1,6 @@
-"""What both strategies have in common: a worker for each optimizer, and what is called around its steps.
+"""The common part of all strategies: a worker for each optimizer, and the calls around its steps.
 
-A strategy is a guest of Lightning: silent while an exception ends the fit, and of the package of its Trainer.
+A strategy is silent while an exception ends the fit.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ from lightning_lowbw.comm.collectives import TrafficLedger
 from lightning_lowbw.comm.peers import Peers
 from lightning_lowbw.errors import ConfigurationError
 from lightning_lowbw.method import Method
-from lightning_lowbw.namespaces import PACKAGES, package_of, twins
 from lightning_lowbw.strategies import checks
 from lightning_lowbw.strategies.auto_choice import OF_AUTO, AutoChoice
 from lightning_lowbw.strategies.equality import (
@@ -74,7 +73,7 @@ class BaseStrategy(ParallelStrategy):
     _candidates: Sequence[str] = OF_AUTO  # of what is chosen in place of "auto"
 
     def _make_parts(self) -> None:
-        """Make what touches Lightning; once more when this becomes a strategy of the other package."""
+        """Make what touches Lightning."""
         self._given = self.method  # before this fit has chosen numbers for an "auto", or for a fraction of the run
         self._workers = {}
         self.signals = Signals(self._workers)
@@ -182,9 +181,12 @@ class BaseStrategy(ParallelStrategy):
         Collective: all ranks.
 
         Raises:
+            ConfigurationError: on each rank that has a callback of the other package of Lightning.
             DisagreementError: on all ranks.
         """
         trainer, name = self.trainer, type(self).__name__
+        for callback in checks.callbacks_in(trainer):
+            checks.check_package(callback, self)
         self.method = self._given
         agree("strategy", {"class": name})  # others do other things from here on
         settings = checks.settings_of(trainer)
@@ -494,23 +496,17 @@ class BaseStrategy(ParallelStrategy):
 
     @property
     def accelerator(self) -> Accelerator | None:
-        """Where the ranks run; the first thing that a Trainer sets, before the strategy has done anything."""
+        """The accelerator of the Trainer, which sets it before anything else."""
         return super().accelerator
 
     @accelerator.setter
     def accelerator(self, accelerator: Accelerator) -> None:
-        """Set it; if that is one of the other package, become a strategy of that package first.
+        """Set it.
 
         Raises:
-            ConfigurationError: the strategy's class is the user's own, and derives from one for the other package.
+            ConfigurationError: the Trainer belongs to the other package of Lightning.
         """
-        before, package = package_of(self), package_of(accelerator)
-        if package not in (None, before):
-            checks.check_twin(type(self), f"{before}, and the Trainer is one of {package}")
-            self.__class__ = twins(type(self))[-1]
-            self._make_parts()
-            stock = next(cls for cls in type(self).__mro__ if cls.__module__.partition(".")[0] in PACKAGES)()
-            vars(self).update({key: value for key, value in vars(stock).items() if package_of(value) == package})
+        checks.check_package(self, accelerator)
         self._accelerator = accelerator
 
 

@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 from lightning_lowbw.comm.agreement import failing_together, gather
 from lightning_lowbw.errors import ConfigurationError, DisagreementError
 from lightning_lowbw.method import Method
-from lightning_lowbw.namespaces import twins
+from lightning_lowbw.namespaces import counterpart_of, package_of
 from lightning_lowbw.strategies.keywords import asked_of_buffers
 from lightning_lowbw.strategies.shared_buffers import buffers_of
 from lightning_lowbw.sync.checks import agree_on_model, agree_on_optimizers, warn_if_incomplete
@@ -70,9 +70,8 @@ def callbacks_in(trainer: pl.Trainer) -> list[Any]:
 
 
 def callbacks_of(trainer: pl.Trainer, *classes: type[C]) -> list[C]:
-    """Return the trainer's callbacks of some classes, of either package of Lightning."""
-    both = tuple(twin for cls in classes for twin in twins(cls))
-    return [each for each in callbacks_in(trainer) if isinstance(each, both)]
+    """Return the trainer's callbacks of some classes."""
+    return [each for each in callbacks_in(trainer) if isinstance(each, classes)]
 
 
 def accumulates_by_schedule(trainer: pl.Trainer) -> bool:
@@ -379,20 +378,19 @@ def _tell_of_sparse_steps(workers: Sequence[GradientSync]) -> None:
         )
 
 
-def check_twin(cls: type, packages: str) -> None:
-    """Check that a strategy has a twin in the other package of Lightning.
+def check_package(thing: object, trainer: object) -> None:
+    """Check that an object belongs to the Trainer's package of Lightning.
 
     Args:
-        cls: of this package, or of the user.
-        packages: its own, and that of the Trainer, for the error.
+        thing: a strategy, or a callback.
+        trainer: the Trainer, or another object of its package.
 
     Raises:
-        ConfigurationError: it is the user's own, and derives from one for its package alone.
+        ConfigurationError: it belongs to the other package.
     """
-    if len(twins(cls)) == 1:
-        base = next(parent for parent in cls.__mro__ if len(twins(parent)) > 1)
-        twin: type = twins(base)[-1]
+    own, needed = package_of(thing), package_of(trainer)
+    if own != needed and own and needed:
         raise ConfigurationError(
-            f"{cls.__name__} derives from {base.__module__}.{base.__name__}, which is built on {packages}. Derive it "
-            f"from {twin.__module__}.{twin.__name__}."
+            f"{type(thing).__name__} is built on {own}, and the Trainer is one of {needed}. Import "
+            f"{counterpart_of(thing, needed)} instead, or derive the class from it."
         )

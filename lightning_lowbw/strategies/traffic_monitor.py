@@ -22,9 +22,8 @@ from lightning_lowbw.arguments import names_arguments
 from lightning_lowbw.comm.collectives import TrafficLedger, all_reduce_bytes
 from lightning_lowbw.cost_model import number
 from lightning_lowbw.errors import ConfigurationError
-from lightning_lowbw.namespaces import twins
 from lightning_lowbw.strategies.base import BaseStrategy
-from lightning_lowbw.strategies.checks import callbacks_of
+from lightning_lowbw.strategies.checks import callbacks_of, check_package
 
 PICTURES = (".png", ".pdf", ".svg")
 
@@ -94,7 +93,8 @@ class TrafficMonitor(Callback):
         self._bytes, self._seconds = array("d"), array("d")  # of each step, for the picture
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        if stage == "fit" and not isinstance(trainer.strategy, (BaseStrategy, *twins(DDPStrategy))):
+        check_package(self, trainer)
+        if stage == "fit" and not isinstance(trainer.strategy, (BaseStrategy, DDPStrategy)):
             raise ConfigurationError(
                 f"TrafficMonitor reads the traffic of strategy='ddp' or of a strategy of this package; the strategy is "
                 f"{type(trainer.strategy).__name__}. Use one of these, or leave out the callback."

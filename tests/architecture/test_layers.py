@@ -43,6 +43,7 @@ BELOW: dict[str, set[str]] = {
     "elastic": {"kernels", "method", *METHOD_PARTS},
     "strategies": {"kernels", "method", "presets", "cost_model", "elastic", *METHOD_PARTS},
     "callbacks": {"method", "presets", "strategies", *METHOD_PARTS},
+    "mirror": {"namespaces", "strategies", "callbacks"},
     "tools": {"cli", "kernels", "method", "presets", "cost_model", "strategies", *METHOD_PARTS},
 }
 # What each folder may not import, of others' packages.

@@ -50,7 +50,8 @@ def test_started_as_a_script_of_pytorch_lightning(tmp_path: Path) -> None:
     """By spawn, which pickles the strategy; what it starts is forked here, or it would load everything once more."""
     script = tmp_path / "launched.py"
     source = Path(SCRIPT).read_text()
-    script.write_text(source.replace("import lightning.pytorch as pl", "import pytorch_lightning as pl"))
+    source = source.replace("import lightning.pytorch as pl", "import pytorch_lightning as pl")
+    script.write_text(source.replace("from lightning_lowbw import Av", "from lightning_lowbw.mirror import Av"))
     run_script(tmp_path, str(script), str(tmp_path), "dgc_spawn")
     check(tmp_path / "dgc_spawn", "dgc_spawn")
 
