@@ -416,10 +416,8 @@ class ElasticSync(LocalSync):
 
     def _agree_on_requests(self) -> list[bool]:
         """Let all processes of this group know who asks to stop, and to save; return it, and whether one is to stop."""
-        flags = self.stop_requested, self.save_requested, self.should_stop(), not self.has_ended
-        *asked, has_data = self._any_in_node(*flags)
+        asked = self._any_in_node(self.stop_requested, self.save_requested, self.should_stop())
         self.agree_on(STOP * asked[0] | SAVE * asked[1])
-        self.all_have_ended = not has_data
         return asked
 
     def _wait_from_now(self) -> None:

@@ -94,6 +94,7 @@ class BaseStrategy(ParallelStrategy):
         self._is_evaluated = False  # the consensus view is that of a validation
         self._has_agreed = False  # in this validation
         self._is_fit_over = False  # everything is whole then, and on the CPU: nothing is averaged or checked any more
+        self._has_equal_epochs = False  # whether it is known that all ranks end an epoch at the same batch
         self._has_own_states = False  # whether the optimizers' states are of this rank's own shard of a checkpoint
         self.auto.begin_fit()
 
@@ -201,6 +202,7 @@ class BaseStrategy(ParallelStrategy):
     def on_train_start(self) -> None:
         super().on_train_start()
         self.signals.defer(self.trainer)
+        self._has_equal_epochs = checks.agree_on_length(self.trainer)
         if not self._has_own_states:
             agree_on_states(self.workers, self._equals.group)
         self._start_workers()
@@ -354,16 +356,20 @@ class BaseStrategy(ParallelStrategy):
 
     def begin_epoch(self) -> None:
         """Begin an epoch, whose data may have changed."""
-        self._hooks.begin_epoch(self.trainer)
+        trainer = self.trainer
+        is_new = trainer.fit_loop._last_train_dl_reload_epoch == trainer.current_epoch
+        if is_new and trainer.reload_dataloaders_every_n_epochs and trainer.current_epoch:  # type: ignore[attr-defined]
+            self._has_equal_epochs = checks.agree_on_length(trainer)
+        if self._has_equal_epochs:  # before a step: schedulers may have followed what an epoch's end has logged
+            self._hooks.check_equal(trainer)
 
     def end_batch(self) -> None:
-        """Save if it was requested, and let a rank whose data have ended begin them anew."""
-        self._hooks.end_batch(self.trainer)
+        """Save if it was requested."""
         self.signals.save_if_due(self.trainer)
 
     def end_epoch(self) -> None:
-        """Agree on monitored metrics, and on what else is looked at."""
-        if self._hooks.end_epoch(self.trainer):
+        """Agree on monitored metrics, and on what else is looked at; not if other ranks may be in a step."""
+        if self._has_equal_epochs:
             self.agree_on_metrics()
             self._hooks.share(self.trainer, self._equals, self.root_device)
 

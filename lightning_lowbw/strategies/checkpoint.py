@@ -398,7 +398,7 @@ def load_shard(checkpoint_path: _PATH, metadata: Mapping[str, Any], rank: int) -
         )
     expected = {"rank": rank, "save_id": metadata["save_id"]}
     found = {name: shard.get(name) for name in expected}
-    if metadata["is_interrupted"]:  # else all ranks were at the same place, with uneven data after different batches
+    if metadata["is_interrupted"]:  # else all ranks were at the same place
         expected["steps and averages"] = _progress(metadata["workers"])
         found["steps and averages"] = _progress(shard["workers"])
     wrong = [f"{name} {found[name]} instead of {value}" for name, value in expected.items() if found[name] != value]

@@ -81,7 +81,7 @@ def accumulates_by_schedule(trainer: pl.Trainer) -> bool:
 
 
 def steps_per_epoch_of(trainer: pl.Trainer, alternative: str) -> int:
-    """Return the optimizer steps of an epoch; where ranks have different numbers, the largest.
+    """Return the optimizer steps of an epoch.
 
     Collective: all ranks, blocking.
 
@@ -102,6 +102,7 @@ def steps_per_epoch_of(trainer: pl.Trainer, alternative: str) -> int:
     with failing_together():
         if unknown:
             raise ConfigurationError(f"The steps per epoch are not known: {unknown}. Give it in steps: {alternative}.")
+    # The largest: callbacks ask before `agree_on_length` compares the numbers.
     return max(gather(math.ceil(num_batches / trainer.accumulate_grad_batches), "number of steps per epoch"))
 
 
@@ -159,7 +160,7 @@ def settings_of(trainer: pl.Trainer) -> dict[str, object]:
 
 
 def agree_on_length(trainer: pl.Trainer) -> bool:
-    """Refuse known numbers of batches that differ; with `max_steps` warn, because the training may end before.
+    """Refuse numbers of batches that are known and differ. Unknown numbers are not compared, as under DDP.
 
     Collective: all ranks, blocking.
 
@@ -170,20 +171,16 @@ def agree_on_length(trainer: pl.Trainer) -> bool:
         DisagreementError: on all ranks.
     """
     lengths = gather(float(trainer.num_training_batches), "number of batches")  # infinity where it is not known
-    shortest, longest = min(lengths), max(lengths)
-    if shortest == longest or longest == math.inf:
-        return longest < math.inf
-    counts = ", ".join(f"rank {rank} has {length:.0f}" for rank, length in enumerate(lengths))
-    message = (
-        f"The ranks have different numbers of batches per epoch: {counts}. They communicate in every step, so those "
-        f"with more would wait for the others. Set Trainer(limit_train_batches={shortest:.0f}), divide the data "
-        "equally (as Lightning's DistributedSampler does), or train with a method that averages weights, such as "
-        "'local_sgd', which takes unequal numbers."
-    )
-    if trainer.max_steps < 0:
-        raise DisagreementError(message)
-    rank_zero_warn(message)
-    return False
+    known = {length for length in lengths if length < math.inf}
+    if len(known) > 1:
+        counts = ", ".join(f"rank {rank} has {length:.0f}" for rank, length in enumerate(lengths))
+        raise DisagreementError(
+            f"The ranks have different numbers of batches per epoch: {counts}. All ranks need the same number: set "
+            f"Trainer(limit_train_batches={min(known):.0f}), or divide the data equally, as Lightning's "
+            "DistributedSampler does, or give a stream that repeats, and max_steps. Between the groups of a name that "
+            "ends with _elastic the numbers may differ."
+        )
+    return math.inf not in lengths
 
 
 def check_model(module: torch.nn.Module, compares_weights: bool = False, takes_sparse: bool = False) -> None:

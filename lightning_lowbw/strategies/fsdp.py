@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_lowbw.arguments import names_arguments
-from lightning_lowbw.comm.agreement import agree, differ, failing_together
+from lightning_lowbw.comm.agreement import differ, failing_together
 from lightning_lowbw.comm.collectives import TrafficLedger, broadcast_, broadcast_flat_
 from lightning_lowbw.comm.peers import Peers
 from lightning_lowbw.comm.topology import (
@@ -237,7 +237,6 @@ class ShardedStrategy(CheckpointedStrategy, ModelParallelStrategy):
 
     @override
     def on_train_start(self) -> None:
-        agree("data", {"number of batches per epoch": self.trainer.num_training_batches})
         # Not before: what loads the optimizers' states takes an empty step.
         self._step_hooks.watch(self.trainer.lightning_module)
         self._look()

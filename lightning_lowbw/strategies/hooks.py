@@ -2,27 +2,23 @@
 
 `GradientHooks`: gradients are exchanged in every step, so weights are equal on all ranks. What else has to be equal is
 compared; buffers are made equal for whoever looks at them. `ReplicaHooks`: weights are averaged now and then. Whoever
-looks at them gets their mean, and ranks with fewer batches than others begin their data anew. Both have the same
-methods, in the order in which a fit calls them; a strategy never asks which one it has.
+looks at them gets their mean. Both have the same methods, in the order in which a fit calls them; a strategy never
+asks which one it has.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
-from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
-from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
-from lightning_lowbw.comm.agreement import gather
 from lightning_lowbw.comm.collectives import all_reduce_
 from lightning_lowbw.comm.peers import Peers
-from lightning_lowbw.errors import ConfigurationError
 from lightning_lowbw.method import Method
 from lightning_lowbw.strategies import checks
 from lightning_lowbw.strategies.auto_choice import AutoChoice
@@ -56,17 +52,10 @@ class GradientHooks:
         self, workers: Mapping[int, GradientSync], signals: Signals, buffers: SharedBuffers, auto: AutoChoice
     ) -> None:
         self._workers, self._signals, self._buffers, self._auto = workers, signals, buffers, auto
-        self._has_equal_epochs = False  # whether it is known that all ranks end an epoch at the same batch
 
     def begin_training(self, trainer: pl.Trainer, method: Method, *, is_search: bool) -> None:
         """Begin the first step of a fit; where a tuner searches there are several first steps."""
-        self._has_equal_epochs = checks.agree_on_length(trainer)
         self._auto.begin_training(method, list(self._workers.values()), trainer, is_search=is_search)
-
-    def begin_epoch(self, trainer: pl.Trainer) -> None:
-        """Begin an epoch, whose data may have changed."""
-        if self._has_equal_epochs:  # before a step: schedulers may have followed what an epoch's end has logged
-            checks.agree_on_hyperparameters(trainer)
 
     def begin_batch(self, trainer: pl.Trainer, device: torch.device) -> None:
         """Begin a batch, before its forward pass."""
@@ -80,13 +69,6 @@ class GradientHooks:
         if method is None and trainer.lightning_module.automatic_optimization:  # else Lightning's DDP broadcasts none
             self._buffers.note_step(worker.step, self._workers.values())
         return method
-
-    def end_batch(self, trainer: pl.Trainer) -> None:
-        """End a batch, before the callbacks do."""
-
-    def end_epoch(self, trainer: pl.Trainer) -> bool:
-        """End an epoch, before the callbacks do; return whether all ranks do so now: else some may be in a step."""
-        return self._has_equal_epochs
 
     # What is looked at --------------------------------------------------------------------------------------------
 
@@ -161,13 +143,6 @@ class GradientHooks:
 class ReplicaHooks:
     """For methods that average weights; see `GradientHooks` for what the methods of both are called for.
 
-    Ranks with different or unknown numbers of batches all take those of the longest epoch. A rank whose data have ended
-    begins them anew, until those of all ranks have: then all end the epoch with the same batch, and nothing else
-    (steps, schedulers, validation, checkpoints) need know that the data differ. With lengths that are known on all
-    ranks that is the last batch of the longest epoch. Where `len()` of the data is not known (an `IterableDataset`), a
-    rank finds out when it begins its last batch; it says so in the status of the next average, or of the next
-    synchronous step, with which the epoch ends if it is the last rank to say so.
-
     Args:
         workers: of the optimizers, at any time.
         signals: of this strategy.
@@ -176,111 +151,24 @@ class ReplicaHooks:
 
     def __init__(self, workers: Mapping[int, LocalSync], signals: Signals, buffers: SharedBuffers) -> None:
         self._by_optimizer, self._signals, self._buffers = workers, signals, buffers
-        self._is_uneven = False  # whether numbers of batches differ; equal on all ranks
 
     @property
     def _workers(self) -> list[LocalSync]:
         return list(self._by_optimizer.values())
 
     def begin_training(self, trainer: pl.Trainer, method: Method, *, is_search: bool) -> None:
-        self._find_lengths(trainer)
         for worker in self._workers:
             worker.buffers.layout.told = self._buffers.layout.told
             worker.begin_local()
 
-    def begin_epoch(self, trainer: pl.Trainer) -> None:
-        is_new = trainer.fit_loop._last_train_dl_reload_epoch == trainer.current_epoch
-        if is_new and trainer.reload_dataloaders_every_n_epochs and trainer.current_epoch:  # type: ignore[attr-defined]
-            self._find_lengths(trainer)
-        for worker in self._workers:
-            worker.begin_epoch()
-
     def begin_batch(self, trainer: pl.Trainer, device: torch.device) -> None:
-        progress = _progress(trainer)
-        if self._is_uneven and progress.is_last_batch and progress.current.ready < trainer.num_training_batches:
-            progress.is_last_batch = False  # Lightning ends the epoch when the data of all ranks have ended
-            for worker in self._workers:
-                worker.has_ended = True
+        """Begin a batch, before its forward pass."""
 
     def end_step(self, worker: LocalSync, trainer: pl.Trainer) -> None:
         if worker.peers.num_ranks == 1:  # of a sharded model on one node: no peer is told anything
             self._signals.end_step(worker, trainer)
         elif trainer.world_size > 1:
             self._signals.read_requests(worker, trainer)
-        if self._is_uneven and worker.has_communicated and worker.all_have_ended:
-            _progress(trainer).is_last_batch = True
-
-    def end_batch(self, trainer: pl.Trainer) -> None:
-        """Begin the data anew, if they have ended before the epoch.
-
-        Raises:
-            ConfigurationError: on this rank; there are none.
-        """
-        fetcher: Any = trainer.fit_loop._data_fetcher
-        if not self._is_uneven or not fetcher.done or trainer.fit_loop.epoch_loop._num_ready_batches_reached():
-            return
-        iter(fetcher)
-        if fetcher.done or (fetcher.length is None and not fetcher.batches):
-            raise ConfigurationError(
-                "The training data of this rank have ended before those of other ranks, and cannot be read a second "
-                "time. Let `iter` of the data begin anew, or set Trainer(limit_train_batches=...)."
-            )
-
-    def end_epoch(self, trainer: pl.Trainer) -> bool:
-        """Return True: all ranks do so now.
-
-        Raises:
-            ConfigurationError: on this rank, if it had no batch: the others wait for it.
-        """
-        if self._is_uneven and not _progress(trainer).current.ready:
-            raise ConfigurationError(
-                "This rank has no batch in this epoch, and others have some. Divide the data anew."
-            )
-        return True
-
-    def _find_lengths(self, trainer: pl.Trainer) -> None:
-        """Find out whether the numbers of batches differ, and take the largest; for each loading of the data.
-
-        Not of a sharded model, where the numbers are the same, and a node tells its ranks nothing of other nodes.
-
-        Collective: all ranks, blocking.
-
-        In place:
-            Lightning's number of batches, where it validates, and the state of the schedulers, which may have been
-            made for the number of steps of this rank.
-
-        Raises:
-            ConfigurationError: on all ranks; it would not be known when the data end.
-        """
-        if trainer.world_size == 1 or any(worker.peers.are_shards for worker in self._workers):
-            return
-        fetcher: Any = trainer.fit_loop._data_fetcher
-        # Not the loop's own number, which is replaced below: a tuner starts the training twice.
-        lengths = gather(math.inf if fetcher.length is None else fetcher.length, "number of batches")
-        longest = max(lengths)
-        self._is_uneven = min(lengths) < longest or longest == math.inf
-        if not self._is_uneven:
-            return
-        counts = " and ".join("an unknown number of" if n == math.inf else f"{n}" for n in sorted(set(lengths)))
-        if is_param_in_hook_signature(trainer.lightning_module.training_step, "dataloader_iter", explicit=True):
-            raise ConfigurationError(
-                "training_step(dataloader_iter) does not show which batch is the last one, and the ranks have "
-                f"{counts} batches. Take the batch as argument, or make the data even."
-            )
-        trainer.fit_loop.max_batches = longest
-        if trainer.val_check_batch is not None and isinstance(trainer.val_check_interval, float):
-            # Of an unknown number of batches Lightning takes 1.0 alone.
-            interval = longest * trainer.val_check_interval
-            trainer.val_check_batch = interval if interval == math.inf else max(1, int(interval))
-        schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
-        states = [scheduler.state_dict() for scheduler in schedulers]
-        states = trainer.strategy.broadcast(states, src=lengths.index(longest))
-        for scheduler, state in zip(schedulers, states, strict=True):
-            scheduler.load_state_dict(state)
-        rank_zero_info(
-            f"{type(trainer.strategy).__name__}: the ranks have {counts} batches: those whose data have ended begin "
-            "them anew, until the data of all ranks have ended."
-        )
 
     # What is looked at --------------------------------------------------------------------------------------------
 
@@ -384,11 +272,6 @@ class ReplicaHooks:
     def end_training(self, trainer: pl.Trainer, peers: Peers, device: torch.device) -> None:
         """Make weights equal that callbacks have put in at the end."""
         agree_on_weights_(weights_of(trainer.lightning_module, peers), peers, device)
-
-
-def _progress(trainer: pl.Trainer) -> Any:
-    """Return Lightning's counts of batches in this epoch, and whether the present one is the last."""
-    return trainer.fit_loop.epoch_loop.batch_progress
 
 
 Hooks = GradientHooks | ReplicaHooks

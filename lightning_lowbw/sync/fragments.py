@@ -27,14 +27,14 @@ class Sums(NamedTuple):
     """The sums over ranks in the status of an average.
 
     Attributes:
-        num_ended: ranks whose data have ended.
+        spare: 0.
         num_losses: ranks that have a loss.
         loss: of these; inf where one is not positive.
         lr: learning rates.
         num_resized: ranks on which a buffer has another shape than was agreed on.
     """
 
-    num_ended: float = 0.0
+    spare: float = 0.0
     num_losses: float = 0.0
     loss: float = 0.0
     lr: float = 0.0

@@ -77,7 +77,8 @@ from lightning_lowbw.sync.status import (
 from lightning_lowbw.sync.synchronizer import Configuration, Synchronizer, raise_fault
 
 _logger = logging.getLogger(LOGGER)
-NUM_ENDED, NUM_DECAYED = -2, -1  # sums in the status of a synchronous step: ranks of ended data, of a fallen rate
+NUM_DECAYED = -1  # the last sum in the status of a synchronous step: ranks whose learning rate has fallen
+SPARE = 0.0  # a number without a meaning, in each status: with it messages have the recorded sizes
 
 
 class LocalSync(Synchronizer):
@@ -93,8 +94,6 @@ class LocalSync(Synchronizer):
         num_averages: averages done, each of a fragment.
         has_communicated: whether all ranks have in the last step: it was synchronous, or an average began or arrived.
         before_average: called before ranks average or apply a delayed average: others than the peers may have to agree.
-        has_ended: whether the data of this rank have ended, in this epoch.
-        all_have_ended: whether those of all ranks have, by the last exchange with all ranks.
     """
 
     clips_before_exchange = False
@@ -119,7 +118,6 @@ class LocalSync(Synchronizer):
             refuse_shared_steps(optimizer)
         self.steps_since_average = self.num_averages = 0
         self.has_communicated = False
-        self.begin_epoch()
         self.before_average: Callable[[LocalSync], None] = lambda _: None
         self._reduced: frozenset[Parameter] = frozenset()
         # Of the last synchronous step: its number, and what waits for its status. Read in a later one.
@@ -200,11 +198,6 @@ class LocalSync(Synchronizer):
         if self.when.needs_loss:
             self.loss.observe(loss)
 
-    def begin_epoch(self) -> None:
-        """Begin an epoch, for which no rank's data have ended."""
-        self.has_ended = self.all_have_ended = False
-        self._epoch_start = self.step
-
     # One step -------------------------------------------------------------------------------------------------------
 
     def list_gradients(self, *, reduced: Collection[Parameter] = ()) -> None:
@@ -250,8 +243,6 @@ class LocalSync(Synchronizer):
         read = download(average_gradients_(averaged, self.peers, self.device, message_of))
         self._unread = self.step, functools.cache(lambda: Status.read(read(), self.peers.num_ranks))
         self.peers.count_dense(sum(p.nbytes for p in averaged))
-        # The epoch ends with this step if the data of all ranks have: a rank whose own have not need not wait.
-        self.all_have_ended = self.has_ended and self._unread[1]().sums[NUM_ENDED] == self.peers.num_ranks
         if self.phase.is_local(self.when, self.step + 1):  # a local step has no status
             self._read_status(before)
 
@@ -266,7 +257,7 @@ class LocalSync(Synchronizer):
         requests: Tensor | int = self.requests
         if self.node_flags is not None:
             _, fault, requests = flags_of_node(self.node_flags, before)
-        sums = [*used, float(self.has_ended), float(self.phase.has_decayed(self._lr))]
+        sums = [*used, SPARE, float(self.phase.has_decayed(self._lr))]
         mark = make_mark(self.batch, None, requests)
         return status_message(sums, fault, mark, self.peers.rank, self.peers.num_ranks, self.device)
 
@@ -389,7 +380,7 @@ class LocalSync(Synchronizer):
         mark = make_mark(self.step + self.batch, starts, self.requests)
         # What it sends of buffers is of the agreed shapes, whatever they are now.
         is_resized = fragment.takes_buffers and bool(self.buffers.changed())
-        own = float(self.has_ended), 0.0, 0.0, self._lr, float(is_resized)
+        own = SPARE, 0.0, 0.0, self._lr, float(is_resized)
         status = average_status(Sums(*own), self.loss.mean(), faults.any(self.device), mark, self.peers, self.device)
         average = self.begin_average(parameters, status, takes_buffers=fragment.takes_buffers)
         average.faults = faults
@@ -455,8 +446,6 @@ class LocalSync(Synchronizer):
             raise
         fragment.work = None
         self.agree_on(status.requests)
-        # Fragments of the last epoch may arrive in this one.
-        self.all_have_ended = sums.num_ended >= num_ranks and average.step > self._epoch_start
         loss = sums.loss / max(sums.num_losses, 1.0)
         self.phase.adapt(self.when, sums.lr / num_ranks, loss, has_losses=sums.num_losses >= num_ranks)
 

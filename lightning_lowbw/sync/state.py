@@ -320,7 +320,6 @@ def _noted(states: Iterable[Mapping[str, Any]], seen: list[tuple[int, int, str]]
             raise ConfigurationError(
                 f"merge_states was given a {type(state).__name__} that is no state. Give it worker.state_dict()."
             )
-        # With data of unequal lengths the ranks have taken different numbers of steps.
         when = f"{state['num_averages']} averages" if "num_averages" in state else f"step {state['step']}"
         seen.append((*state["rank"], when))
         yield state

@@ -212,7 +212,6 @@ local("int4-adamw-conv", {"compression": "int4"}, optimizer="adamw", model=model
 local("accumulate-adamw", {"begin_step": 2}, trainer=ACCUMULATE, optimizer="adamw")
 local("bf16", {}, precision="bf16-mixed", optimizer="nesterov", model=models.Conv)
 local("scaler-skips", {}, precision="scaler", init_scale=2.0**20, steps=10)
-local("uneven", {}, batches=(5, 3), trainer={"max_epochs": 2})
 local("even", {}, batches=(3, 3), trainer={"max_epochs": 3})
 local("resume", {"k_steps": 3}, resume_at=5, steps=10, model=models.Dropout, optimizer="nesterov")
 local("resume-delayed-adamw", {"k_steps": 3, "delay_steps": 2}, resume_at=5, steps=10, optimizer="adamw")
@@ -345,7 +344,7 @@ ENDS_INSIDE = """
     fsdp/diloco-delayed-resume fsdp/local-sgd-configured fsdp/qsr-int8 fsdp/sparse-loco-resume
     local_sgd/bf16 local_sgd/channels-last-adamw local_sgd/delayed-mixing-adamw local_sgd/four-ranks-conv
     local_sgd/int4-adamw-conv local_sgd/resume local_sgd/resume-after-delay-adamw local_sgd/resume-bfloat16
-    local_sgd/resume-delayed-adamw local_sgd/scaler-skips local_sgd/two-optimizers local_sgd/uneven
+    local_sgd/resume-delayed-adamw local_sgd/scaler-skips local_sgd/two-optimizers
     local_two_levels/delayed local_two_levels/int8-slowmo local_two_levels/leader local_two_levels/nodes-of-two-sizes
     local_two_levels/resume-bf16
     outer/diloco-by-name outer/diloco-resume outer/slowmo-resume outer/streaming-bfloat16 outer/streaming-int4-resume

@@ -21,7 +21,7 @@ from lightning_lowbw.comm.agreement import digest
 from lightning_lowbw.strategies.keywords import DDP_KEYWORDS
 from tests.ranks import on_ranks
 from tests.strategies.fits import make, refusal, same, train
-from tests.tiny import Tiny, make_data, sgd, trained, weights_of
+from tests.tiny import Tiny, make_data, make_trainer, sgd, trained, weights_of
 
 
 class Wrong(Tiny):
@@ -144,12 +144,43 @@ def test_a_checkpoint_that_one_rank_alone_resumes_is_refused_on_all(tmp_path: Pa
         assert f"ckpt_path: rank 0 has {having[0]}, rank 1 has {having[1]}" in message
 
 
+class Reloading(Tiny):
+    """Each epoch has other data; the numbers of batches differ in the second one."""
+
+    def train_dataloader(self) -> Any:
+        return make_data(2, 3 - self.trainer.current_epoch * dist.get_rank())
+
+
 @pytest.mark.fault
+@pytest.mark.parametrize("name", ["int8", "local_sgd", "local_sgd, sharded"])
 @on_ranks(2, timeout_s=60)
-def test_unequal_numbers_of_batches_are_refused_where_all_steps_communicate() -> None:
-    message = refused("int8", Tiny(), 3 - dist.get_rank(), error=lowbw.DisagreementError)
+def test_numbers_of_batches_that_differ_are_refused(name: str) -> None:
+    strategy = strategy_of(name)
+    message = refused(strategy, Tiny(), 3 - dist.get_rank(), max_steps=2, error=lowbw.DisagreementError)
     assert "rank 0 has 3, rank 1 has 2" in message
     assert "limit_train_batches=2" in message
+    assert "a stream that repeats, and max_steps" in message
+
+
+@on_ranks(2, timeout_s=60)
+def test_data_that_are_loaded_anew_are_compared_again() -> None:
+    model, options = Reloading(), {"reload_dataloaders_every_n_epochs": 1, "max_epochs": 3}
+    trainer = make_trainer("local_sgd", 2, **options)
+    message = refusal(fit=lambda: trainer.fit(model), error=lowbw.DisagreementError)
+    assert "rank 0 has 3, rank 1 has 2" in message
+    assert trainer.global_step == 3
+
+
+@pytest.mark.parametrize("name", ["dgc", "local_sgd"])
+@on_ranks(2)
+def test_streams_of_equal_lengths_change_no_bit(name: str) -> None:
+    def fitted(data: Any) -> str:
+        model = Tiny()
+        train(name, model, data, 1, val_check_interval=3, max_epochs=2)
+        return same(weights_of(model))  # type: ignore[no-any-return]
+
+    data = make_data(2, 6)
+    assert fitted(DataLoader(Stream(data), batch_size=None)) == fitted(data)
 
 
 @pytest.mark.fault
