@@ -3,10 +3,9 @@ PYTHON ?= python3
 VENV ?= .venv
 RUN := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
-OLDEST := torch==2.4.0 lightning==2.4.0 pytorch-lightning==2.4.0 torchmetrics==1.0.0 hydra-core==1.3.0 omegaconf==2.3.0
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo kernels test test-slow test-wheel test-oldest test-clients reliability surface bench gpu gpu-lab lint docs clean
+.PHONY: help venv demo kernels test test-slow test-wheel test-clients reliability surface bench gpu gpu-lab lint docs clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## */make \1\t/' | expand -t 20
@@ -40,10 +39,10 @@ test: kernels  ## run the tests
 kernels: $(STAMP)
 	$(RUN) -m tests.preloaded
 
-test-slow: kernels docs test-wheel  ## before a release: slow tests, the site, the wheel, the oldest releases, documents of runs
+test-slow: kernels docs test-wheel  ## before a release: slow tests, the site, the wheel, documents of runs
 	$(RUN) -m pytest $(PARALLEL) -m "slow and not alone"
 	$(RUN) -m pytest -m "slow and alone" $$(grep -rl "mark\.alone" tests --include="test_*.py")
-	$(MAKE) test-oldest reliability surface test-clients
+	$(MAKE) reliability surface test-clients
 
 # The newest releases that the package's ranges allow; torch is the one of the other environment, linked, because a plain
 # install may bring one with CUDA. What torch requires is installed as everything else is.
@@ -57,12 +56,6 @@ test-wheel: $(STAMP)  ## build the wheel from what is committed, install it into
 	$(RUN) -m pip --python build/wheel/venv/bin/python install --quiet --no-compile build/wheel/*.whl
 	cd build/wheel/empty && ../venv/bin/lowbw-train +model.num_layers=1 trainer.max_steps=10 trainer.limit_val_batches=1
 	ls build/wheel/empty/outputs/*/*/checkpoints/*.ckpt
-
-# Warnings of old releases about each other are not errors of ours; and their fake tensors cannot count launches.
-test-oldest:  ## run the quick tests with the oldest releases that the package accepts (Python 3.10 to 3.12)
-	$(PYTHON) -m venv $(VENV)-oldest
-	$(VENV)-oldest/bin/python -m pip install --quiet -e ".[demo,dev]" $(OLDEST)
-	$(VENV)-oldest/bin/python -m pytest -m "not slow" -W default --ignore tests/sync/test_launches.py
 
 # Other people's projects bring half of PyPI: an environment of their own.
 test-clients:  ## train with other people's projects, and write benchmarks/results/compatibility.md (under 40 minutes)
@@ -93,6 +86,6 @@ lint: $(STAMP)  ## check style, format and types
 	$(RUN) -m mypy
 
 clean:  ## remove the virtual environment and everything that was generated
-	rm -rf $(VENV) $(VENV)-oldest $(VENV)-clients demo_results site outputs multirun lightning_logs build dist
+	rm -rf $(VENV) $(VENV)-clients demo_results site outputs multirun lightning_logs build dist
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -22,7 +22,6 @@ from importlib.util import find_spec, spec_from_file_location
 from types import CodeType, ModuleType
 from typing import Any
 
-OLDEST = (2, 4)  # release of pytorch_lightning; of lightning pip takes care
 PACKAGE, MIRROR = "lightning_lowbw", "lightning_lowbw.mirror"
 LIGHTNING, PYTORCH_LIGHTNING = "lightning", "pytorch_lightning"
 MODULES = {"lightning.pytorch": "pytorch_lightning", "lightning.fabric": "lightning_fabric"}
@@ -165,12 +164,7 @@ class _Finder(MetaPathFinder):
 
     def connect(self) -> None:
         """Build the mirror, which registers its strategies, once all of this package is imported."""
-        if not self.is_ready or self.is_alone:
-            return
-        version: str = sys.modules[PYTORCH_LIGHTNING].__version__
-        if (
-            tuple(int(number) for number in version.split(".")[:2]) >= OLDEST
-        ):  # an older Trainer takes no such strategies
+        if self.is_ready and not self.is_alone:
             importlib.import_module(MIRROR)
 
 

@@ -17,7 +17,6 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.fsdp
 
 from benchmarks.reliability import Recorder
 from tests.ranks import end_ranks, idle_processes
@@ -25,8 +24,6 @@ from tests.ranks import end_ranks, idle_processes
 # Written by pytest itself; and by libraries when they are first imported, which may happen inside of a test.
 NOT_OURS = ("PYTEST_", "KMP_", "TORCHINDUCTOR_", "TRITON_", "CUDA_", "TZ")
 DURATIONS = Path(__file__).with_name("durations.json")  # seconds of each file, of a run with --write-durations
-HAS_FULLY_SHARD = hasattr(torch.distributed.fsdp, "fully_shard")  # since torch 2.6
-collect_ignore_glob = [] if HAS_FULLY_SHARD else ["strategies/*sharded*.py"]
 GRACE_S = 2.0  # for a thread or process that is about to end
 
 torch.set_num_threads(1)  # the tensors are small, and the other cores have the ranks
@@ -64,10 +61,6 @@ class _Durations:
     def pytest_sessionfinish(self) -> None:
         rounded = {path: round(seconds, 1) for path, seconds in sorted(self.seconds.items())}
         DURATIONS.write_text(json.dumps(rounded, indent=0) + "\n")
-
-
-def pytest_report_header() -> str | None:
-    return None if HAS_FULLY_SHARD else f"not collected, for want of fully_shard: {', '.join(collect_ignore_glob)}"
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

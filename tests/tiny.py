@@ -6,10 +6,8 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import lightning.pytorch as pl
-import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
@@ -186,12 +184,6 @@ class Gan(pl.LightningModule):
 
     def configure_optimizers(self) -> list[Optimizer]:
         return [sgd(self.generator.parameters()), AdamW(self.discriminator.parameters(), lr=1e-2)]
-
-
-# Lightning 2.4 repeats a batch when it resumes in mid-epoch, and takes no step in the fit after one that was stopped.
-since_lightning_2_5 = pytest.mark.skipif(
-    not hasattr(_TrainingEpochLoop, "restarted_on_train_batch_end"), reason="Lightning 2.4 does not go on exactly"
-)
 
 
 def make_trainer(strategy: DDPStrategy, num_ranks: int, **kwargs: Any) -> pl.Trainer:

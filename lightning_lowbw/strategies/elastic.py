@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint, Timer
 from lightning.pytorch.utilities.data import extract_batch_size
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -25,7 +26,6 @@ from lightning_lowbw.method import Method
 from lightning_lowbw.strategies import checks
 from lightning_lowbw.strategies.keywords import STRATEGY_KEYWORDS
 from lightning_lowbw.strategies.strategy import Strategy
-from lightning_lowbw.sync.local_view import DTensor
 
 
 class ElasticStrategy(Strategy):

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback, Checkpoint, EarlyStopping
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 
 from lightning_lowbw.comm.agreement import agree, differ, digest
@@ -24,7 +25,6 @@ from lightning_lowbw.strategies.checks import callbacks_of
 from lightning_lowbw.strategies.shared_buffers import IGNORED, buffers_of
 from lightning_lowbw.sync.buffers import alike
 from lightning_lowbw.sync.checks import plain_values
-from lightning_lowbw.sync.local_view import DTensor
 from lightning_lowbw.sync.synchronizer import Synchronizer
 
 

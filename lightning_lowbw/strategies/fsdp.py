@@ -20,6 +20,8 @@ from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
+from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -47,7 +49,6 @@ from lightning_lowbw.strategies.shared_buffers import SharedBuffers
 from lightning_lowbw.strategies.step_hooks import scaler_of
 from lightning_lowbw.sync.buffers import alike
 from lightning_lowbw.sync.local_view import (
-    DTensor,
     LocalTensors,
     LocalView,
     NodeShards,
@@ -55,13 +56,6 @@ from lightning_lowbw.sync.local_view import (
     check_last_faults,
 )
 from lightning_lowbw.sync.synchronizer import Synchronizer
-
-try:
-    from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
-
-    HAS_FULLY_SHARD = True
-except ImportError:  # before torch 2.6
-    HAS_FULLY_SHARD = False
 
 # Of a LightningModule that is sharded itself: its weights are gathered before each of these.
 STEPS = ("training_step", "validation_step", "test_step", "predict_step")
@@ -402,15 +396,7 @@ def install_default(module: Any, device: torch.device) -> None:
 
     The whole model is on each rank until then. A model that does not fit needs one of its own, under
     ``with torch.device("meta")``.
-
-    Raises:
-        ConfigurationError: this torch cannot shard.
     """
-    if not HAS_FULLY_SHARD:
-        raise ConfigurationError(
-            f"ShardedStrategy needs torch.distributed.fsdp.fully_shard, which torch {torch.__version__} does not have: "
-            "install torch 2.6 or newer."
-        )
     if not is_overridden("configure_model", module):
         module.configure_model = lambda: _shard(module, device)
 
@@ -498,7 +484,7 @@ def reshard_(module: nn.Module) -> None:
     After a validation these would be used by the next forward pass, although the shards have other values by then.
     """
     for layer in module.modules():
-        if HAS_FULLY_SHARD and isinstance(layer, FSDPModule):
+        if isinstance(layer, FSDPModule):
             layer.reshard()
 
 

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
@@ -24,11 +25,6 @@ from lightning_lowbw.sync.checks import raise_at_other_batches
 from lightning_lowbw.sync.local import LocalSync
 from lightning_lowbw.sync.status import first_fault, flags, read_flags
 from lightning_lowbw.sync.synchronizer import Synchronizer, raise_fault
-
-try:
-    from torch.distributed.tensor import DTensor as DTensor
-except ImportError:  # torch 2.4
-    from torch.distributed._tensor import DTensor as DTensor
 
 
 class LocalTensors:

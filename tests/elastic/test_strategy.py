@@ -22,12 +22,12 @@ from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset
 
 from lightning_lowbw import ConfigurationError, ElasticStrategy, LocalSGD, Strategy
 from lightning_lowbw.strategies import checks
-from tests.conftest import HAS_FULLY_SHARD
 from tests.elastic.plain import PlainMembership
 from tests.gpu.problem import check_near, init_process_group
 from tests.ranks import on_ranks, run_ranks
@@ -231,12 +231,9 @@ def test_the_processes_of_a_group_step_together(tmp_path: Path) -> None:
 
 class Sharded(Scheduled):
     def configure_model(self) -> None:
-        from torch.distributed.fsdp import fully_shard  # since torch 2.6
-
         fully_shard(self.wide, mesh=init_device_mesh("cpu", (1,)))
 
 
-@pytest.mark.skipif(not HAS_FULLY_SHARD, reason="needs fully_shard")
 @on_ranks(1)
 def test_shards_inside_a_group_are_refused() -> None:
     with pytest.raises(ConfigurationError, match=r"The model is sharded, .* Leave fully_shard out"):

@@ -8,6 +8,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -149,8 +150,6 @@ class Sharded(Golden):
     """Shards itself inside a node, one layer as a block of its own."""
 
     def configure_model(self) -> None:
-        from torch.distributed.fsdp import fully_shard  # which the oldest torch does not have
-
         body, mesh = self.body, self.device_mesh["data_parallel"]  # type: ignore[index]
         assert isinstance(body, nn.Sequential)
         fully_shard(body[0], mesh=mesh)

@@ -20,14 +20,12 @@ from typing import Any
 import pytest
 import torch
 
-from tests.conftest import HAS_FULLY_SHARD
 from tests.golden.cases import CASES
 from tests.golden.record import END, FIELDS, merge_ranks, record_all
 from tests.ranks import run_ranks
 
 FOLDER = Path(__file__).parent / "trajectories"
 RTOL = 5e-3
-RTOL_INT8_OLDEST = 1e-2  # a value that torch 2.4 rounds otherwise is a step away
 TIMEOUT_S = 300.0
 
 
@@ -124,8 +122,7 @@ def agree(name: str, field: str, value: Any, golden: Any, is_same: bool) -> bool
         return True
     here, there = (torch.tensor(numbers(each), dtype=torch.float64) for each in (value, golden))
     size = max(len(here), len(there))  # one number where the ranks are equal, which need not be so elsewhere
-    rtol = RTOL_INT8_OLDEST if "int8" in name and torch.__version__.startswith("2.4.") else RTOL
-    return torch.allclose(here.expand(size), there.expand(size), rtol=rtol, atol=0.0, equal_nan=True)
+    return torch.allclose(here.expand(size), there.expand(size), rtol=RTOL, atol=0.0, equal_nan=True)
 
 
 def compared(name: str, rows: list[list[Any]]) -> list[list[Any]]:
@@ -152,8 +149,6 @@ def first_difference(name: str, rows: list[list[Any]], golden: list[list[Any]], 
 
 @pytest.mark.parametrize("name", list(CASES))
 def test_golden(name: str, recorded: Callable[[str], Any]) -> None:
-    if group_of(name) == "fsdp" and not HAS_FULLY_SHARD:
-        pytest.skip("This torch has no fully_shard.")
     rows = recorded(name)
     assert not isinstance(rows, str), f"{name} failed.\n{rows}"
     content = load(group_of(name))

@@ -49,7 +49,7 @@ def test_copies_are_those_of_a_loop(device: str) -> None:
 
 
 def test_each_call_has_lists_of_one_dtype_and_equal_strides(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Others are written in a wrong dtype by older releases, on a GPU, or copied one by one."""
+    """On a GPU, torch copies a list of several dtypes in a wrong dtype in some releases, or tensor by tensor."""
     calls = []
 
     def spy(targets: list[Tensor], sources: list[Tensor]) -> None:

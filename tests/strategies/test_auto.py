@@ -47,7 +47,6 @@ from tests.tiny import (
     make_data,
     make_trainer,
     sgd,
-    since_lightning_2_5,
     weights_of,
 )
 
@@ -200,7 +199,6 @@ def test_dgc_chooses_its_numbers_and_keeps_its_knobs() -> None:
     assert method.what.exclude == ("head.*",)
 
 
-@since_lightning_2_5
 @on_ranks(2)
 def test_the_next_fit_chooses_anew() -> None:
     assert len(fit("int8", fits=2).asked) == 2

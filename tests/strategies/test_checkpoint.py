@@ -19,7 +19,7 @@ from lightning_lowbw import ConfigurationError, DGCStrategy
 from lightning_lowbw.strategies import checkpoint
 from tests.ranks import on_ranks, run_ranks
 from tests.strategies import fits
-from tests.tiny import Tiny, amp_with_scaler, make_data, since_lightning_2_5, weights_of
+from tests.tiny import Tiny, amp_with_scaler, make_data, weights_of
 
 STEPS = 10
 DGC = "dgc, warm-up"
@@ -262,7 +262,6 @@ def fit(name: str, path: str, resume: str | None = None, needs: Any = "exact") -
     return weights_of(model), begun.values[0]
 
 
-@since_lightning_2_5
 @pytest.mark.parametrize("name", ["dgc", "local_sgd"])
 @on_ranks(2)
 def test_a_checkpoint_alone_is_resumed_where_that_is_asked_for(name: str, tmp_path: Path) -> None:
@@ -288,7 +287,6 @@ def test_a_checkpoint_alone_is_resumed_where_that_is_asked_for(name: str, tmp_pa
 OTHERS: dict[str, str] = {"int8": "keeps gradients that TopK has not sent", "dgc, auto": "would be dense"}
 
 
-@since_lightning_2_5
 @pytest.mark.parametrize("name", OTHERS)
 @on_ranks(2)
 def test_a_method_that_residuals_do_not_fit_goes_on_without(name: str, tmp_path: Path) -> None:

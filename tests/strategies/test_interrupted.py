@@ -26,7 +26,7 @@ from lightning_lowbw.strategies import checkpoint as files
 from tests.ranks import on_ranks, run_ranks
 from tests.strategies.fits import At, gathered, make, same, train, train_by_step, warned
 from tests.sync.problem import LinkLost, lose_the_link
-from tests.tiny import Tiny, since_lightning_2_5, weights_of
+from tests.tiny import Tiny, weights_of
 
 SAVES = (5, 7)  # of ten steps; to one place
 CHANGES = {"local_sgd": {"k_steps": 4}}
@@ -289,7 +289,6 @@ class SlowDisk(TorchCheckpointIO):
         super().save_checkpoint(checkpoint, path, storage_options)
 
 
-@since_lightning_2_5
 @on_ranks(2)
 def test_a_save_in_the_background_keeps_the_shards_of_the_checkpoint_on_disk(tmp_path: Path) -> None:
     path, disk = str(tmp_path / "last.ckpt"), SlowDisk()

@@ -13,7 +13,7 @@ from lightning_lowbw import DisagreementError
 from lightning_lowbw.comm.agreement import digest
 from tests.ranks import on_ranks
 from tests.strategies.fits import make, refusal, same, saving, train, weights
-from tests.tiny import ManualTiny, Tiny, TwoOptimizers, since_lightning_2_5
+from tests.tiny import ManualTiny, Tiny, TwoOptimizers
 
 CHANGES: dict[str, dict[str, Any]] = {
     "dgc": {"rampup_begin_step": 4},
@@ -62,7 +62,6 @@ def test_a_plain_backward_is_as_good_as_manual_backward(name: str, num_ranks: in
         torch.testing.assert_close(weight, reference, rtol=1e-5, atol=1e-6)
 
 
-@since_lightning_2_5
 @on_ranks(2)
 def test_a_resume_keeps_each_rank_s_buffers(tmp_path: Path) -> None:
     """Batch norm's are of a rank's own data, also in synchronous steps."""
