@@ -30,13 +30,12 @@ from lightning_lowbw.kernels.reference import (
 )
 from lightning_lowbw.kernels.tensors import allocate
 
-__all__ = ["accumulate_", "average_many_", "decode_blocks", "encode_blocks_", "largest", "orthogonalize_", "pack_",
+__all__ = ["accumulate_", "average_many_", "decode_blocks", "encode_blocks_", "largest", "pack_",
            "reach", "sample_accumulated", "take_", "unpack"]  # fmt: skip
 
 T = TypeVar("T")
 MIN_PER_THREAD = 1 << 19  # elements: half a millisecond, against a tenth to start a thread
 NOTHING = np.empty(0, dtype=np.float32)  # stands for a missing tensor
-NO_MATRIX = np.empty((0, 0), dtype=np.float32)
 
 OPTIONS: Any = {"nogil": True, "error_model": "numpy"}  # a division by zero is no exception, which no vector can raise
 try:
@@ -509,52 +508,6 @@ def decode_kernel(scales, packed, values, bits):
                 v[i] = np.float32(integers[i]) * own
 
 
-# Orthogonal columns, see `reference.orthogonalize_`.
-
-SUMS = 8  # kept apart, as a vector does; added in one order on all processors
-
-
-@inner
-def product_of(a, b):
-    """Return the scalar product of two vectors of float64."""
-    sums, whole = np.zeros(SUMS), a.size // SUMS * SUMS
-    for start in range(0, whole, SUMS):
-        for i in range(SUMS):
-            sums[i] += a[start + i] * b[start + i]
-    total = 0.0
-    for i in range(SUMS):
-        total += sums[i]
-    for i in range(whole, a.size):
-        total += a[i] * b[i]
-    return total
-
-
-@kernel
-def orthogonalize_kernel(matrix, spare, room, dependent):
-    """Make the columns of a matrix orthogonal; `room`: float64, shape (columns, rows)."""
-    dots = np.zeros(matrix.shape[1])
-    for place in range(matrix.shape[1]):
-        column = room[place]
-        for i in range(column.size):
-            column[i] = matrix[i, place]
-        square = product_of(column, column)
-        for before in range(place):
-            dots[before] = product_of(room[before], column)
-        for before in range(place):
-            for i in range(column.size):
-                column[i] -= dots[before] * room[before, i]
-        rest = product_of(column, column)
-        if rest <= dependent * square and square < np.inf:
-            for i in range(column.size):
-                column[i] = spare[i, place] if spare.size else 0.0
-        else:
-            length = np.sqrt(rest)
-            for i in range(column.size):
-                column[i] /= length
-        for i in range(column.size):
-            matrix[i, place] = column[i]
-
-
 # What calls it --------------------------------------------------------------------------------------------------------
 
 
@@ -666,15 +619,6 @@ def decode_blocks(scales: Tensor, packed: Tensor, numel: int, bits: int) -> Tens
     values = torch.empty((len(packed), numel), dtype=torch.float32)
     decode_kernel(scales.view(torch.int16).numpy(), packed.contiguous().numpy(), values.numpy(), bits)
     return values
-
-
-def orthogonalize_(batches: Sequence[Tensor], spares: Sequence[Tensor] | None = None) -> None:
-    """Make the columns of matrices orthogonal; see `reference.orthogonalize_`: to rounding."""
-    for number, batch in enumerate(batches):
-        room = np.empty((batch.shape[2], batch.shape[1]))
-        for place, matrix in enumerate(batch.numpy()):
-            spare = NO_MATRIX if spares is None else spares[number][place].numpy()
-            orthogonalize_kernel(matrix, spare, room, reference.DEPENDENT)
 
 
 def _bits_of(values: Tensor) -> Any:

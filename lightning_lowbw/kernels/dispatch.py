@@ -13,7 +13,6 @@ variant (`triton_kernels.kernel`). `Uses` lists what these depend on in a traini
 | apply | the next power of two of the number of messages; whether weights are stepped; what is divided by |
 | encode, combine, decode | 8 bits or 4, or the half type; decode also whether messages are averaged |
 | chunks | the next power of two of the length of a chunk |
-| orthogonalize | the next power of two of the rank |
 """
 
 from __future__ import annotations
@@ -36,7 +35,6 @@ from lightning_lowbw.kernels.table import GPU_BLOCK, Field, JoinedRow, JoinedTab
 from lightning_lowbw.kernels.tensors import upload
 
 LONGEST_CAUSE = 200  # characters of an exception that are passed on: of a compiler's output the first line will do
-MOST_COLUMNS = 16  # that Triton makes orthogonal, in one program each matrix; torch takes more at once (not measured)
 PLAIN = Kind(torch.float32, torch.float32, torch.float32, is_adam=False, is_aligned=True)
 TINY_NUMELS = GPU_BLOCK, GPU_BLOCK + 1
 
@@ -106,13 +104,6 @@ def blocks_for(*tensors: Tensor) -> ModuleType:
     return (None if tensors[0].dtype == torch.float64 else compiled_for(*tensors)) or reference
 
 
-def orthogonal_for(device: torch.device, rank: int) -> ModuleType:
-    """Return the module to take `orthogonalize_` from, for matrices with so many columns at most."""
-    if uses_triton(device) and rank <= MOST_COLUMNS:
-        return gpu
-    return (compiled_for() if device.type == "cpu" else None) or reference
-
-
 # Before the training --------------------------------------------------------------------------------------------------
 
 
@@ -129,7 +120,6 @@ class Uses:
         over_senders: whether the means are those over the senders of an element.
         codes: of vectors of which all is sent, see `reference.Code`; what numba compiles for integers is tried as well.
         chunks: lengths of chunks of which the largest elements are sent.
-        ranks: columns at most of matrices that are made orthogonal.
     """
 
     kinds: tuple[Kind, ...] = (PLAIN, PLAIN._replace(is_aligned=False))
@@ -140,7 +130,6 @@ class Uses:
     over_senders: bool = False
     codes: tuple[Code, ...] = (8, 4, torch.bfloat16, torch.float16)
     chunks: tuple[int, ...] = (4096,)
-    ranks: tuple[int, ...] = (2,)
 
     @property
     def bits(self) -> tuple[int, ...]:
@@ -148,7 +137,7 @@ class Uses:
         return tuple(code for code in self.codes if isinstance(code, int))
 
 
-NO_KERNELS = Uses(kinds=(), value_dtypes=(), num_messages=(), steps=(), codes=(), chunks=(), ranks=())
+NO_KERNELS = Uses(kinds=(), value_dtypes=(), num_messages=(), steps=(), codes=(), chunks=())
 
 
 def prepare(device: torch.device, uses: Uses | None = None) -> str | None:
@@ -260,8 +249,6 @@ def _try_numba(device: torch.device, uses: Uses) -> None:
         averaged = _averaged(module, v, positions, 2, (False, True))
         results.append([positions, accumulated, *searches, taken, v, *averaged])
     _compare(*results)
-    for rank in uses.ranks:
-        _compare(*(_orthogonal(module, device, rank) for module in (cpu, reference)), tolerance=1e-6)
     for bits in uses.bits:
         _compare(*(_scaled(each, device, bits) for each in (cpu, reference)))
     positions, code, fields = _tiny_positions(device)
@@ -311,8 +298,6 @@ def _try_triton(device: torch.device, uses: Uses) -> None:
     values = _tiny_segment(device, PLAIN).residual
     for chunk in uses.chunks:
         _compare(*([each.largest(values, 1, chunk, 1)] for each in (gpu, reference)))
-    for rank in (each for each in uses.ranks if each <= MOST_COLUMNS):
-        _compare(*(_orthogonal(module, device, rank) for module in (gpu, reference)), tolerance=1e-6)
     for code in uses.codes:
         _compare(*(_joined(device, code, in_kernels=in_kernels) for in_kernels in (True, False)))
 
@@ -324,17 +309,6 @@ def _scaled(module: ModuleType, device: torch.device, bits: int) -> list[Tensor]
     packed = torch.empty((2, -(-values.shape[1] * bits // 8)), dtype=torch.uint8, device=device)
     module.encode_blocks_(values, scales, packed, bits)
     return [values, scales, packed, module.decode_blocks(scales, packed, values.shape[1], bits)]
-
-
-def _orthogonal(module: ModuleType, device: torch.device, rank: int) -> list[Tensor]:
-    """Return what a module makes of two matrices, of which one has zeros alone, and spares for it."""
-    numel = 2 * max(GPU_BLOCK, rank)
-    values = (torch.arange(2 * numel * rank, device=device) * 7919 % 8191 - 4095).to(torch.float32)
-    batches = [values.view(2, numel, rank), values.new_zeros(1, rank + 1, rank)]
-    spares = [torch.ones_like(batch) for batch in batches]
-    module.orthogonalize_(batches, spares)
-    module.orthogonalize_(spares)
-    return [*batches, *spares]
 
 
 def _joined(device: torch.device, code: Code, *, in_kernels: bool) -> list[Tensor]:

@@ -19,7 +19,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_lowbw.kernels import reference
 from lightning_lowbw.kernels.reference import (
     SCALED,
     Arrival,
@@ -29,7 +28,7 @@ from lightning_lowbw.kernels.reference import (
     largest_scale_bits,
     scales_end,
 )
-from lightning_lowbw.kernels.table import BINS, DIGITS, GPU_BLOCK, Columns, JoinedTable, Kind, Workspace
+from lightning_lowbw.kernels.table import BINS, DIGITS, GPU_BLOCK, JoinedTable, Kind, Workspace
 from lightning_lowbw.kernels.tensors import constant, upload
 
 SELECT_BLOCK = GPU_BLOCK  # elements that a program of the selection processes at a time; `table` has room for no more
@@ -42,7 +41,6 @@ APPLY_BLOCK = 256  # elements that a program applies at a time, of those of one 
 SENT_PER_TILE, LEAST_TILE_SHIFT = 128, 10  # of one participant; so the number of tiles follows that of elements sent
 # Launches for means of 16 bits, with a sixteenth of the elements in float32 each, but LEAST_RANGE at least.
 NUM_RANGES, LEAST_RANGE = 16, 1 << 22
-ORTHOGONAL_BLOCK = 1024  # elements of a matrix that a program makes orthogonal at a time
 ORDER_BLOCK = 64  # candidates that a program copies at a time; in a block there are a handful
 # Where torch rounds twice, in u.mul_(m).add_(g), a multiply and an add are not to become one instruction.
 OPTIONS: dict[str, Any] = {"enable_fp_fusion": False}
@@ -333,39 +331,6 @@ def _ranges(shapes: tuple[tuple[int, int], ...]) -> tuple[list[tuple[int, int, i
 def _tile_owners(shapes: tuple[tuple[int, int], ...], device: torch.device) -> Tensor:
     numbers = _tiles(shapes)[1]
     return upload([owner for owner, number in enumerate(numbers) for _ in range(number)], torch.int32, device)
-
-
-def orthogonalize_(batches: Sequence[Tensor], spares: Sequence[Tensor] | None = None) -> None:
-    """Make the columns of matrices orthogonal; see `reference.orthogonalize_`: one launch, to rounding.
-
-    Args:
-        batches: of contiguous matrices.
-        spares: the same.
-    """
-    import triton
-
-    from lightning_lowbw.kernels.triton_kernels import orthogonalize_kernel
-
-    rows, numel = list[Columns](), 0
-    for number, batch in enumerate(batches):
-        instead = [0] * len(batch) if spares is None else _addresses(spares[number])
-        for address, spare in zip(_addresses(batch), instead, strict=True):
-            rows.append(Columns(address, spare, batch.shape[1], batch.shape[2], numel))
-            numel += batch.shape[1] * batch.shape[2]
-    if not rows:
-        return
-    room = torch.empty(numel, dtype=torch.float64, device=batches[0].device)
-    width = triton.next_power_of_2(max(row.rank for row in rows))
-    with torch.cuda.device_of(room):
-        orthogonalize_kernel[(len(rows),)](
-            upload(rows, torch.int64, room.device), room, reference.DEPENDENT, RANK=width,
-            BLOCK=max(1, ORTHOGONAL_BLOCK // width), **OPTIONS,
-        )  # fmt: skip
-
-
-def _addresses(batch: Tensor) -> list[int]:
-    """Return where each matrix of a batch begins; they need not be next to each other."""
-    return [batch.data_ptr() + place * batch.stride(0) * batch.itemsize for place in range(len(batch))]
 
 
 def encode_(table: JoinedTable, message: Tensor, size: int, code: Code, flags: Tensor) -> None:

@@ -17,7 +17,7 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_lowbw.kernels.tensors import CPU, as_real, flat
+from lightning_lowbw.kernels.tensors import as_real, flat
 
 SCALED, HALF = 128, 16  # values with one scale; bits between bfloat16 and float32
 AT_ONCE_ON_CPU = 1 << 16  # elements whose chunks are searched together; their keys of 8 bytes stay in the cache
@@ -535,49 +535,6 @@ def average_many_(
         out[touched] = 0.0
         _add_mean_(out, parts, over_senders)
         weight[touched] = weight[touched].add_(out[touched], alpha=-arrival.rate)
-
-
-# Orthogonal columns, see `sync.low_rank` ------------------------------------------------------------------------
-
-HAVE_FLOAT64 = ("cpu", "cuda")  # Apple's GPUs, and some of Intel's, have none
-DEPENDENT = 2.0**-36  # of the square of a column, what is left of it that may be rounding of float32
-
-
-def orthogonalize_(batches: Sequence[Tensor], spares: Sequence[Tensor] | None = None) -> None:
-    """Make the columns of matrices orthogonal, and of length 1, from the first to the last; in float64.
-
-    A column that depends on those before becomes that of the spare, which is not made orthogonal; zeros without.
-
-    In place:
-        The matrices. NaN and infinity stay in them.
-
-    Args:
-        batches: float32, shape (matrices, n, r).
-        spares: of the same shapes.
-
-    Source: Gram-Schmidt. In float64, products of float32 are exact, and what is rounded in sums is less than float32
-        can show, up to the bound for dependent columns: no second pass is needed.
-    """
-    alike: dict[torch.Size, list[int]] = {}
-    for number, batch in enumerate(batches):
-        alike.setdefault(batch.shape[1:], []).append(number)
-    for numbers in alike.values():
-        narrow = torch.cat([batches[number] for number in numbers])
-        wide = narrow.to(narrow.device if narrow.device.type in HAVE_FLOAT64 else CPU).double()
-        instead = torch.zeros_like(wide)
-        if spares is not None:
-            instead.copy_(torch.cat([spares[number] for number in numbers]))
-        for place in range(wide.shape[2]):
-            column, before = wide[:, :, place : place + 1], wide[:, :, :place]
-            square = (column * column).sum(1, keepdim=True)
-            if place:
-                column.sub_((before * (before * column).sum(1, keepdim=True)).sum(2, keepdim=True))
-            rest = (column * column).sum(1, keepdim=True)
-            is_dependent = (rest <= DEPENDENT * square) & (square < torch.inf)
-            column.copy_(torch.where(is_dependent, instead[:, :, place : place + 1], column / rest.sqrt()))
-        columns = wide.float().split([len(batches[number]) for number in numbers])
-        for number, orthogonal in zip(numbers, columns, strict=True):
-            batches[number].copy_(orthogonal)
 
 
 # Integers with a scale per block, see `sync.quantized` ---------------------------------------------------------

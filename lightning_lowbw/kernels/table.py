@@ -115,16 +115,6 @@ class JoinedRow(NamedTuple):
         return cls(address, _address(residual), start, part.stop - part.start, DTYPES.index(signal.dtype))
 
 
-class Columns(NamedTuple):
-    """A matrix whose columns are made orthogonal; addresses in bytes, the rest in elements."""
-
-    matrix: int
-    spare: int  # 0 without
-    numel: int  # of a column
-    rank: int
-    room: int  # where that of the matrix begins
-
-
 class Kind(NamedTuple):
     """What a kernel is compiled for; aligned: all tensors start at 16 bytes and have a multiple of 8 elements."""
 

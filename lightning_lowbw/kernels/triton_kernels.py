@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from lightning_lowbw.kernels import reference, table
-from lightning_lowbw.kernels.table import Arrived, Columns, Factors, Field, JoinedRow, TableRow
+from lightning_lowbw.kernels.table import Arrived, Factors, Field, JoinedRow, TableRow
 
 
 def columns(of):
@@ -29,7 +29,6 @@ def columns(of):
 FIELD_NUM_SENT, FIELD_FIRST, FIELD_START, FIELD_NUMEL, FIELD_FIRST_BLOCK, FIELD_COLUMNS = columns(Field)
 (ARRIVED_OUT, ARRIVED_WEIGHT, ARRIVED_GROUP, ARRIVED_FIRST, ARRIVED_NUM_SENT, ARRIVED_SHIFT, ARRIVED_FIRST_TILE,
  ARRIVED_RATE, ARRIVED_COLUMNS) = columns(Arrived)
-COLUMNS_MATRIX, COLUMNS_SPARE, COLUMNS_NUMEL, COLUMNS_RANK, COLUMNS_ROOM, COLUMNS_COLUMNS = columns(Columns)
 JOINED_SIGNAL, JOINED_RESIDUAL, JOINED_START, JOINED_NUMEL, JOINED_DTYPE, JOINED_COLUMNS = columns(JoinedRow)
 # fmt: on
 
@@ -880,53 +879,3 @@ def decode_kernel(
         row = table + tensor * JOINED_COLUMNS
         offsets, inside = offsets_in(row, places, exists)
         store_signal(row, offsets, values, inside)
-
-
-# Orthogonal columns, see `sync.low_rank` ----------------------------------------------------------------------
-
-
-@kernel
-def orthogonalize_kernel(table, room, dependent, RANK: tl.constexpr, BLOCK: tl.constexpr):
-    """Make the columns of a matrix orthogonal: `reference.orthogonalize_`. One program adds in one order.
-
-    Grid: (matrices,). `room`: float64, for the columns that are done. `dependent`: of a column's square, what may be
-    rounding.
-    """
-    row = table + tl.program_id(0) * COLUMNS_COLUMNS
-    numel, rank = tl.load(row + COLUMNS_NUMEL), tl.load(row + COLUMNS_RANK)
-    matrix = tl.load(row + COLUMNS_MATRIX).to(tl.pointer_type(tl.float32))
-    spare = tl.load(row + COLUMNS_SPARE).to(tl.pointer_type(tl.float32))
-    has_spare = tl.load(row + COLUMNS_SPARE) != 0
-    room += tl.load(row + COLUMNS_ROOM)
-    places = tl.arange(0, RANK)[None, :]
-    for place in range(rank):
-        dots = tl.zeros([RANK], tl.float64)
-        square = tl.zeros([BLOCK], tl.float64)
-        for start in range(0, numel, BLOCK):
-            lines = start + tl.arange(0, BLOCK)
-            column = tl.load(matrix + lines * rank + place, mask=lines < numel, other=0.0).to(tl.float64)
-            is_before = (lines < numel)[:, None] & (places < place)
-            before = tl.load(room + lines[:, None] * rank + places, mask=is_before, other=0.0)
-            dots += tl.sum(before * column[:, None], 0)
-            square += column * column
-        rest = tl.zeros([BLOCK], tl.float64)
-        for start in range(0, numel, BLOCK):
-            lines = start + tl.arange(0, BLOCK)
-            column = tl.load(matrix + lines * rank + place, mask=lines < numel, other=0.0).to(tl.float64)
-            is_before = (lines < numel)[:, None] & (places < place)
-            before = tl.load(room + lines[:, None] * rank + places, mask=is_before, other=0.0)
-            column -= tl.sum(before * dots[None, :], 1)
-            tl.store(room + lines * rank + place, column, mask=lines < numel)
-            rest += column * column
-        whole, left = tl.sum(square, 0), tl.sum(rest, 0)
-        is_dependent = (left <= whole * dependent) & (whole < float("inf"))
-        length = tl.sqrt(tl.where(is_dependent, 1.0, left))
-        tl.debug_barrier()  # the column has been written
-        for start in range(0, numel, BLOCK):
-            lines = start + tl.arange(0, BLOCK)
-            column = tl.load(room + lines * rank + place, mask=lines < numel, other=0.0) / length
-            instead = tl.load(spare + lines * rank + place, mask=(lines < numel) & has_spare, other=0.0)
-            column = tl.where(is_dependent, instead.to(tl.float64), column)
-            tl.store(room + lines * rank + place, column, mask=lines < numel)
-            tl.store(matrix + lines * rank + place, column.to(tl.float32), mask=lines < numel)
-        tl.debug_barrier()

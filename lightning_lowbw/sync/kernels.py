@@ -73,7 +73,7 @@ def uses_of(workers: Sequence[Synchronizer], *, measures: bool = False) -> Uses:
     # int8 is timed, too.
     codes = tuple(dict.fromkeys([*(() if is_alone else uses.codes), *(8,) * measures]))
     if not uses.value_dtypes or is_alone:
-        return replace(NO_KERNELS, codes=codes, ranks=uses.ranks)
+        return replace(NO_KERNELS, codes=codes)
     # An ordered set is a dict here: the same order on all ranks.
     kinds = dict.fromkeys(kind for worker in workers if uses.kinds for kind in _kinds_of(worker))
     if measures:

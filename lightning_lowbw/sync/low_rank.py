@@ -18,10 +18,8 @@ the square of their differences. A column that depends on those before it is zer
 from which the next exchange tries again. On two levels e is kept whole, and the mean is over all ranks, of which those
 of a node have equal gradients: its factors are sent once.
 
-Each rank orthogonalizes and multiplies for itself what all have received: replicas are equal to the bit where libraries
-and the kind of processor are the same on all ranks. Of Gram-Schmidt (`kernels`) no library chooses the algorithm; in
-numba it is the same on all processors. P Q^T is a product of torch's. Every 100 steps a comparison tells if replicas
-differ.
+Each rank orthogonalizes and multiplies the same received factors for itself. The replicas are equal to the bit if all
+ranks have the same libraries and the same kind of processor. Every 100 steps a comparison finds replicas that differ.
 """
 
 from __future__ import annotations
@@ -30,9 +28,10 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -41,16 +40,18 @@ from lightning_lowbw.comm.peers import MeanWork, Peers, mean_over
 from lightning_lowbw.compress.payload import FLOAT_BYTES, Message, Payload, Shapes
 from lightning_lowbw.compress.selection import Residuals
 from lightning_lowbw.errors import ConfigurationError
-from lightning_lowbw.kernels import dispatch, reference
 from lightning_lowbw.kernels.dispatch import NO_KERNELS, Uses
 from lightning_lowbw.kernels.reference import are_not_finite
-from lightning_lowbw.kernels.tensors import copy_all_, exact_products, flat
+from lightning_lowbw.kernels.tensors import CPU, copy_all_, device_of, exact_products, flat
 from lightning_lowbw.schedules.schedule import Schedule
 from lightning_lowbw.sync.exchange import Arrived, Correction, DenseMean, LateMean, PreparedWhole, Signal, exchanges
 
 # Elements of the matrices that are multiplied together, or one matrix: on a GPU many, for few launches, with a copy of
 # 64 MiB; on a CPU one by one, because its time is that of memory.
 BATCH, BATCH_OF_CPU = 1 << 24, 1
+HAVE_FLOAT64 = ("cpu", "cuda")  # Apple's GPUs, and some of Intel's, have none
+DEPENDENT = 2.0**-18  # a remainder that is shorter than this part of its column may be rounding of float32
+PADDED = 1 << 20  # elements of factors that may be orthogonalized together with any padding: 8 MiB
 
 
 @names_arguments
@@ -74,15 +75,14 @@ class LowRank(Payload, key="low_rank"):
             raise ConfigurationError(f"rank={self.rank!r}: give a number of columns, an integer >= 1.")
 
     def factors(self, shape: torch.Size | tuple[int, ...]) -> tuple[int, int, int] | None:
-        """Return n, m and r of a tensor's factors, r at most n and m; None if it is sent whole."""
+        """Return n, m and r of a tensor's factors; None if the tensor is sent whole."""
         if len(shape) < 2:
             return None
         n, m = shape[0], math.prod(shape[1:])
-        rank = min(self.rank, n, m)
-        return (n, m, rank) if 2 * (n + m) * rank < n * m else None
+        return (n, m, self.rank) if 2 * (n + m) * self.rank < n * m else None
 
     def uses(self, num_participants: int, num_parts: int = 1, *, when: Schedule) -> Uses:
-        return replace(NO_KERNELS, ranks=(self.rank,), codes=(torch.float32,))  # of what is sent whole
+        return replace(NO_KERNELS, codes=(torch.float32,))  # for tensors that are sent whole
 
     def messages(self, shapes: Shapes, num_participants: int, num_parts: int = 1, *, when: Schedule) -> list[Message]:
         factors = [(self.factors(shape), math.prod(shape)) for shape in shapes]
@@ -132,8 +132,7 @@ class LowRankExchange:
                 self._together = {}
                 generator = torch.Generator().manual_seed(len(self.starts))
                 start = torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu")
-                reference.orthogonalize_([start.unsqueeze(0)])
-                self.starts[name] = start
+                self.starts[name] = orthogonal([start.unsqueeze(0)])[0][0]
             if self.starts[name].device != device:
                 self.starts[name] = self.starts[name].to(device)
 
@@ -223,9 +222,8 @@ class PendingLowRank(LateMean):
         for name in self._rest:
             if name in exchange.residuals:
                 exchange.residuals.pop(name)
-        kernels = dispatch.orthogonal_for(device, exchange.payload.rank)
         with _in_float32(device):
-            kernels.orthogonalize_(lefts)
+            lefts = orthogonal(lefts)
             # Q = M^T P, with M in the memory of e
             rights = []
             for batch, matrices, left in zip(self._batches, self._matrices, lefts, strict=True):
@@ -246,7 +244,7 @@ class PendingLowRank(LateMean):
                     copy_all_(tensors, parts)
                 by_name |= zip(batch, tensors if is_room else parts, strict=True)
             # A column of zeros, as of a gradient of zeros, is no start: from it the same would be asked for ever.
-            kernels.orthogonalize_(rights, starts)
+            rights = orthogonal(rights, starts)
         exchange.keep(dict(zip(map(tuple, self._batches), rights, strict=True)))
         return DenseMean({name: by_name[name] for name in signal})
 
@@ -255,6 +253,86 @@ class PendingLowRank(LateMean):
 
     def take_back(self) -> bool:
         return True  # nothing has changed yet
+
+
+def orthogonal(batches: Sequence[Tensor], spares: Sequence[Tensor] | None = None) -> list[Tensor]:
+    """Return matrices whose columns are orthogonal and of length 1: Gram-Schmidt from the first column to the last.
+
+    A column that depends on the columns before it becomes zero, or the column of the spare. A column that is not finite
+    makes no other matrix NaN.
+
+    Args:
+        batches: float32, shape (matrices, n, r), all with one r.
+        spares: of the same shapes.
+
+    Source: classical Gram-Schmidt in float64. Products of float32 are exact there, and rounding of the sums stays below
+        float32 for all columns that are not dependent: no second pass is needed.
+    """
+    results = list(batches)
+    for numbers in _padded_together([batch.shape for batch in batches]):
+        own = [batches[number] for number in numbers]
+        rank, device, sizes = own[0].shape[2], own[0].device, [batch.shape[:2] for batch in own]
+        padded, back = _rows(tuple(sizes), device)
+        where = device if device.type in HAVE_FLOAT64 else CPU
+        columns = _padded(own, padded).mT.to(where, torch.float64, memory_format=torch.contiguous_format)
+        factors = list[Tensor]()
+        for place in range(rank):
+            column = columns[:, place : place + 1]
+            length = column.norm(dim=2, keepdim=True)
+            if place:
+                before = columns[:, :place]
+                column.baddbmm_(column @ before.mT, before, alpha=-1)
+            left = column.norm(dim=2, keepdim=True)
+            factors.append(left.reciprocal().masked_fill_(left <= DEPENDENT * length, 0.0))
+            column.mul_(factors[-1])
+        found = columns.to(device, torch.float32)
+        if spares is not None:
+            instead = _padded([spares[number] for number in numbers], padded).mT
+            found = torch.where(torch.cat(factors, 1).to(device) == 0, instead, found)
+        rows = found.mT.reshape(-1, rank).index_select(0, back).split([num * n for num, n in sizes])
+        for number, part in zip(numbers, rows, strict=True):
+            results[number] = part.view(batches[number].shape)
+    return results
+
+
+def _padded(batches: Sequence[Tensor], rows: Tensor) -> Tensor:
+    """Return the rows of all matrices, and zeros for row 0: shape (matrices, rows of the longest, r)."""
+    zeros = batches[0].new_zeros(1, batches[0].shape[2])
+    flat = torch.cat([zeros, *(batch.flatten(0, 1) for batch in batches)])
+    return flat.index_select(0, rows.flatten()).view(*rows.shape, -1)
+
+
+@lru_cache(maxsize=64)
+def _rows(sizes: tuple[tuple[int, int], ...], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return which row each padded matrix has where, the first is 1, 0 is padding; and the padded places of the rows.
+
+    Args:
+        sizes: matrices and rows of each batch.
+    """
+    numbers = np.zeros((sum(num for num, _ in sizes), max(n for _, n in sizes)), dtype=np.int64)
+    first, row = 0, 1
+    for num, n in sizes:
+        numbers[first : first + num, :n] = np.arange(row, row + num * n).reshape(num, n)
+        first, row = first + num, row + num * n
+    upload = device_of(device).upload
+    return upload(torch.from_numpy(numbers)), upload(torch.from_numpy(np.flatnonzero(numbers)))
+
+
+def _padded_together(shapes: Sequence[torch.Size]) -> list[list[int]]:
+    """Return groups of batches whose columns are padded to the longest one, the first: few launches, little memory."""
+    groups, num_elements = list[list[int]](), 0
+    for number in sorted(range(len(shapes)), key=lambda number: -shapes[number][1]):
+        numel = shapes[number].numel()
+        if groups:
+            _, longest, rank = shapes[groups[-1][0]]
+            num_padded = sum(shapes[other][0] for other in (*groups[-1], number)) * longest * rank
+            if num_padded <= max(PADDED, 2 * (num_elements + numel)):
+                groups[-1].append(number)
+                num_elements += numel
+                continue
+        groups.append([number])
+        num_elements = numel
+    return groups
 
 
 def _batches(signal: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, int, int]]) -> list[list[str]]:

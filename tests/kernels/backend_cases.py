@@ -258,33 +258,6 @@ def test_average(
         assert not all(a.equal(b) for a, b in zip(turned, expected, strict=True))
 
 
-# Orthogonal columns --------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.filterwarnings("ignore:(invalid value|divide by zero|overflow) encountered")
-@pytest.mark.parametrize("rank", [1, 3, 8])
-def test_orthogonal_columns(rank: int) -> None:
-    """Several blocks of rows and parts of one; dependent columns, zeros, and what is not finite."""
-    module = dispatch.orthogonal_for(DEVICE, rank)
-    batches = [torch.randn(2, 1500, rank), torch.randn(3, rank, rank) * 1e20, 1e-20 * torch.randn(1, 700, rank)]
-    batches[0][1, :, -1], batches[1][2] = batches[0][1, :, 0] * 3.0, 0.0
-    batches.append(torch.randn(2, 9, rank))
-    batches[3][0, 4, 0], batches[3][1, 5, -1] = float("nan"), float("inf")
-    for spares in (None, [torch.randn_like(batch) for batch in batches]):
-        found, expected = ([batch.to(DEVICE) for batch in copy.deepcopy(batches)] for _ in range(2))
-        of_each = None if spares is None else [torch.cat([spare] * 2, 1).to(DEVICE) for spare in spares]
-        of_each = None if of_each is None else [spare[:, : spare.shape[1] // 2] for spare in of_each]  # with gaps
-        module.orthogonalize_(found, of_each)
-        reference.orthogonalize_(expected, of_each)
-        for one, other in zip(found[:3], expected[:3], strict=True):
-            torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-9)
-        assert not any(bool(each.isfinite().all()) for each in (*found[3], *expected[3]))
-    again = [batch.to(DEVICE) for batch in copy.deepcopy(batches)]
-    module.orthogonalize_(again, of_each)
-    assert all(equal_bits(a.nan_to_num(9.0), b.nan_to_num(9.0)) for a, b in zip(found, again, strict=True))
-    module.orthogonalize_([])
-
-
 # Before the training --------------------------------------------------------------------------------------------------
 
 

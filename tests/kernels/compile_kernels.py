@@ -89,10 +89,6 @@ def main() -> None:
                     ("unpack", triton_kernels.unpack_kernel, {"BLOCK": gpu.WORDS_BLOCK, "TENSORS": gpu.TENSORS}),
                 )
             ),
-            *(
-                (f"orthogonalize {width},", triton_kernels.orthogonalize_kernel,
-                 {"RANK": width, "BLOCK": gpu.ORTHOGONAL_BLOCK // width}, {}) for width in (1, 4, 32)
-            ),
             ("chunks,", triton_kernels.chunks_kernel, {"BLOCK": 4096}, {"num_warps": 8}),
             *(
                 (f"apply, {over_senders},", triton_kernels.apply_kernel,

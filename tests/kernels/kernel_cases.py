@@ -28,7 +28,7 @@ from tests.kernels.bits import BFLOAT16, FLOAT16, FLOAT32, equal_bits
 from tests.kernels.segments import FORMS, LARGE, check, draw_parts, make, redraw
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-NAMES = "correct order plan digits choose count take pack ones unpack apply encode combine decode chunks orthogonalize"
+NAMES = "correct order plan digits choose count take pack ones unpack apply encode combine decode chunks"
 KERNELS = [f"{name}_kernel" for name in NAMES.split()]
 
 

@@ -35,6 +35,7 @@ from lightning_lowbw.kernels import dispatch, gpu, tensors
 from lightning_lowbw.method import Method
 from lightning_lowbw.presets import DGC, LocalSGD, PowerSGD, QuantizedGradients
 from lightning_lowbw.strategies.step_hooks import exchange_unscaled_
+from lightning_lowbw.sync import low_rank
 from lightning_lowbw.sync.buffers import ReplicaBuffers, spec_of, wide_copies
 from lightning_lowbw.sync.early import NUM_GROUPS
 from lightning_lowbw.sync.gradient import GradientSync
@@ -425,7 +426,7 @@ def run_now(
 def forgotten() -> Iterator[None]:
     """Nothing fake stays in the caches."""
     yield
-    for cached in (tensors.constant, tensors._few_weights, positions.fields_of, gpu._tile_owners):
+    for cached in (tensors.constant, tensors._few_weights, positions.fields_of, gpu._tile_owners, low_rank._rows):
         cached.cache_clear()
 
 
@@ -503,7 +504,7 @@ AVERAGES: dict[str, tuple[Method, int]] = {
 # Five for each 256 MiB of elements, or each tensor that has more; means of 16 bits range by range, cleared before.
 MOST_MORE = {AT_A_QUARTER: 160, BF16_TRUE: gpu.NUM_RANGES + 4, SHARDED: 12}
 MOST_QUANTIZED, MOST_QUANTIZED_IN_NODE = 12, 25
-MOST_LOW_RANK = 210  # nine for each shape of a matrix, and 16M elements of it
+MOST_LOW_RANK = 280  # eight for each shape of a matrix, and each 16M elements of it; and the columns
 
 
 def count_cell(monkeypatch: pytest.MonkeyPatch, cell: tuple[str, str, str, str]) -> Counter[str]:

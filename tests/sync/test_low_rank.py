@@ -104,6 +104,47 @@ def test_training_is_that_of_the_paper(num_ranks: int) -> None:
                 torch.testing.assert_close(residual, kept[name].float().reshape(-1), rtol=close, atol=close)
 
 
+# Orthogonal columns ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rank", [1, 2, 5])
+def test_columns_become_those_of_a_decomposition_but_for_signs(rank: int) -> None:
+    """Matrices of any size and magnitude, padded together or not, also with columns that are nearly the same."""
+    batches = [torch.randn(3, 40, rank) * torch.tensor([1e-25, 1.0, 1e25])[:, None, None]]
+    batches += [torch.randn(2, rank, rank), torch.randn(1, low_rank.PADDED // rank + 1, rank), torch.randn(1, 9, rank)]
+    batches[0][1] = batches[0][1, :, :1] + 1e-3 * batches[0][1]
+    for given, found in zip(batches, low_rank.orthogonal(batches), strict=True):
+        expected = torch.linalg.qr(given.double()).Q
+        signs = (found * expected).sum(1, keepdim=True).sign()
+        torch.testing.assert_close(found.double(), signs * expected, rtol=0, atol=1e-6)
+        eye = torch.eye(rank, dtype=torch.float64).expand(len(given), rank, rank)
+        torch.testing.assert_close(found.double().mT @ found.double(), eye, rtol=0, atol=1e-6)
+
+
+def test_a_column_that_depends_on_the_columns_before_it_is_the_spares() -> None:
+    """Or zero: only rounding is left of it, in any direction. No matrix of zeros becomes NaN."""
+    columns, spare = torch.randn(1, 40, 4), torch.randn(1, 40, 4)
+    columns[:, :, 2] = columns[:, :, :2] @ torch.tensor([3.0, -0.1])
+    for given, is_lost in ((columns, [2]), (columns * 0, [0, 1, 2, 3])):
+        (alone,), (beside,) = low_rank.orthogonal([given]), low_rank.orthogonal([given], [spare])
+        assert [place for place in range(4) if not alone[0, :, place].any()] == is_lost
+        assert beside[0, :, is_lost].equal(spare[0, :, is_lost])
+        kept = [place for place in range(4) if place not in is_lost]
+        assert beside[0, :, kept].equal(alone[0, :, kept])
+        assert beside.isfinite().all()
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_column_that_is_not_finite_leaves_other_matrices_alone(value: float) -> None:
+    batches = [torch.randn(2, 40, 2), torch.randn(1, 30, 2)]
+    expected = low_rank.orthogonal(batches)
+    batches[0][0, 7, 1] = value
+    found = low_rank.orthogonal(batches)
+    assert found[0][1].equal(expected[0][1])
+    assert found[1].equal(expected[1])
+    assert not found[0][0].isfinite().all()
+
+
 # torch's hook ---------------------------------------------------------------------------------------------------------
 
 DENSE_STEPS = 2  # the least that the hook allows
