@@ -1,1 +1,1 @@
-"""Who communicates with whom: topology, collectives and their volume."""
+"""Communication between ranks: topology, collectives and their volume."""

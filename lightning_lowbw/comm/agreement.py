@@ -24,7 +24,7 @@ T = TypeVar("T")
 def agree(topic: str, settings: Mapping[str, object], group: dist.ProcessGroup | None = None) -> None:
     """Check that all ranks state the same settings.
 
-    Collective: all ranks, blocking; sends a digest, and the settings themselves only where the digests differ.
+    Collective: all ranks, blocking; sends a digest, and the settings themselves only if the digests differ.
 
     Args:
         topic: what the settings are about, for the message.
@@ -32,7 +32,7 @@ def agree(topic: str, settings: Mapping[str, object], group: dist.ProcessGroup |
         group: the process group; None is the world.
 
     Raises:
-        DisagreementError: on all ranks; names each fact that differs, with the values by rank.
+        DisagreementError: on all ranks; names each setting that differs, with its value on each rank.
     """
     if not dist.is_initialized() or dist.get_world_size(group) == 1:
         return
@@ -55,18 +55,18 @@ def agree(topic: str, settings: Mapping[str, object], group: dist.ProcessGroup |
 
 @contextmanager
 def failing_together(group: dist.ProcessGroup | None = None) -> Iterator[None]:
-    """Run a block that may raise on some ranks only, and raise on all of them if it did.
+    """Run a block that may raise on some ranks only, and raise an error on every rank if it did.
 
     Collective: all ranks, at the end of the block. The block itself must not communicate.
 
     Raises:
-        Exception: the block's own error on the rank where it was raised; `ConfigurationError` on the others, with
-            the ranks and messages.
+        Exception: the block's own error on the rank where it was raised; on the other
+            ranks `ConfigurationError`, with the ranks and messages.
     """
     error: Exception | None = None
     try:
         yield
-    except Exception as raised:  # noqa: BLE001 - it is raised again below, after it has been sent to the others
+    except Exception as raised:  # noqa: BLE001 - it is raised again below, after it has been sent to the other ranks
         error = raised
     if dist.is_initialized() and dist.get_world_size(group) > 1:
         messages = gather(None if error is None else f"{type(error).__name__}: {error}", "errors", group)
@@ -80,12 +80,12 @@ def failing_together(group: dist.ProcessGroup | None = None) -> Iterator[None]:
 def differ(lists: Sequence[Sequence[Tensor]], group: dist.ProcessGroup | None, device: torch.device) -> list[bool]:
     """Return which lists of tensors differ between ranks, by their checksums.
 
-    Collective: all ranks of the group, blocking; two numbers for each list, which are in no ledger.
+    Collective: all ranks of the group, blocking; two numbers for each list, which no ledger counts.
 
     Args:
-        lists: of the same shapes on all ranks.
+        lists: the tensors; their shapes are equal on all ranks.
         group: the process group; None is the world.
-        device: of the message.
+        device: the device of the message.
     """
     bits = torch.stack([torch.as_tensor(checksum(tensors), dtype=torch.int64, device=device) for tensors in lists])
     extremes = torch.stack([bits, -bits])  # the maximum of -x is the minimum of x: both in one all-reduce
@@ -104,21 +104,22 @@ def digest(tensors: Iterable[Tensor]) -> str:
 def gather(value: T, topic: str, group: dist.ProcessGroup | None = None) -> list[T]:
     """Return a plain value of each rank, in their order.
 
-    Collective: all ranks of the group, blocking; none where torch.distributed is not initialised, which is one rank.
+    Collective: all ranks of the group, blocking; no communication if torch.distributed is not
+    initialised: there is one rank then.
 
     Args:
-        value: of this rank.
+        value: the value of this rank.
         topic: what the value is; the same on all ranks.
         group: the process group; None is the world.
 
     Raises:
-        DisagreementError: on all ranks; some are at another call of this function, and have sent something else.
+        DisagreementError: on all ranks; some ranks are at another call of this function, and have sent its value.
     """
     if not dist.is_initialized():
         return [value]
     gathered = [(topic, value)] * dist.get_world_size(group)
     dist.all_gather_object(gathered, (topic, value), group=group)
-    if any(other != topic for other, _ in gathered):  # ranks at two calls would take one another's values
+    if any(other != topic for other, _ in gathered):  # ranks at two calls would receive each other's values
         topics = ", ".join(f"rank {rank} its {other}" for rank, (other, _) in enumerate(gathered))
         raise DisagreementError(
             f"The ranks do different things at the same time. They have sent: {topics}. Give all ranks the same "
@@ -128,7 +129,7 @@ def gather(value: T, topic: str, group: dist.ProcessGroup | None = None) -> list
 
 
 def gather_json(value: Any) -> list[Any]:
-    """Return a value of each rank, as `gather` does, that JSON can have: what comes is not executed, as a pickle is.
+    """Return a value of each rank, as `gather` does, but as JSON, which unlike a pickle cannot run code.
 
     Collective: all ranks, blocking.
     """

@@ -1,7 +1,7 @@
-"""Process groups, made once, and the collectives of one of them, with a ledger of bytes sent and seconds waited.
+"""Process groups, made once, and the collectives of a group, with a ledger of bytes sent and seconds waited.
 
-Formulas are of the bytes that one rank sends (and receives), and of rounds: a round is a message that is sent after
-another has arrived; it costs at least the latency of the link.
+The formulas give the bytes that one rank sends (and receives), and the rounds: a round is a message that is sent after
+another message has arrived; it costs at least the latency of the link.
 
 Source: the ring algorithms (Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms", 2009), which NCCL and gloo
 use for large messages.
@@ -33,11 +33,11 @@ from lightning_lowbw.kernels.tensors import Fork, device_of, part
 
 Level = Literal["intra", "inter"]
 
-# Thread blocks, each of which holds a multiprocessor as long as the link takes. Many more than a slow network needs.
+# Thread blocks of NCCL. Each one holds a multiprocessor as long as the link takes; a slow network needs far fewer.
 MAX_CTAS = 4
-# Bytes, of two ranks: with larger ones an all-reduce of gloo is as fast, in half the memory.
+# Bytes, between two ranks: for larger tensors an all-reduce of gloo is as fast, in half the memory.
 MOST_SWAPPED = 1 << 18
-# Pairs of CUDA events that have not been read yet; older ones are dropped rather than waited for.
+# Pairs of CUDA events that have not been read yet; older pairs are dropped rather than waited for.
 MAX_PENDING = 256
 
 
@@ -82,7 +82,7 @@ class TrafficLedger:
 
     @property
     def of_slow_network(self) -> tuple[int, int]:
-        """The bytes sent there, and those of a dense exchange."""
+        """The bytes sent on the slow network, and the bytes that a dense exchange would have sent on it."""
         return (self.inter_bytes, self.dense_inter_bytes) if self.has_levels else (self.sent_bytes, self.dense_bytes)
 
     def since(self, earlier: TrafficLedger) -> TrafficLedger:
@@ -104,7 +104,7 @@ class TrafficLedger:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Leave out what is exchanged meanwhile: it belongs to no step."""
+        """Do not count the exchanges inside the block: they belong to no step."""
         totals = {total.name: getattr(self, total.name) for total in fields(self) if total.compare}
         pending, self._pending = self._pending, deque(maxlen=MAX_PENDING)
         try:
@@ -172,7 +172,7 @@ class WeakGroup:
         return group
 
 
-_groups: dict[tuple[ref[dist.ProcessGroup], tuple[object, ...]], WeakGroup] = {}  # by the world, and what it is for
+_groups: dict[tuple[ref[dist.ProcessGroup], tuple[object, ...]], WeakGroup] = {}  # by world and purpose
 
 
 def group_of(
@@ -183,10 +183,10 @@ def group_of(
     Collective: all ranks of the world, those outside of the group as well, in the same order of calls.
 
     Args:
-        ranks: of the world; a group has them in ascending order.
+        ranks: ranks of the world; a group has them in ascending order.
         purpose: concurrent work needs its own groups, because the ranks may begin it in different orders.
-        timeout: after which a collective of the group fails; None is that of the world.
-        is_hidden: whether the GPU computes meanwhile, and NCCL is to leave it the multiprocessors.
+        timeout: the time after which a collective of the group fails; None is the world's timeout.
+        is_hidden: whether the GPU computes meanwhile, so that NCCL must leave multiprocessors free.
     """
     world = dist.group.WORLD
     assert world is not None
@@ -205,8 +205,8 @@ def group_of(
 def _not_split_from(world: dist.ProcessGroup) -> Iterator[None]:
     """Let `new_group` make a new gloo group, also where the world is bound to a GPU, as Lightning's is.
 
-    From a bound world torch splits the group off. Gloo says that it supports that, and a rank outside of the group ends
-    in an AttributeError (torch 2.13).
+    torch splits new groups off a bound world. Gloo claims to support that, but a rank outside of the group then raises
+    an AttributeError (torch 2.13).
     """
     device = world.bound_device_id
     if device is None or dist.get_backend(world) != "gloo":
@@ -220,7 +220,7 @@ def _not_split_from(world: dist.ProcessGroup) -> Iterator[None]:
 
 
 def _few_ctas(timeout: timedelta | None) -> Any:
-    """Return NCCL's options with a limit of `MAX_CTAS`; None with another backend, or where NCCL has no such limit."""
+    """Return NCCL's options with a limit of `MAX_CTAS`; None with another backend, or if NCCL has no such limit."""
     nccl: Any = getattr(dist, "ProcessGroupNCCL", None)
     options: Any = None if nccl is None or dist.get_backend() != "nccl" else nccl.Options()
     if not hasattr(getattr(options, "config", None), "max_ctas"):
@@ -242,15 +242,15 @@ def _timeout_of_world() -> timedelta | None:
 
 
 def is_gloo(group: dist.ProcessGroup | None, device: torch.device) -> bool:
-    """Return whether a group's collectives on tensors of a device are gloo's, where it has several backends, too."""
+    """Return whether a group's collectives on tensors of a device are gloo's, also if it has several backends."""
     return device.type == "cpu" or dist.get_backend(group) == "gloo"
 
 
 def on_wire(tensor: Tensor, group: dist.ProcessGroup | None, *, is_sum: bool) -> Tensor:
-    """Return what a collective of a group is given for a tensor: a copy on the host where its backend does not take it.
+    """Return the tensor for a collective of a group: a copy on the host if the backend does not accept it.
 
     Args:
-        is_sum: whether it is reduced or broadcast; else it is gathered, and gloo gathers the CPU's only.
+        is_sum: whether the tensor is reduced or broadcast; else it is gathered, and gloo gathers only CPU tensors.
     """
     is_taken = not is_gloo(group, tensor.device) or (is_sum and device_of(tensor.device).gloo_sums)
     return tensor if is_taken else tensor.cpu()
@@ -262,8 +262,8 @@ _abandoned: list[list[Any]] = []
 class Works:
     """Works of gloo that are waited for together.
 
-    Where nobody has, because a step has failed, they are kept: gloo does not get over a message for a buffer that is
-    gone, and what comes later on the connection would never arrive.
+    If nothing has waited for them, because a step has failed, they are kept: a message for a buffer that has been freed
+    blocks a connection of gloo, and no later message on it would arrive.
     """
 
     def __init__(self, works: Iterable[Any]) -> None:
@@ -284,9 +284,9 @@ class TensorWork:
     """Work on a tensor that has been begun."""
 
     tensor: Tensor
-    work: Any = None  # torch.distributed's, or a future; None if there was nothing to do
+    work: Any = None  # a work of torch.distributed, or a future; None if there was nothing to do
     staged: Tensor | None = None  # where messages arrive, if not in the tensor
-    sums: bool = False  # whether these are several, to be summed
+    sums: bool = False  # whether `staged` has several messages, to be summed
 
     def wait(self) -> Tensor:
         """Wait for it (on CUDA the current stream does), and return the tensor."""
@@ -297,7 +297,7 @@ class TensorWork:
     def get_future(self) -> Future[Tensor]:
         """Return the future of the tensor, as a communication hook of DDP must.
 
-        It carries its device: gloo's own futures do not, and DDP would not wait for them on CUDA.
+        The future carries its device: gloo's own futures do not, and DDP would not wait for them on CUDA.
         """
         future = device_of(self.tensor.device).new_future()
         if self.work is None:
@@ -319,7 +319,7 @@ class TensorWork:
 def begin_all_reduce_(
     tensor: Tensor, group: dist.ProcessGroup | None = None, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
 ) -> TensorWork:
-    """Begin to reduce a tensor over the ranks of a group, in place; in no ledger.
+    """Begin to reduce a tensor over the ranks of a group, in place; no ledger counts it.
 
     Collective: all ranks of the group, in the same order of calls.
     """
@@ -332,7 +332,7 @@ def begin_all_reduce_(
 def all_reduce_(
     tensor: Tensor, group: dist.ProcessGroup | None = None, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
 ) -> None:
-    """Reduce a tensor over the ranks of a group, in place; in no ledger.
+    """Reduce a tensor over the ranks of a group, in place; no ledger counts it.
 
     Collective: all ranks of the group, blocking (on CUDA, for the stream).
     """
@@ -343,7 +343,7 @@ def all_reduce_(
 
 
 def broadcast_(tensor: Tensor, group: dist.ProcessGroup | None = None) -> None:
-    """Overwrite a tensor with that of the group's first rank; in no ledger.
+    """Overwrite a tensor with the tensor of the group's first rank; no ledger counts it.
 
     Collective: all ranks of the group, blocking (on CUDA, for the stream).
     """
@@ -362,9 +362,9 @@ class Collectives:
 
     Args:
         group: the process group; None is the world.
-        ledger: where the traffic is written down.
-        level: of the network between these ranks, where they are a part of a topology.
-        is_alone: this rank alone, whatever the group; nothing is done then.
+        ledger: counts the traffic.
+        level: the level of the network between these ranks, if they are a part of a topology.
+        is_alone: ignore the group: this rank alone, and all operations do nothing.
     """
 
     def __init__(
@@ -378,7 +378,7 @@ class Collectives:
         self._group = WeakGroup(group)
         self.ledger = TrafficLedger() if ledger is None else ledger
         self.level, self.is_alone, self._tags = level, is_alone, itertools.count(1)
-        # Kept: torch looks them up in many dictionaries, and a step asks a dozen times.
+        # Cached: torch looks these up in many dictionaries, and a step asks a dozen times.
         is_one = is_alone or not dist.is_initialized()
         self.num_ranks = 1 if is_one else dist.get_world_size(group)
         self.rank = 0 if is_one else dist.get_rank(group)
@@ -390,7 +390,7 @@ class Collectives:
 
     @property
     def weight(self) -> float:
-        """What this rank's tensors count in a mean."""
+        """The weight of this rank's tensors in a mean."""
         return 1.0 / self.num_ranks
 
     def begin_all_reduce_(self, tensor: Tensor, *, exact: bool = True) -> TensorWork:
@@ -407,10 +407,10 @@ class Collectives:
         return begin_all_reduce_(tensor, self.group)
 
     def begin_sum_(self, tensor: Tensor, *, exact: bool = True) -> TensorWork:
-        """Begin `begin_all_reduce_`, where nobody asks for a future of DDP.
+        """Begin the sum of `begin_all_reduce_` for a caller that needs no future of DDP.
 
-        An all-reduce of gloo waits for two round trips between two ranks. Small tensors are swapped, and summed here,
-        which is one: as many bytes, and the same bits.
+        An all-reduce of gloo waits for two round trips between two ranks. Small tensors are swapped, and summed here:
+        one round trip, the same number of bytes, and the same bits.
         """
         is_small = self.num_ranks == 2 and tensor.nbytes <= MOST_SWAPPED and tensor.device.type == "cpu"
         if not (is_small and is_gloo(self.group, tensor.device)):
@@ -430,7 +430,7 @@ class Collectives:
         self._record(all_reduce_bytes(tensor.nbytes, self.num_ranks))
 
     def broadcast_(self, tensor: Tensor) -> None:
-        """Overwrite a tensor with that of the group's first rank.
+        """Overwrite a tensor with the tensor of the group's first rank.
 
         Collective: all ranks, blocking (on CUDA, for the stream).
         """
@@ -461,8 +461,8 @@ class Collectives:
             (W - 1) messages.
 
         Args:
-            message: 1-d, not to be written before it has been waited for; of any dtype, it goes as bytes.
-            out: where to: contiguous, of any shape with W times as many elements; made here if left out.
+            message: 1-d, any dtype (it is sent as bytes); do not write to it before the wait.
+            out: the result: contiguous, any shape with W times as many elements; allocated here if left out.
         """
         num_ranks = self.num_ranks
         out = message.new_empty((num_ranks, message.numel())) if out is None else out
@@ -475,7 +475,7 @@ class Collectives:
         if is_gloo(self.group, message.device):
             rows = list(target.view(num_ranks, -1))
             return TensorWork(out, self._begin_swap([sent] * num_ranks, rows), received)
-        # The second name is that up to torch 2.12, and warns from 2.13 on.
+        # torch up to 2.12 has only the second name, and torch 2.13 warns about it.
         gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
         work = gather(target.view(torch.uint8), sent.view(torch.uint8), group=self.group, async_op=True)
         return TensorWork(out, work, received)
@@ -489,7 +489,7 @@ class Collectives:
             (W - 1) parts.
 
         Args:
-            message: 1-d, a multiple of the number of ranks long; not to be written before the work has been waited for.
+            message: 1-d; its length is a multiple of the number of ranks. Do not write to it before the wait.
         """
         self._record((self.num_ranks - 1) * message.nbytes // self.num_ranks)
         return self._begin_exchange(message)
@@ -518,7 +518,7 @@ class Collectives:
         return part
 
     def gather_parts(self, part: Tensor, numel: int) -> Tensor:
-        """Return the parts of all ranks, concatenated, of which `numel` elements are no filling.
+        """Return the parts of all ranks, concatenated, without the padding after `numel` elements.
 
         One rank alone gets its part itself, no copy.
 
@@ -542,18 +542,18 @@ class Collectives:
     def _begin_swap(self, outgoing: Sequence[Tensor], received: Sequence[Tensor]) -> Works:
         """Begin to send each rank a tensor, and to receive one from each, both ways at once: one round trip.
 
-        gloo's own all-gather is a ring, of a round trip for each other rank; and it often sends one way after the
-        other, as its all-to-all does: between two ranks they share a connection, on which the announcement that a rank
-        is ready to receive waits behind the message it is sending. So everything is received first, and sent then.
+        gloo's own all-gather is a ring, with a round trip for each other rank. It often sends in one direction after
+        the other, as its all-to-all does: the two directions share a connection, and the announcement that a rank is
+        ready to receive waits behind the message that the rank is sending. So all receives are posted before the sends.
         """
         this_rank, num_ranks = self.rank, self.num_ranks
         group = dist.group.WORLD if self.group is None else self.group
         assert group is not None
         received[this_rank].copy_(outgoing[this_rank])
-        tag = next(self._tags)  # as torch's collectives have: one that nobody has waited for is not taken for another
-        # Not all to the same rank first.
+        tag = next(self._tags)  # as in torch's collectives: an abandoned message is not mistaken for a later one
+        # Each rank begins with another receiver.
         others = [(this_rank + distance) % num_ranks for distance in range(1, num_ranks)]
-        # All receives are posted before any send: two ranks that send first would wait for one another.
+        # All receives are posted before any send: two ranks that send first would wait for each other.
         works = [
             begin(tensors[rank].view(torch.uint8), dist.get_global_rank(group, rank), group=self.group, tag=tag)
             for begin, tensors in ((dist.irecv, received), (dist.isend, outgoing))
@@ -562,7 +562,7 @@ class Collectives:
         return Works(works)
 
     def _staged(self, tensor: Tensor) -> Tensor:
-        if tensor.stride(0) != 1:  # `contiguous` leaves a single element as it is, and then it has no view as bytes
+        if tensor.stride(0) != 1:  # `contiguous` does not change a single element, which then has no view as bytes
             tensor = tensor.clone(memory_format=torch.contiguous_format)
         return on_wire(tensor, self.group, is_sum=False)
 
@@ -577,7 +577,7 @@ def broadcast_flat_(tensors: Iterable[Tensor], broadcast_: Callable[[Tensor], ob
 
     Args:
         tensors: of any dtype and strides; all on one device.
-        broadcast_: overwrites flat bytes with those of the source.
+        broadcast_: overwrites flat bytes with the bytes of the source.
     """
     by_dtype: dict[torch.dtype, list[Tensor]] = {}
     for tensor in tensors:
@@ -593,7 +593,7 @@ def _hand_over(reduced: Future[list[Tensor]], filled: Callable[[], Tensor], futu
     try:
         reduced.value()  # raises what the collective has raised
         tensor = filled()
-    except Exception as error:  # noqa: BLE001 - handed to whoever waits for it
+    except Exception as error:  # noqa: BLE001 - raised again where the future is waited for
         future.set_exception(error)  # type: ignore[arg-type]  # torch's annotation is wrong
     else:
         future.set_result(tensor)
@@ -612,7 +612,7 @@ class SideQueue:
 
     Args:
         purpose: queues of one purpose share a thread, and a stream of a device, because they share process groups,
-            whose collectives must come in one order; those of two do not wait for one another.
+            whose collectives must come in one order; queues of different purposes do not wait for each other.
     """
 
     def __init__(self, purpose: str) -> None:
@@ -626,15 +626,15 @@ class SideQueue:
         *,
         in_thread: bool,
     ) -> Future[Tensor]:
-        """Begin to run collectives; return the future of what they return.
+        """Begin to run collectives; return the future of their result.
 
         Collective: all ranks, in the same order of calls.
 
         Args:
-            collectives: blocking ones; called with the first of `tensors`, or with what comes `after`.
-            tensors: all that the collectives use of the caller's stream; with `in_thread` the thread waits until they
-                have been filled there.
-            after: of another queue: what is to be done before.
+            collectives: a function that blocks; it gets the first of `tensors`, or the result of `after`.
+            tensors: all tensors of the caller's stream that the collectives use; with `in_thread` the thread waits
+                until that stream has filled them.
+            after: the future of another queue, to wait for first.
             in_thread: for gloo, whose collectives block the host; else they are queued on a stream from here.
         """
         device = device_of(tensors[0].device)
@@ -674,5 +674,5 @@ def _run(
                 given = after.wait()
                 device_of(given.device).keep(given)  # it was made on another side stream
             future.set_result(collectives(given))  # here: it records an event on the side stream
-    except Exception as error:  # noqa: BLE001 - handed to whoever waits for it
+    except Exception as error:  # noqa: BLE001 - raised again where the future is waited for
         future.set_exception(error)  # type: ignore[arg-type]  # torch's annotation is wrong

@@ -1,11 +1,11 @@
-"""Who communicates with whom: flat, or on two levels. `make_peers` chooses; a method need not distinguish the two.
+"""The ranks that communicate: flat, or on two levels. `make_peers` chooses; a method need not distinguish the two.
 
 A method keeps an equal part of every flat tensor on each rank of a node, exchanges messages about its part with the
-ranks that keep the same part in other nodes, and gathers in its node what they have sent. When flat, each rank is a
+ranks that keep the same part in other nodes, and gathers the received messages in its node. When flat, each rank is a
 node of its own: its part is the whole tensor, and operations inside the node do nothing.
 
-All operations are collective: all ranks call them, in the same order. Those that begin something return at once; the
-others block (on CUDA, the stream).
+All operations are collective: all ranks call them, in the same order. Operations named `begin_` return at once; all
+other operations block (on CUDA, the stream).
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ from lightning_lowbw.kernels.tensors import (
     upload,
 )
 
-STAGES = "first in the node", "between nodes", "last in the node"  # of an operation on two levels
+STAGES = "first in the node", "between nodes", "last in the node"  # stages of an operation on two levels
 BUCKET_BYTES = 25 * 2**20  # as DDP's
-BESIDE_BYTES = 1 << 17  # bandwidth times latency, 100 Mb/s x 10 ms; a constant, because all ranks decide alike
+BESIDE_BYTES = 1 << 17  # bandwidth times latency, 100 Mb/s x 10 ms; constant, because all ranks must decide alike
 
 
 @lru_cache(maxsize=4096)
 def part_of(numel: int, local_rank: int, num_local_ranks: int) -> slice:
-    """Return the part of a flat tensor that one of a node's ranks keeps; the last ones may be shorter, or empty."""
+    """Return the part of a flat tensor that one of a node's ranks keeps; the last parts may be shorter, or empty."""
     size = -(-numel // num_local_ranks)
     return slice(min(local_rank * size, numel), min((local_rank + 1) * size, numel))
 
@@ -62,9 +62,9 @@ def part_of(numel: int, local_rank: int, num_local_ranks: int) -> slice:
 def is_apart(nbytes: int, num_participants: int) -> bool:
     """Return whether tensors that are sent whole are all-reduced while a message is gathered, and not in it.
 
-    Of B bytes, a message to all carries (N - 1) B over the link of a participant, and needs no round that it has not
-    anyway; an all-reduce 2 (N - 1) / N B, and N - 1 rounds more. So they are in the message where
-    (N - 2) B <= N * bandwidth * latency, and where they are no more than a bucket, for the memory.
+    For B bytes of such tensors, a message to all carries (N - 1) B over the link of a participant, and needs no further
+    round; an all-reduce carries 2 (N - 1) / N B, in N - 1 further rounds. So they are a part of the message if
+    (N - 2) B <= N * bandwidth * latency, and if they are no larger than a bucket, for the memory.
 
     Examples:
         >>> is_apart(1 << 24, 2), is_apart(1 << 30, 2), is_apart(1 << 17, 64), is_apart(1 << 18, 64)
@@ -74,23 +74,24 @@ def is_apart(nbytes: int, num_participants: int) -> bool:
 
 
 class Peers:
-    """The ranks of a training, as a method on one rank uses them: flat, all ranks of a group alike.
+    """The ranks of a training, as a method on one rank uses them: flat, all ranks of a group equally.
 
     Args:
-        group: the process group; None is the world, or one rank where torch.distributed is not initialised.
-        ledger: where the traffic is written down, by level if there are two.
-        nodes: where the model is sharded inside nodes: the ranks of each, of which one is a peer. For messages.
+        group: the process group; None is the world, or one rank if torch.distributed is not initialised.
+        ledger: counts the traffic, by level if there are two.
+        nodes: if the model is sharded inside nodes, the ranks of each node; one rank of each is in the group. Used
+            in error messages.
 
     Attributes:
-        topology: which ranks share a node; when flat each is a node.
-        node: the collectives of this node's ranks; when flat of this rank alone, which do nothing.
-        local_rank: of this rank in its node; the launcher may count them in another order.
+        topology: which ranks share a node; when flat each rank is a node.
+        node: the collectives of this node's ranks; when flat there is this rank alone, and they do nothing.
+        local_rank: the index of this rank in its node; the launcher may count in another order.
         num_local_ranks: how many ranks of this node keep parts.
         is_two_level: whether gradients are summed inside the node before the method sees them, and each rank keeps and
-            exchanges its part of what the node has.
+            exchanges its part of the node's sum.
         may_grow: whether there may be more participants than there are now.
-        weights: of the participants; the sum is 1. Empty where they are equal.
-        inter_dtype: what an inexact all-reduce sends between participants of wider tensors; None is the tensor's own.
+        weights: the weights of the participants, with the sum 1; empty if they are equal.
+        inter_dtype: the dtype in which an inexact all-reduce sends wider tensors between participants; None: unchanged.
         is_summed_flat: whether a sum over all ranks is one all-reduce, as DDP's, also on two levels.
     """
 
@@ -128,7 +129,7 @@ class Peers:
 
     @property
     def weight(self) -> float:
-        """What this rank's tensors count in a mean."""
+        """The weight of this rank's tensors in a mean."""
         return 1.0 / self.num_ranks
 
     @property
@@ -144,18 +145,18 @@ class Peers:
 
     @property
     def are_shards(self) -> bool:
-        """Whether each has a part of the model, as do the other ranks of its node, which are no peers of it."""
+        """Whether each rank has a shard of the model; the other ranks of its node have the rest, and are no peers."""
         return bool(self.nodes)
 
     def check_parts(self) -> None:
-        """Check that the ranks of a node can keep parts of a tensor, and exchange them with those of other nodes.
+        """Check that the ranks of a node can keep parts of a tensor, and exchange them with ranks of other nodes.
 
         Raises:
             ConfigurationError: on all ranks; the nodes are of different sizes, or their leaders do the exchange.
         """
 
     def part(self, numel: int, local_rank: int | None = None) -> slice:
-        """Return the part of a flat tensor that this, or that, rank of a node keeps: all of it when flat.
+        """Return the part of a flat tensor that this or the given rank of a node keeps: the whole tensor when flat.
 
         Every part has ceil(numel / ranks of the node) elements, except the last ones, which may be shorter or empty.
         """
@@ -171,52 +172,52 @@ class Peers:
         return (not self.is_two_level or self.is_summed_flat) and self.inter_dtype is None
 
     def count_all_reduce(self, nbytes: int) -> None:
-        """Add to the ledger that DDP has all-reduced so many bytes by itself."""
+        """Add to the ledger an all-reduce of this size that DDP has run by itself."""
         self.count_dense(nbytes)
         self.ledger.record(all_reduce_bytes(nbytes, self.num_ranks), self._all.level)
 
     def begin_all_reduce_(self, tensor: Tensor, *, exact: bool = True) -> TensorWork:
-        """Begin to sum a flat tensor over all ranks, in place; all ranks get the same bits.
+        """Begin to sum a flat tensor over all ranks, in place. All ranks get the same bits.
 
         Args:
-            exact: whether `inter_dtype` is disregarded, as for tensors in which there are not only gradients.
+            exact: whether to ignore `inter_dtype`, as for tensors that contain more than gradients.
         """
         wire = tensor if exact else _narrowed(tensor, self.inter_dtype)
         work = self._all.begin_all_reduce_(wire)
         return work if wire is tensor else TensorWork(tensor, work.work, wire if work.staged is None else work.staged)
 
     def begin_sum_(self, tensor: Tensor, *, exact: bool = True) -> TensorWork:
-        """Begin `begin_all_reduce_`, where nobody asks for a future of DDP."""
+        """Begin the sum of `begin_all_reduce_` for a caller that needs no future of DDP."""
         is_narrowed = not exact and self.inter_dtype is not None
         return self.begin_all_reduce_(tensor, exact=exact) if is_narrowed else self._all.begin_sum_(tensor)
 
     def all_reduce_(self, tensor: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> None:
-        """Reduce a flat tensor over all ranks, in place; a sum as `begin_all_reduce_`, else one all-reduce."""
+        """Reduce a flat tensor over all ranks, in place: a sum by `begin_all_reduce_`, else one all-reduce."""
         self._all.all_reduce_(tensor, op)
 
     def broadcast_(self, tensor: Tensor) -> None:
-        """Overwrite a tensor with that of the first rank."""
+        """Overwrite a tensor with the tensor of the first rank."""
         self._all.broadcast_(tensor)
 
     def begin_all_reduce_in_node_(self, tensor: Tensor) -> TensorWork:
-        """Begin to sum a flat tensor over the ranks of this node, in place; when flat it is the sum already."""
+        """Begin to sum a flat tensor over the ranks of this node, in place; when flat the tensor is the sum already."""
         return self.node.begin_all_reduce_(tensor)
 
     def begin_gather(self, message: Tensor) -> TensorWork:
         """Begin to gather the messages of all ranks of all nodes, each about the part of its rank.
 
-        Who waits accounts for the time.
+        The caller that waits also counts the time.
 
         Wire:
-            An all-gather between nodes; on two levels, an all-gather in the node of what was received.
+            An all-gather between nodes; on two levels, then an all-gather of the received messages in the node.
 
         Args:
-            message: uint8, 1-d, of one size on all ranks, not to be written before it has been waited for.
+            message: uint8, 1-d, the same size on all ranks; do not write to it before the wait.
 
         Returns:
-            Work on a tensor: uint8, shape (local ranks, participants, bytes of a message): first whose part it is
-            about, then the node, in the order of the topology; when flat (1, ranks, bytes), in rank order. The same on
-            all ranks.
+            Work on a tensor: uint8, shape (local ranks, participants, bytes of a message). The first index is the
+            part, by the local rank that keeps it; the second the node, in the order of the topology. When flat the
+            shape is (1, ranks, bytes), in rank order. The same on all ranks.
         """
         return self.between.begin_all_gather(message, self._room_for(message))
 
@@ -226,9 +227,9 @@ class Peers:
         return allocate(shape, message.dtype, message.device)
 
     def gather_parts_in_node(self, part: Tensor, numel: int) -> Tensor:
-        """Return the whole of which each rank of the node has a part (see `part`): shape (numel,).
+        """Gather a flat tensor from the parts of the node's ranks (see `part`): shape (numel,).
 
-        When flat it is the part itself, no copy.
+        When flat the result is the part itself, no copy.
         """
         if self.num_local_ranks == 1:
             return part[:numel]
@@ -236,16 +237,16 @@ class Peers:
             return self.node.gather_parts(part, numel)
 
     def close(self) -> None:
-        """End the threads, after the work that has been begun."""
+        """End the threads, after the work that has begun."""
 
 
 class OneNode(Peers):
     """The ranks of a world that is a single node: one participant, without a slow network, and nothing to compress.
 
     Args:
-        topology: of the world.
-        ledger: of the traffic, by level.
-        timeout: of the group that is made here; None is that of the world.
+        topology: the topology of the world.
+        ledger: counts the traffic, by level.
+        timeout: the timeout of the group that is made here; None is the world's.
         is_hidden: see `make_peers`.
     """
 
@@ -271,23 +272,23 @@ class TwoLevelPeers(Peers):
 
     A node is one participant. Operations of several collectives have three stages: in the node, between nodes, and in
     the node again. Each stage has a group of its own, and with gloo a thread, with NCCL a stream: the next bucket is
-    summed in the node while this one is between nodes, and whatever the timing each group sees one order of
-    collectives. Those on `node` and `between` may be issued at any time.
+    summed in the node while this one is between nodes, and each group sees the same order of collectives, whatever the
+    timing. Collectives of `node` and `between` may be issued at any time.
 
     Wire:
-        Of a sum over all ranks. "sharded": reduce-scatter in the node, all-reduce of each part between nodes,
-        all-gather in the node; "leader": reduce to the first rank of the node, all-reduce among these, broadcast in the
-        node. Where `is_summed_flat`, one all-reduce. Where it is not `exact`, because there are only gradients in it,
-        `inter_dtype` is sent between nodes.
+        A sum over all ranks. "sharded": reduce-scatter in the node, all-reduce of each part between nodes, all-gather
+        in the node. "leader": reduce to the first rank of the node, all-reduce among the first ranks, broadcast in the
+        node. With `is_summed_flat`, one all-reduce. A sum that is not `exact`, because it contains only gradients, is
+        sent between nodes in `inter_dtype`.
 
     Args:
-        topology: of the world; several nodes, and one with several ranks.
-        algorithm: how tensors are summed over all ranks. "sharded": every rank of a node exchanges its part of them
+        topology: the topology of the world: several nodes, at least one with several ranks.
+        algorithm: how tensors are summed over all ranks. "sharded": every rank of a node exchanges its part of the sum
             with the ranks that have its local rank in the other nodes. "leader": the first rank of each node exchanges
-            all of them, for nodes of different sizes; there are no parts then.
-        inter_dtype: what an inexact all-reduce sends between nodes of wider tensors; None is the tensor's own.
-        ledger: of the traffic, by level.
-        timeout: of the groups that are made here; None is that of the world.
+            the whole sum, for nodes of different sizes; there are no parts then.
+        inter_dtype: the dtype in which an inexact all-reduce sends wider tensors between nodes; None: unchanged.
+        ledger: counts the traffic, by level.
+        timeout: the timeout of the groups that are made here; None is the world's.
         is_hidden: see `make_peers`.
 
     Raises:
@@ -315,11 +316,11 @@ class TwoLevelPeers(Peers):
         equal_parts = [] if self._is_led else [topology.peers(each) for each in range(topology.ranks_per_node)]
 
         def collectives(groups: Sequence[tuple[int, ...]], level: Level, *stages: str) -> list[Collectives]:
-            """Make groups of each stage, which all ranks do in one order; return those of this rank, or it alone."""
+            """Make the groups of each stage, on all ranks in one order; return the collectives of this rank."""
             of_rank = [Collectives(None, ledger, level, is_alone=True) for _ in stages]
-            # `new_group` is collective: ranks that are in none of these groups take part in making them.
+            # `new_group` is collective: ranks outside of these groups make them, too.
             for ranks, (index, stage) in itertools.product(groups, enumerate(stages)):
-                if len(ranks) > 1:  # else it sends nothing: no group is made
+                if len(ranks) > 1:  # one rank sends nothing, and needs no group
                     group = group_of(ranks, stage, timeout, is_hidden=is_hidden and level == "inter")
                     if self.rank in ranks:
                         of_rank[index] = Collectives(group, ledger, level)
@@ -333,7 +334,7 @@ class TwoLevelPeers(Peers):
         self.local_rank, self.num_local_ranks = topology.local_rank_of(self.rank), self.node.num_ranks
         # For dist.reduce, whose destination is a rank of the world.
         self._leader = topology.leaders[topology.node_of(self.rank)]
-        self._all = Collectives(None, ledger, "inter")  # what all do together crosses the slow network
+        self._all = Collectives(None, ledger, "inter")  # collectives of all ranks cross the slow network
         self._queues = [SideQueue(each) for each in (first, middle, last)]
 
     @property
@@ -342,7 +343,7 @@ class TwoLevelPeers(Peers):
 
     def check_parts(self) -> None:
         if self._is_led:
-            _ = self.topology.ranks_per_node  # raises where they differ
+            _ = self.topology.ranks_per_node  # raises if they differ
             sizes = ", ".join(str(len(node)) for node in self.topology.nodes)
             raise ConfigurationError(
                 f"algorithm='leader' on nodes of {sizes} ranks: only the first rank of each node exchanges something, "
@@ -359,7 +360,7 @@ class TwoLevelPeers(Peers):
     def begin_all_reduce_(self, tensor: Tensor, *, exact: bool = True) -> TensorWork:
         if self.is_summed_flat:
             return super().begin_all_reduce_(tensor, exact=exact)
-        # The three stages, in order; each is given what the one before returns.
+        # The three stages, in order; each gets the result of the stage before.
         between = partial(self._sum_between_, inter_dtype=None if exact else self.inter_dtype)
         if self._is_led:
             return self._begin(tensor, self._reduce_to_leader, between, partial(self._broadcast_from_leader, tensor))
@@ -387,15 +388,15 @@ class TwoLevelPeers(Peers):
             queue.close()
 
     def _begin(self, out: Tensor, *stages: Callable[[Tensor], Tensor] | None, of: Tensor | None = None) -> TensorWork:
-        """Begin the stages of an operation, the first ones; return the work on what it fills.
+        """Begin the first stages of an operation; return the work on its result.
 
         Args:
-            out: which is filled.
-            stages: the first is given a tensor, and each later one what that before it returns.
-            of: the tensor; None: `out`.
+            out: the tensor to fill.
+            stages: the first stage gets `of`, each later stage the result of the stage before.
+            of: the input; None is `out`.
         """
         tensors, future = (out,) if of is None else (of, out), None
-        # Each stage in a queue of its own: bucket n + 1 is in the node while bucket n is between nodes.
+        # Each stage has a queue of its own: bucket n + 1 is in the node while bucket n is between nodes.
         for queue, stage in zip(self._queues, stages, strict=False):
             if stage is not None:
                 future = queue.begin(stage, tensors, future, in_thread=is_gloo(None, out.device))
@@ -408,7 +409,7 @@ class TwoLevelPeers(Peers):
 
     def _reduce_to_leader(self, tensor: Tensor) -> Tensor:
         group = self._node_first.group
-        staged = tensor.cpu() if is_gloo(group, tensor.device) else tensor  # whose reduce takes the CPU's only
+        staged = tensor.cpu() if is_gloo(group, tensor.device) else tensor  # gloo reduces only CPU tensors
         if self.num_local_ranks > 1:
             dist.reduce(staged, dst=self._leader, group=group)
         return staged
@@ -428,7 +429,7 @@ class TwoLevelPeers(Peers):
 
     def _gather_between(self, message: Tensor) -> Tensor:
         received = self._between_in_turn.begin_all_gather(message).wait()
-        # A group has its ranks in ascending order; nodes need not be in the same order at all local ranks.
+        # A group has its ranks in ascending order, which need not be the order of the nodes.
         peers = self.topology.peers(self.local_rank)
         if list(peers) != sorted(peers):
             rows = received.unbind(0)
@@ -440,8 +441,8 @@ class TwoLevelPeers(Peers):
 
 
 def _narrowed(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """Return a tensor in a type, if that is narrower than its own; else the tensor itself."""
-    # A float16 goes as it is: rounded to bfloat16, 65504 becomes 65536, which is an infinity in float16.
+    """Return a tensor in a dtype that is narrower than its own; else the tensor itself."""
+    # float16 is sent unchanged: rounded to bfloat16, 65504 becomes 65536, which is an infinity in float16.
     return tensor if dtype is None or dtype.itemsize >= tensor.itemsize else tensor.to(dtype)
 
 
@@ -456,27 +457,27 @@ def make_peers(
 ) -> Peers:
     """Return the ranks of a training as the user describes them: flat, or on two levels.
 
-    A topology with one rank on each node is flat. One with a single node is on two levels, with one participant: there
-    is no slow network, and nothing to compress.
+    A topology with one rank on each node is flat. A topology with a single node has one participant: there is no slow
+    network, and nothing to compress.
 
     Collective: all ranks of the group, blocking; with a topology the world, which makes groups in one order.
 
     Args:
         topology: "flat", "auto" (by the launcher and the host names), ranks per node, the ranks of each node, or a
             `Topology`.
-        process_group: of a flat training; None is the world.
-        ledger: where the traffic is written down; a new one if left out.
-        algorithm: see `TwoLevelPeers`; None is "sharded" where all nodes have as many ranks, else "leader". "flat" is
-            the same, with `is_summed_flat`.
-        inter_dtype: what an inexact all-reduce sends between participants; None is the tensor's own dtype.
-        timeout: of the groups that are made for a topology; None is that of the world.
-        is_hidden: for averages that are hidden behind steps: with groups of their own, so that the gradients of these
-            steps do not wait for them, and with few thread blocks of NCCL between nodes.
+        process_group: the group of a flat training; None is the world.
+        ledger: counts the traffic; a new ledger if left out.
+        algorithm: see `TwoLevelPeers`; None is "sharded" if all nodes have the same number of ranks, else
+            "leader". "flat" is None with `is_summed_flat`.
+        inter_dtype: the dtype in which an inexact all-reduce sends between participants; None is the tensor's own.
+        timeout: the timeout of the groups that are made for a topology; None is the world's.
+        is_hidden: whether the ranks exchange averages that are hidden behind steps: these have groups of their own, so
+            that the gradients of the steps do not wait for them, and few thread blocks of NCCL between nodes.
 
     Raises:
-        ConfigurationError: on all ranks; the topology is none, does not fit the world or the algorithm, or comes with
-            a process group other than the world.
-        DisagreementError: on all ranks; they were given different arguments.
+        ConfigurationError: on all ranks; the topology is invalid, does not fit the world or the algorithm, or comes
+            with a process group other than the world.
+        DisagreementError: on all ranks; the arguments differ between ranks.
     """
     is_world = process_group is None or (dist.is_initialized() and process_group is dist.group.WORLD)
     if not is_world and topology != "flat":
@@ -510,34 +511,34 @@ def make_peers(
 
 # The mean of tensors over ranks: fused into flat buckets, in float32 or wider, blocking or in the background. ---------
 
-Ranks = Collectives | Peers  # those of a group, or all
+Ranks = Collectives | Peers  # the ranks of a group, or all ranks
 
 
 def wide_dtype(tensor: Tensor) -> torch.dtype:
-    """Return the dtype in which a tensor is summed: float32, or float64 for itself; complex numbers as two of these."""
+    """Return the dtype in which a tensor is summed: float64 for float64, else float32; complex numbers as two reals."""
     return torch.float64 if as_real(tensor).dtype == torch.float64 else torch.float32
 
 
 class _Bucket(NamedTuple):
-    dtype: torch.dtype  # of its tensors, summed
+    dtype: torch.dtype  # in which its tensors are summed
     members: list[int]  # indices into the tensors
     sizes: list[int]
 
 
 class MeanWork:
-    """A mean over ranks that has been begun.
+    """The work on a mean over ranks.
 
     Wire:
-        Each tensor in `wide_dtype`, in buckets of about `BUCKET_BYTES`; the control message is in the first one;
-        if the exchange is not exact, in a bucket of its own.
+        Each tensor in `wide_dtype`, in buckets of about `BUCKET_BYTES`. The control message is in the first bucket, or
+        in a bucket of its own if the exchange is not exact.
 
     Collective: all ranks, with tensors of the same shapes and dtypes in the same order; the constructor returns at
     once, `wait` blocks.
 
     Args:
-        tensors: any floating or complex dtypes and layouts; read, not written. Copied now.
-        control: numbers to be summed over the ranks beside it; float32, 1-d, at least one.
-        peers: the ranks, all of them or those of a node.
+        tensors: any floating or complex dtypes and layouts; read, not written, and copied at once.
+        control: numbers to be summed over the ranks as well; float32, 1-d, at least one.
+        peers: all ranks, or the ranks of a node.
         exact: whether the peers' `inter_dtype` is disregarded, as for tensors in which there are not only gradients.
         in_memory_order: whether elements are sent as they lie in memory, on all ranks alike; else in logical order.
     """
@@ -558,7 +559,7 @@ class MeanWork:
         if in_memory_order:
             reals = [flat_in_order(real, real) for real in reals]
         self._num_extra = control.numel()
-        self._buckets: list[tuple[_Bucket, Tensor, Any]] = []  # with its message, and the work
+        self._buckets: list[tuple[_Bucket, Tensor, Any]] = []  # each with its message and work
         alone = [] if exact or not tensors else [_NOTHING]  # half types would round the control message
         for bucket in [*alone, *fill_buckets(tuple((real.dtype, real.numel()) for real in reals))]:
             parts = [reals[index] for index in bucket.members]
@@ -572,17 +573,17 @@ class MeanWork:
             self._buckets.append((bucket, message, work))
 
     def wait(self) -> tuple[list[Tensor], Tensor]:
-        """Wait for it (on CUDA the stream does).
+        """Wait for the mean (on CUDA, the stream does).
 
         Returns:
-            The means, in the shapes of the tensors (of their real views), `wide_dtype`, new memory, in the order in
-            which they were sent; and the sum of the control messages, float32.
+            The means, in the shapes of the tensors (of their real views), in `wide_dtype`, in new memory, with elements
+            in the order in which they were sent; and the sum of the control messages, float32.
         """
         _, first, _ = self._buckets[0]
         with self._peers.ledger.waiting(first.device):
             for _, _, work in self._buckets:
                 work.wait()
-        # In the order of the tensors: a bucket has those of one dtype.
+        # Back in the order of the tensors: a bucket has tensors of one dtype.
         means: list[Tensor] = [torch.empty(0)] * len(self._layouts)
         for bucket, message, _ in self._buckets:
             for index, mean in zip(bucket.members, split_front(message, bucket.sizes), strict=True):
@@ -591,7 +592,7 @@ class MeanWork:
 
 
 def fill_(room: Tensor, sizes: list[int], tensors: Sequence[Tensor], weight: float) -> None:
-    """Concatenate tensors, times the weight; in the wide type, because they may be narrow."""
+    """Concatenate tensors, times the weight; multiply in the wide dtype of the room, because tensors may be narrow."""
     parts = list(map(flat, tensors))
     if room.device.type != "cpu" and parts:  # few launches, whatever their number
         if len(parts) == 1:
@@ -599,7 +600,7 @@ def fill_(room: Tensor, sizes: list[int], tensors: Sequence[Tensor], weight: flo
             return
         if all(part.dtype == room.dtype for part in parts):
             torch.cat(parts, out=room)
-        else:  # of which `torch.cat` takes one by one
+        else:  # `torch.cat` would copy these one by one
             copy_all_(room.split(sizes), parts)
         room.mul_(weight)
         return
@@ -617,7 +618,7 @@ def mean_over(tensors: Sequence[Tensor], peers: Ranks, device: torch.device) -> 
     Collective: all ranks, blocking.
 
     Args:
-        device: of the message.
+        device: the device of the message.
     """
     nothing = torch.zeros(1, dtype=torch.float32, device=device)
     return MeanWork(tensors, nothing, peers).wait()[0]
@@ -629,31 +630,31 @@ def average_gradients_(
     device: torch.device,
     message_of: Callable[[list[float]], Tensor] | None = None,
 ) -> Tensor:
-    """Replace the gradients of some parameters by their mean over ranks; one that no rank has stays None, as in DDP.
+    """Replace the gradients of parameters by their mean over ranks; a gradient that no rank has stays None, as in DDP.
 
     In place:
-        `.grad`; one that is not strided counts as zeros, and stays.
+        `.grad`; a gradient that is not strided counts as zeros, and stays.
 
     Collective: all ranks, with the same parameters; blocking.
 
     Args:
-        peers: the ranks, all of them or those of a node.
-        device: of the message.
-        message_of: makes what is summed over the ranks beside it, float32, 1-d, which begins with the given numbers:
-            whether this rank has each gradient. None if there is nothing else.
+        peers: all ranks, or the ranks of a node.
+        device: the device of the message.
+        message_of: makes the control message, which is summed over the ranks as well: float32, 1-d. It begins with the
+            numbers that it gets: whether this rank has each gradient. None: only these numbers.
 
     Returns:
-        The sum of the message. The device is waited for only where a gradient is None here.
+        The sum of the message. This waits for the device only if a gradient is None on this rank.
     """
     gradients = [
         torch.zeros_like(p) if p.grad is None or p.grad.layout != torch.strided else p.grad for p in parameters
     ]
     gradients = [in_order(*map(as_real, pair)) for pair in zip(gradients, parameters, strict=True)]
-    # How many ranks have each one: of a gradient that nobody has the mean stays None, as in DDP.
+    # How many ranks have each gradient: the mean of a gradient that no rank has stays None, as in DDP.
     used = [float(p.grad is not None) for p in parameters]
     message = upload([*used, 0.0], torch.float32, device) if message_of is None else message_of(used)
     means, sums = MeanWork(gradients, message, peers).wait()
-    if not all(used):  # where another rank has one
+    if not all(used):  # another rank may have these gradients
         used = sums[: len(used)].tolist()
     targets, sources = [], []
     for parameter, mean, num_used in zip(parameters, means, used, strict=True):
@@ -667,10 +668,9 @@ def average_gradients_(
 
 @lru_cache(maxsize=64)
 def fill_buckets(tensors: tuple[tuple[torch.dtype, int], ...]) -> list[_Bucket]:
-    """Return buckets of tensors, given their dtypes and sizes; at least one (the control message's), once for those of
-    every step.
+    """Return buckets of tensors, given their dtypes and sizes; at least one bucket, for the control message.
 
-    In each is one dtype, in the order of appearance.
+    A bucket has one dtype, and tensors in the order of appearance. Cached: each step asks for the same buckets.
     """
     full: list[_Bucket] = []
     filling: dict[torch.dtype, _Bucket] = {}

@@ -1,4 +1,4 @@
-"""Where the ranks are: which of them share a node, as the user says or as the launcher and the host names do."""
+"""Topology: which ranks share a node, given by the user or found by the launcher's variables and the host names."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from lightning_lowbw.comm.collectives import WeakGroup, group_of
 from lightning_lowbw.errors import ConfigurationError
 
 Algorithm = Literal["sharded", "leader", "flat"]
-BOOT_ID = Path("/proc/sys/kernel/random/boot_id")  # of Linux: another one for each machine, and each of its boots
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")  # Linux: an identifier of a machine and of its last boot
 
 
 @names_arguments
@@ -30,7 +30,7 @@ class Topology:
     Ranks need not be contiguous, and nodes need not be of one size; methods that require this raise an error.
 
     Args:
-        nodes: the ranks of each node, in any order; the lowest of a node is its leader.
+        nodes: the ranks of each node, in any order. The lowest rank of a node is its leader.
 
     Raises:
         ConfigurationError: a rank is missing or named twice, or a node is empty.
@@ -77,7 +77,7 @@ class Topology:
 
     @classmethod
     def of_hosts(cls, hosts: Sequence[str]) -> Topology:
-        """Return one node per distinct name; `hosts` has the name of each rank's."""
+        """Return one node for each distinct name; `hosts` has the host name of each rank."""
         by_host: dict[str, list[int]] = {}
         for rank, host in enumerate(hosts):
             by_host.setdefault(host, []).append(rank)  # in order of their first rank, as the launcher counts nodes
@@ -113,7 +113,7 @@ class Topology:
         """The size of each node.
 
         Raises:
-            ConfigurationError: they differ; names them.
+            ConfigurationError: the sizes differ; the message names them.
         """
         if not self.has_equal_nodes:
             shown = ", ".join(f"node {index} has {_shown(node)}" for index, node in enumerate(self.nodes))
@@ -174,7 +174,7 @@ def check_choice(choice: object) -> Topology | None:
 
 
 def asks_for_two_levels(choice: TopologyChoice) -> bool | None:
-    """Return whether a choice is of nodes of several ranks; None for "auto", where only the world tells."""
+    """Return whether a choice has nodes of several ranks; None for "auto", which needs the world."""
     if isinstance(choice, int):
         return choice > 1
     if isinstance(choice, str):
@@ -187,12 +187,12 @@ def asks_for_two_levels(choice: TopologyChoice) -> bool | None:
 def resolve(choice: TopologyChoice, world_size: int) -> Topology | None:
     """Return the topology of the world; None if flat.
 
-    Collective: all ranks, blocking; none where torch.distributed is not initialised.
+    Collective: all ranks, blocking; no communication if torch.distributed is not initialised.
 
     Raises:
         ConfigurationError: on all ranks; the choice does not fit the world.
     """
-    with failing_together():  # else one rank would raise alone, and the others wait for it
+    with failing_together():  # else one rank would raise alone, and the other ranks would wait for it
         topology = check_choice(choice)
         if isinstance(choice, int):
             topology = Topology.blocks(world_size, choice)
@@ -207,13 +207,13 @@ def resolve(choice: TopologyChoice, world_size: int) -> Topology | None:
 def discover() -> Topology:
     """Return which ranks share a node, by host name, by the launcher's number of the node and by the machine's boot.
 
-    Cloned machines, and containers, may have one host name.
+    Cloned machines, and containers, may share a host name.
 
-    Collective: all ranks, blocking; none where torch.distributed is not initialised, which is one rank.
+    Collective: all ranks, blocking; no communication if torch.distributed is not initialised: there is one rank then.
     """
     number = next((os.environ[name] for name in NODE_VARIABLES if name in os.environ), "")
     boot = BOOT_ID.read_text().strip() if BOOT_ID.exists() else ""
-    # Each may be equal on two machines: names of cloned images, the number where every node has its own launcher.
+    # Two machines may share a name (cloned images) or a number (if every node has its own launcher).
     host = f"{socket.gethostname()}/{number}/{boot}"
     return Topology.of_hosts(gather(host, "host"))
 
@@ -225,14 +225,14 @@ DIMENSIONS = ("data_parallel", "tensor_parallel")  # as in Lightning's ModelPara
 
 @dataclass(frozen=True)
 class NodeMesh:
-    """The ranks of a node, and those with the same shards in the other nodes.
+    """The mesh and group of a node, and the group of the ranks that hold the same shards in all nodes.
 
     Attributes:
-        topology: which ranks share a node, each of which holds the whole model.
-        mesh: of this rank's node; its second dimension, as in Lightning's ModelParallelStrategy, is of size 1.
-        coordinate: which shards this rank holds; its local rank.
+        topology: which ranks share a node. Each node holds the whole model.
+        mesh: the mesh of this rank's node. Its second dimension has size 1, as in Lightning's ModelParallelStrategy.
+        coordinate: which shards this rank holds; equal to its local rank.
         node: returns the process group of the node.
-        peers: returns that of the ranks with this coordinate in all nodes.
+        peers: returns the process group of the ranks with this coordinate in all nodes.
     """
 
     topology: Topology
@@ -245,8 +245,8 @@ class NodeMesh:
 def make_node_mesh(topology: Topology, rank: int, device_type: str, timeout: timedelta | None) -> NodeMesh:
     """Make the meshes of all nodes, and the process groups between them.
 
-    Collective: all ranks, blocking. A mesh is made of groups that are there: those that `DeviceMesh` makes itself have
-    torch's own timeout, whatever the user has said.
+    Collective: all ranks, blocking. A mesh is made from existing groups: groups that `DeviceMesh` makes itself have
+    torch's default timeout, not the user's.
 
     Raises:
         ConfigurationError: on all ranks; the nodes are of different sizes.
@@ -258,7 +258,7 @@ def make_node_mesh(topology: Topology, rank: int, device_type: str, timeout: tim
             "same size in every other node. Start as many ranks on each."
         )
     node, coordinate = topology.node_of(rank), topology.local_rank_of(rank)
-    # All ranks make all groups in one order, also those that they are not in: `new_group` is collective.
+    # `new_group` is collective: all ranks make all groups, in one order, also groups that do not contain them.
     nodes = [group_of(ranks, DIMENSIONS[0], timeout) for ranks in topology.nodes]
     alone = [group_of((rank,), DIMENSIONS[1], timeout) for rank in range(topology.world_size)]
     between = [group_of(topology.peers(number), "equal shards", timeout) for number in range(topology.ranks_per_node)]
@@ -268,14 +268,14 @@ def make_node_mesh(topology: Topology, rank: int, device_type: str, timeout: tim
         torch.tensor(topology.nodes[node], dtype=torch.int).view(-1, 1),
         mesh_dim_names=DIMENSIONS,
     )
-    # Weakly: a group that a strategy keeps alive could abort the interpreter at its end, see `comm.collectives`.
+    # Weak references: a group that a strategy keeps alive could abort the interpreter at exit, see `comm.collectives`.
     return NodeMesh(topology, mesh, coordinate, WeakGroup(nodes[node]), WeakGroup(between[coordinate]))
 
 
 @names_arguments
 @dataclass(frozen=True, kw_only=True)
 class Where:
-    """Who communicates with whom.
+    """The topology, and how dense gradients are summed.
 
     Args:
         topology: "flat" or, for two levels, "auto" (by the launcher and the host names), a number of ranks per node,
@@ -283,9 +283,9 @@ class Where:
             between nodes.
         algorithm: of dense all-reduces on two levels: "sharded" (reduce-scatter, all-reduce of the parts, all-gather),
             "leader" (reduce, all-reduce among the first ranks, broadcast), or "flat" (one all-reduce over all ranks, as
-            DDP's). None takes "sharded" where nodes are of one size, else "leader".
-        inter_dtype: "float32", or "bfloat16" for what dense steps send of gradients in a wider type: between nodes, or
-            when flat between all ranks, as DDP with torch's `bf16_compress_hook`.
+            DDP's). None chooses "sharded" if all nodes have the same number of ranks, else "leader".
+        inter_dtype: "float32", or "bfloat16" for gradients of a wider type in dense steps: between nodes, or between
+            all ranks if flat, as DDP with torch's `bf16_compress_hook`.
 
     Raises:
         ConfigurationError: a value is out of range.
