@@ -2,11 +2,10 @@
 
 Lightning handles a signal only on the rank that receives it: this rank ends, or saves, and the others wait for it in
 the next collective. Lightning 2.6 also broadcasts in the handler, and before each batch broadcasts whether rank 0 has
-received one. Here a signal sets a request, which is sent to all ranks in a control message: that of a compressed step,
-of a synchronous step of local SGD, or of an average. A step whose gradients DDP reduces has no control message, nor has
-that of a sharded model on a single node: after it a separate message is begun, and its result is read after the next
-step, when it has arrived already. Where steps are short, one message serves several: threads that wake for it take a
-millisecond of a core, 5 to 10 % of such a step.
+received one. Here a signal sets a request, which travels in the status of a compressed step, of a synchronous step of
+local SGD, or of an average. A step whose gradients DDP reduces has no status, nor has a step of a sharded model on a
+single node: after every fourth such step a separate message is begun, and its result is read after the next step, when
+it has arrived already.
 """
 
 from __future__ import annotations
@@ -14,24 +13,22 @@ from __future__ import annotations
 import signal
 import sys
 import threading
-import time
 from collections.abc import Mapping
 from typing import Any
 
 import lightning.pytorch as pl
-import torch
 import torch.distributed as dist
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_lowbw.comm.collectives import TensorWork, begin_all_reduce_
-from lightning_lowbw.kernels.tensors import device_of, upload
+from lightning_lowbw.kernels.tensors import device_of
 from lightning_lowbw.sync.checks import raise_at_other_batches
 from lightning_lowbw.sync.status import SAVE, STOP, flags, read_flags
 from lightning_lowbw.sync.synchronizer import Synchronizer
 
-PERIOD_S, MOST_STEPS = 1.0, 16  # between two messages; so many steps have one each at first
+EVERY = 4  # steps to a message of its own, which takes a millisecond of a core: 5 % of a step of 15 ms
 
 
 class Signals:
@@ -59,9 +56,6 @@ class Signals:
     def begin_fit(self) -> None:
         """Forget the last fit."""
         self._asked, self._have_agreed, self.save_is_due = None, False, False
-        self._num_steps = self._asked_at = 0
-        self._gap = 1  # steps from one message to the next; equal on all ranks, as these numbers are
-        self._asked_s = time.perf_counter()
 
     def defer(self, trainer: pl.Trainer) -> None:
         """Let SIGTERM and SLURM's signal set a request from now on; may be called again."""
@@ -105,28 +99,21 @@ class Signals:
     # Requests of all ranks --------------------------------------------------------------------------------------
 
     def end_step(self, worker: Synchronizer, trainer: pl.Trainer) -> None:
-        """Read the requests of all ranks; send this rank's own if the coming step has no control message.
+        """Read the requests of all ranks; send the requests of this rank if the coming step has no status.
 
-        Collective: all ranks, after each step of a method that communicates in every step: one all-reduce of six
-        numbers is begun if DDP reduces the coming gradients, and the one begun a step ago is waited for. It is begun in
-        the first steps, and where `PERIOD_S` or `MOST_STEPS` have passed since, by the slowest rank's clock.
+        Collective: all ranks, after each step of a method that communicates in every step. If DDP reduces the coming
+        gradients, one all-reduce of five numbers is begun after every fourth step, and waited for after the next step.
         """
         if trainer.world_size == 1:
             return
-        agreed = STOP * worker.stop_agreed | SAVE * worker.save_agreed  # in the step's control message, if it had one
+        agreed = STOP * worker.stop_agreed | SAVE * worker.save_agreed  # in the step's status, if it had one
         agreed |= self.settle()
         worker.agree_on(agreed)
         self.read_requests(worker, trainer)
-        worker.agree_on(0)  # a step without a control message would repeat it
-        self._num_steps += 1
-        is_due = self._num_steps <= MOST_STEPS or self._num_steps - self._asked_at >= self._gap
-        has_message = worker.peers.are_shards and worker.peers.num_ranks > 1  # of shards, between nodes
-        if is_due and worker.reduces_in_backward and not (has_message or agreed & STOP):
-            now_s = time.perf_counter()
-            step_s = (now_s - self._asked_s) / (self._num_steps - self._asked_at)
-            self._asked_at, self._asked_s = self._num_steps, now_s
-            own = flags(worker.requests, worker.device, batch=worker.batch)
-            message = torch.cat([own, upload([step_s], torch.float32, worker.device)])
+        worker.agree_on(0)  # a step without a status would repeat it
+        has_status = worker.peers.are_shards and worker.peers.num_ranks > 1  # of shards, between nodes
+        if worker.step % EVERY == 0 and worker.reduces_in_backward and not (has_status or agreed & STOP):
+            message = flags(worker.requests, worker.device, batch=worker.batch)
             self._asked = begin_all_reduce_(message, op=dist.ReduceOp.MAX), worker
 
     def settle(self) -> int:
@@ -140,15 +127,13 @@ class Signals:
         self._asked = None
         # On its own stream; otherwise the host would wait for the whole step that has been launched meanwhile.
         with device_of(work.tensor.device).aside("signals"):
-            message = work.wait().cpu()
-        _, requests, is_same_batch = read_flags(message[:-1])
-        self._gap = max(1, min(MOST_STEPS, int(PERIOD_S / float(message[-1]))))
+            _, requests, is_same_batch = read_flags(work.wait())
         if not is_same_batch:
             raise_at_other_batches(worker.batch, worker.step, None)
         return requests
 
     def read_requests(self, worker: Synchronizer, trainer: pl.Trainer) -> None:
-        """Read the requests to stop or to save from the last control message of a worker."""
+        """Read the requests to stop or to save from the last status of a worker."""
         connector = trainer._signal_connector
         if worker.stop_agreed and not connector.received_sigterm:
             rank_zero_info(f"A rank has received SIGTERM: all ranks end after optimizer step {worker.step}.")
