@@ -1,4 +1,4 @@
-"""Checks of what the user has given that several values and methods have in common."""
+"""Checks of arguments that several values and methods share."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lightning_lowbw.errors import ConfigurationError
 
 Value = TypeVar("Value")
 Called = TypeVar("Called", bound=Callable[..., Any])
-LARGEST = 2**1023  # what a float still holds
+LARGEST = 2**1023  # a float can hold it
 
 
 def names_arguments(called: Called) -> Called:
@@ -37,7 +37,7 @@ def _naming(function: Called, name: str) -> Called:
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         try:
-            signature.bind(*args, **kwargs)  # before the call, so that a TypeError of the function's own body stays one
+            signature.bind(*args, **kwargs)  # before the call: a TypeError of the function's body stays a TypeError
         except TypeError as error:
             raise ConfigurationError(f"{name}: {error}. Its arguments are: {allowed or 'none'}.") from error
         return function(*args, **kwargs)
@@ -52,7 +52,7 @@ def arguments_of(*functions: Callable[..., Any]) -> dict[str, inspect.Parameter]
 
 
 def shows(passed_on: Mapping[str, inspect.Parameter]) -> Callable[[Called], Called]:
-    """Decorate a function: its signature has the keywords that its last argument, `**kwargs`, is passed on to.
+    """Decorate a function that passes its `**kwargs` on: its signature then shows these keywords.
 
     `help` and LightningCLI (for types, defaults and accepted names) read this signature.
     """
@@ -73,8 +73,8 @@ def from_mapping(kind: type[Value], arguments: Mapping[str, Any], subject: str) 
 
     Args:
         kind: the dataclass.
-        arguments: by name.
-        subject: of the error's sentence.
+        arguments: the arguments by name.
+        subject: the subject of the error's sentence.
 
     Raises:
         ConfigurationError: an argument is unknown, or out of range.
@@ -86,7 +86,7 @@ def sorted_into(subject: str, arguments: Mapping[str, Any], *kinds: type) -> lis
     """Return the arguments that are fields of each of some dataclasses.
 
     Raises:
-        ConfigurationError: one is a field of none.
+        ConfigurationError: an argument is a field of none of them.
     """
     names = [[field.name for field in fields(kind) if field.init] for kind in kinds]
     unknown = [str(name) for name in arguments if not any(name in of_kind for of_kind in names)]
@@ -97,11 +97,11 @@ def sorted_into(subject: str, arguments: Mapping[str, Any], *kinds: type) -> lis
 
 
 def code_of(value: object, prefix: str = "") -> str:
-    """Return the call that makes a dataclass, without arguments that have their default; of other values the `repr`.
+    """Return the call that makes a dataclass, without arguments that have their default; for other values the `repr`.
 
     Args:
-        value: such as a `Method`.
-        prefix: of each class, such as "lowbw.".
+        value: the value, such as a `Method`.
+        prefix: put before each class name, such as "lowbw.".
     """
     if not is_dataclass(value):
         return repr(value)
@@ -115,7 +115,7 @@ def names_of(named_parameters: Iterable[tuple[str, Parameter]]) -> dict[Paramete
     """Return the name of each parameter.
 
     Raises:
-        ConfigurationError: they are not pairs, as of `model.parameters()`.
+        ConfigurationError: the elements are not pairs, as in `model.parameters()`.
     """
     try:
         pairs = list(named_parameters)
@@ -133,14 +133,14 @@ def names_of(named_parameters: Iterable[tuple[str, Parameter]]) -> dict[Paramete
 
 
 def is_number(value: object) -> bool:
-    """Return whether a value is a finite real number; True and False are none."""
+    """Return whether a value is a finite real number; True and False are not."""
     if isinstance(value, float):
         return math.isfinite(value)
-    return isinstance(value, int) and not isinstance(value, bool) and abs(value) < LARGEST  # a float still holds it
+    return isinstance(value, int) and not isinstance(value, bool) and abs(value) < LARGEST  # a float can hold it
 
 
 def is_count(value: object, least: int = 1) -> bool:
-    """Return whether a value is an integer of at least so much; True and False are none."""
+    """Return whether a value is an integer of at least `least`; True and False are not."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 

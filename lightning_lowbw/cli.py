@@ -1,8 +1,8 @@
-"""The entry point `lowbw-train`: composes a configuration with Hydra, and builds what it names.
+"""The entry point `lowbw-train`: composes a configuration with Hydra, and builds the objects that it names.
 
-No logic lives here, only composition. What depends on the machine and on the launcher (accelerator, devices, start
-method, output folder) is given to the configuration files as resolvers, so that every choice is visible with
-`lowbw-train --cfg job --resolve`.
+No logic lives here, only composition. Values that depend on the machine and on the launcher (accelerator, devices,
+start method, output folder) are resolvers in the configuration files, so that `lowbw-train --cfg job --resolve` shows
+every choice.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ def is_launched_externally() -> bool:
 def resolve_start_method() -> str:
     """Choose how ranks are started.
 
-    A launcher's processes are used as they are ("popen" starts none then). Otherwise "spawn": children of "popen"
-    would run this program again, with its output folder, and under --multirun with its whole sweep.
+    If a launcher has started processes, "popen", which then starts none. Otherwise "spawn": children of "popen" would
+    run this program again, with its output folder, and under --multirun with its whole sweep.
     """
     return "popen" if is_launched_externally() else "spawn"
 
 
 def resolve_accelerator() -> str:
-    """Choose GPUs if CUDA is there, else CPUs (never "auto": DDP cannot train on Apple's MPS)."""
+    """Choose GPUs if CUDA is available, else CPUs (never "auto": DDP cannot train on Apple's MPS)."""
     return "gpu" if torch.cuda.is_available() else "cpu"
 
 
@@ -71,14 +71,14 @@ def resolve_num_nodes() -> int:
 
 
 def _from_launcher(*names: str) -> str | None:
-    """Return the first of these environment variables that is set, if a launcher set it."""
+    """Return the value of the first environment variable in `names` that a launcher has set."""
     values = (os.environ.get(name) for name in names)
     return next((value for value in values if value), None) if is_launched_externally() else None
 
 
 @cache
 def _temporary_dir() -> tempfile.TemporaryDirectory[str]:
-    """Make a folder that goes away with this process."""
+    """Make a folder that is deleted when this process ends."""
     return tempfile.TemporaryDirectory(prefix="lowbw-train-")
 
 
@@ -105,10 +105,10 @@ def train(config: DictConfig) -> float | None:
     """Build everything that a configuration names and train.
 
     Args:
-        config: As composed from conf/train.yaml.
+        config: the configuration, as composed from conf/train.yaml.
 
     Returns:
-        The metric that `optimized_metric` names, for a sweep; None if it names none.
+        The metric that `optimized_metric` names, for a sweep; None if there is no name.
 
     Raises:
         ValueError: If the run logged no such metric.
@@ -116,12 +116,12 @@ def train(config: DictConfig) -> float | None:
     seed_everything(config.seed, workers=True)
 
     def build(node: Any, **options: Any) -> Any:
-        # Plain lists and dictionaries: what spawned processes get must pickle, and no constructor expects a ListConfig.
+        # Plain lists and dictionaries: spawned processes unpickle them, and no constructor expects a ListConfig.
         return instantiate(node, _convert_="all", **options)
 
     model, strategy = build(config.model), build(config.strategy)
     data = build(config.data) or None  # data=none is an empty node
-    # callbacks.progress_bar=null leaves one out.
+    # callbacks.progress_bar=null leaves the progress bar out.
     callbacks, loggers = (
         [each for each in build(config[group]).values() if each is not None] for group in ("callbacks", "logger")
     )
@@ -147,7 +147,7 @@ def main() -> None:
 
 def run(task: Callable[[DictConfig], Any], name: str) -> None:
     """Run a task with the configuration that Hydra composes from the command line and this file of the folder."""
-    # As `python -m` does, so that model._target_=my_module.MyModule finds my_module.py in the folder one works in.
+    # As `python -m` does: model._target_=my_module.MyModule then finds my_module.py in the working folder.
     sys.path.insert(0, os.getcwd())
     register_resolvers()
     hydra.main(version_base="1.3", config_path=str(find_conf_dir()), config_name=name)(task)()

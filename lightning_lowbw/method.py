@@ -1,4 +1,4 @@
-"""A method is when x what x where, as one value: it prints, compares, goes into YAML, and is compared between ranks."""
+"""A method is when x what x where, as one value: printed, compared (also between ranks), and written in YAML."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from lightning_lowbw.sync.synchronizer import Synchronizer
 @names_arguments
 @dataclass(frozen=True, kw_only=True)
 class Method:
-    """When the ranks communicate, what is sent, and who communicates with whom.
+    """A schedule (when), a payload (what) and a topology (where).
 
     Args:
         when: `EveryStep` (gradients, before the optimizer's step) or `EveryK` (weights, after k steps). Each of the
@@ -59,7 +59,7 @@ class Method:
         if isinstance(where, Mapping):
             where = from_mapping(Where, where, "where")
         object.__setattr__(self, "where", where if isinstance(where, Where) else Where(topology=where))
-        # Each value has checked itself; what is left is whether the three go together.
+        # Each value has checked itself; this checks the combination.
         self._check_where(self.where)
         self.what.check(self.when, has_levels=asks_for_two_levels(self.where.topology))
 
@@ -74,7 +74,7 @@ class Method:
         if leader and not self.what.sends_all:
             raise ConfigurationError(
                 f"{leader} with {self.what}: only the first rank of each node would exchange something, and this "
-                "payload needs all of them, each for its part. Take algorithm='sharded', or what=Whole()."
+                "payload needs every rank of a node, each for its part. Take algorithm='sharded', or what=Whole()."
             )
         if where.algorithm == "flat" and self.averages_weights:
             raise ConfigurationError(
@@ -99,17 +99,17 @@ class Method:
 
     @property
     def acts_alone(self) -> bool:
-        """Whether it changes the training of one rank alone: by outer steps, where whole weights are averaged."""
+        """Whether the method changes the training of a single rank: by outer steps, if it averages whole weights."""
         return self.when.acts_alone and self.what.sends_all
 
     @property
     def inter_dtype(self) -> torch.dtype | None:
-        """What dense steps send of gradients in a wider type; None is their own."""
+        """The dtype in which dense steps send gradients of a wider dtype; None is the gradients' own."""
         return None if self.where.inter_dtype == "float32" else getattr(torch, self.where.inter_dtype)
 
     @property
     def exchanges_gradients(self) -> bool:
-        """Whether gradients, or means of them, are ever exchanged: in synchronous steps, or in nodes."""
+        """Whether gradients, or their means in a node, are ever exchanged: in synchronous steps, or inside nodes."""
         return self.when.exchanges_gradients or self.where.topology != "flat"
 
     @property
@@ -130,7 +130,7 @@ class Method:
         return "whole" if self.what.sends_all else "gradients"
 
     def describe(self) -> dict[str, Any]:
-        """Return plain values, from which the method can be made again: ``Method(**method.describe())``."""
+        """Return plain values from which the method can be made again: ``Method(**method.describe())``."""
         # Plain lists and numbers: this is what a YAML file has, and what the ranks compare.
         when = {"every": self.when.key, **asdict(self.when)}
         what = {"payload": self.what.key, **asdict(self.what)}
@@ -166,8 +166,8 @@ class Method:
         Collective: all ranks.
 
         Args:
-            process_group: of flat peers; None is the world.
-            **kwargs: of `comm.peers.make_peers`.
+            process_group: the group of flat peers; None is the world.
+            **kwargs: arguments of `comm.peers.make_peers`.
         """
         where = self.where
         given = {"algorithm": where.algorithm, "inter_dtype": self.inter_dtype, **kwargs}
@@ -200,17 +200,17 @@ class Method:
     ) -> Synchronizer:
         """Return this rank's worker for an optimizer of a plain loop, in which `optimizer.step()` does the rest.
 
-        After the last step of a method that averages weights all ranks call `worker.finish()`. Where they do not, and
-        the last average is some steps ago, rank 0 says so when the program ends.
+        After the last step of a method that averages weights all ranks must call `worker.finish()`. If they do not, and
+        the last average is some steps ago, rank 0 logs a warning when the program ends.
 
         Collective: all ranks.
 
         Args:
             optimizer: any torch optimizer except LBFGS.
-            named_parameters: of the whole model, not wrapped in `DistributedDataParallel`; names key the state and
-                select the excluded ones.
-            topology: instead of the method's own.
-            process_group: of flat peers; None is the world.
+            named_parameters: the parameters of the whole model, not wrapped in `DistributedDataParallel`; the state and
+                the patterns of `exclude` use their names.
+            topology: replaces the method's own topology.
+            process_group: the group of flat peers; None is the world.
             named_buffers: for `EveryK`: to be averaged with this optimizer's parameters; a batch norm's
                 ``X.running_var`` belongs to its ``X.running_mean``. A tensor that the module puts in place of another
                 is put into this mapping, too. Other methods leave each rank its own buffers.
@@ -224,17 +224,17 @@ class Method:
         """
         check_beginning(self.when)
         method, buffers = self.at(topology), named_buffers or {}
-        agree("method", method.settings(), process_group)  # messages of two methods would be of different sizes
+        agree("method", method.settings(), process_group)  # the messages of different methods have different sizes
         peers = method.make_peers(process_group, is_hidden=method.hides_averages)
         make = partial(method.make_synchronizer, optimizer, peers=peers, named_buffers=buffers)
         return attach(make, optimizer, named_parameters, process_group, buffers)
 
 
 def as_method(method: Method | Mapping[str, Any], topology: TopologyChoice | None = None) -> Method:
-    """Return what the user has given as a value, with another topology unless that is None.
+    """Return the user's method as a value, with another topology unless that is None.
 
     Raises:
-        ConfigurationError: it is no method, or an argument is unknown or out of range.
+        ConfigurationError: the value is no method, or an argument is unknown or out of range.
     """
     if isinstance(method, Method):
         return method.at(topology)
@@ -243,7 +243,7 @@ def as_method(method: Method | Mapping[str, Any], topology: TopologyChoice | Non
             f"method={method!r}: give a Method, such as DGC(...) or LocalSGD(...), or a mapping of when, what, where."
         )
     where = method.get("where", {})
-    if topology is not None and isinstance(where, Mapping):  # the rest of it may make sense with this topology only
+    if topology is not None and isinstance(where, Mapping):  # its other fields may need this topology
         method = {**method, "where": {**where, "topology": topology}}
     return from_mapping(Method, method, "method").at(topology)
 

@@ -1,8 +1,8 @@
-"""Matrices by Muon, all else by AdamW, in one optimizer: Lightning's automatic optimization takes no more.
+"""Muon for matrices and AdamW for all other parameters, in one optimizer, as automatic optimization needs.
 
 Source: Jordan et al., "Muon: an optimizer for hidden layers in neural networks", 2024, which is `torch.optim.Muon`; Liu
-et al., "Muon is scalable for LLM training", arXiv 2502.16982, for one learning rate of both. The inner optimizer of
-Therien et al., "MuLoCo: Muon is a practical inner optimizer for DiLoCo", arXiv 2505.23725.
+et al., "Muon is scalable for LLM training", arXiv 2502.16982, for one learning rate of both. It is the inner
+optimizer of Therien et al., "MuLoCo: Muon is a practical inner optimizer for DiLoCo", arXiv 2505.23725.
 """
 
 from __future__ import annotations
@@ -24,19 +24,18 @@ EMBEDDINGS = nn.Embedding, nn.EmbeddingBag
 class MuonAdamW(Optimizer):
     """Step the matrices of hidden layers by `torch.optim.Muon`, other parameters by `torch.optim.AdamW`.
 
-    Two param groups, of which a schedule changes the learning rates together.
+    There are two param groups; a scheduler changes both learning rates together.
 
     Args:
-        model: whose parameters are trained. Those of `nn.Embedding` and `nn.EmbeddingBag` are no matrices of hidden
-            layers.
-        lr: of both: a matrix moves as far as AdamW would move it ("match_rms_adamw").
-        weight_decay: of both; decoupled.
-        momentum: of Muon.
-        betas: of AdamW.
-        exclude: names of other matrices for AdamW, as the output layer's; shell patterns such as ``"head.*"``.
+        model: the model to train. Weights of `nn.Embedding` and `nn.EmbeddingBag` are no matrices of hidden layers.
+        lr: the learning rate of both: a matrix moves as far as AdamW would move it ("match_rms_adamw").
+        weight_decay: the decoupled weight decay of both.
+        momentum: the momentum of Muon.
+        betas: the betas of AdamW.
+        exclude: names of other matrices for AdamW, such as the output layer's; shell patterns such as ``"head.*"``.
 
     Raises:
-        ConfigurationError: torch has no Muon, or a pattern matches no parameter; later, where a group is added.
+        ConfigurationError: torch has no Muon, or a pattern matches no parameter; later, if a group is added.
     """
 
     def __init__(
@@ -71,8 +70,8 @@ class MuonAdamW(Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         if "is_muon" not in param_group:
             raise ConfigurationError(
-                "MuonAdamW takes no further parameters, as those that are unfrozen during a training. Let all be "
-                "trained (requires_grad) when it is made."
+                "MuonAdamW takes no further parameters, for instance parameters that are unfrozen during a training. "
+                "Set requires_grad=True on all of them before you make the optimizer."
             )
         super().add_param_group(param_group)
 
@@ -82,10 +81,10 @@ class MuonAdamW(Optimizer):
         with torch.enable_grad():
             loss = None if closure is None else closure()
         for group in self.param_groups:
-            # Made anew: a copy of an optimizer, and one that is loaded, has groups and state, and nothing else.
+            # Made here: a copied or loaded optimizer has only its groups and state.
             part = _of(group["is_muon"])(group["params"])
             part.param_groups, part.state = [group], self.state
-            unwrap(type(part).step)(part)  # hooks of all optimizers are called for this one
+            unwrap(type(part).step)(part)  # this optimizer calls the global hooks itself
         return loss
 
 

@@ -17,7 +17,7 @@ from lightning_lowbw.schedules.every_step import EveryStep
 from lightning_lowbw.sync.low_rank import LowRank
 from lightning_lowbw.sync.quantized import Quantized
 
-# Those of the paper and of PaddlePaddle Fleet: 99.9 % kept back.
+# As in the paper and in PaddlePaddle Fleet: 99.9 % is kept back.
 DGC_SPARSITY = (0.999,)
 
 
@@ -40,7 +40,7 @@ def DGC(*, topology: TopologyChoice = "flat", **knobs: Any) -> Method:
         >>> DGC(sparsity=[0.75, 0.999], rampup_step=100).when.density(50)
         0.0010000000000000009
     """
-    if "density" not in knobs:  # stairs of one value; a density is the payload's own, without stairs
+    if "density" not in knobs:  # one stair; with a density there are no stairs
         knobs = {"sparsity": DGC_SPARSITY, **knobs}
     elif "sparsity" in knobs:
         raise ConfigurationError(
@@ -65,9 +65,9 @@ def LocalSGD(
     Args:
         k_steps: local steps between two averages.
         begin_step: synchronous steps before the first local one.
-        compression: None; "bfloat16", "float16", "int8" or "int4": what is sent of the parameters is then their change
-            since the last average in few bits, with error feedback. Or a `TopK`: only the largest elements of that
-            change are sent (SparseLoCo), or a mapping of the fields that differ from SparseLoCo's.
+        compression: None; "bfloat16", "float16", "int8" or "int4": send the change of the parameters since the last
+            average in few bits, with error feedback. Or a `TopK`, or a mapping of the fields that differ from
+            SparseLoCo's: send only the largest elements of the change (SparseLoCo).
         topology: as of `Where`.
         **knobs: the other fields of `EveryK`.
 
@@ -103,7 +103,7 @@ def AdaptiveLocalSGD(
     Raises:
         ConfigurationError: as `LocalSGD`.
     """
-    if "k_steps" in knobs:  # which LocalSGD would take, and which is the first k of the rule here
+    if "k_steps" in knobs:  # LocalSGD would accept it, but here the first k has another name
         raise ConfigurationError(f"k_steps={knobs['k_steps']!r}: the first k is init_k_steps here.")
     return LocalSGD(init_k_steps, begin_step, max_k_steps=max_k_steps, rule=rule, **knobs)
 
@@ -111,7 +111,7 @@ def AdaptiveLocalSGD(
 @shows(arguments_of(Where))
 @names_arguments
 def Hierarchical(topology: TopologyChoice = "auto", algorithm: Algorithm | None = None, **knobs: Any) -> Method:
-    """Return DDP on two levels: every step, whole gradients, each node sends its own once.
+    """Return DDP on two levels: every step, whole gradients; each node sends its gradient once.
 
     Args:
         topology: as of `Where`.
@@ -163,7 +163,7 @@ def PowerSGD(rank: int = 2, *, start_step: int = 0, topology: TopologyChoice = "
 
 DILOCO: dict[str, Any] = {"k_steps": 100, "begin_step": 0, "outer": "nesterov"}
 SMALL_OUTER: dict[str, Any] = {"outer_lr": 0.7, "outer_momentum": 0.6}
-# What a name for `Trainer(strategy=...)` stands for, and what differs from its defaults.
+# The names for `Trainer(strategy=...)`: the preset of each, and the arguments that differ from its defaults.
 PRESETS: dict[str, partial[Method]] = {
     "dgc": partial(DGC, sparsity="auto"),
     "bfloat16": partial(Hierarchical, topology="flat", inter_dtype="bfloat16"),
@@ -175,11 +175,11 @@ PRESETS: dict[str, partial[Method]] = {
     "post_local_sgd": partial(LocalSGD, begin_step=FIRST_LR_DECAY),
     "adaptive_local_sgd": partial(AdaptiveLocalSGD),
     "diloco": partial(LocalSGD, **DILOCO),
-    # By benchmarks/results/steps_to_loss.md, for small worlds; the paper's, of large ones: every 100 steps, 0.9.
+    # Chosen by benchmarks/results/steps_to_loss.md for few replicas; the paper, for many: every 100 steps, 0.9.
     "streaming_diloco": partial(
         LocalSGD, **{**DILOCO, "k_steps": 16}, **SMALL_OUTER, num_fragments=AUTO, delay_steps=15
     ),
-    # The authors' for one worker, up to 15B parameters; of the inner optimizer `MuonAdamW`.
+    # The authors' values for one worker, up to 15B parameters, with `MuonAdamW` as the inner optimizer.
     "muloco": partial(LocalSGD, **{**DILOCO, "k_steps": 30}, **SMALL_OUTER),
     "sparse_loco": partial(LocalSGD, k_steps=15, begin_step=0, compression=Compression()),
     "hierarchical": partial(Hierarchical),
@@ -190,7 +190,7 @@ def preset(name: str) -> Method:
     """Return the method that a name stands for.
 
     Raises:
-        ConfigurationError: there is none of this name.
+        ConfigurationError: no method has this name.
 
     Examples:
         >>> preset("diloco").when.outer

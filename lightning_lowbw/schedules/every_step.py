@@ -26,7 +26,7 @@ class EveryStep(Schedule, key="step"):
 
     Args:
         rampup_begin_step: optimizer steps that are dense (plain DDP), >= 0.
-        rampup_step: optimizer steps over which the stairs are spread, at least one for each.
+        rampup_step: optimizer steps over which the stairs are spread, at least one for each stair.
         sparsity: the fraction of elements *not* sent at each stair, each in [0, 1). A leading 0 is a dense stair.
             None: no warm-up, and the payload's own density from `rampup_begin_step` on. "auto": a Lightning strategy
             takes some dense steps, measures, and replaces this schedule by one of numbers; see `cost_model`.
@@ -81,7 +81,7 @@ class EveryStep(Schedule, key="step"):
         of_auto = [name for name in ("budget", "pretrained") if getattr(self, name) != getattr(EveryStep, name)]
         if not self.is_auto and of_auto:
             given = ", ".join(f"{name}={getattr(self, name)}" for name in of_auto)
-            raise ConfigurationError(f"{given} with {shown}: this is for sparsity='auto'. Leave one of them out.")
+            raise ConfigurationError(f"{given} with {shown}: this is for sparsity='auto'. Leave one of the two out.")
 
     @property
     def is_auto(self) -> bool:
@@ -101,7 +101,7 @@ class EveryStep(Schedule, key="step"):
 
     @property
     def stairs(self) -> tuple[float, ...]:
-        """The values of `sparsity`; none where there are no stairs, or not yet."""
+        """The values of `sparsity`; empty if there are no stairs, or not yet."""
         return () if self.sparsity is None or isinstance(self.sparsity, str) else tuple(self.sparsity)
 
     def density(self, step: int, otherwise: float = 1.0) -> float:
@@ -110,7 +110,7 @@ class EveryStep(Schedule, key="step"):
         stairs = self.stairs
         if not stairs:
             return otherwise
-        # i of the equation, in integers: nothing is rounded.
+        # The i of the equation, in integers: nothing is rounded.
         stair = (step - self.rampup_begin_step) * len(stairs) // self.rampup_step
         return 1.0 - stairs[min(stair, len(stairs) - 1)]
 
@@ -119,7 +119,7 @@ def as_stairs(sparsity: Sequence[float] | str | float) -> tuple[float, ...]:
     """Return the values of `sparsity`, checked.
 
     Raises:
-        ConfigurationError: it is no list of numbers in [0, 1), or a value is smaller than the one before.
+        ConfigurationError: the value is no list of numbers in [0, 1), or a number is smaller than the last.
     """
     if isinstance(sparsity, (int, float)):
         raise ConfigurationError(f"sparsity={sparsity!r}: {NO_LIST}")
@@ -139,7 +139,7 @@ def as_stairs(sparsity: Sequence[float] | str | float) -> tuple[float, ...]:
                 f"sparsity={list(stairs)}: {value!r} is outside [0, 1). "
                 "It is the fraction kept back: 0.999 sends 0.1 %."
             )
-    # Values that fall are those of somebody who takes sparsity for density.
+    # Values that fall suggest that sparsity was taken for density.
     for before, after in pairwise(stairs):
         if after < before:
             raise ConfigurationError(

@@ -1,8 +1,8 @@
 """DDP's communication hook: how a bucket is reduced, on gloo as well as on NCCL.
 
-In a dense step the bucket is all-reduced during backward; in a sparse or local one inside the node, or not at all. DDP
-calls no hook before there is a step for which it reduces otherwise than by itself: a hook in Python runs for each
-bucket, once more when that has arrived, and cannot be taken away.
+In a dense step the bucket is all-reduced during backward; in a sparse or local step it is all-reduced inside the node,
+or not at all. The hook is registered before the first step that DDP cannot reduce by itself, because a hook in Python
+runs twice for each bucket (when it is ready, and when it has arrived) and cannot be removed.
 """
 # No `from __future__ import annotations` here: DDP checks the hook's annotations, which must be real objects.
 
@@ -27,45 +27,45 @@ Ranks = Literal["all", "node"]
 
 
 class CommunicationHook:
-    """Reduces DDP's buckets, where DDP does not do so by itself.
+    """Reduces DDP's buckets in steps that DDP does not reduce by itself.
 
     Attributes:
-        reduction: over which ranks, in the coming step; None: not at all.
-        is_timing: whether steps are timed; then the host waits for a CUDA device after backward.
+        reduction: the ranks over which the coming step reduces; None: no reduction.
+        is_timing: whether steps are timed; the host then waits for a CUDA device after backward.
     """
 
     def __init__(self) -> None:
         self._ddp: DistributedDataParallel | None = None
         self._peers: Peers | None = None
-        self._trained: frozenset[Parameter] = frozenset()  # what DDP reduces
-        self._nbytes = 0  # of all of it
+        self._trained: frozenset[Parameter] = frozenset()  # the parameters that DDP reduces
+        self._nbytes = 0  # of their gradients
         self.reduction: Ranks | None = "all"
         self.is_timing = False
         self._is_registered = False  # whether DDP calls `reduce`
         self._is_manual = False  # whether the user's code calls backward
-        self._has_reduced = False  # whether DDP has reduced a backward pass: it learns a static graph in the first
+        self._has_reduced = False  # whether DDP has reduced a backward pass: the first one teaches it a static graph
         self._handles: list[RemovableHandle] = []
-        self._means: set[Tensor] = set()  # where it does: parameters whose gradients are means
+        self._means: set[Tensor] = set()  # with a manual backward: parameters whose gradients are means
         self._last_launch_s: float | None = None  # when the last bucket of a backward pass was sent
-        # Where no hook sees it: when the last gradient was there, first by hooks of all, then by one of that parameter.
+        # Without `reduce`: when the last gradient was ready. First all parameters have hooks, then only the last one.
         self._clocks: dict[Parameter, RemovableHandle] = {}
         self._last: Parameter | None = None
 
     def register(self, ddp: DistributedDataParallel, peers: Peers, *, is_manual: bool) -> None:
-        """Begin with a model. Stock Lightning registers hooks on CUDA only, silently.
+        """Begin with a model. Stock Lightning registers hooks only on CUDA, and does not warn.
 
         Args:
-            ddp: the model whose buckets they are.
-            peers: the ranks that reduce them.
+            ddp: the model whose buckets are reduced.
+            peers: the ranks that reduce its buckets.
             is_manual: whether the user's code calls backward.
         """
         self._ddp, self._peers, self._is_manual, self._is_registered = ddp, peers, is_manual, False
         self.reduction, self._has_reduced = "all", False
-        # Parameters that are frozen now and unfrozen later are not DDP's; the exchange takes care of them.
+        # DDP ignores parameters that are frozen now and unfrozen later; the exchange reduces their gradients.
         self._trained = frozenset(parameter for parameter in ddp.parameters() if parameter.requires_grad)
         self._nbytes = sum(parameter.nbytes for parameter in self._trained)
         self._means.clear()
-        # A plain `loss.backward()` passes by DDP, which Lightning prepares in `manual_backward`.
+        # Lightning prepares DDP in `manual_backward`; a plain `loss.backward()` bypasses that.
         for parameter in self._trained if is_manual else ():
             self._handles.append(parameter.register_post_accumulate_grad_hook(self._means.discard))
         self._clocks = {each: each.register_post_accumulate_grad_hook(self._note_gradient) for each in self._trained}
@@ -79,7 +79,7 @@ class CommunicationHook:
         self._handles, self._clocks = [], {}
 
     def _intercept_if_needed(self) -> None:
-        """Let DDP call `reduce` from now on, if it is to reduce otherwise than by itself."""
+        """Let DDP call `reduce` from now on, if DDP cannot reduce the coming step by itself."""
         ddp, peers = self._ddp, self._peers
         assert ddp is not None
         assert peers is not None
@@ -93,11 +93,11 @@ class CommunicationHook:
             ddp.register_comm_hook(state=None, hook=self.reduce)
 
     def prepare(self, workers: Collection[Synchronizer]) -> None:
-        """Let DDP fill no buckets and search for no unused parameters where it reduces nothing in the coming step."""
+        """If DDP reduces nothing in the coming step, let it fill no buckets and search for no unused parameters."""
         ddp = self._ddp
         assert ddp is not None
         if ddp.require_backward_grad_sync and any(worker.is_local for worker in workers):
-            # DDP would rebuild its buckets, with a broadcast, in the next forward pass; now all ranks are here.
+            # DDP would rebuild its buckets, with a broadcast, in the next forward pass; here all ranks take part.
             ddp.reducer._rebuild_buckets()
         # Optimizers in different phases, as when one steps less often, reduce their own gradients before they step.
         reductions = {self._reduction_of(worker) for worker in workers} or {"all"}
@@ -107,10 +107,10 @@ class CommunicationHook:
         self._intercept_if_needed()
 
     def _reduction_of(self, worker: Synchronizer) -> Ranks | None:
-        """Return over which ranks DDP may reduce a worker's gradients in the coming step.
+        """Return the ranks over which DDP may reduce a worker's gradients in the coming step.
 
-        Not inside the node if it would search for unused parameters, which communicates with all ranks; then the worker
-        takes the mean of the node.
+        With `find_unused_parameters` DDP communicates with all ranks, so that the worker takes the mean of the node
+        instead.
         """
         assert self._ddp is not None
         if worker.reduces_in_backward:
@@ -124,7 +124,7 @@ class CommunicationHook:
             is_reduced = self._means.issuperset(self._trained.intersection(worker.parameters()))
         return self._trained if is_reduced else frozenset()
 
-    # What `StepHooks` asks ----------------------------------------------------------------------------------------
+    # For `StepHooks` ---------------------------------------------------------------------------------------
 
     def take(self, worker: Synchronizer) -> frozenset[Parameter]:
         """Return the parameters whose gradients are means already; note how long the optimizer has waited for them."""
@@ -151,19 +151,19 @@ class CommunicationHook:
     # A bucket ---------------------------------------------------------------------------------------------------
 
     def reduce(self, state: object, bucket: dist.GradBucket) -> Future[Tensor]:
-        """Return the bucket's future: all-reduced as DDP does, all-reduced inside the node, or as it is.
+        """Return the future of a bucket: all-reduced as DDP does, all-reduced inside the node, or unchanged.
 
-        Collective: all ranks (inside the node: those of the node), in the same order of buckets; waits for none.
+        Collective: all ranks (inside the node: the ranks of the node), in the same order of buckets; does not block.
         """
         buffer, peers = bucket.buffer(), self._peers
         if self.reduction is None:
-            future = device_of(buffer.device).new_future()  # done after the work that is queued on the current stream
+            future = device_of(buffer.device).new_future()  # done after the queued work of the current stream
             future.set_result(buffer)
             return future
         assert peers is not None
         if self._handles:
             self._means.update(bucket.parameters())
-        # Multiplied, as the reducer does: a division has other bits unless N is a power of two.
+        # A product, as in DDP's reducer: a division gives other bits unless N is a power of two.
         buffer.mul_(1.0 / (peers.node.num_ranks if self.reduction == "node" else peers.num_ranks))
         self._waits_for(buffer.device)
         self._last_launch_s = time.perf_counter()
@@ -173,7 +173,7 @@ class CommunicationHook:
         return peers.begin_all_reduce_(buffer, exact=False).get_future()
 
     def _note_gradient(self, parameter: Tensor) -> None:
-        """Take the time at which a gradient is there; in time it is that of the last one, which completes a bucket."""
+        """Note the time at which a gradient is ready. After the first steps only the last gradient is timed."""
         if self.reduction is None:
             return
         self._last = cast(Parameter, parameter)
@@ -182,9 +182,9 @@ class CommunicationHook:
         self._last_launch_s = time.perf_counter()
 
     def _wait_s(self) -> float:
-        """Return how long the training has waited since the last bucket was sent; 0 where that is not known.
+        """Return how long the training has waited since the last bucket was sent; 0 if that is not known.
 
-        On a CUDA device the host does not wait: only while steps are timed.
+        On a CUDA device it is known only while steps are timed: otherwise the host does not wait.
         """
         last, self._last_launch_s = self._last_launch_s, None
         if self._last is not None and len(self._clocks) > 1:  # the first time

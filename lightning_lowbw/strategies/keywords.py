@@ -14,24 +14,24 @@ from lightning_lowbw.arguments import arguments_of, code_of, is_number
 from lightning_lowbw.errors import ConfigurationError
 from lightning_lowbw.method import Method
 
-# The communication hook is this package's; the others would communicate outside of the hook.
+# This package sets the communication hook; the other options would communicate outside of the hook.
 OWNED = frozenset({"ddp_comm_state", "ddp_comm_hook", "ddp_comm_wrapper", "model_averaging_period"})
 UNSUPPORTED = frozenset({"delay_all_reduce_named_params", "param_to_hook_all_reduce", "mixed_precision", "device_mesh"})
 SET_BY_LIGHTNING = frozenset({"module", "device_ids", "output_device", "dim", "kwargs"})
 
-Needs = Literal["exact", "weights and optimizer"]  # what a resume loads
+Needs = Literal["exact", "weights and optimizer"]  # the state that a resume must load
 Arguments = ParamSpec("Arguments")
 
 
 def _keyword(parameter: inspect.Parameter) -> inspect.Parameter:
-    """Return a parameter of DDP as it is shown: torch has no types for most."""
+    """Return a parameter of DDP as signatures show it: torch has no types for most."""
     kind: Any = parameter.annotation
-    if parameter.name == "timeout":  # seconds, too
+    if parameter.name == "timeout":  # also in seconds
         kind = timedelta | float | None
     elif kind is parameter.empty:
         kind = bool if isinstance(parameter.default, bool) else Any
     if parameter.name == "broadcast_buffers":
-        # "As the method needs it" here, and none of DDP's own defaults, which depend on the release of torch.
+        # None stands for "as the method needs it"; DDP's own defaults depend on the release of torch.
         return parameter.replace(kind=parameter.KEYWORD_ONLY, annotation=bool | None, default=None)
     return parameter.replace(kind=parameter.KEYWORD_ONLY, annotation=kind)
 
@@ -52,14 +52,14 @@ STRATEGY_KEYWORDS = {
 def made_by(
     preset: Callable[Arguments, Method], knobs: str
 ) -> Callable[[Callable[..., None]], Callable[Concatenate[Any, Arguments], None]]:
-    """Decorate a constructor that takes a method: it takes knobs of a preset instead, which makes the method of them.
+    """Decorate a constructor that takes a method: it then takes knobs of a preset, which makes the method.
 
-    Names, types and defaults are the preset's. `help` and LightningCLI read the signature, of these knobs and of all
-    strategies' keywords; a static checker sees the arguments of the preset.
+    Names, types and defaults are the preset's. The signature that `help` and LightningCLI read has these knobs and the
+    keywords of all strategies; a static checker sees the arguments of the preset.
 
     Args:
-        preset: such as `DGC`.
-        knobs: their names, separated by spaces; those that can be given by position first.
+        preset: the preset, such as `DGC`.
+        knobs: the names of the knobs, separated by spaces; positional ones first.
     """
     names, known = knobs.split(), arguments_of(preset)
 
@@ -77,7 +77,7 @@ def made_by(
 
 
 def given_keywords(strategy: type, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the keywords to pass to DDP: those whose values are not the defaults.
+    """Return the keywords to pass to DDP: keywords whose values are not the defaults.
 
     LightningCLI passes all defaults explicitly.
 
@@ -105,7 +105,7 @@ def as_timeout(value: object) -> timedelta:
     """Return how long a collective may take, from seconds or a timedelta.
 
     Raises:
-        ConfigurationError: it is neither, or not above 0.
+        ConfigurationError: the value is neither, or not above 0.
     """
     try:
         timeout = timedelta(seconds=float(value)) if is_number(value) else value  # type: ignore[arg-type]
@@ -120,12 +120,12 @@ def as_timeout(value: object) -> timedelta:
 
 def asked_of_buffers(ddp_kwargs: Mapping[str, Any]) -> bool | None:
     """Return whether the user wants rank 0 to send its buffers in every forward pass; None if they have not said so."""
-    asked = ddp_kwargs.get("forward_sync_buffers")  # since torch 2.13, where it goes before the other
+    asked = ddp_kwargs.get("forward_sync_buffers")  # torch 2.13 and later, where it overrides `broadcast_buffers`
     return ddp_kwargs.get("broadcast_buffers") if asked is None else asked
 
 
 def written(strategy: Any, options: Mapping[str, Any]) -> str:
-    """Return the call that makes a strategy, of its method and of the options that are not the defaults."""
+    """Return the call that makes a strategy, with its method and the options that are not the defaults."""
     defaults = {
         name: parameter.default
         for cls in reversed(type(strategy).__mro__[:-1])
