@@ -1,24 +1,26 @@
 """The cost model, and the rule of `sparsity="auto"` and `strategy="lowbw"`, which chooses by it.
 
-The rule, as the user knows it:
+The rule, as users know it:
 
-1. The first steps are dense. If a dense exchange fits into the budget, a share of a step, all steps are; so they are if
-   the rest of the run would wait less than `LEAST_WAIT_S` for it. Then nothing else is measured.
-2. Deep gradient compression takes the largest density of `DENSITIES` whose exchange fits into the budget, but none at
-   which an element is sent less than 30 times (with Adam and AdamW 60) in the rest of the run.
-3. It begins dense for 5 % of the run; then come stairs a factor of 4 apart, for 20 %. Not with trained weights. Where
-   bfloat16 is a candidate, too, and faster than DDP, the dense steps are in bfloat16.
-4. Of the candidates, in the order of how much they change the training, the first is chosen whose mean step is
-   predicted to take at most the budget longer than the shortest.
-5. All ranks choose alike, once; a resumed run keeps the choice.
-6. Candidates are compared at equal steps. What needs more of them is named, where it would be at about the same loss in
-   less than half of the time.
+1. The first steps are dense. All steps are dense if a dense exchange fits into the budget, a share of a step, or if the
+   rest of the run would wait less than `LEAST_WAIT_S` for dense exchanges. Then nothing else is measured.
+2. Deep gradient compression takes the largest density of `DENSITIES` whose exchange fits into the budget, but no
+   density at which an element is sent fewer than 30 times (with Adam and AdamW 60) in the rest of the run.
+3. Deep gradient compression begins with dense steps, for 5 % of the run; then come stairs a factor of 4 apart, for
+   20 %. With trained weights there is no such warm-up. If bfloat16 is a candidate, too, and faster than DDP, the dense
+   steps are in bfloat16.
+4. The candidates are ordered by how much they change the training. The choice is the first candidate whose predicted
+   mean step exceeds the shortest by at most the budget.
+5. All ranks make the same choice, once; a resumed run keeps the choice.
+6. Candidates are compared at equal steps. A method that needs more steps is only named, if it would reach about the
+   same loss in less than half of the time.
 
-The 30 and 60: top-k costs accuracy because it delays elements, the less the more often each is sent, density times
-steps: 10 times cost 0.4 % of the loss, 0.8 times 2.5 % (benchmarks/results/auto.md). The warm-up is a share of the
-steps, not of the time: on a slow link that would be a dozen steps, and sparse steps so early cost the most.
+Why 30 and 60: top-k costs accuracy because it delays elements. The cost falls with the number of times that an element
+is sent, density times steps: 10 times cost 0.4 % of the loss, 0.8 times 2.5 % (benchmarks/results/auto.md). The warm-up
+is a share of the steps, not of the time: on a slow link a share of the time would be a dozen steps, and sparse steps so
+early cost the most.
 
-The cost model (`cost_of`), for M nodes of G ranks, W = M G, each node with one link to the others:
+The cost model (`cost_of`), for M nodes of G ranks, W = M G, each node with one link to the other nodes:
 
     step     = step alone + max(0, beside backward - overlap * step alone) + exchange afterwards / k
     exchange = bytes of a node / bandwidth + rounds * latency + bytes inside the node / bandwidth there + work
@@ -29,20 +31,21 @@ The cost model (`cost_of`), for M nodes of G ranks, W = M G, each node with one 
 | ring all-gather of m bytes of each rank | (W - 1) m | W - 1; on gloo 1, all at once |
 | all-to-all of m bytes from each rank to each | G (W - G) m | 1 |
 
-Tensors that are sent whole, of B bytes, go in the first of a payload's messages: (W - 1) B more, and no round; many are
-all-reduced meanwhile (`comm.peers.is_apart`).
+Tensors that are sent whole, B bytes in total, are in the first message of a payload: (W - 1) B further bytes, and no
+further round. Larger ones are all-reduced at the same time (`comm.peers.is_apart`).
 
-Flat rings cross the link of a node once. In an all-to-all W - G senders meet at each node: what all its ranks receive
-passes through its link. On two levels M participants exchange each of G parts: B is that of the node, m that of a part,
-and each rank of a node sends its own. Beside the backward pass run whole gradients, the sum inside the node, and when
-flat the first message of gradients in few bits, but for the last of its groups, where anything of it may begin there
-(`Cluster.begins_early`); the rest comes after it, every k steps, or is hidden by `delay_steps`. Work is memory read and
-written: `WORK_BYTES` per element of a dense payload, and none for TopK, whose pass replaces the optimizer's.
+Flat rings cross the link of a node once. In an all-to-all W - G senders meet at each node: the messages for all its
+ranks pass through its link. On two levels M participants exchange each of G parts: B is the size of the node's tensors,
+m the size of a part's message, and each rank of a node sends its own part. Whole gradients and the sum inside the node
+run during the backward pass. When flat, so does the first message of gradients in few bits, except its last group, if
+messages may begin there (`Cluster.begins_early`). All other messages come after the backward pass, every k steps, or
+are hidden by `delay_steps`. Work is memory read and written: `WORK_BYTES` per element of a dense payload, and none for
+TopK, whose pass replaces the optimizer's.
 
-A Lightning strategy (`strategies.auto_choice`) measures the link and a dense step, and adds to these seconds what the
-payloads compute, from exchanges of a sample without a network. The overlap is what the dense step has not waited of its
-exchange. Not in the model: lost packets, stragglers, other traffic, the host's time (on an H100 about 43 ms of a
-step with powersgd, docs/quick_start.md).
+A Lightning strategy (`strategies.auto_choice`) measures the link and a dense step, and adds the computing time of the
+payloads to these seconds, from exchanges of a sample without a network. The overlap is the part of the dense exchange
+for which the dense step did not wait. Not in the model: lost packets, stragglers, other traffic, the host's time (on an
+H100 about 43 ms of a step with powersgd, docs/quick_start.md).
 """
 
 from __future__ import annotations
@@ -64,28 +67,28 @@ from lightning_lowbw.presets import QuantizedGradients, preset
 from lightning_lowbw.schedules.every_step import EveryStep
 from lightning_lowbw.sync.early import share_begun_early
 
-HIDDEN = "streaming_diloco"  # no step waits for it, and it needs more of them
-HALF_DDP = "bfloat16"  # DDP that sums its buckets in it, as its users have it on a slow network
+HIDDEN = "streaming_diloco"  # no step waits for it, but it needs more steps
+HALF_DDP = "bfloat16"  # DDP that sums its buckets in bfloat16, as its users do on a slow network
 DENSITIES = (0.001, 0.002, 0.004, 0.008, 0.016, 0.032, 0.064, 0.128, 0.256)
 LEAST_TIMES_SENT = 30
-LEAST_TIMES_SENT_ADAM = 60  # with 48, text from scratch lost 0.8 % in 800 steps, with 97 nothing
-LEAST_WAIT_S = 2.5  # of which a fifth is sure to be saved, and that is what measuring takes on most links
-DENSE_SHARE, STAIRS_SHARE = 0.05, 0.20  # of the steps that are left
-STAIR = 2  # from one stair to the next, in the densities above
+LEAST_TIMES_SENT_ADAM = 60  # with 48, text from scratch lost 0.8 % in 800 steps; with 97, nothing
+LEAST_WAIT_S = 2.5  # a choice saves at least a fifth, about the time of a measurement on most links
+DENSE_SHARE, STAIRS_SHARE = 0.05, 0.20  # shares of the steps that are left
+STAIR = 2  # from one stair to the next, as an index into DENSITIES
 MOST_STAIR = 0.3  # the paper's first is 0.25
-MOST_STAIR_ADAM = 0.2  # with 0.256, text from scratch lost 0.6 % in 5,000 steps, with dense steps in its place nothing
+MOST_STAIR_ADAM = 0.2  # with 0.256, text from scratch lost 0.6 % in 5,000 steps; with dense steps instead, nothing
 
 
 @dataclass(frozen=True)
 class Measured:
-    """What steps take; for a choice it must be the same on all ranks.
+    """The times of steps. For a choice they must be equal on all ranks.
 
     Attributes:
         step_s: seconds of an optimizer step without communication.
-        dense_s: seconds of a dense one.
-        exchange_s: predicted seconds that an exchange adds to the first: by density, or by the name of a payload.
-        link: by which they were predicted.
-        num_ranks: that exchange.
+        dense_s: seconds of a dense step.
+        exchange_s: predicted seconds that an exchange adds to `step_s`, by density or by the name of a payload.
+        link: the link for which `exchange_s` was predicted.
+        num_ranks: the number of ranks that exchange.
     """
 
     step_s: float
@@ -95,7 +98,7 @@ class Measured:
     num_ranks: int = 2
 
     def of(self, names: Sequence[str]) -> Measured:
-        """Return it without the exchanges of what is no candidate."""
+        """Return a copy without the exchanges of methods outside of `names`."""
         add_s = {key: seconds for key, seconds in self.exchange_s.items() if key not in EVERY_STEP or key in names}
         return replace(self, exchange_s=add_s)
 
@@ -110,12 +113,12 @@ class Measured:
 
 @dataclass(frozen=True)
 class Run:
-    """What is known of the run.
+    """The run for which a method is chosen.
 
     Attributes:
         num_done: optimizer steps taken.
-        num_steps: of the whole run; infinite where it is not known.
-        is_pretrained: whether it starts from trained weights, which need no warm-up.
+        num_steps: optimizer steps of the whole run; infinite if not known.
+        is_pretrained: whether the run starts from trained weights, which need no warm-up.
         is_adam: whether the optimizer is Adam or AdamW.
     """
 
@@ -132,14 +135,14 @@ class Run:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A method, and what it is predicted to take.
+    """A method with its predicted times.
 
     Attributes:
-        name: for the user: that in `CANDIDATES`; on two levels "ddp" is "hierarchical" unless `algorithm` is "flat".
+        name: the name in `CANDIDATES`; on two levels "ddp" is "hierarchical" unless `algorithm` is "flat".
         method: the method.
         mean_s: seconds of a step, on average to the end of the run.
         last_s: seconds of a step at the end of the run.
-        why: what has decided its numbers.
+        why: the reason for its numbers.
     """
 
     name: str
@@ -150,7 +153,7 @@ class Candidate:
 
 
 def why_dense(measured: Measured, run: Run, budget: float) -> str | None:
-    """Return why all steps are dense whatever the link is, which is then not measured; None if the link matters.
+    """Return why all steps are dense on any link, so that it is not measured; None if the link matters.
 
     Examples:
         >>> why_dense(Measured(0.1, 0.13, {}, Link(0.0, 1.0)), Run(num_done=7, num_steps=57), budget=0.05)
@@ -168,14 +171,14 @@ def why_dense(measured: Measured, run: Run, budget: float) -> str | None:
 def choose(
     measured: Measured, run: Run, given: Method, names: Sequence[str], refused: Mapping[str, str]
 ) -> tuple[Candidate, str]:
-    """Return the candidate to continue with, and one sentence that says why.
+    """Return the candidate to continue with, and one sentence with the reason.
 
     Args:
-        measured: on the slowest rank.
-        run: what is known of the run.
-        given: the method with "auto" in it: its budget, its payload for sparse steps, its topology.
-        names: of `CANDIDATES`, in their order.
-        refused: by name, why others of these may not be taken.
+        measured: the times on the slowest rank.
+        run: the run.
+        given: the method with "auto": its budget, its payload for sparse steps, its topology.
+        names: names in `CANDIDATES`, in the same order.
+        refused: names of candidates that are refused, and why.
 
     Examples:
         >>> from lightning_lowbw import TopK
@@ -201,12 +204,12 @@ strategy=lowbw.Strategy(lowbw.Method(when=lowbw.EveryStep(rampup_begin_step=7, s
 
 
 def steps_to_loss(method: Method, num_participants: int, num_steps: float) -> float | None:
-    """Return how many optimizer steps a method needs to DDP's loss, times DDP's; None where that is not measured.
+    """Return the optimizer steps that a method needs to DDP's loss, divided by DDP's; None if not measured.
 
     Args:
         method: the method.
         num_participants: N.
-        num_steps: of DDP.
+        num_steps: the steps of DDP.
 
     Examples:
         >>> steps_to_loss(Method(), 2, 500), steps_to_loss(preset("powersgd"), 2, 500)
@@ -231,7 +234,7 @@ def sooner(measured: Measured, run: Run, chosen: Candidate) -> list[str]:
 
 
 def written(method: Method) -> str:
-    """Return the code that selects a method, as it can be typed after ``import lightning_lowbw as lowbw``."""
+    """Return the code that selects a method, after ``import lightning_lowbw as lowbw``."""
     names = {Where(): "ddp", Where(inter_dtype=HALF_DDP): HALF_DDP} if method.kind == "whole" else {}
     where = method.where if method.where.topology != "flat" else replace(method.where, algorithm=None)
     if method.kind == "whole" and where.algorithm == "flat":
@@ -241,19 +244,19 @@ def written(method: Method) -> str:
 
 
 def ddp(measured: Measured, run: Run, given: Method) -> Candidate:
-    """Return whole gradients in each step: nothing changes."""
+    """Return the candidate with whole gradients in each step."""
     name = "ddp" if "flat" in (given.where.topology, given.where.algorithm) else "hierarchical"
     return Candidate(name, Method(where=given.where), measured.dense_s, measured.dense_s)
 
 
 def _every_step(name: str, measured: Measured, run: Run, given: Method) -> Candidate:
-    """Return a payload that costs the same in every step."""
+    """Return the candidate of a payload that costs the same in every step."""
     step_s = measured.step_s + measured.exchange_s[name]
     return Candidate(name, EVERY_STEP[name](run.num_done, given), step_s, step_s)
 
 
 def _dgc(measured: Measured, run: Run, given: Method) -> Candidate | str:
-    """Return deep gradient compression, which delays most elements; or why there is no density for it."""
+    """Return the candidate of deep gradient compression, or why no density is possible."""
     left, step_s, add_s = run.num_left, measured.step_s, measured.exchange_s
     if left == math.inf:
         return "the number of steps is not known: give Trainer(max_steps=...)"
@@ -277,23 +280,23 @@ def _dgc(measured: Measured, run: Run, given: Method) -> Candidate | str:
 
 
 def _warm_up(run: Run, density: float) -> tuple[list[float], int, int]:
-    """Return the stairs of densities (the last one stays), and the number of dense steps and of steps per stair."""
+    """Return the stairs of densities (the last stair stays), and the number of dense steps and of steps per stair."""
     if run.is_pretrained:
         return [density], 0, 0
-    # The stairs before the last density: from the densest down, each a quarter of the one before.
+    # The stairs before the last density: from the densest down, each a quarter of the stair before.
     above = DENSITIES[DENSITIES.index(density) + STAIR :: STAIR][::-1]
     before = [stair for stair in above if stair <= (MOST_STAIR_ADAM if run.is_adam else MOST_STAIR)]
     per_stair = round(STAIRS_SHARE * run.num_left / len(above)) if above else 0
-    num_dense = round(DENSE_SHARE * run.num_left) + (len(above) - len(before)) * per_stair  # in place of too high ones
+    num_dense = round(DENSE_SHARE * run.num_left) + (len(above) - len(before)) * per_stair  # also for omitted stairs
     return ([*before, density], num_dense, per_stair) if before and per_stair else ([density], num_dense, 0)
 
 
-# What costs the same in every step, from the first one after the choice on; of the steps taken and the given method.
+# Methods that cost the same in every step from the choice on; made from the steps taken and the given method.
 EVERY_STEP: dict[str, Callable[[int, Method], Method]] = {
     HALF_DDP: lambda _, given: Method(where=replace(given.where, inter_dtype="bfloat16")),
     "int8": lambda num_done, given: replace(QuantizedGradients(rampup_begin_step=num_done), where=given.where),
 }
-# In the order of how much they change the training. A reason in place of a candidate is shown to the user.
+# Ordered by how much they change the training. The user sees a reason that takes the place of a candidate.
 CANDIDATES: dict[str, Callable[[Measured, Run, Method], Candidate | str]] = {
     "ddp": ddp,
     **{name: partial(_every_step, name) for name in EVERY_STEP},
@@ -307,12 +310,12 @@ def ms(seconds: float) -> str:
 
 
 def number(value: float) -> str:
-    """Return a number with three digits, or all that are before the point: "0.0123", "1.5", "1,770"."""
+    """Return a number with three digits, or with all digits before the point: "0.0123", "1.5", "1,770"."""
     return f"{value:,.0f}" if value >= 999.5 else f"{value:.3g}"
 
 
 def slowest(measured: Sequence[Measured]) -> Measured:
-    """Return what all ranks choose by: each time that of the rank where it takes longest."""
+    """Return the times by which all ranks choose: each is the longest time of any rank."""
     return Measured(
         max(each.step_s for each in measured),
         max(each.dense_s for each in measured),
@@ -324,25 +327,25 @@ def slowest(measured: Sequence[Measured]) -> Measured:
 
 # The cost model -------------------------------------------------------------------------------------------------------
 
-MOST_OVERLAP = 0.5  # of a step: that of a GPU, as in `check.OF_GPU`
-WORK_BYTES = 32  # of memory per element: into a message, added, divided, out of it
+MOST_OVERLAP = 0.5  # share of a step: the overlap of a GPU, as in `check.OF_GPU`
+WORK_BYTES = 32  # memory traffic per element: copied into a message, added, divided, copied back
 FAST = Link(latency_s=1e-5, bandwidth_bytes_per_s=25e9)  # PCIe
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """Where a training runs.
+    """The nodes of a training, and their links.
 
     Args:
         num_nodes: M.
         ranks_per_node: G.
-        link: of a node, to the others.
-        inside: of a rank, to the others of its node.
-        memory_bytes_per_s: of a rank's device.
-        overlap: the share of a step beside which whole gradients are sent.
-        begins_early: whether gradients in few bits are sent beside it, too: under a Trainer with automatic optimization
-            whose hooks leave gradients alone; in a plain loop they are sent after the backward pass.
-        gathers_in_ring: whether an all-gather is one, as of NCCL; gloo's is not.
+        link: the link of a node to the other nodes.
+        inside: the link of a rank to the other ranks of its node.
+        memory_bytes_per_s: the memory bandwidth of a rank's device.
+        overlap: the share of a step during which DDP already sends gradients.
+        begins_early: whether gradients in few bits are sent during the backward pass, too: under a Trainer with
+            automatic optimization whose hooks leave gradients alone. A plain loop sends them after the backward pass.
+        gathers_in_ring: whether an all-gather is a ring, as NCCL's is and gloo's is not.
     """
 
     num_nodes: int
@@ -357,12 +360,12 @@ class Cluster:
 
 @dataclass(frozen=True)
 class Cost:
-    """What a method adds to a step.
+    """The cost of a method, per step on average.
 
     Attributes:
-        seconds: added to the time of a step, on average.
-        node_bytes: sent by a node to others in a step, on average.
-        memory_bytes: kept by each rank, beyond what DDP keeps.
+        seconds: the time added to a step.
+        node_bytes: the bytes that a node sends to other nodes in a step.
+        memory_bytes: the memory that each rank needs in addition to DDP's.
     """
 
     seconds: float
@@ -371,21 +374,21 @@ class Cost:
 
 
 def cost_of(method: Method, shapes: Shapes, cluster: Cluster, step_s: float, others: Shapes = ()) -> Cost:
-    """Return the cost of a method's exchange, after its warm-up; the equations are those of the module.
+    """Return the cost of a method's exchange after its warm-up, by the equations at the top of the module.
 
     Args:
-        method: of any topology but "flat": on two levels.
-        shapes: of the tensors that are trained.
-        cluster: where.
+        method: the method. Any topology but "flat" means two levels.
+        shapes: the shapes of the trained tensors.
+        cluster: the nodes and links.
         step_s: seconds of a step without communication.
-        others: more of them, which are sent whole whatever their sizes are.
+        others: shapes of further trained tensors; these are sent whole whatever their sizes.
 
     Example:
         >>> two_nodes = Cluster(2, 1, Link(latency_s=0.0, bandwidth_bytes_per_s=125e6))
         >>> cost_of(Method(), [(1000, 1000)], two_nodes, step_s=0.1)
         Cost(seconds=0.032032, node_bytes=4000000.0, memory_bytes=0.0)
     """
-    if cluster.num_nodes == 1:  # its ranks are connected as nodes are elsewhere
+    if cluster.num_nodes == 1:  # its ranks take the place of nodes
         cluster = replace(cluster, num_nodes=cluster.ranks_per_node, ranks_per_node=1, link=cluster.inside)
     when, what, inside = method.when, method.what, cluster.inside
     is_flat = method.where.topology == "flat" or (what.sends_all and method.where.algorithm == "flat")
@@ -395,7 +398,7 @@ def cost_of(method: Method, shapes: Shapes, cluster: Cluster, step_s: float, oth
         what = what.at(1.0 - when.stairs[-1]) if when.stairs[-1] else Whole()
     numels = [*map(math.prod, shapes)]
     numel, small = sum(numels), small_numel(numels)
-    # What is compressed; and what is not, in one of its messages or in an all-reduce.
+    # All other tensors are sent whole: in a message of the compressed tensors, or in an all-reduce.
     compressed = [shape for shape in shapes if what.compresses("", math.prod(shape), small)]
     numel += sum(map(math.prod, others))
     num_whole = numel - sum(map(math.prod, compressed))
@@ -408,7 +411,7 @@ def cost_of(method: Method, shapes: Shapes, cluster: Cluster, step_s: float, oth
     exchange_s = cluster.link.seconds(sent.node_bytes, sent.rounds) + inside.seconds(sent.inside_bytes)
     if between.num_ranks > 1 and not what.replaces_step:
         exchange_s += WORK_BYTES * numel / cluster.memory_bytes_per_s
-    # What runs beside the backward pass, and what of it is longer than that.
+    # The part of the exchange during the backward pass counts as far as it exceeds the overlap.
     in_node = _ring_all_reduce(FLOAT_BYTES * numel, num_local)
     beside_s = inside.seconds(in_node.node_bytes, in_node.rounds)
     if what.sends_all and not when.averages_weights:
@@ -417,9 +420,9 @@ def cost_of(method: Method, shapes: Shapes, cluster: Cluster, step_s: float, oth
         early_s = share_begun_early(numels) * cluster.link.seconds(between.of(messages[0]).node_bytes)
         beside_s, exchange_s = beside_s + early_s, exchange_s - early_s
     added_s = max(0.0, beside_s - cluster.overlap * step_s)
-    # What comes after it: once in k steps, and hidden behind delay_steps of these.
+    # The exchange after the backward pass: once in k steps, hidden by delay_steps steps.
     added_s += max(0.0, exchange_s - when.delay_steps * step_s) / when.k_steps
-    # e: of all elements, or of this rank's part of them.
+    # Residuals of all elements, or of this rank's part.
     residuals = 0.0 if what.sends_all else 1.0 / num_local if what.keeps_parts else 1.0
     kept_bytes = FLOAT_BYTES * numel * (when.num_copies(keeps_start=not what.sends_all) + residuals)
     return Cost(added_s, sent.node_bytes / when.k_steps, kept_bytes)
@@ -427,7 +430,7 @@ def cost_of(method: Method, shapes: Shapes, cluster: Cluster, step_s: float, oth
 
 @dataclass(frozen=True)
 class Traffic:
-    """What an exchange sends: by a node to others, in so many rounds; and by a rank inside its node."""
+    """The traffic of an exchange: bytes of a node to other nodes, rounds, and bytes of a rank inside its node."""
 
     node_bytes: float
     rounds: int = 0
@@ -444,11 +447,11 @@ def _ring_all_reduce(nbytes: int, num_ranks: int) -> Traffic:
 
 @dataclass(frozen=True)
 class Between:
-    """Those that exchange messages: all ranks, or on two levels the ranks of all nodes that have the same part.
+    """The ranks that exchange messages: all ranks, or on two levels the ranks that have the same part in all nodes.
 
     Args:
-        cluster: where.
-        num_local: the parts that a node sends at the same time, each by one of its ranks; 1 when flat.
+        cluster: the nodes and links.
+        num_local: the number of parts that a node sends at the same time, each by another rank; 1 when flat.
     """
 
     cluster: Cluster
@@ -460,16 +463,16 @@ class Between:
         return self.cluster.num_nodes * self.cluster.ranks_per_node // self.num_local
 
     def of(self, message: Message) -> Traffic:
-        """Return what a payload's message is on this cluster."""
+        """Return the traffic of a payload's message on this cluster."""
         traffic: Traffic = getattr(self, message.collective)(message.nbytes)
         return traffic
 
     def all_reduce(self, nbytes: int) -> Traffic:
-        """Sum so many bytes of each node, in buckets."""
+        """Return the traffic of an all-reduce in buckets, of `nbytes` from each participant."""
         return _ring_all_reduce(nbytes, self.num_ranks)
 
     def beside(self, message: Message, nbytes: int) -> Traffic:
-        """Send so many bytes of each node whole in a message, or all-reduce them meanwhile."""
+        """Return the traffic of whole tensors, of `nbytes`: in a message, or all-reduced at the same time."""
         num_ranks, num_bytes = self.num_ranks, all_reduce_bytes(nbytes, self.num_ranks)
         if message.collective == "all_reduce":
             return Traffic(num_bytes)
@@ -478,40 +481,40 @@ class Between:
         return Traffic(all_gather_bytes(nbytes, num_ranks))
 
     def all_gather(self, nbytes: int) -> Traffic:
-        """Hand a part's message to all."""
+        """Return the traffic of an all-gather of a part's messages."""
         num_ranks, is_ring = self.num_ranks, self.cluster.gathers_in_ring
         rounds = all_gather_rounds(num_ranks, is_ring=is_ring)
         return Traffic(self.num_local * all_gather_bytes(nbytes, num_ranks), rounds)
 
     def all_to_all(self, nbytes: int) -> Traffic:
-        """Send a message to each of the others, those of other nodes over the link."""
+        """Return the traffic of a message to each other rank; messages to other nodes use the link."""
         on_node = self.cluster.ranks_per_node
         outside = self.num_ranks - (1 if self.num_local > 1 else on_node)
         return Traffic(on_node * outside * nbytes, int(self.num_ranks > 1))
 
     def gather_in_node(self, nbytes: int) -> Traffic:
-        """Hand what each rank of a node has received to the others there."""
+        """Return the traffic of an all-gather, inside a node, of the messages that its ranks have received."""
         return Traffic(0, 0, all_gather_bytes(nbytes, self.num_local))
 
 
 def predict(
     shapes: Shapes, others: Shapes, cluster: Cluster, step_s: float, given: Method, dense_s: float | None = None
 ) -> Measured:
-    """Return what would be measured on a cluster, by the cost model.
+    """Return the times on a cluster, predicted by the cost model.
 
     Args:
-        shapes: of the tensors that are trained and compressed in sparse steps.
-        others: of those that are not.
-        cluster: where.
+        shapes: the shapes of the trained tensors that sparse steps compress.
+        others: the shapes of the other trained tensors.
+        cluster: the nodes and links.
         step_s: seconds of a step without communication.
-        given: as of `choose`.
-        dense_s: seconds of a dense step, where they have been measured: they say what of it is hidden, and the
-            cluster's overlap is not used.
+        given: as in `choose`.
+        dense_s: seconds of a dense step, if they have been measured: the overlap then follows from them, instead of
+            the cluster's.
     """
     whole = Method(where=given.where)
     if dense_s is not None:
         unhidden_s = cost_of(whole, shapes, replace(cluster, overlap=0.0), step_s, others).seconds
-        hidden_s = unhidden_s - (dense_s - step_s)  # or the link carries more than it did when it was measured
+        hidden_s = unhidden_s - (dense_s - step_s)  # or the link was faster than when it was measured
         cluster = replace(cluster, overlap=min(max(0.0, hidden_s / step_s), MOST_OVERLAP))
     methods: dict[float | str, Method] = {name: make(0, given) for name, make in EVERY_STEP.items()}
     add_s = {name: cost_of(method, [*shapes, *others], cluster, step_s).seconds for name, method in methods.items()}
@@ -524,6 +527,6 @@ def predict(
         add_s[HIDDEN] = cost_of(preset(HIDDEN), [*shapes, *others], cluster, step_s).seconds
     whole_s = cost_of(whole, shapes, cluster, step_s, others).seconds
     dense_s = step_s + whole_s if dense_s is None else dense_s
-    # Where more was waited than the model says, it is wrong: then half the bytes wait for about half of it.
+    # If the wait was longer than predicted, scale: half the bytes wait for about half of the measured time.
     add_s[HALF_DDP] *= (dense_s - step_s) / whole_s if whole_s > 0 else 1.0
     return Measured(step_s, dense_s, add_s, cluster.link, num_ranks)
