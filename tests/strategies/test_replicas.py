@@ -16,7 +16,20 @@ from lightning_lowbw import AveragingSchedule, LocalSGDStrategy, TrafficMonitor
 from lightning_lowbw.comm.agreement import digest
 from lightning_lowbw.comm.collectives import all_reduce_bytes
 from tests.ranks import on_ranks
-from tests.strategies.fits import SPARSE, At, Noted, Silence, gathered, refusal, same, saving, traffic, train, warned
+from tests.strategies.fits import (
+    SPARSE,
+    At,
+    Noted,
+    Silence,
+    gathered,
+    refusal,
+    same,
+    saving,
+    traffic,
+    train,
+    warned,
+    weights,
+)
 from tests.tiny import Gan, Tiny, WithRate, make_data, make_trainer, trained
 
 
@@ -69,7 +82,7 @@ def test_what_is_logged() -> None:
 @pytest.mark.parametrize(
     ("name", "num_ranks"),
     [
-        *[(name, 2) for name in ("local_sgd", "diloco", "sparse_loco", "delayed", "streaming")],
+        *[(name, 2) for name in ("local_sgd", "post-local", "diloco", "sparse_loco", "delayed", "streaming")],
         *[(name, 4) for name in ("local_sgd on two levels", "diloco, sharded")],
     ],
 )
@@ -80,14 +93,28 @@ def test_a_fit_ends_with_the_mean_of_the_replicas(name: str, num_ranks: int, tmp
     def own(module: Any) -> torch.Tensor:
         return torch.cat([getattr(p, "to_local", p.detach)().detach().reshape(-1) for p in trained(module)])
 
-    model, last, path, of_node = Tiny(), Noted(own), f"{tmp_path}/{name}.ckpt", 2 if "sharded" in name else 1
-    train(name, model, 7, callbacks=[last, saving(path, (6,))])
+    def outer(module: Any) -> list[torch.Tensor]:
+        replica = module.trainer.strategy.replicas[0].replica
+        anchors = [start.clone() for p, start in replica.start.items() if start.device == p.device]
+        return anchors + [velocity.clone() for velocity in replica.velocity.values()]
+
+    model, last, before, path = Tiny(), Noted(own), Noted(outer), f"{tmp_path}/{name}.ckpt"
+    of_node = 2 if "sharded" in name else 1
+    trainer = train(name, model, 7, callbacks=[last, before])
     replicas = gathered(last.values[-1])[dist.get_rank() % of_node :: of_node]
     assert not torch.equal(replicas[0], replicas[-1])
     torch.testing.assert_close(own(model), torch.stack(replicas).mean(0), rtol=1e-5, atol=1e-6)
-    if name in ("local_sgd", "diloco", "sparse_loco"):
-        model.load_state_dict(torch.load(path, weights_only=True)["state_dict"])
-        assert torch.equal(own(model), last.values[5])
+    (worker,) = trainer.strategy.replicas
+    if worker.needs_start:
+        assert all(map(torch.equal, outer(model), before.values[-1]))
+    if of_node == 1:
+        same(weights(model))
+    rounds = {"local_sgd": 6, "diloco": 6, "sparse_loco": 6, "post-local": 5}
+    if name in rounds:
+        train(name, model, rounds[name], callbacks=[last, saving(path, (rounds[name],))])
+        module = Tiny()
+        module.load_state_dict(torch.load(path, weights_only=True)["state_dict"])
+        assert torch.equal(own(module), last.values[-1])
 
 
 @on_ranks(2)
