@@ -2,7 +2,7 @@
 
 Run it:  python examples/digits_local_sgd.py
          python examples/digits_local_sgd.py --strategy adaptive_local_sgd     k follows the learning rate and the loss
-         python examples/digits_local_sgd.py --strategy post_local_sgd         local after the first drop of the rate
+         python examples/digits_local_sgd.py --strategy post_local_sgd         local in the second half of the run
          python examples/digits_local_sgd.py --strategy diloco --k-steps 20    with an outer optimizer
          python examples/digits_local_sgd.py --strategy streaming_diloco       parts of the model take turns
          python examples/digits_local_sgd.py --strategy sparse_loco            1 in 64 of the changes, in two bits

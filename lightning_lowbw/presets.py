@@ -12,7 +12,7 @@ from lightning_lowbw.compress.payload import Whole
 from lightning_lowbw.compress.top_k import Compression, TopK, as_compression
 from lightning_lowbw.errors import ConfigurationError
 from lightning_lowbw.method import Method
-from lightning_lowbw.schedules.every_k import AUTO, FIRST_LR_DECAY, EveryK, Rule
+from lightning_lowbw.schedules.every_k import AUTO, EveryK, Rule
 from lightning_lowbw.schedules.every_step import EveryStep
 from lightning_lowbw.sync.low_rank import LowRank
 from lightning_lowbw.sync.quantized import Quantized
@@ -54,7 +54,7 @@ def DGC(*, topology: TopologyChoice = "flat", **knobs: Any) -> Method:
 @names_arguments
 def LocalSGD(
     k_steps: int = 8,
-    begin_step: int | float | str = 1,
+    begin_step: int | float = 1,
     *,
     compression: Mapping[str, Any] | TopK | str | None = None,  # in this order LightningCLI tries them
     topology: TopologyChoice = "flat",
@@ -86,7 +86,7 @@ def LocalSGD(
 def AdaptiveLocalSGD(
     init_k_steps: int = 1,
     max_k_steps: int = 16,
-    begin_step: int | float | str = 1,
+    begin_step: int | float = 1,
     *,
     rule: Rule = "fleet",
     **knobs: Any,
@@ -172,7 +172,7 @@ PRESETS: dict[str, partial[Method]] = {
     "int4": partial(QuantizedGradients, value_dtype="int4"),
     "powersgd": partial(PowerSGD),
     "local_sgd": partial(LocalSGD),
-    "post_local_sgd": partial(LocalSGD, begin_step=FIRST_LR_DECAY),
+    "post_local_sgd": partial(LocalSGD, begin_step=0.5),
     "adaptive_local_sgd": partial(AdaptiveLocalSGD),
     "diloco": partial(LocalSGD, **DILOCO),
     # Chosen by benchmarks/results/steps_to_loss.md for few replicas; the paper, for many: every 100 steps, 0.9.

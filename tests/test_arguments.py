@@ -33,7 +33,7 @@ OBJECTS |= {"process_group", "process_group_backend", "bucket_cap_mb_list"}
 SAYS = re.compile(r"give|[Cc]hoose|[Ll]eave|take|[Aa]llowed|arguments are|each rank from 0 on|use |Use |set ")
 
 NAMES = ["auto", "flat", "int8", "int4", "bfloat16", "float32", "exact", "stop", "nesterov", "slowmo", "average"]
-NAMES += ["fleet", "qsr", "leader", "senders", "all_gather", "first_lr_decay", "0.9", "", "nan"]
+NAMES += ["fleet", "qsr", "leader", "senders", "all_gather", "0.9", "", "nan"]
 numbers = st.integers(-2, 9) | st.sampled_from([10**9, 10**400, -(10**400)]) | st.floats(allow_nan=True)
 plain = st.none() | st.booleans() | numbers | st.fractions(0, 1).map(float) | st.sampled_from(NAMES)
 others = st.binary(max_size=2) | st.just(object()) | st.sets(st.floats(0, 0.9), max_size=2)

@@ -47,7 +47,7 @@ REFUSED: dict[Callable[..., Any], list[tuple[dict[str, Any], str]]] = {
     lowbw.EveryK: [
         ({"k_steps": 0}, "k_steps=0: give a number of optimizer steps, an integer >= 1"),
         ({"begin_step": 1.5}, "begin_step=1.5: .*between 0 and 1"),
-        ({"begin_step": "soon"}, "begin_step='soon': .* 'first_lr_decay'"),
+        ({"begin_step": "first_lr_decay"}, r"begin_step='first_lr_decay': .*number of steps .*fraction of the run"),
         ({"rule": "best"}, "rule='best': choose one of fixed, fleet, adacomm, qsr"),
         ({"rule": "fleet", "k_steps": 32}, "max_k_steps=16 is below the first k of 32"),
         ({"max_k_steps": 4}, r"max_k_steps=4 with rule='fixed', .*or set rule to 'fleet' or 'adacomm' or 'qsr'"),

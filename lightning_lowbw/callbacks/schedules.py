@@ -114,7 +114,7 @@ class AveragingSchedule(Callback):
     Args:
         k_steps: local steps between two averages; the first k of "adaptive_local_sgd".
         begin_epoch: epochs of synchronous steps before the first local one; may be a fraction.
-        begin_step: the same as a number of steps, a fraction of the run (float in (0, 1)), or "first_lr_decay".
+        begin_step: the same as a number of steps, or a fraction of the run (float in (0, 1)).
         max_k_steps: the largest k of "adaptive_local_sgd".
 
     Raises:
@@ -134,7 +134,7 @@ class AveragingSchedule(Callback):
         *,
         k_steps: int | None = None,
         begin_epoch: float | None = None,
-        begin_step: int | float | str | None = None,
+        begin_step: int | float | None = None,
         max_k_steps: int | None = None,
     ) -> None:
         if begin_epoch is not None and begin_step is not None:

@@ -32,7 +32,6 @@ from lightning_lowbw.schedules.schedule import Schedule
 
 Rule = Literal["fixed", "fleet", "adacomm", "qsr"]
 OuterName = Literal["none", "slowmo", "nesterov"]
-FIRST_LR_DECAY = "first_lr_decay"
 RELATIVE_CHANGE = 1e-6  # below it a learning rate has not changed
 LOSS_DECAY = 0.9  # of the weight of a step, with each step after it
 AUTO = "auto"
@@ -71,7 +70,7 @@ class EveryK(Schedule, key="k"):
     Args:
         k_steps: local steps between two averages; for the adaptive rules the first k (for "qsr" the least). 1 is DDP.
         begin_step: the last synchronous step: gradients are all-reduced in steps 1 to `begin_step`, averages are
-            counted from there. A step (int), a fraction of the run (float in (0, 1)), or "first_lr_decay".
+            counted from there. A number of steps (int), or a fraction of the run (float in (0, 1)).
         rule: "fixed", or how the next k follows from the learning rate and the loss, both means over ranks:
 
             - "fleet": ``k = ceil(sqrt(lr_0 L k_0 / (lr L_0)))`` (PaddlePaddle Fleet)
@@ -105,7 +104,7 @@ class EveryK(Schedule, key="k"):
     """
 
     k_steps: int = 8
-    begin_step: int | float | str = 1
+    begin_step: int | float = 1
     rule: Rule = "fixed"
     max_k_steps: int = 16
     qsr_alpha: float = 0.01
@@ -269,10 +268,10 @@ class EveryK(Schedule, key="k"):
     def _check_begin(self) -> None:
         begin = self.begin_step
         is_fraction = isinstance(begin, float) and 0.0 < begin < 1.0
-        if not (is_count(begin, 0) or is_fraction or begin == FIRST_LR_DECAY):
+        if not (is_count(begin, 0) or is_fraction):
             raise ConfigurationError(
-                f"begin_step={begin!r}: give a number of steps (an integer >= 0), a fraction of the run (between 0 "
-                f"and 1, as 0.5), or {FIRST_LR_DECAY!r}."
+                f"begin_step={begin!r}: give a number of steps (an integer >= 0), or a fraction of the run (between 0 "
+                "and 1, as 0.5)."
             )
 
     def _check_outer(self) -> None:
@@ -361,7 +360,6 @@ class Phase:
     def __init__(self) -> None:
         self._local_since: int | None = None  # the step from which on steps are local, once that has come
         self._period: Period | None = None
-        self._highest_lr = 0.0
 
     def _begin(self, when: EveryK) -> int | None:
         """Return the first local step; None while that is not known."""
@@ -389,18 +387,6 @@ class Phase:
         """Keep the step from which on steps are local, whatever becomes of the schedule."""
         self._local_since = self._begin(when)
 
-    def has_decayed(self, lr: float) -> bool:
-        """Note a learning rate; return whether it is lower than it has been; on this rank."""
-        has_decayed = 0.0 < lr < self._highest_lr * (1 - RELATIVE_CHANGE)
-        self._highest_lr = max(lr, self._highest_lr)
-        return has_decayed
-
-    def begin_at(self, step: int) -> bool:
-        """Begin the local steps at a step, if it is not known yet; return whether it was not."""
-        is_new = self._local_since is None
-        self._local_since = step if is_new else self._local_since
-        return is_new
-
     def adapt(self, when: EveryK, lr: float, loss: float, *, has_losses: bool) -> None:
         """Choose the period after an average, by the rule.
 
@@ -425,11 +411,11 @@ class Phase:
         """Return what is the same on all ranks."""
         # A dictionary: a checkpoint holds nothing but tensors and primitives.
         period = None if self._period is None else asdict(self._period)
-        return {"local_since": self._local_since, "highest_lr": self._highest_lr, "period": period}
+        return {"local_since": self._local_since, "period": period}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load what `state_dict` returned, among other values."""
-        self._local_since, self._highest_lr = state["local_since"], state["highest_lr"]
+        self._local_since = state["local_since"]
         self._period = None if state["period"] is None else Period(**state["period"])
 
 

@@ -60,7 +60,7 @@ class Schedule:
         return False
 
     @property
-    def begin_step(self) -> int | float | str:
+    def begin_step(self) -> int | float:
         """The last step that is DDP's, as `EveryK` has it."""
         return 0
 

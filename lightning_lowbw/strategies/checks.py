@@ -345,13 +345,7 @@ def warn_of_schedule(method: Method, trainer: pl.Trainer, workers: Sequence[Sync
         _tell_of_sparse_steps(workers)  # type: ignore[arg-type]  # of a method that compresses gradients all are
     else:
         return
-    if not isinstance(begin, int):
-        if trainer.lightning_module.automatic_optimization and not trainer.lr_scheduler_configs:
-            rank_zero_warn(
-                f"begin_step={begin!r}, and the module has no learning-rate scheduler: unless its code lowers the "
-                "rate, this trains as DDP. Or give a number of steps or a fraction of the run."
-            )
-    elif begin + after > (num_steps := num_steps_of_fit(trainer, workers)) and not getattr(trainer, "fast_dev_run", 0):
+    if begin + after > (num_steps := num_steps_of_fit(trainer, workers)) and not getattr(trainer, "fast_dev_run", 0):
         rank_zero_warn(
             f"This run has {num_steps:.0f} optimizer steps, and the first {does} would come with step {begin + after}: "
             f"up to step {begin} it trains as DDP{instead}. Begin earlier, or train longer."

@@ -99,8 +99,8 @@ class LocalSGDStrategy(Strategy):
 
     Args:
         k_steps: local steps between two averages. 1 is DDP.
-        begin_step: synchronous steps (as DDP) before the first local one: a number of steps, a fraction of the run
-            (float between 0 and 1), or "first_lr_decay".
+        begin_step: synchronous steps (as DDP) before the first local one: a number of steps, or a fraction of the
+            run (float between 0 and 1).
         outer: "none", "slowmo" or "nesterov" (DiLoCo): the optimizer that is applied to the mean.
         delay_steps: local steps that hide an average: it is applied that many steps after it was begun, and the steps
             in between are kept.
@@ -123,7 +123,7 @@ class LocalSGDStrategy(Strategy):
 
     Examples:
         >>> from lightning.pytorch import Trainer
-        >>> strategy = LocalSGDStrategy(k_steps=8, begin_step="first_lr_decay")
+        >>> strategy = LocalSGDStrategy(k_steps=8, begin_step=0.5)
         >>> trainer = Trainer(strategy=strategy, accelerator="cpu", devices=2, logger=False, barebones=True)
     """
 

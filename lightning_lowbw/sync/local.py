@@ -22,8 +22,6 @@ communication", arXiv 2501.18512, algorithm 2.
 
 from __future__ import annotations
 
-import functools
-import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -40,8 +38,7 @@ from lightning_lowbw.compress.payload import FLOAT_BYTES
 from lightning_lowbw.errors import ConfigurationError
 from lightning_lowbw.kernels.reference import are_not_finite
 from lightning_lowbw.kernels.tensors import Rates, as_real, download, laid_out, part, relative_distance
-from lightning_lowbw.namespaces import LOGGER
-from lightning_lowbw.schedules.every_k import FIRST_LR_DECAY, EveryK, Phase, RunningLoss, steps_before
+from lightning_lowbw.schedules.every_k import EveryK, Phase, RunningLoss, steps_before
 from lightning_lowbw.sync.buffers import wide_copies
 from lightning_lowbw.sync.checks import (
     agree_on_end,
@@ -76,8 +73,6 @@ from lightning_lowbw.sync.status import (
 )
 from lightning_lowbw.sync.synchronizer import Configuration, Synchronizer, raise_fault
 
-_logger = logging.getLogger(LOGGER)
-NUM_DECAYED = -1  # the last sum in the status of a synchronous step: ranks whose learning rate has fallen
 SPARE = 0.0  # a number without a meaning, in each status: with it messages have the recorded sizes
 
 
@@ -120,8 +115,7 @@ class LocalSync(Synchronizer):
         self.has_communicated = False
         self.before_average: Callable[[LocalSync], None] = lambda _: None
         self._reduced: frozenset[Parameter] = frozenset()
-        # Of the last synchronous step: its number, and what waits for its status. Read in a later one.
-        self._unread: tuple[int, Callable[[], Status]] | None = None
+        self._unread: Callable[[], Status] | None = None  # waits for the status of the last synchronous step
         self.phase, self.loss = Phase(), RunningLoss()
         self._rate_of = Rates()
         method.what.check_names(self.params.names())
@@ -219,8 +213,6 @@ class LocalSync(Synchronizer):
         self.is_prepared = False
         if self.peers.num_ranks > 1 or self.is_local:
             self._average_gradients()
-        elif not self._is_plain and self.phase.has_decayed(self._lr):
-            self._begin_after_decay(self.step)
         self.is_exchanged = True
         return True
 
@@ -241,7 +233,7 @@ class LocalSync(Synchronizer):
         before = self._read_status()
         message_of = partial(self._step_status, before)
         read = download(average_gradients_(averaged, self.peers, self.device, message_of))
-        self._unread = self.step, functools.cache(lambda: Status.read(read(), self.peers.num_ranks))
+        self._unread = lambda: Status.read(read(), self.peers.num_ranks)
         self.peers.count_dense(sum(p.nbytes for p in averaged))
         if self.phase.is_local(self.when, self.step + 1):  # a local step has no status
             self._read_status(before)
@@ -257,34 +249,20 @@ class LocalSync(Synchronizer):
         requests: Tensor | int = self.requests
         if self.node_flags is not None:
             _, fault, requests = flags_of_node(self.node_flags, before)
-        sums = [*used, SPARE, float(self.phase.has_decayed(self._lr))]
+        sums = [*used, SPARE, SPARE]
         mark = make_mark(self.batch, None, requests)
         return status_message(sums, fault, mark, self.peers.rank, self.peers.num_ranks, self.device)
 
     def _read_status(self, before: int = 0) -> int:
         """Read what the ranks have said in the last synchronous step; return their requests, but for those `before`."""
-        self._note_decay()
         if self._unread is None:
             return 0
-        (_, read), self._unread = self._unread, None
+        read, self._unread = self._unread, None
         status = read()
         if status.is_faulty or not status.is_at_one_step:
             raise_at_other_batches(self.batch, self.step, self.fault_group)
         self.agree_on(before | status.requests)
         return status.requests
-
-    def _note_decay(self) -> None:
-        """Begin the local steps after the coming one, if the learning rate had fallen in the last synchronous one."""
-        if self.when.begin_step != FIRST_LR_DECAY or self._unread is None:
-            return
-        step, read = self._unread
-        if read().sums[NUM_DECAYED]:
-            self._begin_after_decay(step)
-
-    def _begin_after_decay(self, step: int) -> None:
-        is_begin = self.when.begin_step == FIRST_LR_DECAY and self.phase.begin_at(step + 2)
-        if is_begin and self.peers.rank == 0:
-            _logger.info("The learning rate has fallen: synchronous up to step %d, then local.", step + 2)
 
     @property
     def _lr(self) -> float:
@@ -581,7 +559,6 @@ class LocalSync(Synchronizer):
     # State ----------------------------------------------------------------------------------------------------------
 
     def equal_state(self) -> dict[str, Any]:
-        self._note_decay()
         return {**super().equal_state(), **self.phase.state_dict(), "num_averages": self.num_averages}
 
     def load_equal_state(self, state: Mapping[str, Any]) -> None:

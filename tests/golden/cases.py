@@ -218,14 +218,9 @@ local("resume-delayed-adamw", {"k_steps": 3, "delay_steps": 2}, resume_at=5, ste
 local("resume-after-delay-adamw", {"k_steps": 3, "delay_steps": 2}, resume_at=6, steps=10, optimizer="adamw")
 local("resume-bfloat16", {"compression": "bfloat16", "k_steps": 3}, resume_at=5, steps=10)
 
-named("post_local_sgd/by-name-adamw", "post_local_sgd", 2, optimizer="adamw", lr_milestones=(3,), model=models.Conv)
-add("post_local_sgd/two-levels", lowbw.LocalSGDStrategy, {"k_steps": 2, "begin_step": "first_lr_decay", "topology": 2},
-    lr_milestones=(3,), ranks=4, optimizer="nesterov")  # fmt: skip
-add("post_local_sgd/resume-before", lowbw.LocalSGDStrategy, {"k_steps": 2, "begin_step": "first_lr_decay"},
-    lr_milestones=(5,), resume_at=4, steps=10)  # fmt: skip
+named("post_local_sgd/half-adamw", "post_local_sgd", 2, optimizer="adamw", lr_milestones=(3,), model=models.Conv)
 HALF = {"k_steps": 2, "begin_step": 0.5}
 for _name, _options, _fields in (
-    ("half-adamw", {}, {"optimizer": "adamw", "lr_milestones": (3,), "model": models.Conv}),
     ("half-two-levels", {"topology": 2}, {"lr_milestones": (3,), "ranks": 4, "optimizer": "nesterov"}),
     ("half-resume", {}, {"lr_milestones": (5,), "resume_at": 6, "steps": 8}),
 ):
@@ -350,7 +345,7 @@ ENDS_INSIDE = """
     outer/diloco-by-name outer/diloco-resume outer/slowmo-resume outer/streaming-bfloat16 outer/streaming-int4-resume
     outer/streaming-int4-resume-between outer/streaming-resume outer/streaming-resume-between outer/streaming-slowmo
     outer/streaming-two-levels
-    post_local_sgd/by-name-adamw post_local_sgd/half-resume post_local_sgd/resume-before post_local_sgd/two-levels
+    post_local_sgd/half-resume
     powersgd/every-k sparse_loco/resume-delayed-int4 sparse_loco/resume-int2 sparse_loco/streaming-mixing
 """
 for _name in ENDS_WITH_ROUND.split():

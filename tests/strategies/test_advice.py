@@ -48,7 +48,6 @@ CASES: dict[str, list[tuple[Any, ...]]] = {
         (one_stair(begin=4), Tiny, TOO_SHORT.format("compressed step", 5, 4)),
         (one_stair(begin=3), Tiny, ""),
         (LocalSGDStrategy(2, begin_step=3), Tiny, TOO_SHORT.format("average", 5, 3) + ", and after it each rank alone"),
-        (LocalSGDStrategy(1, begin_step="first_lr_decay"), Tiny, "scheduler: unless its code lowers the rate, this"),
     ],
     "elements are sent. Sparsity is": [
         (warm_up(sparsity=(0, 0.1, 0.25, 0.5)), Tiny, "sparsity=[0.0, 0.1, 0.25, 0.5]: 90 %, 75 % of"),

@@ -255,7 +255,7 @@ def begin_of(module: Any) -> dict[str, Any]:
 def fit(name: str, path: str, resume: str | None = None, needs: Any = "exact") -> tuple[str, dict[str, Any]]:
     """Train to the end of three epochs; return the weights, and what it began with."""
     begun, model = fits.Noted(begin_of, "on_train_start"), Decaying()
-    strategy = fits.make(name, {"begin_step": "first_lr_decay"} if name == "local_sgd" else {}, resume=needs)
+    strategy = fits.make(name, {"begin_step": 2} if name == "local_sgd" else {}, resume=needs)
     options = {"max_epochs": 3, "callbacks": [fits.saving(path, (SAVED,)), begun]}
     trainer = fits.train(strategy, model, EPOCH, resume=resume, **options)
     assert (trainer.global_step, strategy.workers[0].step) == (3 * EPOCH, 3 * EPOCH)

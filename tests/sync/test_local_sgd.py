@@ -218,24 +218,6 @@ def test_an_adaptive_rule_without_a_loss_says_so_on_all_ranks() -> None:
         problem.train(LocalSGD(k_steps=1, begin_step=0, rule="adacomm"), shapes={"a": (3,)}, steps=1)
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
-@on_ranks()
-def test_the_first_decay_of_the_learning_rate_begins_the_local_phase_on_all_ranks(num_ranks: int) -> None:
-    """Also on one rank, which takes outer steps from then on."""
-
-    def decay(worker: Any, parameters: Any, step: int) -> None:
-        """A warm-up, a plateau, and a decay that rank 1 is late to hear of."""
-        lr = [0.05, 0.1, 0.1, 0.1, 0.01, 0.01, 0.01, 0.01][step]
-        worker.optimizer.param_groups[0]["lr"] = 0.1 if step == 4 and dist.get_rank() == 1 else lr
-        worker.load_equal_state(worker.equal_state())  # a resume goes on alike
-
-    outer: Any = "nesterov" if num_ranks == 1 else "none"
-    method = LocalSGD(k_steps=2, begin_step="first_lr_decay", outer=outer)
-    hooks: dict[str, Any] = {"before": decay, "look": lambda worker, _: (worker.is_local, worker.num_averages)}
-    seen = problem.train(method, shapes={"a": (3,)}, **hooks)["seen"]
-    assert seen == [(False, 0)] * 5 + [(True, 0), (True, 0), (True, 1)]  # told in the step after it
-
-
 @pytest.mark.parametrize(
     ("stops", "saves", "agreed"),
     [
