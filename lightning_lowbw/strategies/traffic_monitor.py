@@ -1,15 +1,9 @@
-"""Logs the traffic of the exchange, to the logger and the progress bar, and reports it at the end of a fit."""
+"""Logs the traffic of the exchange, to the logger and the progress bar, and says at the end of a fit what was saved."""
 
 from __future__ import annotations
 
-import math
 import time
-from array import array
-from collections.abc import Sequence
 from copy import copy
-from dataclasses import dataclass, replace
-from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -20,24 +14,21 @@ from torch import Tensor
 
 from lightning_lowbw.arguments import names_arguments
 from lightning_lowbw.comm.collectives import TrafficLedger, all_reduce_bytes
-from lightning_lowbw.cost_model import number
 from lightning_lowbw.errors import ConfigurationError
 from lightning_lowbw.strategies.base import BaseStrategy
 from lightning_lowbw.strategies.checks import callbacks_of, check_package
 
-PICTURES = (".png", ".pdf", ".svg")
-
 
 @names_arguments
 class TrafficMonitor(Callback):
-    """Log this rank's traffic of each training step, and report that of rank 0 at the end, without a collective.
+    """Log this rank's traffic of each training step, and that of rank 0 at the end in one line, without a collective.
 
-    It waits for a GPU only where the norm of the residual is read. `lowbw` and `dgc` bring one to rank 0 that reports
-    and logs nothing, unless there is one already, or `Trainer(enable_progress_bar=False)` asks for quiet.
+    The monitor waits for a GPU only if it reads the norm of the residual. `lowbw` and `dgc` bring to rank 0 a monitor
+    that logs the last line alone, unless the Trainer has a monitor, or `Trainer(enable_progress_bar=False)`.
 
-    The report is a table and a sentence, of the steps of this fit. What is not known is left out: the time of DDP if
-    "auto" has not measured dense steps in this fit; waits of stock DDP, and of dense steps on CUDA. Seconds per step
-    are the mean of those with no validation, checkpoint or choice of a method before their end.
+    The line is about the steps of this fit. It leaves out unknown numbers: the time of DDP if "auto" has not measured
+    dense steps in this fit; waits of stock DDP, and of dense steps on CUDA. The time of a step is the mean over the
+    steps with no validation, checkpoint or choice of a method before their end.
 
     Logged, under ``traffic/``, for the batches that step an optimizer:
 
@@ -69,28 +60,18 @@ class TrafficMonitor(Callback):
 
     Args:
         prog_bar: whether the bytes sent and the compression ratio are shown in the progress bar.
-        report: a file, such as "traffic.png", for a picture of the bytes and seconds of each step; needs matplotlib.
 
     Raises:
-        ConfigurationError: the strategy exchanges no gradients (a single device), or not as DDP does; the picture
-            cannot be drawn.
+        ConfigurationError: the strategy exchanges no gradients (a single device), or not as DDP does.
     """
 
-    def __init__(self, *, prog_bar: bool = True, report: str | None = None) -> None:
-        if report is not None and Path(str(report)).suffix not in PICTURES:
-            raise ConfigurationError(f"report={report!r}: give a file that ends in {', '.join(PICTURES)}.")
-        if report is not None and find_spec("matplotlib") is None:
-            raise ConfigurationError(
-                f"report={report!r} is drawn with matplotlib, which is not installed: pip install "
-                "'lightning-lowbw[demo]', or leave out report; the table and the sentence do not need it."
-            )
-        self.prog_bar, self.report, self._logs = prog_bar, report, True
+    def __init__(self, *, prog_bar: bool = True) -> None:
+        self.prog_bar, self._logs = prog_bar, True
         self._begin(TrafficLedger())
 
     def _begin(self, ledger: TrafficLedger) -> None:
         self._first = self._last = self._at_last_send = ledger
         self._clock = _Clock()
-        self._bytes, self._seconds = array("d"), array("d")  # of each step, for the picture
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         check_package(self, trainer)
@@ -117,10 +98,7 @@ class TrafficMonitor(Callback):
             return
         self._last = now
         strategy = trainer.strategy
-        seconds = self._clock.note(now.steps - last.steps, now.exposed_s - last.exposed_s, strategy)
-        if self.report is not None:
-            self._bytes.append(now.sent_bytes - last.sent_bytes)
-            self._seconds.append(seconds)
+        self._clock.note(now.steps - last.steps, now.exposed_s - last.exposed_s, strategy)
         if not self._logs:
             return
         shown = {"traffic/bytes_sent": float(now.sent_bytes - last.sent_bytes)}
@@ -150,23 +128,19 @@ class TrafficMonitor(Callback):
         clock, traffic, strategy = self._clock, _read(trainer).since(self._first), trainer.strategy
         if not trainer.is_global_zero or not traffic.steps:  # one rank prints; a fit without a step has no ratio
             return
-        report = Report(traffic, clock.step_s, clock.waited)
-        auto = getattr(strategy, "auto", None)
+        auto, dense_s = getattr(strategy, "auto", None), None
         if isinstance(strategy, BaseStrategy) and auto is not None and auto.chosen is not None:
-            # Of several optimizers "auto" has timed the steps of all together.
+            # With several optimizers "auto" has timed the steps of all together.
             is_compared = auto.chosen.method.kind != "whole" and len(strategy.workers) == 1
             dense_s = auto.dense_s if is_compared else None
-            report = replace(report, dense_s=dense_s, predicted_s=auto.chosen.last_s, last_s=auto.mean_s)
-        show(report)
-        if self.report is not None:
-            draw(Path(self.report), self._bytes, self._seconds)
+        rank_zero_info(summary(traffic, clock.step_s, clock.waited, dense_s))
 
 
 def bring_monitor(trainer: pl.Trainer) -> None:
     """Give the Trainer a monitor, on rank 0, unless it has one or is to be quiet.
 
-    It logs nothing: a metric that only rank 0 has would hang code that reduces all of them over ranks. It is the last
-    of the callbacks: a progress bar has ended its line when the report is printed.
+    It logs no metric: a metric that only rank 0 has would hang code that reduces all metrics over ranks. It is the last
+    of the callbacks: a progress bar has ended its line by then.
     """
     if trainer.is_global_zero and trainer.progress_bar_callback and not callbacks_of(trainer, TrafficMonitor):
         monitor = TrafficMonitor()
@@ -205,9 +179,9 @@ class _Clock:
         """Do not time the coming step: something else is being done before its end."""
         self._last_s = None
 
-    def note(self, num_steps: int, waited_s: float, strategy: object) -> float:
-        """Note the end of optimizer steps that were taken together; return their seconds, NaN if they are not timed."""
-        now_s, method, seconds = time.perf_counter(), getattr(strategy, "method", None), math.nan
+    def note(self, num_steps: int, waited_s: float, strategy: object) -> None:
+        """Note the end of optimizer steps that were taken together."""
+        now_s, method = time.perf_counter(), getattr(strategy, "method", None)
         if self._last_s is not None and method is self._method:  # else one was measured and chosen
             seconds = now_s - self._last_s
             self.num_steps += num_steps
@@ -219,7 +193,6 @@ class _Clock:
         self._knows_waits = isinstance(strategy, BaseStrategy) and (
             strategy.root_device.type == "cpu" or not any(worker.reduces_in_backward for worker in strategy.workers)
         )
-        return seconds
 
     @property
     def step_s(self) -> float | None:
@@ -232,62 +205,30 @@ class _Clock:
         return self.waited_s / self.waiting_s if self.waiting_s else None
 
 
-# The report ----------------------------------------------------------------------------------------------------------
+def summary(
+    traffic: TrafficLedger, step_s: float | None = None, waited: float | None = None, dense_s: float | None = None
+) -> str:
+    """Return in one sentence what a fit has saved.
 
-
-@dataclass(frozen=True)
-class Report:
-    """What a rank has sent in a fit, and how long its steps took; None is what is not known.
-
-    Attributes:
-        traffic: of the fit.
-        step_s: seconds of a step.
-        waited: the share of the time in which it waited for the network.
+    Args:
+        traffic: of this rank; on two levels the bytes between nodes are compared, with those of "hierarchical".
+        step_s: seconds of a step; None is an unknown number, as in the next arguments.
+        waited: the share of the time in which the training waited for the network.
         dense_s: seconds of a step of DDP, as measured in this fit before the choice.
-        predicted_s: seconds of a step after the warm-up, as predicted when the method was chosen.
-        last_s: the same, measured.
+
+    Example:
+        >>> ledger = TrafficLedger(steps=100, sent_bytes=3_100_000_000, dense_bytes=410_000_000_000)
+        >>> summary(ledger, step_s=0.2, waited=0.04, dense_s=0.46)
+        'Sent 3.1 GB instead of 410 GB, waited 4 % of the time, about 2.3 times as fast as DDP on this link.'
     """
-
-    traffic: TrafficLedger
-    step_s: float | None = None
-    waited: float | None = None
-    dense_s: float | None = None
-    predicted_s: float | None = None
-    last_s: float | None = None
-
-    @property
-    def dense(self) -> str:
-        """The name of what its bytes are compared with; with levels what is sent between nodes."""
-        return "hierarchical" if self.traffic.has_levels else "DDP"
-
-    def rows(self) -> list[tuple[str, str]]:
-        """Return the table: names and values."""
-        traffic, times = self.traffic, {"a step took": self.step_s, "a step of DDP took": self.dense_s}
-        times |= {"a step after the warm-up took": self.last_s, "predicted for after it": self.predicted_s}
-        sent, dense = traffic.of_slow_network
-        rows = [("steps", f"{traffic.steps:,}")]
-        rows += [(name, f"{number(seconds)} s") for name, seconds in times.items() if seconds is not None]
-        rows += [] if self.waited is None else [("waited for the network", f"{100 * self.waited:.1f} % of the time")]
-        levels = {"sent inside nodes": traffic.intra_bytes, "sent between nodes": traffic.inter_bytes}
-        levels = levels if traffic.has_levels else {"sent": traffic.sent_bytes}
-        rows += [(name, size(nbytes)) for name, nbytes in {**levels, f"{self.dense} would send": dense}.items()]
-        return [*rows, *([("compression ratio", number(dense / sent))] if sent else [])]
-
-    def sentence(self) -> str:
-        """Return what was saved, in one sentence.
-
-        Example:
-            >>> ledger = TrafficLedger(steps=100, sent_bytes=3_100_000_000, dense_bytes=410_000_000_000)
-            >>> Report(ledger, step_s=0.2, waited=0.04, dense_s=0.46).sentence()
-            'Sent 3.1 GB instead of 410 GB, waited 4 % of the time, about 2.3 times as fast as DDP on this link.'
-        """
-        sent, dense = map(size, self.traffic.of_slow_network)
-        parts = [f"Sent {sent}, as {self.dense} would" if sent == dense else f"Sent {sent} instead of {dense}"]
-        if self.waited is not None:
-            parts.append(f"waited {100 * self.waited:.0f} % of the time")
-        if self.dense_s and self.step_s:
-            parts.append(f"about {self.dense_s / self.step_s:.1f} times as fast as DDP on this link")
-        return f"{', '.join(parts)}."
+    sent, dense = map(size, traffic.of_slow_network)
+    name = "hierarchical" if traffic.has_levels else "DDP"
+    parts = [f"Sent {sent}, as {name} would" if sent == dense else f"Sent {sent} instead of {dense}"]
+    if waited is not None:
+        parts.append(f"waited {100 * waited:.0f} % of the time")
+    if dense_s and step_s:
+        parts.append(f"about {dense_s / step_s:.1f} times as fast as DDP on this link")
+    return f"{', '.join(parts)}."
 
 
 def size(nbytes: float) -> str:
@@ -302,36 +243,3 @@ def size(nbytes: float) -> str:
     while nbytes >= 999.5:  # from here on `.3g` would show 1e+03
         nbytes, unit = nbytes / 1000, next(units)
     return f"{nbytes:.3g} {unit}"
-
-
-def show(report: Report) -> None:
-    """Print a report: a table where rich is installed, else lines in the log."""
-    title = "What rank 0 sent"
-    try:
-        from rich.console import Console
-        from rich.table import Table
-    except ImportError:
-        rank_zero_info("\n".join([title, *map(": ".join, report.rows()), report.sentence()]))
-        return
-    table = Table(title=title, show_header=False)
-    for row in report.rows():
-        table.add_row(*row)
-    console = Console(highlight=False)
-    console.print(table)
-    console.print(report.sentence(), soft_wrap=True)
-
-
-def draw(path: Path, sent_bytes: Sequence[float], seconds: Sequence[float]) -> None:
-    """Draw the bytes and the seconds of each step."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8, 5), layout="constrained")  # without pyplot: needs no display
-    above, below = figure.subplots(2, 1, sharex=True)
-    for panel, values, name in ((above, sent_bytes, "bytes sent"), (below, seconds, "seconds")):
-        panel.plot(range(1, len(values) + 1), values, ".", markersize=3)
-        panel.set(ylabel=name)
-        panel.grid(alpha=0.3)
-    above.set(title="each optimizer step of rank 0", yscale="log")  # local steps, with 0 bytes, are not in it
-    below.set(xlabel="optimizer step of this fit", ylim=(0, None))
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)

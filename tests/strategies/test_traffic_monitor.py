@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import math
-import sys
 import time
 from copy import copy
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,7 +18,7 @@ from lightning_lowbw.compress.codec import SparseCodec
 from lightning_lowbw.compress.selection import num_selected
 from lightning_lowbw.schedules.every_step import EveryStep
 from lightning_lowbw.strategies import traffic_monitor
-from lightning_lowbw.strategies.traffic_monitor import Report, draw, show, size
+from lightning_lowbw.strategies.traffic_monitor import size, summary
 from tests.measured import give_measured, make_measured
 from tests.ranks import on_ranks
 from tests.strategies.fits import Noted, make, num_collectives, traffic, train
@@ -89,93 +85,49 @@ def test_the_monitor_issues_no_collective() -> None:
     assert counts[0] == counts[1] > 8
 
 
-def report_of(name: str, *callbacks: pl.Callback, **options: Any) -> tuple[list[str], dict[str, str]]:
-    """Return the lines that a fit has printed, and what of them is in the ledger."""
-    ledger, printed = Noted(lambda module: copy(module.trainer.strategy.ledger), "on_train_end"), io.StringIO()
-    with pytest.MonkeyPatch.context() as monkeypatch, contextlib.redirect_stdout(printed):
+def said_by(name: str, *callbacks: pl.Callback, **options: Any) -> tuple[list[str], TrafficLedger]:
+    """Return what the monitor has said at the end of a fit, and the ledger."""
+    ledger, said = Noted(lambda module: copy(module.trainer.strategy.ledger), "on_train_end"), list[str]()
+    with pytest.MonkeyPatch.context() as monkeypatch:
         give_measured(monkeypatch, make_measured(0.1, 1.0, 1.2, float16=0.6, int8=0.4))
+        monkeypatch.setattr(traffic_monitor, "rank_zero_info", said.append)
         strategy = lowbw.AutoStrategy() if name == "lowbw" else make(name)
         train(strategy, data=20, callbacks=[ledger, *callbacks], **options)
     (sums,) = ledger.values
-    rows = {"steps": "20", "sent": size(sums.sent_bytes), "DDP would send": size(sums.dense_bytes)}
-    rows["compression ratio"] = f"{sums.dense_bytes / sums.sent_bytes:.3g}"
-    return printed.getvalue().splitlines(), rows
+    return said, sums
 
 
 @on_ranks(2)
-def test_a_fit_ends_with_one_report_by_rank_0_of_what_is_in_the_ledger() -> None:
+def test_a_fit_ends_with_one_line_by_rank_0_of_what_is_in_the_ledger() -> None:
     is_first, logged = dist.get_rank() == 0, traffic()
-    for name, callback in (("lowbw", logged), ("dgc, warm-up", lowbw.TrafficMonitor())):  # one of the user's is enough
-        lines, rows = report_of(name, callback, enable_progress_bar=True)
-        sentences = [line for line in lines if line.startswith("Sent ")]
-        assert len(sentences) == is_first, lines
-        if not is_first:
-            continue
-        table = dict(line.strip("│ ").split(" │ ") for line in map(" ".join, map(str.split, lines)) if "│" in line)
-        assert rows.items() <= table.items()
-        known = {"a step took", "waited for the network"}
-        known |= {"a step of DDP took", "predicted for after it"} if name == "lowbw" else set()  # which has measured it
-        assert {*table} == {*rows, *known}
-        assert table.get("a step of DDP took", "1 s") == "1 s"
-        assert table.get("predicted for after it", "0.5 s") == "0.5 s"
-        assert f"Sent {rows['sent']} instead of {rows['DDP would send']}, waited " in sentences[0]
-        assert ("times as fast as DDP on this link." in sentences[0]) == (name == "lowbw")
-    assert not any(logged.values), "metrics of rank 0 alone, which nobody has asked for"
-    lines, _ = report_of("dgc, warm-up")  # without a progress bar
-    assert not lines
+    for name, callback in (("lowbw", logged), ("dgc, warm-up", lowbw.TrafficMonitor())):  # the user's monitor is enough
+        said, sums = said_by(name, callback, enable_progress_bar=True)
+        assert len(said) == is_first, said
+        if is_first:
+            begin = f"Sent {size(sums.sent_bytes)} instead of {size(sums.dense_bytes)}, waited "
+            assert said[0].startswith(begin)
+            assert said[0].endswith("times as fast as DDP on this link.") == (name == "lowbw")  # which has timed it
+    assert not any(logged.values), "metrics of rank 0 alone, for which nobody has asked"
+    assert said_by("dgc, warm-up")[0] == []  # without a progress bar
 
 
 def test_on_two_levels_the_bytes_between_nodes_are_compared() -> None:
     ledger = TrafficLedger(9, 1200, 1200, 1000, 200, dense_bytes=900_000, dense_inter_bytes=354_000)
     ledger.has_levels = True
-    report = Report(ledger, step_s=0.0123, waited=0.0004)
-    assert dict(report.rows()) == {
-        "steps": "9",
-        "a step took": "0.0123 s",
-        "waited for the network": "0.0 % of the time",
-        "sent inside nodes": "1 kB",
-        "sent between nodes": "200 bytes",
-        "hierarchical would send": "354 kB",
-        "compression ratio": "1,770",
-    }
-    assert report.sentence() == "Sent 200 bytes instead of 354 kB, waited 0 % of the time."
-    same = Report(TrafficLedger(9, 800, 800, dense_bytes=800), waited=0.31)
-    assert same.sentence() == "Sent 800 bytes, as DDP would, waited 31 % of the time."
+    assert summary(ledger, 0.0123, 0.0004) == "Sent 200 bytes instead of 354 kB, waited 0 % of the time."
+    same = TrafficLedger(9, 800, 800, dense_bytes=800)
+    assert summary(same, waited=0.31) == "Sent 800 bytes, as DDP would, waited 31 % of the time."
 
 
 def test_only_the_time_of_steps_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     seconds = iter([0.0, 1.0, 10.0, 12.0, 30.0, 32.0])
     monkeypatch.setattr(time, "perf_counter", lambda: next(seconds))
     clock, strategy = traffic_monitor._Clock(), SimpleNamespace(method=lowbw.DGC())
-    times = [clock.note(1, 0.0, strategy), clock.note(1, 0.0, strategy)]
-    clock.stop()  # validation
-    times += [clock.note(1, 0.0, strategy), clock.note(1, 0.0, strategy)]
-    strategy.method = lowbw.Hierarchical()  # chosen meanwhile
-    times += [clock.note(1, 0.0, strategy), clock.note(1, 0.0, strategy)]
-    assert times == pytest.approx([math.nan, 1.0, math.nan, 2.0, math.nan, 2.0], nan_ok=True)
-    assert clock.step_s == pytest.approx(5 / 3)
+    for step in range(6):
+        if step == 2:
+            clock.stop()  # validation
+        if step == 4:
+            strategy.method = lowbw.Hierarchical()  # chosen meanwhile
+        clock.note(1, 0.0, strategy)
+    assert (clock.num_steps, clock.seconds) == (3, 5.0)
     assert clock.waited is None  # not known of other strategies
-
-
-def test_without_rich_the_report_is_lines_in_the_log(monkeypatch: pytest.MonkeyPatch) -> None:
-    said = list[str]()
-    monkeypatch.setitem(sys.modules, "rich.console", None)
-    monkeypatch.setattr(traffic_monitor, "rank_zero_info", said.append)
-    report = Report(TrafficLedger(9, 800, 800, dense_bytes=800), step_s=0.25)
-    show(report)
-    (text,) = said
-    assert text.splitlines()[1:3] == ["steps: 9", "a step took: 0.25 s"]
-    assert text.endswith(report.sentence())
-
-
-def test_a_picture_is_drawn_or_refused_at_construction(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("matplotlib")
-    path = tmp_path / "runs/traffic.png"
-    monitor = lowbw.TrafficMonitor(report=str(path))
-    draw(Path(str(monitor.report)), [0.0, 1e6, 0.0], [math.nan, 0.1, 0.2])
-    assert path.read_bytes().startswith(b"\x89PNG")
-    with pytest.raises(lowbw.ConfigurationError, match=r"report='traffic.txt': give a file that ends in .png"):
-        lowbw.TrafficMonitor(report="traffic.txt")
-    monkeypatch.setattr(traffic_monitor, "find_spec", lambda name: None)
-    with pytest.raises(lowbw.ConfigurationError, match=r"matplotlib, which is not installed: pip install"):
-        lowbw.TrafficMonitor(report="traffic.png")
