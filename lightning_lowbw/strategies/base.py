@@ -218,17 +218,13 @@ class BaseStrategy(ParallelStrategy):
                 self.method = method
                 for worker in self.workers:
                     worker.method = method
-            self._prepare_workers()
+            for worker in self.workers:
+                worker.check_schedule()
+                warn_if_mostly_sent(self.method.what, self.method.when, worker.peers)
+            if self._num_participants > 1 and self.method.what.uses_kernels:
+                prepare_kernels(self.root_device, uses_of(self.workers, measures=self.auto.is_open(self.method)))
             if self._num_participants > 1 and not self.is_search(self.trainer):
                 checks.warn_of_schedule(self.method, self.trainer, self.workers)
-
-    def _prepare_workers(self) -> None:
-        """Check the schedule of the workers, and prepare what they need."""
-        for worker in self.workers:
-            worker.check_schedule()
-            warn_if_mostly_sent(self.method.what, self.method.when, worker.peers)
-        if self._num_participants > 1 and self.method.what.uses_kernels:
-            prepare_kernels(self.root_device, uses_of(self.workers, measures=self.auto.is_open(self.method)))
 
     # Optimizers, and their workers --------------------------------------------------------------------------------
 
@@ -276,7 +272,8 @@ class BaseStrategy(ParallelStrategy):
     def _refuse_replaced(self) -> None:
         """Refuse optimizers that a callback or a hook has put in the place of the optimizers of this fit.
 
-        Not in a tuner's search, which restores its own list. Nothing is communicated: hooks run on all ranks.
+        A tuner's search (lr_find) may replace the list by one of the same optimizers. Nothing is communicated, because
+        hooks run on all ranks.
 
         Raises:
             ConfigurationError: on each rank that has other optimizers.

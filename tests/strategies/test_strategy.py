@@ -10,7 +10,6 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-import torch.distributed as dist
 from lightning.pytorch.tuner import Tuner
 from torch import Tensor, nn
 
@@ -114,17 +113,14 @@ class SkipsBackward(Tiny):
             super().backward(loss, *args, **kwargs)
 
 
-@pytest.mark.parametrize("what", ["swapped layers", "no backward", "other lengths"])
+@pytest.mark.parametrize("what", ["swapped layers", "no backward"])
 @on_ranks(2)
 def test_unusual_trainings_are_no_errors(what: str) -> None:
-    """In dense steps, and the last one in sparse ones, too."""
-    model, length = SkipsBackward() if what == "no backward" else Tiny(), STEPS
+    model = SkipsBackward() if what == "no backward" else Tiny()
     options: dict[str, Any] = {"callbacks": [Swapping()]} if what == "swapped layers" else {}
-    if what == "other lengths":  # each in an epoch of its own at the same step
-        options, length = {"max_steps": 20, "max_epochs": -1}, 5 + 2 * dist.get_rank()
-    warned(lambda: train(make("dgc, warm-up", {"rampup_begin_step": 10}), model, length, **options))
+    warned(lambda: train(make("dgc, warm-up", {"rampup_begin_step": 10}), model, STEPS, **options))
     same(weights_of(model))
-    assert model.trainer.global_step == options.get("max_steps", STEPS)
+    assert model.trainer.global_step == STEPS
 
 
 @on_ranks(2)
