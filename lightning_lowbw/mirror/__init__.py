@@ -6,33 +6,13 @@
 
 from lightning_lowbw import namespaces
 from lightning_lowbw.callbacks.schedules import AveragingSchedule, SparsityWarmup
-from lightning_lowbw.strategies import (
-    AdaptiveLocalSGDStrategy,
-    AutoStrategy,
-    DGCStrategy,
-    ElasticStrategy,
-    HierarchicalStrategy,
-    LocalSGDStrategy,
-    ShardedStrategy,
-    Strategy,
-    register,
-)
+from lightning_lowbw.strategies import *  # noqa: F403 - one list of the strategies is enough
+from lightning_lowbw.strategies import __all__ as STRATEGIES
+from lightning_lowbw.strategies import register
 from lightning_lowbw.strategies.base import BaseStrategy
 from lightning_lowbw.strategies.traffic_monitor import TrafficMonitor
 
-__all__ = [
-    "AdaptiveLocalSGDStrategy",
-    "AutoStrategy",
-    "AveragingSchedule",
-    "DGCStrategy",
-    "ElasticStrategy",
-    "HierarchicalStrategy",
-    "LocalSGDStrategy",
-    "ShardedStrategy",
-    "SparsityWarmup",
-    "Strategy",
-    "TrafficMonitor",
-]
+__all__ = [*STRATEGIES, "AveragingSchedule", "SparsityWarmup", "TrafficMonitor"]
 
 register()
 namespaces.introduce(BaseStrategy)
