@@ -28,8 +28,8 @@ class SparsityWarmup(Callback):
 
     Args:
         begin_epoch: epochs of dense exchange before the first sparse step; may be a fraction. Default 2.
-        epochs: epochs over which the stairs are spread; may be a fraction. Default 3. Where epochs have too few steps,
-            as with `fast_dev_run`, each value is taken for one step.
+        epochs: epochs over which the stairs are spread; may be a fraction. Default 3. If epochs have too few steps,
+            as with `fast_dev_run`, each value lasts one step.
         begin_step: the same in optimizer steps.
         steps: the same in optimizer steps. Default: one for each value.
         sparsity: the stairs.
@@ -68,7 +68,7 @@ class SparsityWarmup(Callback):
             raise ConfigurationError(f"sparsity={sparsity!r}: give the stairs, a list of numbers in [0, 1).")
         self._in_steps, self._sparsity = in_steps, as_stairs(sparsity)
         num, given = len(self._sparsity), steps if in_steps else epochs
-        if num == 1 and (given or 0) > in_steps:  # one step is not spread, and an epoch is several
+        if num == 1 and (given or 0) > in_steps:  # one step is not spread; an epoch has several steps
             raise ConfigurationError(
                 f"SparsityWarmup({'steps' if in_steps else 'epochs'}={given}, sparsity={list(self._sparsity)}): a "
                 "single value is not spread. Give several, such as [0.984375, 0.996, 0.999], or leave out the length."
@@ -79,7 +79,7 @@ class SparsityWarmup(Callback):
             self.schedule(1)
 
     def schedule(self, steps_per_epoch: int) -> EveryStep:
-        """Return the warm-up in optimizer steps; where epochs have too few, each value is taken for one step."""
+        """Return the warm-up in optimizer steps; if epochs have too few steps, each value lasts one step."""
         if self._in_steps:
             return EveryStep(self._begin, self._length, self._sparsity)  # type: ignore[arg-type]  # checks them
         num = len(self._sparsity)

@@ -1,7 +1,7 @@
 """Every k local steps: ranks step with their own gradients, and their weights are averaged periodically.
 
 The period k is fixed or adapted to the learning rate and the loss; an outer optimizer is applied to the mean; fragments
-of a model are averaged at different steps, so that less is sent at once.
+of a model are averaged at different steps, which lowers the peak of the traffic.
 
 With one rank alone the outer optimizer steps with the change of its own weights: Kallusky et al., "SNOO: Step-K
 Nesterov outer optimizer", arXiv 2510.15830.
@@ -32,13 +32,13 @@ from lightning_lowbw.schedules.schedule import Schedule
 
 Rule = Literal["fixed", "fleet", "adacomm", "qsr"]
 OuterName = Literal["none", "slowmo", "nesterov"]
-RELATIVE_CHANGE = 1e-6  # below it a learning rate has not changed
-LOSS_DECAY = 0.9  # of the weight of a step, with each step after it
+RELATIVE_CHANGE = 1e-6  # a learning rate that differs by less has not changed
+LOSS_DECAY = 0.9  # the weight of a step shrinks by this factor with each later step
 AUTO = "auto"
-MOST_FRAGMENTS = 4  # of "auto"
-# Steps to DDP's loss of averages that are hidden, times DDP's, by benchmarks/results/steps_to_loss.md, which a test
-# compares; with this outer rate and momentum, for as many replicas and as long a period as was run, and twice the
-# steps: it grows with them.
+MOST_FRAGMENTS = 4  # for "auto"
+# Steps to DDP's loss with hidden averages, divided by DDP's, by benchmarks/results/steps_to_loss.md (a test compares
+# them). Measured with this outer rate and momentum; used up to the measured numbers of replicas and periods, and up to
+# twice the measured steps, because the ratio grows with these.
 STEPS_BY_LOG2 = 0.15
 HIDDEN_OUTER, MOST_REPLICAS, MOST_K, MOST_STEPS = (0.7, 0.6), 8, 16, 960
 DEFAULT_OUTER_LR = {"none": 1.0, "slowmo": 1.0, "nesterov": 0.7}
@@ -47,7 +47,7 @@ DEFAULT_OUTER_MOMENTUM = {"none": 0.0, "slowmo": 0.5, "nesterov": 0.9}
 
 @dataclass(frozen=True)
 class Period:
-    """The period in use and what the next one is computed from.
+    """The period in use, and the values from which the next period is computed.
 
     Attributes:
         k: local steps between two averages.
@@ -68,13 +68,13 @@ class EveryK(Schedule, key="k"):
     """Average the replicas after every k-th local step.
 
     Args:
-        k_steps: local steps between two averages; for the adaptive rules the first k (for "qsr" the least). 1 is DDP.
+        k_steps: local steps between two averages; for the adaptive rules the first k (for "qsr" the least k). 1 is DDP.
         begin_step: the last synchronous step: gradients are all-reduced in steps 1 to `begin_step`, averages are
             counted from there. A number of steps (int), or a fraction of the run (float in (0, 1)).
         rule: "fixed", or how the next k follows from the learning rate and the loss, both means over ranks:
 
             - "fleet": ``k = ceil(sqrt(lr_0 L k_0 / (lr L_0)))`` (PaddlePaddle Fleet)
-            - "adacomm": ``k = ceil(sqrt(lr_0 L / (lr L_0)) k_0)``; halved where this does not fall while lr stays
+            - "adacomm": ``k = ceil(sqrt(lr_0 L / (lr L_0)) k_0)``; halved if this does not fall while lr stays
             - "qsr": ``k = floor((qsr_alpha / lr)^2)``
         max_k_steps: the largest k of the adaptive rules.
         qsr_alpha: the numerator of "qsr", in units of the learning rate.
@@ -85,16 +85,16 @@ class EveryK(Schedule, key="k"):
             - "nesterov": ``u = momentum u + (x0 - mean);  x = x0 - lr (x0 - mean + momentum u)`` (DiLoCo)
         outer_lr: by default 1 for "slowmo", 0.7 for "nesterov".
         outer_momentum: by default 0.5 for "slowmo", 0.9 for "nesterov".
-        delay_steps: local steps that hide an average: it is begun after step t and applied after t + delay_steps,
-            and the steps in between are kept. 0 waits for it. Less than k_steps.
+        delay_steps: local steps that hide an average: it begins after step t and is applied after t + delay_steps,
+            and the steps in between are kept. 0 waits for the average. Less than k_steps.
         num_fragments: the number of parts, of nearly equal size, in which parameters are averaged, each every k steps,
-            one after another: the peak of the traffic is divided by it. "auto": 4, or as many as there are tensors.
+            one after another: it divides the peak of the traffic. "auto": 4, or the number of tensors if that is less.
         mixing: alpha, the fraction of its own weights that a rank keeps when a delayed average is applied:
             ``x = alpha x + (1 - alpha) average``. None keeps the steps in between: ``x = x + (average - x at the
             begin)``.
 
     Raises:
-        ConfigurationError: a value is out of range, or two cannot be combined.
+        ConfigurationError: a value is out of range, or two values cannot be combined.
 
     Examples:
         >>> schedule = EveryK(k_steps=4, rule="adacomm")
@@ -158,18 +158,18 @@ class EveryK(Schedule, key="k"):
     def check_replacement(self, before: Schedule) -> None:
         super().check_replacement(before)
         made_for = cast("EveryK", before)
-        # With a delay other messages are sent, in other process groups.
+        # A delay changes the messages and the process groups.
         if (self.delay_steps > 0, self.num_fragments) != (made_for.delay_steps > 0, made_for.num_fragments):
             raise ConfigurationError(
                 f"delay_steps={self.delay_steps}, num_fragments={self.num_fragments!r} in place of "
                 f"{made_for.delay_steps}, {made_for.num_fragments!r}: whether averages are hidden, and in how many "
-                "fragments, cannot change during a training. Change k_steps, or a delay into another one above 0; or "
+                "fragments, cannot change during a training. Change k_steps, or a delay to another value above 0; or "
                 "attach the method anew."
             )
 
     def num_copies(self, *, keeps_start: bool) -> int:
         has_outer = self.outer != "none"
-        return 2 * (self.delay_steps > 0) + has_outer + (has_outer or keeps_start)  # with the velocity; of a delay two
+        return 2 * (self.delay_steps > 0) + has_outer + (has_outer or keeps_start)  # plus the velocity; a delay: two
 
     @property
     def _outer_rates(self) -> tuple[float, float]:
@@ -179,21 +179,21 @@ class EveryK(Schedule, key="k"):
 
     @property
     def outer_gain(self) -> float:
-        """How many times as far as the mean of the replicas the weights move, when an outer momentum has built up."""
+        """The factor by which the weights move farther than the mean of the replicas, with a full outer momentum."""
         lr, momentum = self._outer_rates
         return round(lr / (1 - momentum), 3) if self.outer != "none" and momentum < 1 else 1.0
 
     def next_period(self, period: Period, lr: float, loss: float) -> Period:
         """Return the period after an average, from numbers that are equal on all ranks.
 
-        While the learning rate still rises above all earlier ones (warm-up) the reference follows it and k stays the
-        first one. A learning rate or a loss that is not positive and finite leaves k as it is.
+        While the learning rate still rises above all earlier values (warm-up) the reference follows it and k keeps its
+        first value. A learning rate or a loss that is not positive and finite leaves k as it is.
         """
         if self.rule == "fixed" or not (lr > 0 and math.isfinite(lr)):
             return period
         # k = floor((alpha / lr)^2).
         if self.rule == "qsr":
-            root = min(self.qsr_alpha / lr, float(self.max_k_steps))  # the square of more would overflow
+            root = min(self.qsr_alpha / lr, float(self.max_k_steps))  # the square of a larger root would overflow
             return replace(period, k=min(max(self.k_steps, math.floor(root**2)), self.max_k_steps), last_lr=lr)
         if not (loss > 0 and math.isfinite(loss)):
             return period
@@ -205,7 +205,7 @@ class EveryK(Schedule, key="k"):
         # not ceil(1.0000000000000002) = 2
         k = max(1, min(math.ceil(min(wanted, self.max_k_steps) * (1 - 1e-12)), self.max_k_steps))
         same_lr = period.last_lr is not None and abs(lr - period.last_lr) <= RELATIVE_CHANGE * period.last_lr
-        # AdaComm: at one rate k falls with the loss; where the loss does not lower it, it is halved.
+        # AdaComm: at a constant rate k falls with the loss; if the loss does not lower k, k is halved.
         if self.rule == "adacomm" and same_lr and k >= period.k:
             k = max(1, period.k // 2)
         return replace(period, k=k, last_lr=lr)
@@ -218,9 +218,9 @@ class EveryK(Schedule, key="k"):
 
         Args:
             starts: x0, the last consensus; float32 or float64, any shapes, at least one.
-            means: of the replicas; as `starts`.
+            means: the means of the replicas; as `starts`.
             velocities: as `starts`; empty with "none".
-            inner_lr: the learning rate of the inner optimizer; with 0 nothing has moved, and SlowMo's u stays.
+            inner_lr: the learning rate of the inner optimizer; with 0 nothing has moved, and SlowMo's u stays the same.
         """
         lr, momentum = self._outer_rates
         if self.outer == "none" or (self.outer == "slowmo" and inner_lr <= 0):
@@ -239,7 +239,7 @@ class EveryK(Schedule, key="k"):
         torch._foreach_copy_(means, starts)
 
     def num_fragments_of(self, num_tensors: int) -> int:
-        """Return in how many parts the tensors are averaged: for "auto" no more than there are tensors or steps."""
+        """Return the number of parts in which tensors are averaged: "auto" has at most one per tensor, and per step."""
         if isinstance(self.num_fragments, int):
             return self.num_fragments
         return min(MOST_FRAGMENTS, self.k_steps, max(1, num_tensors))
@@ -322,12 +322,12 @@ class EveryK(Schedule, key="k"):
 def balance(sizes: Sequence[int], loads: Sequence[int]) -> list[int]:
     """Return a fragment for each tensor: the largest first, each to the smallest fragment so far.
 
-    The largest fragment has at most 4/3 of what it must have (Graham, "Bounds on multiprocessing timing anomalies",
-    1969); a tensor is not cut, so that one with more than 1/P of it all is the peak.
+    The largest fragment is at most 4/3 of the best possible one (Graham, "Bounds on multiprocessing timing anomalies",
+    1969). Tensors are not cut, so that a tensor with more than 1/P of all elements is the peak.
 
     Args:
-        sizes: of each tensor: elements, or bytes that are sent.
-        loads: what each fragment has already.
+        sizes: the size of each tensor, in elements or sent bytes.
+        loads: the size that each fragment already has.
 
     Examples:
         >>> balance([10, 50, 30, 20], [0, 0])
@@ -341,7 +341,7 @@ def balance(sizes: Sequence[int], loads: Sequence[int]) -> list[int]:
 
 
 def steps_before(fragment: int, num_fragments: int, k_steps: int) -> int:
-    """Return by how many steps the first period of a fragment is shortened, so that the last one is begun after k
+    """Return the number of steps by which a fragment's first period is shorter than k: the last fragment waits k
     steps.
 
     Examples:
@@ -362,7 +362,7 @@ class Phase:
         self._period: Period | None = None
 
     def _begin(self, when: EveryK) -> int | None:
-        """Return the first local step; None while that is not known."""
+        """Return the first local step; None while it is not known."""
         if self._local_since is None and isinstance(when.begin_step, int):
             return when.begin_step
         return self._local_since
@@ -391,9 +391,9 @@ class Phase:
         """Choose the period after an average, by the rule.
 
         Args:
-            lr: mean over ranks.
-            loss: mean since the last average, over the ranks that have one.
-            has_losses: whether all ranks have one that should.
+            lr: the mean over ranks.
+            loss: the mean since the last average, over the ranks that have a loss.
+            has_losses: whether all ranks that must have a loss have one.
 
         Raises:
             ConfigurationError: on all ranks; the rule needs a loss.
@@ -408,8 +408,8 @@ class Phase:
         self._period = when.next_period(self._period or Period(when.k_steps), lr, loss)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what is the same on all ranks."""
-        # A dictionary: a checkpoint holds nothing but tensors and primitives.
+        """Return the state, which is the same on all ranks."""
+        # A dictionary: a checkpoint holds only tensors and primitives.
         period = None if self._period is None else asdict(self._period)
         return {"local_since": self._local_since, "period": period}
 
@@ -449,7 +449,7 @@ class RunningLoss:
             self._of_step = None
 
     def mean(self) -> Tensor | None:
-        """Return the mean; None where none has been observed."""
+        """Return the mean; None if no loss has been observed."""
         return None if self._total is None else self._total / self._weight
 
     def clear(self) -> None:
@@ -457,7 +457,7 @@ class RunningLoss:
         self._total, self._weight = None, 0.0
 
     def state_dict(self) -> dict[str, Any]:
-        """Return it on the CPU."""
+        """Return the state on the CPU."""
         return {"total": None if self._total is None else self._total.cpu().clone(), "weight": self._weight}
 
     def load_state_dict(self, state: dict[str, Any], device: torch.device) -> None:

@@ -1,4 +1,4 @@
-"""What is asked of every schedule, and the schedules by the names that they have in files."""
+"""The interface of schedules, and the schedules by their names in files."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ SCHEDULES: dict[str, type[Schedule]] = {}
 
 @dataclass(frozen=True)
 class Schedule:
-    """When the ranks communicate: a frozen dataclass that answers what follows, and is registered as it is defined.
+    """When the ranks communicate: the base of frozen dataclasses, which are registered when they are defined.
 
-    What is not answered is as in a schedule that exchanges gradients in every step from the first one on.
+    The defaults are those of a schedule that exchanges gradients in every step from the first step on.
 
     Attributes:
-        key: its name in a file, ``{every: step}``; the argument of the class statement.
+        key: the name in a file, ``{every: step}``; an argument of the class statement.
         averages_weights: whether ranks step alone and average their weights; else they exchange gradients.
     """
 
@@ -25,7 +25,7 @@ class Schedule:
     averages_weights: ClassVar[bool] = False
 
     def __init_subclass__(cls, key: str | None = None) -> None:
-        if key is not None:  # else it is a user's own, of one of these
+        if key is not None:  # else a user's subclass of a schedule
             cls.key = key
             SCHEDULES[key] = cls
 
@@ -36,47 +36,47 @@ class Schedule:
 
     @property
     def is_always_synchronous(self) -> bool:
-        """Whether it averages weights after every step, so that gradients are averaged instead, as in DDP."""
+        """Whether weights would be averaged after every step, so that gradients are averaged instead, as in DDP."""
         return False
 
     @property
     def acts_alone(self) -> bool:
-        """Whether it changes the training of one rank alone, which has nobody to communicate with."""
+        """Whether the schedule changes the training of a single rank, without communication."""
         return False
 
     @property
     def is_auto(self) -> bool:
-        """Whether its numbers are still to be chosen, by a Lightning strategy that times the first steps."""
+        """Whether a Lightning strategy, which times the first steps, still has to choose the numbers."""
         return False
 
     @property
     def budget(self) -> float:
-        """For this choice, the fraction of a step that its exchange may take."""
+        """For the choice: the fraction of a step that an exchange may take."""
         return 0.05
 
     @property
     def pretrained(self) -> bool:
-        """For this choice, whether the weights are trained already."""
+        """For the choice: whether the weights are trained already."""
         return False
 
     @property
     def begin_step(self) -> int | float:
-        """The last step that is DDP's, as `EveryK` has it."""
+        """The last step that is DDP's, as in `EveryK`."""
         return 0
 
     @property
     def end_of_warm_up(self) -> int:
-        """The step from which on all exchanges are of the same size."""
+        """The step from which on all exchanges have the same size."""
         return 0
 
     @property
     def steps_to_first(self) -> int:
-        """The steps from there to the first exchange that is not DDP's."""
+        """The steps from `begin_step` to the first exchange that is not DDP's."""
         return 1
 
     @property
     def stairs(self) -> tuple[float, ...]:
-        """The sparsity of each stair of a warm-up; none where it says nothing about how much is sent."""
+        """The sparsity of each stair of a warm-up; empty if the payload alone decides how much is sent."""
         return ()
 
     def density(self, step: int, otherwise: float = 1.0) -> float:
@@ -84,7 +84,7 @@ class Schedule:
 
         Args:
             step: optimizer steps completed.
-            otherwise: the payload's own density, where there are no stairs.
+            otherwise: the payload's own density, for a schedule without stairs.
         """
         return otherwise
 
@@ -99,20 +99,20 @@ class Schedule:
 
     @property
     def delay_steps(self) -> int:
-        """Steps beside which an exchange is in progress."""
+        """Steps during which an exchange is in progress."""
         return 0
 
     def steps_to_loss(self, num_participants: int, num_steps: float) -> float | None:
-        """Return the optimizer steps to DDP's loss, times DDP's, where weights are averaged; None: not measured.
+        """Return the optimizer steps to DDP's loss, divided by DDP's, for averages of weights; None: not measured.
 
         Args:
             num_participants: N.
-            num_steps: of DDP.
+            num_steps: the steps of DDP.
         """
         return None
 
     def check_replacement(self, before: Schedule) -> None:
-        """Check that the schedule can take the place of another one, for which a worker has been made.
+        """Check that this schedule can replace the schedule for which a worker was made.
 
         Raises:
             ConfigurationError: it cannot.

@@ -1,7 +1,7 @@
 """The strategies that have a name of their own, and the names for `Trainer(strategy="...")`.
 
-A Trainer accepts only a name there; so each has its arguments, and a form for two levels, for each way of starting
-processes, and for models with parameters that no loss depends on, with the endings of Lightning's own names for DDP.
+A Trainer accepts only a name there. So a name includes arguments, and each name has forms for two levels, for each way
+of starting processes and for models with unused parameters, with the endings of Lightning's own names for DDP.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from lightning_lowbw.strategies.strategy import Strategy
 
 @shows(arguments_of(DGC))
 def _dgc(*, sparsity: Sequence[float] | str | None = None, **knobs: Any) -> Method:
-    """Return the method of a `DGCStrategy`, in which the length of the run is known: "auto" is the default."""
+    """Return the method of a `DGCStrategy`, which knows the length of the run: "auto" is the default."""
     if sparsity is None:
         # By value, not by presence: LightningCLI passes all defaults.
         has_phases = (knobs.get("rampup_begin_step", 0), knobs.get("rampup_step", 1)) != (0, 1)
@@ -55,8 +55,8 @@ class DGCStrategy(Strategy):
             line logs the choice and the reason. A resume keeps it. None is "auto"; if `rampup_begin_step` is given, it
             is 99.9 %.
         pretrained: with "auto", whether the weights are trained already: fine-tuning needs no warm-up.
-        min_numel: tensors with fewer elements are sent dense. None: the smallest, together 3 % of what is trained; but
-            all below 1,024, and none from 16,384.
+        min_numel: tensors with fewer elements are sent dense. None: the smallest tensors, together 3 % of the trained
+            elements; but all tensors below 1,024 elements, and none from 16,384.
         exclude: names of parameters that are always sent dense; shell patterns such as ``"*.bias"``.
         value_dtype: "float32", "bfloat16", "float16", "int8", "int4" or "int2", for the values on the wire; rounding
             errors are sent later.
@@ -94,7 +94,7 @@ class LocalSGDStrategy(Strategy):
     training. A ``.ckpt`` holds the consensus, the weights of each rank are beside it. Metrics that a
     `ModelCheckpoint`, an `EarlyStopping` or a `ReduceLROnPlateau` monitors are averaged over ranks after validation and
     at the end of an epoch; in between each rank has its own. Gradient clipping and AMP act on each rank alone.
-    SIGTERM on any rank ends all of them at the next average, in synchronous steps after that step or the next. Other
+    SIGTERM on any rank ends all ranks at the next average, in synchronous steps after that step or the next. Other
     knobs are fields of the method: `Strategy(LocalSGD(outer_lr=...))`.
 
     Args:
@@ -173,7 +173,7 @@ class HierarchicalStrategy(Strategy):
         algorithm: "sharded" (reduce-scatter, all-reduce of the shards, all-gather), "leader" (reduce, all-reduce
             among the first ranks, broadcast) or "flat" (one all-reduce over all ranks, as DDP's); the last two also
             work with nodes of different sizes. None: "sharded", and "leader" on nodes of different sizes.
-        inter_dtype: "float32", or "bfloat16" for what is sent between nodes; when flat, between all ranks.
+        inter_dtype: "float32", or "bfloat16" for the messages between nodes; when flat, between all ranks.
         resume: "exact", or "weights and optimizer" where the folder beside the ``.ckpt`` is lost or does not fit; see
             `Strategy`.
         **kwargs: keyword arguments of Lightning's `DDPStrategy` and of torch's `DistributedDataParallel`.
@@ -235,21 +235,21 @@ STRATEGIES: dict[Any, type[Strategy]] = {
     AdaptiveLocalSGD: AdaptiveLocalSGDStrategy,
     Hierarchical: HierarchicalStrategy,
 }
-# A name is the general strategy with its method, where no class has all of its knobs.
+# A name stands for the general strategy with a method if no class has all of its knobs.
 NAMES: dict[str, tuple[type[Strategy], Mapping[str, Any]]] = {
     name: (STRATEGIES[method.func], method.keywords)
     if method.func in STRATEGIES and method.keywords.keys() <= arguments_of(STRATEGIES[method.func]).keys()
     else (Strategy, {"method": method()})
     for name, method in PRESETS.items()
 }
-NAMES["lowbw"] = (AutoStrategy, {})  # may become any of those that communicate in every step
+NAMES["lowbw"] = (AutoStrategy, {})  # becomes a method that communicates in every step
 # Sharded inside each node; processes are started by a launcher, or as with popen. `sparsity="auto"` cannot measure
 # shards: 1 % of the elements, once 100 dense steps have settled Adam's variance.
 OF_SHARDS = {
     **{name: preset(name) for name in ("local_sgd", "diloco", "sparse_loco", "hierarchical", "int8", "int4")},
     "dgc": DGC(sparsity=[0.99], rampup_begin_step=100),
 }
-# Groups that come and go, each a Lightning run; `diloco_elastic` and so on.
+# Groups that come and go, each a Lightning run: `diloco_elastic` and so on.
 OF_GROUPS = {name: preset(name).replace(begin_step=0) for name in ("local_sgd", "diloco", "sparse_loco")}
 START_METHODS = {"": "popen", "_spawn": "spawn", "_fork": "fork", "_notebook": "fork"}
 SEARCHES: dict[str, dict[str, Any]] = {"": {}}

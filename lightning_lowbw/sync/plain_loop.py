@@ -1,4 +1,4 @@
-"""A plain loop: `attach` gives an optimizer a worker, and wraps its `step`, which does the rest from then on."""
+"""A plain loop: `attach` gives an optimizer a worker, and wraps its `step`, which then also communicates."""
 
 from __future__ import annotations
 
@@ -67,14 +67,14 @@ def attach(
     process_group: dist.ProcessGroup | None,
     buffers: Mapping[str, Tensor],
 ) -> Synchronizer:
-    """Return this rank's worker for an optimizer, of which each step is one of the method; see `Method.attach`.
+    """Return this rank's worker for an optimizer, whose steps become steps of the method; see `Method.attach`.
 
     Args:
-        make: returns the worker of some named parameters.
-        optimizer: of the worker.
-        named_parameters: of the model.
-        process_group: of the worker's peers.
-        buffers: of the model, if they are averaged.
+        make: returns the worker for some named parameters.
+        optimizer: the worker's optimizer.
+        named_parameters: the parameters of the model.
+        process_group: the group of the worker's peers.
+        buffers: the buffers of the model, if they are averaged.
     """
     with failing_together(process_group):
         names = names_of(named_parameters)
@@ -97,7 +97,7 @@ def attach(
 
 
 def _tell(worker: Synchronizer) -> None:
-    """Warn of what this training may not be meant to be; called by `attach`."""
+    """Warn of settings that the user may not intend; called by `attach`."""
     method, peers, correction = worker.method, worker.peers, worker.correction
     if peers.topology.num_nodes == 1 < peers.num_ranks and peers.rank == 0:
         warnings.warn(
@@ -127,14 +127,14 @@ def _warn_if_apart(ending: Ending) -> None:
     # No warning: as an error it would be lost in a finalizer.
     _logger.warning(
         f"The loop has ended after step {ending.step}, between two averages: each rank has weights of its own, and "
-        "what was saved of the model outside of worker.consensus() is those of one rank. Call worker.finish() after "
-        "the last step, on all ranks, before the model is saved."
+        "a model that was saved outside of worker.consensus() has the weights of one rank. Call worker.finish() after "
+        "the last step, on all ranks, before you save the model."
     )
 
 
 @functools.cache
 def eagerly() -> Callable[..., Any]:
-    """Return a function that calls its first argument with the others, and that torch.compile does not look into.
+    """Return a function that calls its first argument with the other arguments, outside of torch.compile.
 
     A compiled `optimizer.step` is traced, with the closure and hooks that it calls; an exchange cannot be.
     """
@@ -154,10 +154,10 @@ _wrapped: WeakSet[Optimizer] = WeakSet()
 def _wrap_step(worker: Synchronizer) -> None:
     """Wrap the `step` of a worker's optimizer, on the optimizer itself, as torch's schedulers do.
 
-    It then exchanges the gradients before the step, and counts it afterwards.
+    The wrapped step exchanges the gradients before the step, and counts it afterwards.
 
     Raises:
-        ConfigurationError: it has been wrapped for another worker.
+        ConfigurationError: the step has been wrapped for another worker.
     """
     optimizer, step = worker.optimizer, worker.optimizer.step
     if optimizer in _wrapped:
@@ -175,13 +175,13 @@ def _wrap_step(worker: Synchronizer) -> None:
 
     optimizer.step = MethodType(exchanging_step, optimizer)  # type: ignore[method-assign]
     if "grad_scaler" not in inspect.signature(step).parameters:
-        # Otherwise a GradScaler that finds an inf on one rank skips that rank's `step`, and the others wait for it.
-        # With this it always calls `step`, which does scaling and skipping, as with torch's fused optimizers.
+        # Otherwise a GradScaler that finds an inf on one rank skips that rank's `step`, and the other ranks wait for
+        # it. With this flag it always calls `step`, which scales and skips, as with torch's fused optimizers.
         optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]
 
 
 def _take_step(worker: Synchronizer, step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Do what an optimizer's `step` does; return what it returns, or None if the step is not taken."""
+    """Exchange, and call the optimizer's `step`; return its result, or None if the step is not taken."""
     if not worker.is_compared:
         agree_on_beginning(
             worker.optimizer,
@@ -189,14 +189,14 @@ def _take_step(worker: Synchronizer, step: Callable[..., Any], args: tuple[Any, 
             worker.step,
             worker.peers.group,
             compares_weights=worker.parameters_agree,
-            compares_state=worker.step == 0 and not worker.is_exchanged,  # by hand, with own gradients in the state
+            compares_state=worker.step == 0 and not worker.is_exchanged,  # else the state has local gradients
         )
         worker.is_compared = True
 
     def exchanging(closure: Callable[[], Any]) -> Callable[[], Any]:
         def exchanging_closure() -> Any:  # called any number of times
             worker.check_closure()
-            worker.is_prepared = worker.is_exchanged = False  # those were other gradients
+            worker.is_prepared = worker.is_exchanged = False  # an earlier call had other gradients
             result = closure()
             _exchange_once(worker)
             worker.step_exchanged()
@@ -211,9 +211,9 @@ def _take_step(worker: Synchronizer, step: Callable[..., Any], args: tuple[Any, 
             args = (exchanging(args[0]), *args[1:])
         elif kwargs.get("closure") is not None:
             kwargs = {**kwargs, "closure": exchanging(kwargs["closure"])}
-        elif _pre_hooks(worker):  # what these write into the param groups counts in this step
+        elif _pre_hooks(worker):  # their changes of the param groups count in this step
             if worker.clips_before_exchange and scaling is None and not worker.is_exchanged:
-                last: Callable[[], Any] = functools.partial(_exchange_to_step, worker)  # as clipping: the own gradient
+                last: Callable[[], Any] = functools.partial(_exchange_to_step, worker)  # hooks see the local gradient
             else:
                 is_taken, last = _exchange_checked(worker, scaling), worker.step_exchanged
             late = last_pre_hook(worker.optimizer, last, must_call=is_taken)
@@ -236,7 +236,7 @@ def last_pre_hook(optimizer: Optimizer, function: Callable[[], Any], *, must_cal
     """Call a function after all other hooks before a step, for the steps in a `with` block.
 
     Raises:
-        ConfigurationError: it was not called, and must be.
+        ConfigurationError: the function was not called, and must be.
     """
     calls = list[None]()
 
@@ -256,7 +256,7 @@ def last_pre_hook(optimizer: Optimizer, function: Callable[[], Any], *, must_cal
 
 
 def _exchange_to_step(worker: Synchronizer, scaling: Mapping[str, Any] | None = None) -> bool:
-    """Exchange, and do what has to be done directly before the optimizer's step; return whether that is to be taken."""
+    """Exchange, and prepare the optimizer's step; return whether the step is to be taken."""
     is_taken = _exchange_checked(worker, scaling)
     if is_taken:
         worker.step_exchanged()
@@ -272,7 +272,7 @@ def _exchange_checked(worker: Synchronizer, scaling: Mapping[str, Any] | None) -
 def _exchange_once(worker: Synchronizer, *, skip_nonfinite: bool = False) -> bool:
     if worker.is_exchanged:  # by hand
         return worker.is_taken
-    applies = not (skip_nonfinite or has_step_hooks(worker.optimizer))  # which may read the gradients
+    applies = not (skip_nonfinite or has_step_hooks(worker.optimizer))  # hooks may read the gradients
     return worker.exchange(skip_nonfinite=skip_nonfinite, applies=applies)
 
 
@@ -280,7 +280,7 @@ def has_step_hooks(optimizer: Optimizer, but: Collection[Callable[..., Any]] = (
     """Return whether anything is called before or after each step of an optimizer, or of all optimizers.
 
     Args:
-        optimizer: a user's.
+        optimizer: the user's optimizer.
         but: this package's own hooks, which do not read gradients.
     """
     hooks = [
@@ -313,6 +313,6 @@ def _unscale(worker: Synchronizer) -> dict[str, Any] | None:
 
 
 def _gradients(worker: Synchronizer) -> list[Tensor]:
-    """Return the gradients of the optimizer's parameters, of sparse ones the values."""
+    """Return the gradients of the optimizer's parameters; for a sparse gradient its values."""
     gradients = [parameter.grad for parameter in worker.params if parameter.grad is not None]
     return [gradient._values() if gradient.is_sparse else gradient for gradient in gradients]

@@ -1,7 +1,7 @@
-"""The states of workers: tensors on the CPU and primitives; and what another world starts with.
+"""The states of workers, as tensors on the CPU and primitives, and the state with which another world starts.
 
-A rank's own state is keyed by the names of parameters. What it keeps back is that of its part of each tensor: ranks of
-the same world load theirs as it is, others cut theirs out of the mean over the participants of the whole.
+A rank's own state is keyed by the names of parameters. Its residuals are of its part of each tensor. A rank of the same
+world loads its own state; a rank of another world cuts its part out of the mean over participants.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ def on_cpu(value: Any) -> Any:
         return value.detach().to("cpu", copy=True)  # a subclass (an 8-bit state) may not know `clone`
     if isinstance(value, dict):
         return {key: on_cpu(item) for key, item in value.items()}
-    if getattr(value, "shape", None) == ():  # of numpy, as a user's formula returns; a shard with one does not load
+    if getattr(value, "shape", None) == ():  # a numpy scalar, as from a user's formula; a shard with it does not load
         return value.item()
     return type(value)(map(on_cpu, value)) if type(value) in (list, tuple) else value
 
 
 def is_loadable(value: Any) -> bool:
-    """Return whether torch loads a value where nothing but tensors and primitives may be in a file."""
+    """Return whether torch loads a value from a file that may hold only tensors and primitives."""
     if isinstance(value, (list, tuple)):
         return type(value) in (list, tuple) and all(map(is_loadable, value))
     if isinstance(value, dict):
@@ -57,13 +57,13 @@ def is_loadable(value: Any) -> bool:
 
 
 def own_part(kept: Tensor, numel: int, of: tuple[int, int]) -> Tensor:
-    """Return a rank's part of what a state has of a tensor with so many elements, flat; a merged state has it whole."""
+    """Return a rank's part, flat, of the entry for a tensor of `numel` elements; a merged state has whole tensors."""
     part = part_of(numel, *of)
     return kept if kept.numel() == part.stop - part.start else kept[part]
 
 
 def origin(peers: Peers) -> dict[str, Any]:
-    """Return whose state it is: the rank of how many, which part of every tensor it keeps, and the nodes."""
+    """Return the origin of a state: the rank and the number of ranks, its part of every tensor, and the nodes."""
     nodes = None if peers.topology.is_flat else [list(node) for node in peers.topology.nodes]
     return {
         "rank": (peers.rank, peers.num_ranks),
@@ -73,12 +73,12 @@ def origin(peers: Peers) -> dict[str, Any]:
 
 
 def check_origin(state: Mapping[str, Any], peers: Peers) -> None:
-    """Check that a state is that of this rank, with the parts that it keeps, or of `merge_states`.
+    """Check that a state is this rank's, with the parts that the rank keeps, or a result of `merge_states`.
 
     Raises:
-        ConfigurationError: it is not, and something is kept in it.
+        ConfigurationError: it is neither, and has values of one rank.
     """
-    # A dense step leaves nothing of a rank's own: such a state is that of any.
+    # A dense step leaves no values of one rank: any rank may load such a state.
     keeps = any(state.get(key) for key in ("residuals", "velocities", "local", "own"))
     keeps = keeps or bool(state.get("optimizer", {}).get("state"))
     if state["local_rank"] is None or not keeps:
@@ -100,10 +100,10 @@ def check_origin(state: Mapping[str, Any], peers: Peers) -> None:
 
 
 def check_order(parameter: Parameter, name: str, old: Order) -> None:
-    """Check that a parameter lies in memory as when a state was saved, which keeps its elements in that order.
+    """Check that a parameter has the memory order of the saved state, whose elements have that order.
 
     Raises:
-        ConfigurationError: it does not.
+        ConfigurationError: the order is different.
     """
     new = order_of(as_real(parameter))
     if tuple(old) != new:
@@ -215,7 +215,7 @@ def _loaded_average(
 
 
 def _optimizer_state(optimizer: Optimizer) -> dict[str, Any]:
-    """Return an optimizer's state without what no shard can hold, as a function in a param group."""
+    """Return an optimizer's state without values that a shard cannot hold, such as a function in a param group."""
     state = optimizer.state_dict()
     groups = [{key: value for key, value in group.items() if is_loadable(value)} for group in state["param_groups"]]
     copied: dict[str, Any] = on_cpu({**state, "param_groups": groups})
@@ -235,7 +235,7 @@ def check_replica(replica: Replica, state: Mapping[str, Any], method: Any, *, ne
         ConfigurationError: it cannot.
     """
     params, before = replica.params, replica.params.small_numel
-    params.small_numel = state["small_numel"]  # which tells what is sent
+    params.small_numel = state["small_numel"]  # decides which tensors are sent whole
     try:
         _check_replica(replica, state, method, needs_start)
     except ConfigurationError:
@@ -287,14 +287,14 @@ def _check_replica(replica: Replica, state: Mapping[str, Any], method: Any, need
 
 
 def merge_states(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the state every rank of another world starts with; of all methods. Reads one state at a time.
+    """Return the state with which every rank of another world starts, for any method. Reads one state at a time.
 
     Args:
         states: `worker.state_dict()` of every rank, in any order.
 
     Raises:
-        ConfigurationError: a rank's state is missing or given twice, is that of no rank, or they are not of one step:
-            what the ranks have not sent would be lost, or sent twice.
+        ConfigurationError: a state is missing, given twice, or no state of a rank, or the steps differ: unsent
+            elements would be lost, or sent twice.
     """
     seen: list[tuple[int, int, str]] = []
     checked = _noted(states, seen)
@@ -302,7 +302,7 @@ def merge_states(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     if first is not None:
         everything = itertools.chain([first], checked)
         merged = merge_replicas(everything) if "fragments" in first else merge_gradients(everything)
-    # Not before: the states are read one by one, and each may be as large as the model.
+    # Checked afterwards: the states are read one by one, and each may be as large as the model.
     ranks, worlds = sorted(rank for rank, _, _ in seen), {(num_ranks, when) for _, num_ranks, when in seen}
     if len(worlds) != 1 or ranks != list(range(seen[0][1])):
         given = ", ".join(f"rank {rank} of {num_ranks} after {when}" for rank, num_ranks, when in seen) or "nothing"
@@ -314,9 +314,9 @@ def merge_states(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _noted(states: Iterable[Mapping[str, Any]], seen: list[tuple[int, int, str]]) -> Iterator[Mapping[str, Any]]:
-    """Yield states; note in `seen` whose they are, and when they were saved."""
+    """Yield states; note in `seen` the rank and the time of each."""
     for state in states:
-        if not isinstance(state, Mapping) or "rank" not in state:  # or is of `merge_states` itself
+        if not isinstance(state, Mapping) or "rank" not in state:  # or a result of `merge_states`
             raise ConfigurationError(
                 f"merge_states was given a {type(state).__name__} that is no state. Give it worker.state_dict()."
             )
@@ -326,9 +326,9 @@ def _noted(states: Iterable[Mapping[str, Any]], seen: list[tuple[int, int, str]]
 
 
 def merge_gradients(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the mean of the ranks' states: with it any number of ranks holds the same unsent gradient.
+    """Return the mean of the ranks' states: any number of ranks that loads it holds the same unsent gradient.
 
-    The update is 1/N sum v_k: the mean over the old participants, given to each of the new ones, leaves it as it was.
+    The update is 1/N sum v_k. It does not change if each new participant has the mean over the old participants.
     """
     merged: dict[str, Any] = {}
     means = {key: _Mean() for key in ("residuals", "velocities")}
@@ -350,7 +350,7 @@ def merge_gradients(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def merge_replicas(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the state every rank of another world size starts with: no weights of its own, the mean momentum.
+    """Return the state with which every rank of another world starts: no weights of its own, the mean momentum.
 
     Residuals are averaged, too, so that 1/N of the sum over the participants stays the same. An average that has been
     begun and not applied is dropped; elements that it has taken from the residuals are put back.
@@ -372,7 +372,7 @@ def merge_replicas(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
                 unsent = unsent_of(mean, snapshots[name], state["start"][name], dtype)
                 residuals.add(name, unsent / num_parts, mean.numel(), (0, 1))
         for index, entry in state["optimizer"]["state"].items():
-            optimizer_state[index] = {**entry, **optimizer_state.get(index, {})}  # not all ranks need have used it
+            optimizer_state[index] = {**entry, **optimizer_state.get(index, {})}  # a rank may have no entry
             for name, value in entry.items():
                 if isinstance(value, Tensor) and value.is_floating_point():
                     total, number = totals.get((index, name), (torch.zeros(()), 0))
@@ -392,14 +392,14 @@ def merge_replicas(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 class _Mean:
-    """The mean over participants of tensors of which each rank has a part, added up state by state."""
+    """The mean over participants, added up state by state, of tensors whose parts are on different ranks."""
 
     def __init__(self) -> None:
         self._totals: Named = {}
         self._dtypes: dict[str, torch.dtype] = {}
 
     def add(self, name: str, kept: Tensor, numel: int, of: tuple[int, int]) -> None:
-        """Add what a rank has kept, flat, of its part of a tensor with so many elements; see `own_part`."""
+        """Add a rank's entry, flat, for its part of a tensor of `numel` elements; see `own_part`."""
         self._dtypes[name] = kept.dtype
         wide = torch.promote_types(kept.dtype, torch.float32)
         total = self._totals.setdefault(name, torch.zeros(numel, dtype=wide))
