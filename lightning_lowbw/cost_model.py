@@ -11,9 +11,8 @@ The rule, as users know it:
    steps are in bfloat16.
 4. The candidates are ordered by how much they change the training. The choice is the first candidate whose predicted
    mean step exceeds the shortest by at most the budget.
-5. All ranks make the same choice, once; a resumed run keeps the choice.
-6. Candidates are compared at equal steps. A method that needs more steps is only named, if it would reach about the
-   same loss in less than half of the time.
+5. All ranks make the same choice, once; a resumed run keeps the choice. On two levels the steps before the choice are
+   DDP's own, and so are all steps if all are dense by the first rule; other dense steps are summed on two levels.
 
 Why 30 and 60: top-k costs accuracy because it delays elements. The cost falls with the number of times that an element
 is sent, density times steps: 10 times cost 0.4 % of the loss, 0.8 times 2.5 % (benchmarks/results/auto.md). The warm-up
@@ -63,11 +62,10 @@ from lightning_lowbw.comm.topology import Where
 from lightning_lowbw.compress.payload import FLOAT_BYTES, Message, Shapes, Whole
 from lightning_lowbw.compress.top_k import small_numel
 from lightning_lowbw.method import Method
-from lightning_lowbw.presets import QuantizedGradients, preset
+from lightning_lowbw.presets import QuantizedGradients
 from lightning_lowbw.schedules.every_step import EveryStep
 from lightning_lowbw.sync.early import share_begun_early
 
-HIDDEN = "streaming_diloco"  # no step waits for it, but it needs more steps
 HALF_DDP = "bfloat16"  # DDP that sums its buckets in bfloat16, as its users do on a slow network
 DENSITIES = (0.001, 0.002, 0.004, 0.008, 0.016, 0.032, 0.064, 0.128, 0.256)
 LEAST_TIMES_SENT = 30
@@ -88,14 +86,12 @@ class Measured:
         dense_s: seconds of a dense step.
         exchange_s: predicted seconds that an exchange adds to `step_s`, by density or by the name of a payload.
         link: the link for which `exchange_s` was predicted.
-        num_ranks: the number of ranks that exchange.
     """
 
     step_s: float
     dense_s: float
     exchange_s: Mapping[float | str, float]
     link: Link
-    num_ranks: int = 2
 
     def of(self, names: Sequence[str]) -> Measured:
         """Return a copy without the exchanges of methods outside of `names`."""
@@ -141,14 +137,12 @@ class Candidate:
         name: the name in `CANDIDATES`; on two levels "ddp" is "hierarchical" unless `algorithm` is "flat".
         method: the method.
         mean_s: seconds of a step, on average to the end of the run.
-        last_s: seconds of a step at the end of the run.
         why: the reason for its numbers.
     """
 
     name: str
     method: Method
     mean_s: float
-    last_s: float
     why: str = ""
 
 
@@ -199,38 +193,7 @@ strategy=lowbw.Strategy(lowbw.Method(when=lowbw.EveryStep(rampup_begin_step=7, s
     parts = [f"{measured}: {chosen.name}, {ms(chosen.mean_s)} a step{why}"]
     parts += [f"{each.name} would take {ms(each.mean_s)}" for each in candidates if each is not chosen]
     parts += [f"not {name}, because {why}" for name, why in found.items() if isinstance(why, str)]
-    parts += sooner(measured, run, chosen)
     return chosen, f"{'; '.join(parts)}. To write it down: {written(chosen.method)}"
-
-
-def steps_to_loss(method: Method, num_participants: int, num_steps: float) -> float | None:
-    """Return the optimizer steps that a method needs to DDP's loss, divided by DDP's; None if not measured.
-
-    Args:
-        method: the method.
-        num_participants: N.
-        num_steps: the steps of DDP.
-
-    Examples:
-        >>> steps_to_loss(Method(), 2, 500), steps_to_loss(preset("powersgd"), 2, 500)
-        (1.0, None)
-    """
-    if not method.averages_weights:
-        return method.what.steps_to_loss
-    return method.when.steps_to_loss(num_participants, num_steps) if method.what.sends_all else None
-
-
-def sooner(measured: Measured, run: Run, chosen: Candidate) -> list[str]:
-    """Return in words what reaches about the same loss in less than half of the time, with more steps; else nothing."""
-    factor = steps_to_loss(preset(HIDDEN), measured.num_ranks, run.num_steps)
-    if HIDDEN not in measured.exchange_s or factor is None:
-        return []
-    hidden_s = factor * (measured.step_s + measured.exchange_s[HIDDEN])
-    if 2.0 * hidden_s >= chosen.mean_s:
-        return []
-    hidden, as_chosen = (f"{number(seconds * run.num_left)} s" for seconds in (hidden_s, chosen.mean_s))
-    asked = f'"{HIDDEN}" with max_steps={math.ceil(factor * run.num_steps)}'
-    return [f"{asked} would take {hidden} instead of {as_chosen} to about this loss"]
 
 
 def written(method: Method) -> str:
@@ -246,13 +209,13 @@ def written(method: Method) -> str:
 def ddp(measured: Measured, run: Run, given: Method) -> Candidate:
     """Return the candidate with whole gradients in each step."""
     name = "ddp" if "flat" in (given.where.topology, given.where.algorithm) else "hierarchical"
-    return Candidate(name, Method(where=given.where), measured.dense_s, measured.dense_s)
+    return Candidate(name, Method(where=given.where), measured.dense_s)
 
 
 def _every_step(name: str, measured: Measured, run: Run, given: Method) -> Candidate:
     """Return the candidate of a payload that costs the same in every step."""
     step_s = measured.step_s + measured.exchange_s[name]
-    return Candidate(name, EVERY_STEP[name](run.num_done, given), step_s, step_s)
+    return Candidate(name, EVERY_STEP[name](run.num_done, given), step_s)
 
 
 def _dgc(measured: Measured, run: Run, given: Method) -> Candidate | str:
@@ -276,7 +239,7 @@ def _dgc(measured: Measured, run: Run, given: Method) -> Candidate | str:
     mean_s = sum(n * s for n, s in zip([*lengths, left - sum(lengths)], times_s, strict=True)) / left
     when = EveryStep(begin, max(1, per_stair) * len(stairs), tuple(round(1.0 - stair, 6) for stair in stairs))
     why = f"more would take over {100 * given.when.budget:.4g} % of a step" if fitting else often
-    return Candidate("dgc", replace(given, when=when, where=where), mean_s, times_s[-1], why)
+    return Candidate("dgc", replace(given, when=when, where=where), mean_s, why)
 
 
 def _warm_up(run: Run, density: float) -> tuple[list[float], int, int]:
@@ -321,7 +284,6 @@ def slowest(measured: Sequence[Measured]) -> Measured:
         max(each.dense_s for each in measured),
         {name: max(each.exchange_s[name] for each in measured) for name in measured[0].exchange_s},
         min((each.link for each in measured), key=lambda link: link.bandwidth_bytes_per_s),
-        measured[0].num_ranks,
     )
 
 
@@ -522,11 +484,8 @@ def predict(
         for density in DENSITIES:
             method = replace(given, when=EveryStep(sparsity=(1.0 - density,))).replace(min_numel=1, exclude=())
             add_s[density] = cost_of(method, shapes, cluster, step_s, others).seconds
-    num_ranks = Between(cluster, 1).num_ranks
-    if given.where.topology == "flat" and steps_to_loss(preset(HIDDEN), num_ranks, 0) is not None:
-        add_s[HIDDEN] = cost_of(preset(HIDDEN), [*shapes, *others], cluster, step_s).seconds
     whole_s = cost_of(whole, shapes, cluster, step_s, others).seconds
     dense_s = step_s + whole_s if dense_s is None else dense_s
     # If the wait was longer than predicted, scale: half the bytes wait for about half of the measured time.
     add_s[HALF_DDP] *= (dense_s - step_s) / whole_s if whole_s > 0 else 1.0
-    return Measured(step_s, dense_s, add_s, cluster.link, num_ranks)
+    return Measured(step_s, dense_s, add_s, cluster.link)

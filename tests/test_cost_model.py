@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import replace
 from itertools import pairwise
@@ -15,8 +14,6 @@ import torch
 from lightning.pytorch.strategies import DDPStrategy
 
 import lightning_lowbw
-from benchmarks.harness import RESULTS
-from benchmarks.steps_to_loss import SIMULATED, factors, fit, points_of
 from lightning_lowbw import EveryStep, Method, QuantizedGradients, TopK, Topology, Where
 from lightning_lowbw.comm.echoes import echo
 from lightning_lowbw.comm.link import Link
@@ -26,7 +23,6 @@ from lightning_lowbw.cost_model import (
     DENSE_SHARE,
     DENSITIES,
     EVERY_STEP,
-    HIDDEN,
     LEAST_TIMES_SENT,
     LEAST_TIMES_SENT_ADAM,
     LEAST_WAIT_S,
@@ -36,12 +32,8 @@ from lightning_lowbw.cost_model import (
     Run,
     choose,
     cost_of,
-    number,
-    steps_to_loss,
     why_dense,
 )
-from lightning_lowbw.presets import preset
-from lightning_lowbw.schedules.every_k import MOST_REPLICAS, MOST_STEPS, STEPS_BY_LOG2
 from lightning_lowbw.strategies import auto_choice
 from lightning_lowbw.strategies.auto_choice import measure
 from tests.ranks import on_ranks
@@ -99,38 +91,6 @@ def test_what_is_refused_is_named() -> None:
     found, reason = choose(SLOW, LONG, GIVEN, OF_LOWBW, {"dgc": "of the reason"})
     assert found.name == "int8"
     assert "; not dgc, because of the reason. " in reason
-
-
-@pytest.mark.parametrize("num_ranks", [2, 4])
-def test_what_needs_more_steps_is_named_where_it_takes_less_than_half_of_the_time(num_ranks: int) -> None:
-    factor = steps_to_loss(preset(HIDDEN), num_ranks, 507)
-    assert factor is not None
-    run = Run(num_done=7, num_steps=507)
-    for dense_s, is_named in ((0.95 * 2 * factor * 0.1, False), (1.05 * 2 * factor * 0.1, True)):
-        measured = Measured(0.1, dense_s, {HIDDEN: 0.0}, Link(1e-4, 1e7), num_ranks)
-        found, reason = choose(measured, run, GIVEN, ("ddp",), {})
-        assert found.name == "ddp"
-        asked = f'"{HIDDEN}" with max_steps={math.ceil(507 * factor)} would take {50 * factor:.3g} s instead of '
-        assert (f"; {asked}{number(500 * dense_s)} s to about this loss. To" in reason) == is_named
-        assert (HIDDEN in reason) == is_named
-    assert HIDDEN not in choose(Measured(0.1, 9.0, {HIDDEN: 0.0}, Link(1e-4, 1e7)), Run(7), GIVEN, ("ddp",), {})[1]
-
-
-def test_the_rule_of_steps_is_that_of_the_runs() -> None:
-    rows = json.loads((RESULTS / "steps_to_loss.json").read_text())["rows"]
-    points = points_of(factors(rows))
-    assert {k for k, *_ in points} == {4, 8, 16}
-    a, error = fit(points)["1 + a log2(k) log2(N)"]
-    assert round(a, 2) == STEPS_BY_LOG2
-    assert error == min(error for _, error in fit(points).values())
-    method = Method(when=replace(preset(HIDDEN).when, k_steps=8, delay_steps=7))
-    for ranks, doublings in ((2, 1), (8, 3)):
-        assert steps_to_loss(method, ranks, 500) == pytest.approx(1 + 3 * doublings * STEPS_BY_LOG2)
-    for other in (method.replace(delay_steps=3), method.replace(outer_momentum=0.5), preset("diloco")):
-        assert steps_to_loss(other, 2, 500) is None
-    assert steps_to_loss(method, MOST_REPLICAS + 1, 500) is steps_to_loss(method, 2, 100_000) is None
-    assert max(ranks for _, ranks, _ in points) == MOST_REPLICAS
-    assert max(SIMULATED[row["task"]].num_steps for row in rows) * 2 == MOST_STEPS
 
 
 @pytest.mark.parametrize(
@@ -225,8 +185,8 @@ def test_every_candidate_is_measured_and_enters_no_ledger(what: TopK) -> None:
     measured = measure(given, tuple(CANDIDATES), shapes, peers, torch.device("cpu"), timed, begins_early=True)
     assert torch.equal(state, torch.get_rng_state())
     assert (peers.ledger.sent_bytes, peers.ledger.exposed_s) == (0, 0.0)
-    assert measured.exchange_s.keys() == {*DENSITIES, *EVERY_STEP, HIDDEN}
-    assert all(0 < measured.exchange_s[key] < 10 for key in {*measured.exchange_s} - {HIDDEN})
+    assert measured.exchange_s.keys() == {*DENSITIES, *EVERY_STEP}
+    assert all(0 < measured.exchange_s[key] < 10 for key in measured.exchange_s)
     by_density = [measured.exchange_s[density] for density in DENSITIES]
     assert by_density == sorted(by_density)
     assert 0.5 * (timed.dense_s - timed.step_s) < measured.exchange_s["bfloat16"]

@@ -20,21 +20,19 @@ from lightning_lowbw.comm.agreement import gather
 from lightning_lowbw.comm.collectives import TrafficLedger, is_gloo
 from lightning_lowbw.comm.echoes import echo
 from lightning_lowbw.comm.link import Link, measure_link
-from lightning_lowbw.comm.peers import BUCKET_BYTES, Peers
-from lightning_lowbw.compress.payload import FLOAT_BYTES, Shapes
+from lightning_lowbw.comm.peers import Peers
+from lightning_lowbw.compress.payload import Shapes
 from lightning_lowbw.cost_model import (
     DENSITIES,
     EVERY_STEP,
     FAST,
     HALF_DDP,
-    HIDDEN,
     Candidate,
     Cluster,
     Measured,
     Run,
     choose,
     ddp,
-    ms,
     predict,
     slowest,
     why_dense,
@@ -51,11 +49,9 @@ from lightning_lowbw.sync.synchronizer import Synchronizer
 
 NUM_UNTIMED, NUM_TIMED = 2, 4  # optimizer steps; the first ones allocate
 NUM_STEPS = 1 + NUM_UNTIMED + NUM_TIMED  # of the first only the end is known
-WRONG, LEAST_STEPS = 2.0, 20  # a prediction is named where it is wrong by this factor, over so many steps
 SAMPLE, SAMPLE_OF_GPU = 512, 2048  # rows of the matrix whose exchange is timed; of a smaller a GPU shows launches only
 SMALL = 64  # of those of which only the number counts
 NUM_EXCHANGES = 4  # of each kind
-SUM_S = 0.1  # of a dense sum that is timed
 OF_AUTO = ("ddp", "dgc")  # the candidates of `sparsity="auto"`
 
 
@@ -84,7 +80,6 @@ class AutoChoice:
         self._last: tuple[float, float] | None = None  # the clock, and the seconds waited so far
         self._times: list[tuple[float, float]] = []  # seconds of a step, and those without what was waited
         self._end = math.inf  # the number of the fit's last step
-        self._num_steps, self._seconds = 0, 0.0  # of the steps after the choice, and after a warm-up
 
     def is_open(self, method: Method) -> bool:
         """Return whether there is a choice to come, for which sparse exchanges may be timed."""
@@ -94,7 +89,7 @@ class AutoChoice:
         """Return the choice in plain values, for a checkpoint; None where there is none."""
         if self.chosen is None:
             return None
-        return {"name": self.chosen.name, "method": self.chosen.method.describe(), "last_s": self.chosen.last_s}
+        return {"name": self.chosen.name, "method": self.chosen.method.describe()}
 
     def load_state_dict(self, state: Mapping[str, Any] | None, given: Method) -> Method | None:
         """Load the choice of a checkpoint, which is kept; return the method to continue with, None for the present."""
@@ -103,7 +98,7 @@ class AutoChoice:
         saved = state["method"]["where"]
         where = replace(given.where, inter_dtype=saved["inter_dtype"], algorithm=saved["algorithm"])
         method = Method(**{**state["method"], "where": where})
-        self.chosen = Candidate(state["name"], method, state["last_s"], state["last_s"])
+        self.chosen = Candidate(state["name"], method, math.nan)
         rank_zero_info(
             f"{self.chosen.name}, {code_of(method)}, as chosen before the checkpoint was saved. A resumed run does not "
             "choose again; to change it, write it down, as in lightning_lowbw.DGCStrategy(sparsity=[0.999])."
@@ -140,28 +135,23 @@ class AutoChoice:
             workers: all of them.
             trainer: of the fit.
         """
-        if not self.is_timing and self.chosen is None:
+        if not self.is_timing:
             return None
         # Of several optimizers one is timed: from its step to its next one is a batch, with the steps of the others.
         if worker.optimizer is not (self._optimizer or worker.optimizer):
             return None
         self._optimizer = worker.optimizer
-        if self.is_timing:
-            device_of(worker.device).synchronize(all_streams=True)
+        device_of(worker.device).synchronize(all_streams=True)
         before = self._last
         self.restart_clock(worker.peers.ledger)
         if before is None or self._last is None:
             return None
         seconds, waited = (now - then for now, then in zip(self._last, before, strict=True))
-        if self.is_timing:
-            self._times.append((seconds, seconds - waited))
-            if len(self._times) == NUM_UNTIMED + NUM_TIMED:
-                self.is_timing, self.chosen = False, self._choose(worker, workers, trainer)
-                self._last = None  # the next step has the choice in it
-                return self.chosen.method
-        elif worker.step > worker.method.when.end_of_warm_up:
-            self._num_steps, self._seconds = self._num_steps + 1, self._seconds + seconds
-        return None
+        self._times.append((seconds, seconds - waited))
+        if len(self._times) < NUM_UNTIMED + NUM_TIMED:
+            return None
+        self.is_timing, self.chosen = False, self._choose(worker, workers, trainer)
+        return self.chosen.method
 
     def _choose(self, worker: GradientSync, workers: Sequence[GradientSync], trainer: pl.Trainer) -> Candidate:
         """Measure, where that matters; return what to continue with, and log why.
@@ -175,12 +165,6 @@ class AutoChoice:
         self.dense_s = measured.dense_s
         run = Run(worker.step, min(ends), given.when.pretrained, isinstance(worker.optimizer, (Adam, AdamW)))
         why = why_dense(measured, run, given.when.budget)
-        if worker.peers.is_two_level and given.where.algorithm != "flat":
-            summed_flat = replace(given, where=replace(given.where, algorithm="flat"))
-            ratio = 1.0 if why else hierarchical_to_flat(shapes_of(workers), worker.peers, worker.device, measured)
-            given = summed_flat if ratio >= 1.0 else given
-            wait_s = measured.dense_s - measured.step_s
-            measured = replace(measured, dense_s=measured.step_s + min(1.0, ratio) * wait_s)
         if why is None:
             begins_early = takes_as_made(trainer) and leaves_as_made(trainer)
             here = measure(
@@ -191,29 +175,13 @@ class AutoChoice:
             refused = refusals(workers, is_dgc_asked_for=self._names == OF_AUTO)
             found, sentence = choose(measured, run, given, self._names, refused)
         else:
+            if worker.peers.is_two_level:  # the steps stay DDP's own
+                given = replace(given, where=replace(given.where, algorithm="flat"))
             found = ddp(measured, run, given)
             sentence = f"{measured}: {found.name}, because {why}. To write it down: {written(found.method)}"
         took_s = time.perf_counter() - started
         rank_zero_info(f"{type(trainer.strategy).__name__}, chosen in {took_s:.2g} s: {sentence}.")
         return found
-
-    @property
-    def mean_s(self) -> float | None:
-        """Seconds of a step after the choice and the warm-up; None where too few have been timed."""
-        return self._seconds / self._num_steps if self._num_steps >= LEAST_STEPS else None
-
-    def end_training(self, strategy: str) -> None:
-        """Log it if steps have taken much longer or shorter than predicted."""
-        seconds = self.mean_s
-        if self.chosen is None or seconds is None:
-            return
-        predicted_s = self.chosen.last_s
-        if max(seconds / predicted_s, predicted_s / seconds) > WRONG:
-            rank_zero_info(
-                f"{strategy}: a step took {ms(seconds)}, and {ms(predicted_s)} was predicted when {self.chosen.name} "
-                "was chosen. The link, or other work on the machine, may have changed; a fit that does not resume "
-                "chooses anew."
-            )
 
 
 def medians(times: Sequence[tuple[float, float]]) -> Measured:
@@ -293,33 +261,7 @@ def measure(
     predicted = predict(*shapes, cluster, timed.step_s, given, timed.dense_s)
     work_s = time_work(given, names, shapes, (peers.num_participants, peers.num_local_ranks), device)
     exchange_s = {key: predicted.exchange_s[key] + seconds for key, seconds in work_s.items()}
-    exchange_s |= {key: seconds for key, seconds in predicted.exchange_s.items() if key == HIDDEN}
-    return Measured(timed.step_s, timed.dense_s, exchange_s, link, predicted.num_ranks)
-
-
-def hierarchical_to_flat(shapes: tuple[Shapes, Shapes], peers: Peers, device: torch.device, timed: Measured) -> float:
-    """Return the seconds of a dense sum on two levels, divided by those of one all-reduce over all ranks.
-
-    Of a message that takes about `SUM_S`, at most a bucket of DDP. The same on all ranks: the slowest counts.
-
-    Collective: all ranks, blocking. Enters no ledger.
-
-    Args:
-        shapes: as of `measure`, as are the following.
-        peers: on two levels.
-        device: where the gradients are.
-        timed: the times of steps, whose dense ones are summed flat.
-    """
-    numel = sum(sum(map(math.prod, of_kind)) for of_kind in shapes)
-    share = min(1.0, SUM_S / (timed.dense_s - timed.step_s))
-    message = torch.zeros(max(1, min(int(share * numel), BUCKET_BYTES // FLOAT_BYTES)), device=device)
-    taken, before = [], peers.is_summed_flat
-    with peers.ledger.paused():
-        for peers.is_summed_flat in (True, False):
-            taken.append(least_s(lambda: peers.begin_all_reduce_(message).wait(), device))
-    peers.is_summed_flat = before
-    flat_s, hierarchical_s = map(max, zip(*gather(taken, "times of sums"), strict=True))
-    return hierarchical_s / flat_s
+    return Measured(timed.step_s, timed.dense_s, exchange_s, link)
 
 
 def time_work(

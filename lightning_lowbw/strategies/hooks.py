@@ -137,7 +137,6 @@ class GradientHooks:
             for parameter, velocity in worker.whole_momentum().items():  # of which each rank of a node has had a part
                 worker.optimizer.state[parameter][worker.correction.velocity_key] = velocity
         self.share(trainer, peers, device)
-        self._auto.end_training(type(trainer.strategy).__name__)
 
 
 class ReplicaHooks:

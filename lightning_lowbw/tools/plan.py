@@ -23,7 +23,6 @@ from lightning_lowbw.cost_model import (
     CANDIDATES,
     FAST,
     HALF_DDP,
-    HIDDEN,
     Candidate,
     Cluster,
     Cost,
@@ -35,7 +34,6 @@ from lightning_lowbw.cost_model import (
     ms,
     number,
     predict,
-    steps_to_loss,
     why_dense,
 )
 from lightning_lowbw.errors import ConfigurationError
@@ -44,7 +42,8 @@ from lightning_lowbw.presets import preset
 from lightning_lowbw.schedules.every_step import EveryStep
 
 SIDE = 1024  # of the matrices that stand for a model of which only the number of parameters is known
-FLAT = ("ddp", HALF_DDP, "float16", "int8", "int4", "powersgd", "dgc", "local_sgd", "diloco", HIDDEN, "sparse_loco")
+EVERY_K = ("local_sgd", "diloco", "streaming_diloco", "sparse_loco")
+FLAT = ("ddp", HALF_DDP, "float16", "int8", "int4", "powersgd", "dgc", *EVERY_K)
 BUDGET = EveryStep().budget
 LEVELS = "_hierarchical"
 ON_TWO_LEVELS = ("hierarchical", *(each + LEVELS for each in FLAT[2:]))
@@ -221,6 +220,23 @@ def colour_of(label: str) -> str:
     """
     words = label.lower().replace("local sgd", "local_sgd")
     return next((colour for name, colour in COLOURS.items() if name in words), "black")
+
+
+def steps_to_loss(method: Method, num_participants: int, num_steps: float) -> float | None:
+    """Return the optimizer steps that a method needs to DDP's loss, divided by DDP's; None if not measured.
+
+    Args:
+        method: the method.
+        num_participants: N.
+        num_steps: the steps of DDP.
+
+    Examples:
+        >>> steps_to_loss(Method(), 2, 500), steps_to_loss(preset("powersgd"), 2, 500)
+        (1.0, None)
+    """
+    if not method.averages_weights:
+        return method.what.steps_to_loss
+    return method.when.steps_to_loss(num_participants, num_steps) if method.what.sends_all else None
 
 
 def _row(name: str, *columns: str) -> str:

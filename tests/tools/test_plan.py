@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
@@ -14,12 +15,16 @@ import torch
 import torch.distributed as dist
 from omegaconf import OmegaConf
 
+from benchmarks.harness import RESULTS
+from benchmarks.steps_to_loss import SIMULATED, factors, fit, points_of
 from lightning_lowbw import DGC, LocalSGD, Method, PowerSGD, QuantizedGradients, Topology, Where
 from lightning_lowbw.comm.link import Link
 from lightning_lowbw.cost_model import Cluster, Run, cost_of
 from lightning_lowbw.errors import ConfigurationError
+from lightning_lowbw.presets import preset
+from lightning_lowbw.schedules.every_k import MOST_REPLICAS, MOST_STEPS, STEPS_BY_LOG2
 from lightning_lowbw.tools.check import check_ranks, join_ranks, slow
-from lightning_lowbw.tools.plan import CLUSTER, Plan, make_cluster, shapes_of, show
+from lightning_lowbw.tools.plan import CLUSTER, Plan, make_cluster, shapes_of, show, steps_to_loss
 from tests.programs import ROOT, forget_launcher, free_port, run_script
 from tests.ranks import on_ranks, run_ranks
 from tests.sync.problem import same_on_all
@@ -234,3 +239,20 @@ def test_the_rows_of_a_guide(name: str, tmp_path: Path) -> None:
     rows = page.split("<!-- plan:begin -->\n```\n")[1].split("```\n<!-- plan:end -->")[0].splitlines()
     assert len(rows) > 3
     assert {*rows} <= {*run_script(tmp_path, "plan.py", *shlex.split(command)).splitlines()}
+
+
+def test_the_rule_of_steps_is_that_of_the_runs() -> None:
+    rows = json.loads((RESULTS / "steps_to_loss.json").read_text())["rows"]
+    points = points_of(factors(rows))
+    assert {k for k, *_ in points} == {4, 8, 16}
+    a, error = fit(points)["1 + a log2(k) log2(N)"]
+    assert round(a, 2) == STEPS_BY_LOG2
+    assert error == min(error for _, error in fit(points).values())
+    method = Method(when=replace(preset("streaming_diloco").when, k_steps=8, delay_steps=7))
+    for ranks, doublings in ((2, 1), (8, 3)):
+        assert steps_to_loss(method, ranks, 500) == pytest.approx(1 + 3 * doublings * STEPS_BY_LOG2)
+    for other in (method.replace(delay_steps=3), method.replace(outer_momentum=0.5), preset("diloco")):
+        assert steps_to_loss(other, 2, 500) is None
+    assert steps_to_loss(method, MOST_REPLICAS + 1, 500) is steps_to_loss(method, 2, 100_000) is None
+    assert max(ranks for _, ranks, _ in points) == MOST_REPLICAS
+    assert max(SIMULATED[row["task"]].num_steps for row in rows) * 2 == MOST_STEPS
