@@ -253,7 +253,7 @@ class BaseStrategy(ParallelStrategy):
 
     def _check_late_faults(self) -> None:
         """Raise, on all ranks, what the last step has found after its message: it may be in the weights."""
-        if not (self._is_fit_over or self.is_interrupted):
+        if not self._is_fit_over:
             self._hooks.check_late_faults(self._check_late_fault)
 
     def adopt(self, method: Method) -> None:
@@ -438,7 +438,9 @@ class BaseStrategy(ParallelStrategy):
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        if self._is_fitting and not (self._is_fit_over or self.is_interrupted):
+        if self.is_interrupted:  # nothing is saved
+            return super().lightning_module_state_dict()
+        if self._is_fitting and not self._is_fit_over:
             self._refuse_replaced()  # a save may come between a new optimizer and its first batch
         self._check_late_faults()
         if self._is_fitting:

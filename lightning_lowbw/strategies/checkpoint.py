@@ -28,7 +28,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from typing_extensions import override
 
 from lightning_lowbw.arguments import check_one_of
-from lightning_lowbw.comm.agreement import agree, failing_together, gather
+from lightning_lowbw.comm.agreement import agree, failing_together
 from lightning_lowbw.errors import ConfigurationError
 from lightning_lowbw.kernels.tensors import device_of
 from lightning_lowbw.strategies.base import BaseStrategy
@@ -97,16 +97,12 @@ class CheckpointedStrategy(BaseStrategy):
 
     # Saving -----------------------------------------------------------------------------------------------------
 
-    def _why_unsaved(self, checkpoint: Mapping[str, Any]) -> str:
-        """Return why a checkpoint cannot be written while an exception ends the fit; empty where it can."""
-        raise NotImplementedError
-
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None) -> None:
-        if reason := self._why_unsaved(checkpoint):
+        if self.is_interrupted:
             rank_zero_warn(
-                f"{filepath} is not written: an exception has ended the training of this rank, and {reason}. Go on "
-                "from the checkpoint before."
+                f"{filepath} is not written: an exception is ending the fit, and the other ranks may be elsewhere. Go "
+                "on from the last checkpoint."
             )
             return
         write = functools.partial(super().save_checkpoint, storage_options=storage_options)
@@ -122,9 +118,7 @@ class CheckpointedStrategy(BaseStrategy):
 
         If a rank dies or fails meanwhile, the previous checkpoint stays unchanged.
 
-        Collective: all ranks. Not during the handling of an exception: then each rank that calls this writes its own
-        shard, and nothing is deleted. Not without the optimizers' states either: then rank 0 writes the weights alone,
-        as under DDP.
+        Collective: all ranks; not without the optimizers' states: then rank 0 writes the weights alone, as under DDP.
 
         Args:
             checkpoint: Lightning's.
@@ -137,23 +131,18 @@ class CheckpointedStrategy(BaseStrategy):
         if not self.workers or "optimizer_states" not in checkpoint:
             write(checkpoint, filepath)
             return
-        together = failing_together
-        if self.is_interrupted:
-            together = contextlib.nullcontext  # type: ignore[assignment]
-            for worker in self.workers:
-                worker.abandon()
         filepath = self._path_of_rank_zero(filepath)
         self._num_saves += 1  # the same on all ranks: Lightning saves on all of them
         folder = folder_of(filepath)
         metadata = self._metadata()
         path = shard_path(folder, self.global_rank, metadata)
         renames = self.is_global_zero and self._is_renamed(filepath)
-        with together():
+        with failing_together():
             if renames and os.path.isdir(filepath) and not os.path.isfile(os.path.join(filepath, "meta.pt")):
                 raise ConfigurationError(f"{filepath!r} is a folder, and no checkpoint. Save under another name.")
             write_shard(self._shard(metadata), path)
         checkpoint = {**checkpoint, METADATA_KEY: metadata}
-        with together():
+        with failing_together():
             if renames:
                 overwrite(checkpoint, os.fspath(filepath), folder, write)
             else:
@@ -161,8 +150,7 @@ class CheckpointedStrategy(BaseStrategy):
             if isinstance(self.checkpoint_io, AsyncCheckpointIO) and self.checkpoint_io._executor is not None:
                 # Wait for it: until it is written, the checkpoint on the disk needs the shards before.
                 self.checkpoint_io._executor.submit(lambda: None).result()
-        if not self.is_interrupted:
-            self._sweep(folder, path)
+        self._sweep(folder, path)
 
     def _is_renamed(self, filepath: _PATH) -> bool:
         """Return whether the checkpoint is written under another name first; see `overwrite`."""
@@ -172,7 +160,6 @@ class CheckpointedStrategy(BaseStrategy):
         return {
             "num_ranks": self.world_size,
             "save_id": f"{self._run_id}-{self._num_saves}",
-            "is_interrupted": self.is_interrupted,
             "format": FORMAT,
             "kind": self._kind,
             "nodes": self._nodes,
@@ -199,9 +186,9 @@ class CheckpointedStrategy(BaseStrategy):
         Both may differ between ranks: names have metrics in them, and `ModelCheckpoint` removes the worst by a metric.
         The files that count are those of rank 0.
 
-        Collective: all ranks; not during the handling of an exception, when some ranks may be elsewhere.
+        Collective: all ranks.
         """
-        if self.world_size == 1 or self.is_interrupted:
+        if self.world_size == 1:
             return filepath
         filepath, removed = self.broadcast((filepath, self._removed))
         self._removed = []
@@ -318,15 +305,6 @@ class CheckpointedStrategy(BaseStrategy):
                 worker.replica.show(values, shown)
             elif shown is not None:
                 worker.replica.note_shown(shown)
-        if metadata["is_interrupted"]:
-            own = "" if shard is None else " and ".join(state["torn"] for state in states if state["torn"])
-            torn = [f"rank {rank}: {each}" for rank, each in enumerate(gather(own, "interrupted steps")) if each]
-            if torn or shard is None:
-                rank_zero_warn(
-                    f"Resuming from {path}, which was saved while an exception ended the run, in the middle of a step: "
-                    f"{'; '.join(torn) or 'some ranks'}. Those ranks take the step again, so that what it adds to "
-                    "their weights, or to what they have not sent, may count twice."
-                )
 
     def _merged_states(self, metadata: Mapping[str, Any], path: _PATH, load: LoadShard) -> list[Mapping[str, Any]]:
         """Return each worker's state in another world: the mean; one shard is in memory at a time.
@@ -398,9 +376,6 @@ def load_shard(checkpoint_path: _PATH, metadata: Mapping[str, Any], rank: int) -
         )
     expected = {"rank": rank, "save_id": metadata["save_id"]}
     found = {name: shard.get(name) for name in expected}
-    if metadata["is_interrupted"]:  # else all ranks were at the same place
-        expected["steps and averages"] = _progress(metadata["workers"])
-        found["steps and averages"] = _progress(shard["workers"])
     wrong = [f"{name} {found[name]} instead of {value}" for name, value in expected.items() if found[name] != value]
     if wrong:
         raise ConfigurationError(
@@ -433,10 +408,6 @@ def _read(path: str) -> dict[str, Any] | None:
             f"The shard {path!r} is damaged ({type(error).__name__}: {reason}). It must be the file that was saved: "
             f"copy it again, or {GO_ON}."
         ) from error
-
-
-def _progress(states: Sequence[Mapping[str, Any]]) -> list[tuple[int, int]]:
-    return [(state["step"], state.get("num_averages", 0)) for state in states]
 
 
 def remove_folder(folder: str) -> None:

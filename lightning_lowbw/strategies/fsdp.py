@@ -328,7 +328,7 @@ class ShardedStrategy(CheckpointedStrategy, ModelParallelStrategy):
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        if self.is_interrupted:  # the shards of others are not to be had; `save_checkpoint` says so
+        if self.is_interrupted:  # nothing is saved
             return {}
         if self._is_fitting and not self._is_fit_over:
             self._hooks.share(self.trainer, self._equals, self.root_device)  # each rank writes buffers
@@ -344,10 +344,6 @@ class ShardedStrategy(CheckpointedStrategy, ModelParallelStrategy):
         with self._step_hooks.allowing(raw):  # of an optimizer without a state, torch takes an empty step
             state: dict[str, Any] = super().optimizer_state(optimizer)
         return state
-
-    @override
-    def _why_unsaved(self, checkpoint: Mapping[str, Any]) -> str:
-        return "the shards of the others cannot be gathered" if self.is_interrupted else ""
 
     @override
     def load_checkpoint(self, checkpoint_path: _PATH, *args: Any, **kwargs: Any) -> dict[str, Any]:

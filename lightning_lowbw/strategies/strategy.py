@@ -273,11 +273,11 @@ class Strategy(CheckpointedStrategy, DDPStrategy):
 
         Collective: the ranks of a node; all, where the optimizer shards its state, which rank 0 then gathers.
         """
-        if self._is_out_of_reach:
+        if self.is_interrupted:  # nothing is saved
             return {}
         state: dict[str, Any] = super().optimizer_state(optimizer)
         worker = self._workers.get(id(getattr(optimizer, "optimizer", optimizer)))
-        if worker is None or self.is_interrupted or self._is_fit_over:
+        if worker is None or self._is_fit_over:
             return state
         whole = worker.whole_momentum()
         if not whole:  # of an optimizer that shards its state Lightning returns nothing but on rank 0
@@ -287,17 +287,6 @@ class Strategy(CheckpointedStrategy, DDPStrategy):
             if parameter in whole:
                 entries[index] = {**entries.get(index, {}), worker.correction.velocity_key: whole[parameter]}
         return {**state, "state": entries}
-
-    @property
-    def _is_out_of_reach(self) -> bool:
-        """Whether other ranks have parts of the optimizer's state, and cannot be asked while an exception unwinds."""
-        optimizers = (worker.optimizer for worker in self.workers)
-        return self.is_interrupted and any(hasattr(each, "consolidate_state_dict") for each in optimizers)
-
-    @override
-    def _why_unsaved(self, checkpoint: Mapping[str, Any]) -> str:
-        is_shared = self._is_out_of_reach and "optimizer_states" in checkpoint
-        return "the optimizer's state is shared between all ranks" if is_shared else ""
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:

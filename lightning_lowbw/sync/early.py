@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from lightning_lowbw.compress.params import Row
-from lightning_lowbw.sync.exchange import Pending, Prepared, Step
+from lightning_lowbw.sync.exchange import Pending, Step
 
 NUM_GROUPS = 8  # the last is not hidden; each costs the host some launches
 LEAST_NUMEL = 1 << 18  # elements of a group, below which a message is mostly latency
@@ -53,7 +53,6 @@ class Sent:
         gradients: as they were then: by name, with the version of each.
     """
 
-    prepared: Prepared
     pending: Pending
     gradients: Mapping[str, tuple[Tensor, int]]
 

@@ -89,10 +89,6 @@ class Pending(Protocol):
         """Wait for the messages of all ranks."""
         ...
 
-    def take_back(self) -> bool:
-        """Put back into the residuals what has been sent, where the mean is not applied; return whether all is back."""
-        ...
-
 
 Faulty = tuple[Sequence[str], Tensor]  # names, and of each whether an inf or NaN was found: bool
 
@@ -102,11 +98,9 @@ class Prepared(Protocol):
 
     Attributes:
         faults: where tensors were checked: whether one has an inf or NaN, or has left one in its residual.
-        is_added: whether the signal has entered the residuals, where it stays if it is dropped.
     """
 
     faults: Faulty | None
-    is_added: bool
 
     def send(self, status: Tensor | None = None, whole: Signal | None = None) -> Pending:
         """Send what has been prepared.
@@ -117,10 +111,6 @@ class Prepared(Protocol):
             status: float32, 1-d.
             whole: real tensors that are sent whole in the same message; only with a status.
         """
-        ...
-
-    def drop(self) -> bool:
-        """Put back into the residuals what was taken out of them, also what was sent; return whether all is back."""
         ...
 
 
@@ -279,38 +269,23 @@ class Deferred:
     def wait(self) -> Arrived:
         return Arrived(self.run(), self.status)
 
-    def take_back(self) -> bool:
-        return True
 
-
+@dataclass(frozen=True)
 class PreparedWhole:
-    """A signal of which nothing is chosen: all of it is sent.
+    """A signal that is sent whole.
 
     Args:
         signal: see `Exchange.prepare`.
         begin: sends the signal, a status, and other tensors whole.
-        encoded: what is taken back where nothing is sent: residuals have changed already. None if not.
         faults: see `Prepared`.
     """
 
-    is_added = False
-
-    def __init__(
-        self,
-        signal: Signal,
-        begin: Callable[[dict[str, Tensor], Tensor | None, Signal | None], Pending],
-        encoded: Pending | None = None,
-        faults: Faulty | None = None,
-    ) -> None:
-        self._signal, self._begin, self.faults = dict(signal), begin, faults
-        self._sent = encoded
+    signal: Signal
+    begin: Callable[[Signal, Tensor | None, Signal | None], Pending]
+    faults: Faulty | None = None
 
     def send(self, status: Tensor | None = None, whole: Signal | None = None) -> Pending:
-        self._sent = self._begin(self._signal, status, whole)
-        return self._sent
-
-    def drop(self) -> bool:
-        return self._sent is None or self._sent.take_back()
+        return self.begin(self.signal, status, whole)
 
 
 @dataclass(frozen=True)
@@ -323,9 +298,6 @@ class PendingWhole:
     def wait(self) -> Arrived:
         means, status = self.work.wait()
         return Arrived(DenseMean(dict(zip(self.names, means, strict=True))), status)
-
-    def take_back(self) -> bool:
-        return True
 
 
 class WholeExchange:
@@ -464,11 +436,10 @@ class TopKExchange:
             whole: see `Prepared.send`; on two levels equal on the ranks of a node.
         """
         message = torch.empty(0, dtype=torch.uint8, device=self._device)
-        residuals = [residual for residual in self.residuals.of(selected) if residual is not None]
         if selected:
+            residuals = [residual for residual in self.residuals.of(selected) if residual is not None]
             message = self.payload.codec.encode(list(selected.values()), _numels(residuals), residuals)
             selected.clear()  # memory for the messages of all
-        num_bytes = message.numel()
         messages = Messages.of(self.payload, numels, self.peers)
         if missing := max(messages.sizes) - message.numel():
             message = pad(message, (0, missing))
@@ -478,7 +449,7 @@ class TopKExchange:
             beside.parts.clear()
         work = self.peers.begin_gather(message)
         beside.begin()
-        return PendingTopK(messages, self.peers, work, beside, message[:num_bytes], residuals)
+        return PendingTopK(messages, self.peers, work, beside, message.device)
 
     @property
     def _device(self) -> torch.device:
@@ -537,11 +508,10 @@ class PreparedTopK:
     faults: Faulty | None
 
     def __init__(self, exchange: TopKExchange, signal: Signal, correction: Correction | None) -> None:
-        self._exchange, self.faults, self.is_added = exchange, None, bool(signal)
+        self._exchange, self.faults = exchange, None
         self._numels = dict(zip(signal, map(Tensor.numel, signal.values()), strict=True))  # of the whole tensors
         # Selected elements by tensor, already subtracted from the residual; empty parts are absent.
         self._selected: dict[str, Sparse] = {}
-        self._sent: Pending | None = None
         if not signal:
             return
         payload, residuals, device = exchange.payload, exchange.residuals, next(iter(signal.values())).device
@@ -572,15 +542,7 @@ class PreparedTopK:
             correction.write_back_()
 
     def send(self, status: Tensor | None = None, whole: Signal | None = None) -> Pending:
-        self._sent = self._exchange.send(self._selected, self._numels, status, whole)
-        return self._sent
-
-    def drop(self) -> bool:
-        for name, (positions, values) in self._selected.items():
-            residual = self._exchange.residuals[name]
-            residual.index_add_(0, positions, values.to(residual.dtype))
-        self._selected.clear()
-        return self._sent is None or self._sent.take_back()
+        return self._exchange.send(self._selected, self._numels, status, whole)
 
 
 def _part(tensor: Tensor, peers: Peers) -> Tensor:
@@ -693,46 +655,26 @@ class PendingTopK:
         messages: what they contain.
         peers: who takes part.
         work: the all-gather.
-        beside: what is behind the elements.
-        elements: of this rank's message.
-        residuals: out of which they have been taken.
+        beside: the status and the whole tensors, which follow the elements.
+        device: of the messages.
     """
 
-    def __init__(
-        self,
-        messages: Messages,
-        peers: Peers,
-        work: Any,
-        beside: Beside,
-        elements: Tensor,
-        residuals: Sequence[Tensor],
-    ) -> None:
-        self._messages, self._peers, self._work = messages, peers, work
-        self._beside, self._elements, self._residuals = beside, elements, residuals
+    def __init__(self, messages: Messages, peers: Peers, work: Any, beside: Beside, device: torch.device) -> None:
+        self._messages, self._peers, self._work, self._beside, self._device = messages, peers, work, beside, device
         self._gathered: list[Tensor] = []
 
     def wait(self) -> Arrived:
         if not self._gathered:
-            with self._peers.ledger.waiting(self._elements.device):
+            with self._peers.ledger.waiting(self._device):
                 self._gathered.append(self._work.wait())
         (gathered,), messages = self._gathered, self._messages
         status, whole = self._beside.read(gathered[..., max(messages.sizes) :])
         decode: Callable[[], Iterable[Decoded]] = partial(messages.decode, gathered)
         if status.numel() and messages.is_once:  # launched before the host waits for the status
             decode = partial(iter, list(decode()))
-        mean = SparseMean(messages.payload, messages.numels, decode, gathered.device, self._peers.weights)
-        return Arrived(mean, status, whole)
-
-    def take_back(self) -> bool:
-        if not self._residuals:
-            return True
-        payload, numels = self._messages.payload, _numels(self._residuals)
-        positions, values = payload.decode(self._elements.view(1, 1, -1), numels)
-        counts = payload.nums_sent(numels)
-        parts = zip(positions.view(-1).split(counts), values.view(-1).split(counts), strict=True)
-        for residual, (where, sent) in zip(self._residuals, parts, strict=True):
-            residual.index_add_(0, where, sent.to(residual.dtype))
-        return True
+        return Arrived(
+            SparseMean(messages.payload, messages.numels, decode, self._device, self._peers.weights), status, whole
+        )
 
 
 def _numels(tensors: Iterable[Tensor]) -> list[int]:

@@ -218,13 +218,6 @@ class Fragment:
     moved: dict[Parameter, None] = field(default_factory=dict)
     work: Average | None = None
 
-    def abandon(self) -> None:
-        """Forget the average that has been begun: its parameters still differ between ranks."""
-        if self.work is not None:
-            moved = {*self.work.parameters, *self.moved}  # in order of the parameters, as all ranks send them
-            self.moved = {parameter: None for parameter in self.parameters if parameter in moved}
-            self.work = None
-
 
 def make_fragments(
     parameters: Sequence[Parameter], num_fragments: int, sent_bytes: Callable[[Parameter], int]

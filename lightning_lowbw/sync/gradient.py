@@ -94,7 +94,6 @@ class GradientSync(Synchronizer):
         # Of the step in progress: the tensors, what of them is compressed, and of that the tensors whose means are in
         # `.grad`, for `step_exchanged`; then these gradients, which the optimizer is not to see until it has stepped.
         self._rows = Rows()
-        self._prepared: Prepared | None = None
         # Of it the rows without a gradient here, in case that no rank has used them: what zeros in its place change.
         self._zeros: dict[str, tuple[Row, KeptState | None, Tensor | None]] = {}
         # What goes in several messages: the rows of each, and those that have been sent; the last goes with the status.
@@ -105,7 +104,6 @@ class GradientSync(Synchronizer):
         self._unstepped: list[Row] = []
         self._hidden: list[tuple[Parameter, Tensor]] = []
         self._showing: RemovableHandle | None = None  # a hook that gives these back before other hooks look
-        self._is_torn = False  # whether residuals have changed in this step, and what was sent of them is not averaged
         self._faults, self._checked = Faults(), set[str]()  # and of which tensors gradients have been looked at
         self.correction = correction_for(
             optimizer, peers.num_participants, corrects=what.corrects, keeps_parts=peers.is_two_level
@@ -203,7 +201,6 @@ class GradientSync(Synchronizer):
     @torch.no_grad()
     def list_gradients(self, *, reduced: Collection[Parameter] = ()) -> None:
         self.is_prepared = True
-        self._end_step()  # of one that has failed
         self._faults, self._checked = self.late_faults(), set()
         if self.peers.num_ranks == 1:
             return
@@ -239,12 +236,10 @@ class GradientSync(Synchronizer):
     def _send(self, rows: Sequence[Row]) -> None:
         """Send a group, whose gradients are there."""
         assert self.compressed is not None
-        is_torn, self._is_torn = self._is_torn, True
         prepared = self.compressed.prepare({row.name: row.in_order(row.gradient) for row in rows})
         self._note(prepared.faults)
         versions = {row.name: (row.gradient, row.gradient._version) for row in rows}
-        self._sent.append(Sent(prepared, prepared.send(), versions))
-        self._is_torn = is_torn  # it can be put back
+        self._sent.append(Sent(prepared.send(), versions))
 
     def takes_reduced(self, reduced: Collection[Parameter]) -> bool:
         is_whole = self.compressed is None and self.method.what is self._made_for.what and self.peers.num_ranks > 1
@@ -310,7 +305,6 @@ class GradientSync(Synchronizer):
 
         Args:
             skip_nonfinite: return False if a gradient has an inf or NaN, instead of raising: then nothing has changed.
-                Else what this step has added to the residuals stays there, and the next step adds to it.
             applies: step sparse tensors here, at the elements that were sent, if the optimizer would do nothing else
                 with them: then no dense gradient is made, and `.grad` is None afterwards. Else their dense gradients
                 are there, until `step_exchanged`.
@@ -327,12 +321,8 @@ class GradientSync(Synchronizer):
             self.list_gradients()
         if skip_nonfinite and self.fault is None:
             self.check_gradients()  # what is skipped must not enter the residuals
-        self.is_prepared = False  # also where this one fails
-        try:
-            self.is_taken = self._exchange(skip_nonfinite, applies)
-        except BaseException:
-            self.restore_optimizer()  # also outside of `stepping`
-            raise
+        self.is_prepared = False
+        self.is_taken = self._exchange(skip_nonfinite, applies)
         self.is_exchanged = True
         return self.is_taken
 
@@ -347,7 +337,8 @@ class GradientSync(Synchronizer):
         if is_one or self.fault is None:
             self._refuse_sparse_layouts()
         if is_one:
-            faults = self._prepare(takes_zeros=True).faults
+            prepared = self._prepare(takes_zeros=True)
+            faults = prepared.faults
             self._note_late(None)
             if self.node_flags is None:
                 self._note(faults)
@@ -359,11 +350,9 @@ class GradientSync(Synchronizer):
         if self.fault is None:
             self._check_values()
         # average: 1/N of the sum of what all ranks have sent; nothing is applied before the status has been read
-        prepared, message = self._prepared, self._message()
-        if is_one and prepared is not None:
-            is_torn, self._is_torn = self._is_torn, True
+        message = self._message()
+        if is_one:
             pending = prepared.send(message, whole if gathered is None else {GATHERED: gathered.joined})
-            self._is_torn = is_torn  # what has been sent can be put back
             earlier = [sent.pending.wait().mean for sent in self._sent]
             mean, numbers, means = pending.wait()
             if earlier:
@@ -393,18 +382,14 @@ class GradientSync(Synchronizer):
             return self._exchange_alone(skip_nonfinite=False)
         # Of an empty shard the peers have none either.
         rows = [row for row in self._rows.filled if row.name not in unused]
-        self._is_torn |= is_one
         if is_compressed and not is_one:
             prepared = self._prepare()
             self._note_late(prepared.faults)
-            self._is_torn = True
             mean = prepared.send().wait().mean
-        self._prepared, self._sent = None, []
         if rows:
             self._step_(mean, rows, applies)
             if joined is not None and self.compressed is not None:
                 self.compressed.fault = joined.fault
-        self._is_torn = False
         self._take_back_zeros()
         return True
 
@@ -526,11 +511,7 @@ class GradientSync(Synchronizer):
             correction.begin_step(rows, self.peers.part, exchange.payload)  # also empty shards: it masks alike on all
         gradients = [(row, row.parameter.grad) for row in rows if row.parameter.numel()]
         signal = {row.name: row.in_order(gradient) for row, gradient in gradients if gradient is not None}
-        has_gradient = not self._zeros.keys() >= signal.keys()
-        self._is_torn = has_gradient  # also where this fails
-        self._prepared = exchange.prepare(signal, correction)
-        self._is_torn = has_gradient and self._prepared.is_added
-        return self._prepared
+        return exchange.prepare(signal, correction)
 
     @part("apply")
     def _step_(self, mean: Mean, rows: Sequence[Row], applies: bool) -> None:
@@ -694,32 +675,17 @@ class GradientSync(Synchronizer):
         agree_on_end(self.step, self.by_name(), self.peers.group)
 
     def after_step(self) -> None:
-        self.restore_optimizer()
-        self._has_compressed |= not self.reduces_in_backward
-        self.torn, self.last_density = "", self.density
-        self.step += 1
-        self.peers.ledger.steps += 1
-
-    def restore_optimizer(self) -> None:
         self.correction.end_step()
         self._give_back()
         if self._showing is not None:  # not in the hook itself, while torch goes through all of them
             self._showing.remove()
             self._showing = None
-        self._end_step()
-
-    def _end_step(self) -> None:
-        """Forget the step; where it has failed before a message, what it took out of the residuals goes back."""
-        if self._prepared is not None:
-            self._is_torn |= not self._prepared.drop()
-            self._prepared = None
-        for sent in self._sent:
-            self._is_torn |= not sent.prepared.drop()
         self._groups, self._sent = [], []
-        self._take_back_zeros()
-        if self._is_torn:
-            self.torn, self._is_torn = f"the exchange of gradients after step {self.step}", False
         self._rows, self._unstepped, self.fault, self._faults = Rows(), [], None, Faults()
+        self._has_compressed |= not self.reduces_in_backward
+        self.last_density = self.density
+        self.step += 1
+        self.peers.ledger.steps += 1
 
     # State ----------------------------------------------------------------------------------------------------------
 
@@ -758,7 +724,6 @@ class GradientSync(Synchronizer):
             "velocities": saved({name: velocity for name, velocity in velocities.items() if velocity is not None}),
             "local": {name: saved({k: state[p][k] for k in self.correction.local_keys(p)}) for name, p in kept.items()},
             "exchange": None if self.compressed is None else self.compressed.state_dict(),
-            "torn": self.torn,
         }
 
     @torch.no_grad()

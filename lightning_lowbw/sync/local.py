@@ -278,7 +278,6 @@ class LocalSync(Synchronizer):
         """
         was_local = self.is_local
         self.has_communicated = not was_local
-        self.torn = ""
         self.step += 1
         self.peers.ledger.steps += 1
         self.loss.end_step()
@@ -290,14 +289,7 @@ class LocalSync(Synchronizer):
         self.peers.count_dense(sum(p.nbytes for p in self.params if p.requires_grad))
         self.steps_since_average += 1
         note_steps(self.fragments, self.parameters(), self.replica.sent_bytes)
-        try:
-            self.average_due()
-        except BaseException:  # Lightning has not counted the step, and a resume takes it again
-            self.torn = f"the average after step {self.step}"
-            self.step, self.steps_since_average = self.step - 1, self.steps_since_average - 1
-            for fragment in self.fragments:
-                fragment.steps = (fragment.steps or 0) - 1
-            raise
+        self.average_due()
 
     @torch.no_grad()
     def begin_local(self) -> None:
@@ -334,11 +326,7 @@ class LocalSync(Synchronizer):
             self._end_average(fragment)
         begun = due(self.fragments, self.k_steps, delay)
         for fragment in begun:
-            try:
-                fragment.work = self._begin_checked(fragment)
-            except BaseException:
-                self.replica.lose(fragment)  # the changes may have been accumulated
-                raise
+            fragment.work = self._begin_checked(fragment)
             if not delay:
                 self._end_average(fragment)  # an average that has not arrived has changed nothing
             fragment.steps = self.steps_since_average = 0
@@ -409,19 +397,15 @@ class LocalSync(Synchronizer):
         """Wait for the average of a fragment, and apply it: on all ranks, or on none."""
         average, num_ranks = fragment.work, self.peers.num_ranks
         assert average is not None
-        try:
-            # wait: not a step late, as in synchronous steps. An inf of one rank must change no weight of the others.
-            means, numbers = average.wait_for_whole()
-            status = Status.read(numbers.tolist(), num_ranks)
-            sums = Sums(*status.sums)
-            check_marks(status, average, batch=self.batch, step=self.step, group=self.peers.group)
-            if status.is_faulty:
-                faults = average.faults or self.faults_of(average.parameters, average.step)  # not in a state
-                raise_fault(first_fault(faults.first(), self.fault_group))
-            self.apply_average(average, means, sums, fragment.moved)
-        except BaseException:
-            self.abandon()
-            raise
+        # wait: not a step late, as in synchronous steps. An inf of one rank must change no weight of the others.
+        means, numbers = average.wait_for_whole()
+        status = Status.read(numbers.tolist(), num_ranks)
+        sums = Sums(*status.sums)
+        check_marks(status, average, batch=self.batch, step=self.step, group=self.peers.group)
+        if status.is_faulty:
+            faults = average.faults or self.faults_of(average.parameters, average.step)  # not in a state
+            raise_fault(first_fault(faults.first(), self.fault_group))
+        self.apply_average(average, means, sums, fragment.moved)
         fragment.work = None
         self.agree_on(status.requests)
         loss = sums.loss / max(sums.num_losses, 1.0)
@@ -474,13 +458,6 @@ class LocalSync(Synchronizer):
         # apply: x = x0; with a delay the steps taken meanwhile are kept.
         have_moved = [average.snapshots is not None and p in moved for p in parameters]
         apply_means_(now, before, means, have_moved, when.mixing)
-
-    @torch.no_grad()
-    def abandon(self) -> None:
-        for fragment in self.fragments:
-            if fragment.work is not None:
-                self.torn = self.torn or f"the average that was begun after step {fragment.work.step}"
-                self.replica.lose(fragment)
 
     # Faults ---------------------------------------------------------------------------------------------------------
 
@@ -573,7 +550,6 @@ class LocalSync(Synchronizer):
             **self.equal_state(),
             "steps_since_average": self.steps_since_average,
             **replica_state(self.replica, self.optimizer),
-            "torn": self.torn,
             "loss": self.loss.state_dict(),
         }
 

@@ -178,9 +178,7 @@ class PendingLowRank(LateMean):
     """
 
     @torch.no_grad()
-    def __init__(
-        self, exchange: LowRankExchange, signal: dict[str, Tensor], status: Tensor | None, whole: Signal | None
-    ) -> None:
+    def __init__(self, exchange: LowRankExchange, signal: Signal, status: Tensor | None, whole: Signal | None) -> None:
         self._exchange, self._signal, self._whole = exchange, signal, dict(whole or {})
         payload, residuals, device = exchange.payload, exchange.residuals, next(iter(signal.values())).device
         shapes = {name: shape for name, each in signal.items() if (shape := payload.factors(each.shape))}
@@ -250,9 +248,6 @@ class PendingLowRank(LateMean):
 
     def dense(self) -> dict[str, Tensor]:
         return {name: flat(mean) for name, mean in super().dense().items()}
-
-    def take_back(self) -> bool:
-        return True  # nothing has changed yet
 
 
 def orthogonal(batches: Sequence[Tensor], spares: Sequence[Tensor] | None = None) -> list[Tensor]:

@@ -274,10 +274,10 @@ class QuantizedExchange:
         """Prepare tensors: any floating dtype and shape. Kernels of a GPU encode them now, and find inf and NaN."""
         if self._is_in_kernels(signal.values()):
             pending = PendingQuantized(self, signal, self._tables_of(signal))
-            return PreparedWhole(signal, lambda _, *beside: pending.send(*beside), pending, pending.faults)
+            return PreparedWhole(signal, lambda _, *beside: pending.send(*beside), pending.faults)
         return PreparedWhole(signal, self._send)
 
-    def _send(self, signal: dict[str, Tensor], status: Tensor | None, whole: Signal | None) -> PendingQuantized:
+    def _send(self, signal: Signal, status: Tensor | None, whole: Signal | None) -> PendingQuantized:
         return PendingQuantized(self, signal, None).send(status, whole)
 
     def _tables_of(self, signal: Iterable[str]) -> Tables:
@@ -341,7 +341,7 @@ class PendingQuantized(LateMean):
     fault: Tensor
 
     def __init__(self, exchange: QuantizedExchange, signal: Mapping[str, Tensor], tables: Tables | None) -> None:
-        self._exchange, self._peers, self._is_pending, peers = exchange, exchange.peers, True, exchange.peers
+        self._exchange, self._peers, peers = exchange, exchange.peers, exchange.peers
         tensors, value_dtype = list(signal.values()), exchange.payload.value_dtype
         self._device, parts = tensors[0].device, [peers.part(tensor.numel()) for tensor in tensors]
         wide = [name for name, each in signal.items() if each.dtype == torch.float64]
@@ -394,8 +394,8 @@ class PendingQuantized(LateMean):
 
     def begin(self) -> None:
         """Average what has been received as an owner, and begin to send it."""
-        if self._answers is None and self._is_pending and self._received is not None and len(self._vector.message) > 1:
-            self._is_pending, vector, between = False, self._vector, self._peers.between
+        if self._answers is None and self._received is not None and len(self._vector.message) > 1:
+            vector, between = self._vector, self._peers.between
             received = self._received[0, :, : vector.nbytes]
             answer = vector.combine_(received, between.rank)
             room = vector.message.view(-1)[: received.numel()]
@@ -404,7 +404,7 @@ class PendingQuantized(LateMean):
     def finish(self) -> DenseMean:
         """Average what has been received; among more than two participants exchange the means of all owners."""
         self.begin()
-        self._is_pending, vector, peers = False, self._vector, self._peers
+        vector, peers = self._vector, self._peers
         if self._received is None:  # of one participant
             if self._numel:
                 vector.add_residuals_()
@@ -424,11 +424,6 @@ class PendingQuantized(LateMean):
 
     def dense(self) -> dict[str, Tensor]:
         return {name: flat(mean) for name, mean in super().dense().items()}
-
-    def take_back(self) -> bool:
-        if not (self._is_pending and self._vector.message.numel()):  # the signal may have become the mean
-            return not self._vector.message.numel()
-        return self._vector.take_back_()
 
 
 def _ranges(num_rows: int, size: int, device: torch.device, num_read: int = 1) -> Iterator[tuple[slice, int, int]]:
@@ -519,21 +514,6 @@ class Vector(ABC):
         signals.add_to_(0, whole)
         signals.write_(0, whole)
         residuals.write_(0, torch.zeros_like(whole))
-
-    def take_back_(self) -> bool:
-        """Put back into the residuals what the message has, and take the signals out; return whether all is back."""
-        (num_rows, size), is_back = self._shape, True
-        signals, residuals = self._joined
-        for rows, start, stop in _ranges(num_rows, size, self._device):
-            # e = e + sent - signal. Of a block with an infinite gradient, which is the fault, nothing is kept.
-            sent = self._format.read(self.message[rows, : self.nbytes], size, start, stop).reshape(-1)
-            first = rows.start * size + start
-            signal = torch.zeros_like(sent)
-            signals.add_to_(first, signal)
-            kept = residuals.read(first, sent.numel(), self._dtype) + sent - signal
-            is_back &= bool(kept.isfinite().all())
-            residuals.write_(first, kept.nan_to_num_(0.0, 0.0, 0.0))
-        return is_back
 
     @cached_property
     def _joined(self) -> tuple[Joined, Joined]:

@@ -20,7 +20,7 @@ from lightning_lowbw.schedules.every_k import EveryK
 from lightning_lowbw.sync.buffers import ReplicaBuffers, wide_copies
 from lightning_lowbw.sync.consensus import ConsensusView, means_by_bucket, saved
 from lightning_lowbw.sync.exchange import Exchange
-from lightning_lowbw.sync.fragments import Fragment, differing, make_fragments, unsent_of
+from lightning_lowbw.sync.fragments import differing, make_fragments, unsent_of
 from lightning_lowbw.sync.status import Faults, first_fault
 from lightning_lowbw.sync.synchronizer import raise_fault
 
@@ -108,16 +108,6 @@ class Replica:
         self.start.update(zip(new, wide_copies(new), strict=True))
 
     # Averages that are not applied ----------------------------------------------------------------------------------
-
-    def lose(self, fragment: Fragment) -> None:
-        """Forget an average that will not be applied, with the residuals of its tensors.
-
-        The weights still have the changes that the residuals have accumulated, and the next average measures them anew.
-        """
-        for parameter in fragment.parameters if fragment.work is None else fragment.work.parameters:
-            if (name := self.params.name_of(parameter)) in self.residuals:
-                self.residuals[name].zero_()
-        fragment.abandon()
 
     def drop_averages(self) -> None:
         """Forget what the next averages would have made equal, because it is; wait for those that have been begun.

@@ -66,7 +66,6 @@ class Synchronizer:
         correction: how a gradient enters the residual, where gradients are compressed.
         compressed: the exchange of what the payload compresses; None if it sends whole tensors.
         step: optimizer steps completed (a step that a GradScaler skips counts, as in `trainer.global_step`).
-        torn: what an exception has interrupted, in words; empty when the next step is complete.
         batch: the number of the batch in the run, counted by the caller; 0 in a plain loop. Ranks that exchange in
             different batches, because one has left out a step that the others take, raise an error.
         stop_requested: set it on any rank to stop all ranks.
@@ -104,7 +103,6 @@ class Synchronizer:
         self.params = Params(optimizer, named_parameters)
         self._made_for = method
         self.step = self.batch = 0
-        self.torn = ""
         self.is_prepared = self.is_exchanged = self.is_stepping = False
         self.is_taken, self.is_compared = True, False
         self.stop_requested = self.stop_agreed = False
@@ -246,33 +244,17 @@ class Synchronizer:
 
     @contextmanager
     def stepping(self) -> Iterator[None]:
-        """Enclose `exchange` and the optimizer's own step; afterwards comes `after_step`."""
+        """Enclose `exchange` and the optimizer's own step; afterwards comes `after_step`.
+
+        A step that raises ends the training: nothing is put back.
+        """
         self.is_stepping = True
         try:
             yield
-        except BaseException:
-            self._tear()
-            raise
         finally:
             self.is_stepping = self.is_prepared = self.is_exchanged = False
         self.after_step()
         self.ending.step = None if self.parameters_agree else self.step
-
-    def restore_optimizer(self) -> None:
-        """Restore the user's settings of the optimizer, after a step or an exception."""
-
-    def _tear(self) -> None:
-        """End a step that an exception has interrupted; some weights may have been stepped already."""
-        if self.is_exchanged and self.is_taken:
-            self.torn = f"the optimizer's step after step {self.step}"
-        self.restore_optimizer()
-
-    def abandon(self) -> None:
-        """Give up exchanges in progress, before a state is saved during the handling of an exception.
-
-        Communicates nothing, and does not wait.
-        """
-        self._tear()  # of a step whose gradients were exchanged to be clipped
 
     # Requests between ranks -----------------------------------------------------------------------------------------
 
@@ -389,7 +371,6 @@ class Synchronizer:
     def load_equal_state(self, state: Mapping[str, Any]) -> None:
         """Load what `equal_state` returned, among other values."""
         self.step, self.params.small_numel = state["step"], state["small_numel"]
-        self.torn = state.get("torn", "")
 
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's own state: tensors on the CPU and primitives."""

@@ -182,8 +182,7 @@ def test_a_nan_is_told_on_all_ranks_before_anything_is_applied() -> None:
 
     def note(trainer: pl.Trainer, module: pl.LightningModule) -> None:
         (worker,) = trainer.strategy.workers
-        kept = {name: residual.clone() for name, residual in worker.residuals.items()}
-        before.update(weights=weights_of(module), kept=kept, worker=worker)
+        before.update(weights=weights_of(module), worker=worker)
 
     model = Tiny(poison=(1, 3))
     with sending() as messages:
@@ -191,14 +190,8 @@ def test_a_nan_is_told_on_all_ranks_before_anything_is_applied() -> None:
     assert "Step 3: the gradient of 'wide.weight' on rank 1 is not finite" in said
     assert "Nothing was applied" in said
     assert messages[-2].is_early
-    kept = before["worker"].residuals
     same(before["weights"])
     assert weights_of(model) == before["weights"]
-    for name, residual in kept.items():
-        assert bool(residual.isfinite().all())
-        if dist.get_rank() == 0:
-            torch.testing.assert_close(residual, before["kept"][name], rtol=0, atol=1e-6)
-    assert bool(before["worker"].torn) == (dist.get_rank() == 1)
 
 
 class Doubling(Tiny):

@@ -98,14 +98,14 @@ class Large(Configured):
 SPARSE = lowbw.DGC(sparsity=[0.99], min_numel=1, rampup_begin_step=0)
 HALF = lowbw.LocalSGD(k_steps=2, begin_step=0, compression="float16")
 ON_NODE = "on node 0 (ranks [0, 1])"
-SUM, CHANGES = "the gradient of 'net.2.weight'", "what was kept of earlier changes of the weights"
+KEPT = "what was kept of earlier"
 # The method; in which of four steps the gradient is large; after which the weights are saved; what is said.
 OVERFLOWS: dict[str, tuple[lowbw.Method, tuple[int, ...], int, str]] = {
-    "in the next step": (SPARSE, (1, 2), 9, f"Step 3: {SUM} {ON_NODE}, added to the residual"),
-    "at the end": (SPARSE, (2, 3), 9, f"Step 4: {SUM} {ON_NODE}, added to the residual"),
-    "when saved": (SPARSE, (1, 2), 3, f"Step 3: {SUM} {ON_NODE}, added to the residual"),
-    "before the next average": (HALF, (1,), 9, f"Step 4: {CHANGES} {ON_NODE} has become too large"),
-    "when saved, of weights": (HALF, (1,), 2, f"Step 2: {CHANGES} {ON_NODE} has become too large"),
+    "in the next step": (SPARSE, (1, 2), 9, f"Step 3: {KEPT} gradients {ON_NODE} has become too large"),
+    "at the end": (SPARSE, (2, 3), 9, f"Step 4: {KEPT} gradients {ON_NODE} has become too large"),
+    "when saved": (SPARSE, (1, 2), 3, f"Step 3: {KEPT} gradients {ON_NODE} has become too large"),
+    "before the next average": (HALF, (1,), 9, f"Step 4: {KEPT} changes of the weights {ON_NODE} has become too large"),
+    "when saved, of weights": (HALF, (1,), 2, f"Step 2: {KEPT} changes of the weights {ON_NODE} has become too large"),
 }
 
 

@@ -7,14 +7,11 @@ import weakref
 from dataclasses import dataclass
 from typing import Any
 
-import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.optim import SGD
 
-from lightning_lowbw import DGC, EveryStep, Method, NonFiniteGradientError, TopK
-from lightning_lowbw.compress.selection import Selection
+from lightning_lowbw import DGC, EveryStep, Method, TopK
 from lightning_lowbw.presets import preset
 from lightning_lowbw.sync.gradient import GradientSync
 from lightning_lowbw.sync.local import LocalSync
@@ -34,33 +31,6 @@ def attached(method: Method, dtype: torch.dtype = torch.float32) -> tuple[nn.Par
 def take_step(parameter: nn.Parameter, optimizer: SGD) -> None:
     parameter.grad = torch.arange(NUMEL, dtype=torch.float32).to(parameter.dtype)
     optimizer.step()
-
-
-@on_ranks()
-def test_a_step_that_fails_in_the_middle_is_named_in_the_state() -> None:
-    """Out of memory while it accumulates."""
-    parameter, optimizer, worker = attached(SPARSE)
-    whole = Selection.compress_
-
-    def failing(*args: Any, **kwargs: Any) -> None:
-        whole(*args, **kwargs)
-        raise MemoryError
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Selection, "compress_", failing)
-        with pytest.raises(MemoryError):
-            take_step(parameter, optimizer)
-    assert worker.state_dict()["torn"] == "the exchange of gradients after step 1"
-
-
-@on_ranks()
-def test_a_rank_that_has_accumulated_nothing_is_not_named_for_a_fault_elsewhere() -> None:
-    """Rank 0 has a NaN, rank 1 no gradient: nothing of it has changed."""
-    rank, (parameter, optimizer, worker) = dist.get_rank(), attached(SPARSE)
-    parameter.grad = torch.full((NUMEL,), torch.nan) if rank == 0 else None
-    with pytest.raises(NonFiniteGradientError):
-        optimizer.step()
-    assert worker.state_dict()["torn"] == ("" if rank else "the exchange of gradients after step 1")
 
 
 @on_ranks()

@@ -177,7 +177,7 @@ def state_of(step: int = 3, **parts: Any) -> dict[str, Any]:
     """Return the state of a worker that has kept only so much; residuals have the shape of the parameter."""
     residuals = parts.pop("residuals", {})
     usual = {"local_rank": (0, 1), "nodes": None, "num_participants": 2, "small_numel": 1, "exchange": None}
-    usual |= {"correction": "momentum", "payload": "TopK", "velocities": {}, "local": {}, "torn": ""}
+    usual |= {"correction": "momentum", "payload": "TopK", "velocities": {}, "local": {}}
     state: dict[str, Any] = {
         **usual,
         "step": step,
