@@ -24,7 +24,6 @@ from lightning_lowbw.kernels.reference import Constants, OtherPart, SecondMoment
 from lightning_lowbw.kernels.tensors import Rates, copy_in_order_, cut, flat_in_order, has_gaps
 
 Group = dict[str, Any]
-KeptState = tuple[dict[str, Any], list[tuple[Tensor, Tensor]]]  # an optimizer's of a parameter; tensors, with copies
 SQUARES = ("exp_avg_sq", "max_exp_avg_sq")  # of Adam; the latter with amsgrad, a group's own
 Part = Callable[[int], slice]  # of a number of elements, that of this rank
 
@@ -146,28 +145,6 @@ class ErrorFeedback:
             "weight": row.cut(row.parameter, own) if constants.weight_decay != 0 else None,
             **vars(constants),
         }
-
-    def kept(self, parameter: Parameter) -> KeptState | None:
-        """Return what a segment of a parameter may change, for `restore_`; None if that is nothing."""
-        if not self.is_complete:
-            return None
-        state = dict(self.optimizer.state.get(parameter, {}))
-        tensors = [value for value in state.values() if isinstance(value, Tensor)]
-        tensors += [self.parts[parameter]] if parameter in self.parts else []
-        return state, [(tensor, tensor.clone()) for tensor in tensors]
-
-    def restore_(self, parameter: Parameter, kept: KeptState | None) -> None:
-        """Undo, in place, what has been done to a parameter's state since `kept`."""
-        if kept is None:
-            return
-        state, copies = kept
-        for tensor, copy in copies:
-            tensor.copy_(copy)
-        self.optimizer.state[parameter] = state
-        if not state:
-            del self.optimizer.state[parameter]
-        if not any(tensor is self.parts.get(parameter) for tensor, _ in copies):
-            self.parts.pop(parameter, None)
 
     def write_back_(self) -> None:
         """Write into the optimizer's state what kernels have changed in copies of it."""
@@ -389,10 +366,6 @@ class AdamCorrection(ErrorFeedback):
             weight_decay=constants.weight_decay,
             sign=constants.sign,
         )
-
-    def restore_(self, parameter: Parameter, kept: KeptState | None) -> None:
-        super().restore_(parameter, kept)
-        self._coming.pop(parameter, None)
 
     def has_velocity(self, constants: Constants) -> bool:
         return True  # also without momentum, because the velocity is divided

@@ -35,7 +35,7 @@ from torch.optim import optimizer as torch_optimizer
 from torch.utils.hooks import RemovableHandle
 
 from lightning_lowbw.comm.peers import Peers, average_gradients_
-from lightning_lowbw.compress.corrections import ErrorFeedback, KeptState, correction_for
+from lightning_lowbw.compress.corrections import ErrorFeedback, correction_for
 from lightning_lowbw.compress.params import Row, Rows, by_group, check_shapes
 from lightning_lowbw.errors import WITHOUT_RESIDUALS, ConfigurationError, DisagreementError, NonFiniteGradientError
 from lightning_lowbw.kernels.reference import are_not_finite
@@ -94,8 +94,7 @@ class GradientSync(Synchronizer):
         # Of the step in progress: the tensors, what of them is compressed, and of that the tensors whose means are in
         # `.grad`, for `step_exchanged`; then these gradients, which the optimizer is not to see until it has stepped.
         self._rows = Rows()
-        # Of it the rows without a gradient here, in case that no rank has used them: what zeros in its place change.
-        self._zeros: dict[str, tuple[Row, KeptState | None, Tensor | None]] = {}
+        self._missing = frozenset[str]()  # names of tensors without a gradient on this rank, which have zeros instead
         # What goes in several messages: the rows of each, and those that have been sent; the last goes with the status.
         self._groups: list[list[Row]] = []
         self._sent: list[Sent] = []
@@ -201,7 +200,7 @@ class GradientSync(Synchronizer):
     @torch.no_grad()
     def list_gradients(self, *, reduced: Collection[Parameter] = ()) -> None:
         self.is_prepared = True
-        self._faults, self._checked = self.late_faults(), set()
+        self._faults, self._checked, self._missing = self.late_faults(), set(), frozenset()
         if self.peers.num_ranks == 1:
             return
         self._check_method()
@@ -275,14 +274,9 @@ class GradientSync(Synchronizer):
         """Note whether gradients of this step, or sums with their residuals, have an inf or NaN."""
         if found is not None:
             # Clipping spreads an inf to all tensors: whose it was is known already.
-            are_known = self._checked.issuperset(found[0] if not self._zeros else set(found[0]) - self._zeros.keys())
+            are_known = all(name in self._checked or name in self._missing for name in found[0])
             self._checked.update(found[0])
             self._faults.add(found[1], found[0], self._describe_sum if are_known else self._describe_nonfinite)
-
-    def _note_late(self, found: Faulty | None) -> None:
-        """Note, for the next status, whether a sum with a residual is not finite."""
-        assert self.compressed is not None
-        self.compressed.fault = None if found is None else found[1]
 
     @part("exchange")
     @torch.no_grad()
@@ -330,91 +324,64 @@ class GradientSync(Synchronizer):
         if not self._rows:
             return self._exchange_alone(skip_nonfinite) if self.peers.num_participants == 1 else True
         # clip: the caller has, by `clip_factor`
-        # decay, correct, select, mask: in one pass, which finds inf and NaN, too, where nobody has looked for them yet
-        is_compressed = self._is_compressed
-        is_one = is_compressed and not skip_nonfinite  # what is skipped must not enter the residuals
-        joined: JoinedMean | None = None
-        if is_one or self.fault is None:
+        if self.fault is None:
             self._refuse_sparse_layouts()
-        if is_one:
-            prepared = self._prepare(takes_zeros=True)
-            faults = prepared.faults
-            self._note_late(None)
-            if self.node_flags is None:
-                self._note(faults)
-                self.fault = None
-            else:  # the node's ranks have agreed on the status
-                self._note_late(faults)
+        # decay, correct, select, mask: in one pass, which finds inf and NaN, too, where nobody has looked for them yet.
+        # A step that may be skipped agrees first: its gradients must not enter the residuals.
+        is_compressed, mean = self._is_compressed, None
+        prepared = self._prepare(tells=self.node_flags is None) if is_compressed and not skip_nonfinite else None
         whole = self._whole()
-        gathered = self._gather(whole) if is_one else None
+        gathered = None if prepared is None else self._gather(whole)
         if self.fault is None:
             self._check_values()
         # average: 1/N of the sum of what all ranks have sent; nothing is applied before the status has been read
         message = self._message()
-        if is_one:
+        if prepared is not None:
             pending = prepared.send(message, whole if gathered is None else {GATHERED: gathered.joined})
             earlier = [sent.pending.wait().mean for sent in self._sent]
             mean, numbers, means = pending.wait()
             if earlier:
                 names = [frozenset(row.name for row in rows) for rows in self._groups]
-                mean = joined = JoinedMean(list(zip(names, [*earlier, mean], strict=True)))
+                mean = JoinedMean(list(zip(names, [*earlier, mean], strict=True)))
         else:
             exact = self.is_sparse or self.method.where.inter_dtype == "float32"
-            mean, numbers, _ = WholeExchange(self.peers, exact=exact).prepare(whole).send(message).wait()
-            means = mean.dense()
+            dense, numbers, _ = WholeExchange(self.peers, exact=exact).prepare(whole).send(message).wait()
+            means = dense.dense()
         status = Status.read(numbers.tolist(), self.peers.num_ranks)
         self.agree_on(status.requests)
         if not self._is_agreed(status, skip_nonfinite):
             return False
-        # Parameters that no rank has used are not changed, as in DDP; one that only others have used has a zero here.
+        if is_compressed and mean is None:
+            mean = self._prepare(tells=False).send().wait().mean
+        # Parameters that no rank has used are not stepped, as in DDP; the other ones have zeros where this rank has no
+        # gradient.
         unused = {row.name for row, number in zip(self._rows, status.sums, strict=True) if not round(number)}
         for row, gradient in zip(self._rows, self._rows.gradients, strict=True):
             if gradient is None and row.name not in unused:
                 row.parameter.grad = torch.zeros_like(row.parameter)
-        for name in self._zeros.keys() - unused:
-            del self._zeros[name]
         if gathered is not None:
-            gathered.write_(means[GATHERED])  # also into the zeros of what no rank has used
+            gathered.write_(means[GATHERED])  # also into the zeros of unused parameters
         else:
             written = [row for row in self._rows if row.name in means and row.name not in unused]
             copy_all_([row.in_order(row.gradient) for row in written], [means[row.name] for row in written])
         if self.peers.num_participants == 1:
             return self._exchange_alone(skip_nonfinite=False)
-        # Of an empty shard the peers have none either.
-        rows = [row for row in self._rows.filled if row.name not in unused]
-        if is_compressed and not is_one:
-            prepared = self._prepare()
-            self._note_late(prepared.faults)
-            mean = prepared.send().wait().mean
-        if rows:
-            self._step_(mean, rows, applies)
-            if joined is not None and self.compressed is not None:
-                self.compressed.fault = joined.fault
-        self._take_back_zeros()
+        if mean is not None:
+            # Of an empty shard the peers have none either.
+            rows = self._rows.filled
+            self._step_(mean, [row for row in rows if row.name not in unused], applies)
+            self._keep_(mean, [row for row in rows if row.name in unused])
+            if isinstance(mean, JoinedMean) and self.compressed is not None:
+                self.compressed.fault = mean.fault
+            for row in self._rows if unused else ():
+                if row.name in unused:
+                    row.parameter.grad = None
         return True
 
     @property
     def _is_compressed(self) -> bool:
         """Whether the coming step compresses gradients: their message has the status and the whole tensors."""
         return not self.reduces_in_backward and self.compressed is not None and bool(self._rows.numels)
-
-    def _take_back_zeros(self) -> None:
-        """Undo what zeros in place of a gradient have changed, where no rank has used the parameter.
-
-        In place:
-            `.grad`, residuals, velocities, and the optimizer's other state.
-        """
-        for name, (row, state, residual) in self._zeros.items():
-            row.parameter.grad = None
-            self.correction.restore_(row.parameter, state)
-            assert self.compressed is not None
-            if residual is not None:
-                wide = [name] if residual.dtype == torch.float64 else []
-                self.compressed.residuals.ensure({name: residual.numel()}, residual.device, wide)
-                self.compressed.residuals[name].copy_(residual)
-            elif name in self.residuals:
-                self.compressed.residuals.pop(name)
-        self._zeros.clear()
 
     def _is_agreed(self, status: Status, skip_nonfinite: bool) -> bool:
         """Return whether the step is to be taken: all ranks are at one batch with one set of weights, without a fault.
@@ -462,7 +429,7 @@ class GradientSync(Synchronizer):
         peers, fault = self.peers, self.fault
         peers.count_dense(self._rows.nbytes)
         pairs = zip(self._rows, self._rows.gradients, strict=True)
-        used = [float(gradient is not None and row.name not in self._zeros) for row, gradient in pairs]
+        used = [float(gradient is not None and row.name not in self._missing) for row, gradient in pairs]
         # A rank may have left out what DDP has reduced up to now.
         begins = not (self.reduces_in_backward or self._has_compressed)
         compares = begins or self.step % CHECK_EVERY_STEPS == 0
@@ -477,26 +444,23 @@ class GradientSync(Synchronizer):
         return status_message(used, fault, mark, peers.rank, peers.num_ranks, fault.device)
 
     @part("prepare")
-    def _prepare(self, *, takes_zeros: bool = False) -> Prepared:
-        """Prepare the gradients that are compressed.
+    def _prepare(self, *, tells: bool) -> Prepared:
+        """Prepare the gradients that are compressed; zeros where this rank has none, because another rank may have one.
 
         In place:
-            Residuals and velocities; inf and NaN do not enter them, the faults say where there are any.
+            Residuals and velocities; inf and NaN do not enter them, the faults say where there are any. `.grad`.
 
         Args:
-            takes_zeros: whether zeros are prepared where this rank has no gradient, in case that another rank has one.
+            tells: whether the coming status tells these faults; else the status of the next step.
         """
         what, exchange, correction = self.method.what, self.compressed, None
         rows: Sequence[Row] = self._rows.compressed
         assert exchange is not None
-        if takes_zeros:
-            missing = [row for row, each in zip(self._rows, self._rows.gradients, strict=True) if each is None]
-            for row in missing:
-                residual = exchange.residuals[row.name].clone() if row.name in exchange.residuals else None
-                kept = self.correction.kept(row.parameter) if row.is_compressed else None
-                self._zeros[row.name] = row, kept, residual
-                row.parameter.grad = torch.zeros_like(row.parameter)
-        if self._is_grouped_late and takes_zeros:
+        missing = [row for row, each in zip(self._rows, self._rows.gradients, strict=True) if each is None]
+        for row in missing:
+            row.parameter.grad = torch.zeros_like(row.parameter)
+        self._missing = frozenset(row.name for row in missing)
+        if self._is_grouped_late:
             self._groups = self._in_groups()
         self._is_grouped_late = False
         if self._groups:
@@ -509,9 +473,13 @@ class GradientSync(Synchronizer):
         if what.corrects:
             correction = self.correction
             correction.begin_step(rows, self.peers.part, exchange.payload)  # also empty shards: it masks alike on all
-        gradients = [(row, row.parameter.grad) for row in rows if row.parameter.numel()]
-        signal = {row.name: row.in_order(gradient) for row, gradient in gradients if gradient is not None}
-        return exchange.prepare(signal, correction)
+        signal = {row.name: row.in_order(row.gradient) for row in rows if row.parameter.numel()}
+        prepared = exchange.prepare(signal, correction)
+        exchange.fault = None if tells or prepared.faults is None else prepared.faults[1]
+        if tells:
+            self._note(prepared.faults)
+            self.fault = None
+        return prepared
 
     @part("apply")
     def _step_(self, mean: Mean, rows: Sequence[Row], applies: bool) -> None:
@@ -539,6 +507,21 @@ class GradientSync(Synchronizer):
             torch._foreach_neg_(climbing)
         if correction.is_complete:
             self._unstepped = others
+
+    def _keep_(self, mean: Mean, rows: Sequence[Row]) -> None:
+        """Keep the elements that were sent of tensors that no rank has used: each rank keeps the mean.
+
+        In place:
+            The residuals, whose sum over the ranks stays the same; `.grad`.
+        """
+        if not rows:
+            return
+        assert self.compressed is not None
+        mean.step_({row.name: (row.in_order(row.gradient), None, 0.0) for row in rows})
+        for row in rows:
+            if row.name in self.residuals:
+                sent, residual = row.in_order(row.gradient).reshape(-1), self.compressed.residuals[row.name]
+                residual.add_(sent[self.peers.part(sent.numel())] if self.method.what.keeps_parts else sent)
 
     @torch.no_grad()
     def step_exchanged(self) -> None:

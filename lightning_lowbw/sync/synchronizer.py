@@ -294,12 +294,10 @@ class Synchronizer:
         """Return what the last exchange has found after its status."""
         faults, exchange = Faults(), self.compressed
         if exchange is not None and exchange.fault is not None:
-            faults.add(exchange.fault, [""] * exchange.fault.numel(), self._describe_kept)
+            signal = "changes of the weights" if self.method.when.averages_weights else "gradients"
+            what = f"what was kept of earlier {signal} on {self.here}"
+            faults.add(exchange.fault, [""] * exchange.fault.numel(), lambda _: overflow(3, self.step, what))
         return faults
-
-    def _describe_kept(self, _: str) -> Fault:
-        signal = "changes of the weights" if self.method.when.averages_weights else "gradients"
-        return overflow(3, self.step, f"what was kept of earlier {signal} on {self.here}")
 
     @property
     def may_have_late_faults(self) -> bool:

@@ -123,7 +123,6 @@ dgc("clip-rmsprop", trainer=CLIP_NORM, optimizer="rmsprop")
 dgc("no-masking-nesterov-int4", {"momentum_masking": False, "value_dtype": "int4"}, optimizer="nesterov")
 dgc("masking-adamw", {"momentum_masking": True}, optimizer="adamw")
 dgc("exclude", {"exclude": ["body.3.*"], **STAIRS}, optimizer="nesterov")
-dgc("tied-unused", {**SHARED, **STAIRS}, optimizer="nesterov", model=models.Tied)
 dgc("tied", STAIRS, optimizer="nesterov", model=models.TiedAndUsed)
 dgc("groups", STAIRS, optimizer="nesterov", model=models.Groups, lr_milestones=(4,))
 dgc("two-optimizers", STAIRS, optimizer="momentum", model=models.TwoOptimizers, steps=12)
@@ -146,7 +145,6 @@ for _name, _options, _fields in (
     ("accumulate-bf16", {"topology": 2}, {"trainer": ACCUMULATE, "precision": "bf16-mixed"}),
     ("scaler-nesterov", {"topology": 2, **STAIRS}, {"precision": "scaler", "optimizer": "nesterov"}),
     ("wide", {"topology": 2, "sparsity": (0.98,), "value_dtype": "bfloat16"}, {"model": models.Wide, "steps": 6}),
-    ("tied-unused", {"topology": 2, **SHARED}, {"model": models.Tied, "optimizer": "adamw"}),
     ("tied", {"topology": 2}, {"model": models.TiedAndUsed, "optimizer": "adamw"}),
     ("resume-adamw-bfloat16", {"topology": INTERLEAVED, "value_dtype": "bfloat16"},
      {"resume_at": 4, "optimizer": "adamw"}),
@@ -311,8 +309,6 @@ for _name, _method, _fields in (
     ("dense-interleaved", lowbw.Hierarchical(INTERLEAVED), {"optimizer": "adamw"}),
     ("dgc-nesterov-clip", lowbw.DGC(**FSDP_DGC, momentum_masking=True),
      {"optimizer": "nesterov", "trainer": CLIP_NORM}),
-    ("dgc-adamw-int8-tied-bf16", lowbw.DGC(**FSDP_DGC, value_dtype="int8"),
-     {"optimizer": "adamw", "model": models.Tied, "precision": "bf16-mixed"}),
     ("dgc-adamw-int8-tied-and-used-bf16", lowbw.DGC(**FSDP_DGC, value_dtype="int8"),
      {"optimizer": "adamw", "model": models.TiedAndUsed, "precision": "bf16-mixed"}),
     ("dgc-resume", lowbw.DGC(**FSDP_DGC, momentum_masking=True), {"resume_at": 4, "model": models.Dropout}),
