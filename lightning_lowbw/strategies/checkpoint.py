@@ -69,7 +69,7 @@ class CheckpointedStrategy(BaseStrategy):
         """
         super()._begin_workers(trainer)
         self._removed, self._loaded = [], None
-        self._num_saves = 0  # ranks that an exception ended may have saved different numbers of times
+        self._num_saves = 0
         self._run_id = self.broadcast(uuid.uuid4().hex[:12])
 
     @property

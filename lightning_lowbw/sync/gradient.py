@@ -91,19 +91,20 @@ class GradientSync(Synchronizer):
         self.last_density = 1.0
         self._last_residual_norm: float | None = None
         self._has_compressed = False  # whether a step since the last load was compressed; equal on all ranks
-        # Of the step in progress: the tensors, what of them is compressed, and of that the tensors whose means are in
-        # `.grad`, for `step_exchanged`; then these gradients, which the optimizer is not to see until it has stepped.
+        # State of the current step: all rows; names of rows without a gradient on this rank, which have zeros instead.
         self._rows = Rows()
-        self._missing = frozenset[str]()  # names of tensors without a gradient on this rank, which have zeros instead
-        # What goes in several messages: the rows of each, and those that have been sent; the last goes with the status.
+        self._missing = frozenset[str]()
+        # Gradients in several messages: the rows of each message, and the messages that have been sent. The last one
+        # has the status.
         self._groups: list[list[Row]] = []
         self._sent: list[Sent] = []
         self._is_grouped_late = False  # after the hooks of the backward pass, which may change the rows
-        self._table = JoinedTable()  # of what is sent whole
+        self._table = JoinedTable()  # of the gradients that are sent whole
+        # Rows whose mean is in `.grad` for `step_exchanged`; then these gradients, which the optimizer must not see.
         self._unstepped: list[Row] = []
         self._hidden: list[tuple[Parameter, Tensor]] = []
         self._showing: RemovableHandle | None = None  # a hook that gives these back before other hooks look
-        self._faults, self._checked = Faults(), set[str]()  # and of which tensors gradients have been looked at
+        self._faults, self._checked = Faults(), set[str]()  # names of tensors whose gradients have been checked
         self.correction = correction_for(
             optimizer, peers.num_participants, corrects=what.corrects, keeps_parts=peers.is_two_level
         )
@@ -367,7 +368,7 @@ class GradientSync(Synchronizer):
         if self.peers.num_participants == 1:
             return self._exchange_alone(skip_nonfinite=False)
         if mean is not None:
-            # Of an empty shard the peers have none either.
+            # A shard that is empty here is empty on the peers, too.
             rows = self._rows.filled
             self._step_(mean, [row for row in rows if row.name not in unused], applies)
             self._keep_(mean, [row for row in rows if row.name in unused])

@@ -397,7 +397,7 @@ class LocalSync(Synchronizer):
         """Wait for the average of a fragment, and apply it: on all ranks, or on none."""
         average, num_ranks = fragment.work, self.peers.num_ranks
         assert average is not None
-        # wait: not a step late, as in synchronous steps. An inf of one rank must change no weight of the others.
+        # wait: the status first, because an inf of one rank must change no weight of another rank
         means, numbers = average.wait_for_whole()
         status = Status.read(numbers.tolist(), num_ranks)
         sums = Sums(*status.sums)
