@@ -595,8 +595,8 @@ def goodput_table(rows: Row) -> str:
     if not any(name in rows for name in LONG):
         return ""
     lines = [
-        "Goodput: the part of the time that groups spent in steps that counted, each as long as usual; and with what "
-        "rounds cost without faults.",
+        "Goodput is the share of the time in steps whose result was kept, each counted with its usual length; "
+        '"with rounds" also counts usual averages.',
         "",
         "| after a fault | heartbeat timeout, rounds | minutes | faults | steps | with rounds "
         "| s from a kill to the next round of the killed |",
@@ -648,8 +648,8 @@ def report(results: Row) -> None:
     note = (
         f"`sparse_loco_elastic`, a transformer of {numel / 1e6:.1f}M parameters. "
         f"Groups on one machine of {environment['num_cpus']} cores ({environment['cpu']}), {RATE}, {RTT_MS:g} ms, "
-        f"torch {environment['torch']}, {environment['date']}. A step takes {STEP_S:g} s, most of it a wait; a round "
-        f"{K_STEPS} steps, or with a slow group as many seconds as these take."
+        f"torch {environment['torch']}, {environment['date']}. A step takes {STEP_S:g} s, mostly a wait; a round has "
+        f"{K_STEPS} steps, or with a slow group lasts the time of {K_STEPS} steps."
     )
     large, sections = results.get("large", {}), [to_markdown(rows)]
     if large:
