@@ -21,7 +21,13 @@ MAX_DIFFERENCES = 8  # lines of an error message
 T = TypeVar("T")
 
 
-def agree(topic: str, settings: Mapping[str, object], group: dist.ProcessGroup | None = None) -> None:
+def agree(
+    topic: str,
+    settings: Mapping[str, object],
+    group: dist.ProcessGroup | None = None,
+    *,
+    advice: str = "make it the same everywhere",
+) -> None:
     """Check that all ranks state the same settings.
 
     Collective: all ranks, blocking; sends a digest, and the settings themselves only if the digests differ.
@@ -30,6 +36,7 @@ def agree(topic: str, settings: Mapping[str, object], group: dist.ProcessGroup |
         topic: what the settings are about, for the message.
         settings: plain values; compared by `repr`.
         group: the process group; None is the world.
+        advice: what to do about a difference, for the message.
 
     Raises:
         DisagreementError: on all ranks; names each setting that differs, with its value on each rank.
@@ -50,7 +57,7 @@ def agree(topic: str, settings: Mapping[str, object], group: dist.ProcessGroup |
     shown = differences[:MAX_DIFFERENCES]
     if len(differences) > len(shown):
         shown.append(f"  and {len(differences) - len(shown)} more")
-    raise DisagreementError(f"The ranks disagree about the {topic}; make it the same everywhere:\n" + "\n".join(shown))
+    raise DisagreementError(f"The ranks disagree about the {topic}; {advice}:\n" + "\n".join(shown))
 
 
 @contextmanager

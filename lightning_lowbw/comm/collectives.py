@@ -27,6 +27,7 @@ from weakref import WeakSet, ref
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from torch.futures import Future
 
 from lightning_lowbw.kernels.tensors import Fork, device_of, part
@@ -571,9 +572,9 @@ class Collectives:
 
 
 def broadcast_flat_(tensors: Iterable[Tensor], broadcast_: Callable[[Tensor], object]) -> None:
-    """Overwrite many small tensors, in one message for each dtype.
+    """Overwrite many small tensors, in one message.
 
-    Collective: as `broadcast_`.
+    Collective: as `broadcast_`; none if there are no tensors.
 
     Args:
         tensors: of any dtype and strides; all on one device.
@@ -582,11 +583,15 @@ def broadcast_flat_(tensors: Iterable[Tensor], broadcast_: Callable[[Tensor], ob
     by_dtype: dict[torch.dtype, list[Tensor]] = {}
     for tensor in tensors:
         by_dtype.setdefault(tensor.dtype, []).append(tensor)
-    for alike in by_dtype.values():
-        flat = torch.cat([tensor.reshape(-1) for tensor in alike])
-        broadcast_(flat.view(torch.uint8))  # no backend sends int16, or unsigned integers that are wider than a byte
-        for tensor, received in zip(alike, flat.split([tensor.numel() for tensor in alike]), strict=True):
-            tensor.copy_(received.view(tensor.shape))
+    if not by_dtype:
+        return
+    # Wide dtypes first: then each dtype begins at a multiple of its own size.
+    groups = sorted(by_dtype.values(), key=lambda alike: -alike[0].itemsize)
+    rows = [_flatten_dense_tensors(alike).view(torch.uint8) for alike in groups]
+    message = torch.cat(rows)
+    broadcast_(message)  # no backend sends int16, or unsigned integers that are wider than a byte
+    for alike, row in zip(groups, message.split([row.numel() for row in rows]), strict=True):
+        torch._foreach_copy_(alike, _unflatten_dense_tensors(row.view(alike[0].dtype), alike))
 
 
 def _hand_over(reduced: Future[list[Tensor]], filled: Callable[[], Tensor], future: Future[Tensor]) -> None:

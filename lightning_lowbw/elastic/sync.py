@@ -257,7 +257,7 @@ class ElasticSync(LocalSync):
         self.members, self.membership = members, members.membership
         self.round_s, self.participants = round_s, participants
         super().__init__(method, optimizer, named_parameters, members, named_buffers or {})
-        self.buffers.compares = False  # with members that come and go; and integers would be sent after the commit
+        self.buffers.is_elastic = True
         (self._all,) = self.fragments
         self.tokens = self.tokens_seen = 0.0
         self.contributed: dict[str, int] = {}

@@ -85,7 +85,7 @@ class BaseStrategy(ParallelStrategy):
     def _choose_hooks(self) -> None:
         """Choose the kind of hooks; without workers there is nothing to average."""
         if self._workers and self.method.averages_weights:
-            self._hooks: Hooks = ReplicaHooks(self._workers, self.signals, self.buffers)
+            self._hooks: Hooks = ReplicaHooks(self._workers, self.signals)
         else:
             self._hooks = GradientHooks(self._workers, self.signals, self.buffers, self.auto)
 

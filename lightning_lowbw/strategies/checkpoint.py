@@ -176,8 +176,7 @@ class CheckpointedStrategy(BaseStrategy):
             "rng": rng_state(self.root_device),
             "precision": self.precision_plugin.state_dict(),  # a GradScaler's; ranks that step alone scale alone
             "buffers": {name: buffer.cpu().clone() for name, buffer in buffers.items()},
-            "apart": sorted(self._hooks.apart | self.buffers.layout.apart),
-            "unequal_buffers": self.buffers.unequal,
+            "shared_buffers": self.buffers.state_dict(),
         }
 
     def _path_of_rank_zero(self, filepath: _PATH) -> _PATH:
@@ -322,14 +321,12 @@ class CheckpointedStrategy(BaseStrategy):
         """Load what a rank has beside its workers."""
         self._loaded = {name: shard[name] for name in ("rng", "precision")}
         module = self.trainer.lightning_module
-        apart = shard.get("apart", ())
-        self.buffers.unequal = shard.get("unequal_buffers")
-        self.buffers.layout.leave_out(apart)
+        self.buffers.load_state_dict(shard["shared_buffers"])
         for name, buffer in list(module.named_buffers()):
             kept = shard["buffers"].get(name)
             if kept is not None and buffer.shape == kept.shape:
                 buffer.copy_(kept)
-            elif kept is not None and name in apart:  # the checkpoint has that of rank 0
+            elif kept is not None:  # a buffer of its own on each rank: the checkpoint has that of rank 0
                 layer, _, last = name.rpartition(".")
                 module.get_submodule(layer)._buffers[last] = kept.to(buffer.device, buffer.dtype)
 

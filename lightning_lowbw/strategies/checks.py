@@ -28,6 +28,7 @@ from lightning_lowbw.method import Method
 from lightning_lowbw.namespaces import counterpart_of, package_of
 from lightning_lowbw.strategies.keywords import asked_of_buffers
 from lightning_lowbw.strategies.shared_buffers import buffers_of
+from lightning_lowbw.sync.buffers import agree_on_specs
 from lightning_lowbw.sync.checks import agree_on_model, agree_on_optimizers, warn_if_incomplete
 from lightning_lowbw.sync.gradient import GradientSync
 from lightning_lowbw.sync.synchronizer import Synchronizer
@@ -206,6 +207,7 @@ def check_model(module: torch.nn.Module, compares_weights: bool = False, takes_s
                     "or name it in the module's _ddp_params_and_buffers_to_ignore, so that each rank keeps its own."
                 )
     agree_on_model(module.named_parameters(), compares_weights=compares_weights)
+    agree_on_specs(buffers_of(module), None)
 
 
 def check_optimizers(optimizers: Sequence[Optimizer], named_parameters: Iterable[tuple[str, Tensor]]) -> None:

@@ -22,8 +22,8 @@ from lightning_lowbw.comm.collectives import all_reduce_
 from lightning_lowbw.comm.peers import Peers, mean_over
 from lightning_lowbw.kernels.tensors import as_real
 from lightning_lowbw.strategies.checks import callbacks_of
-from lightning_lowbw.strategies.shared_buffers import IGNORED, buffers_of
-from lightning_lowbw.sync.buffers import alike
+from lightning_lowbw.strategies.shared_buffers import buffers_of
+from lightning_lowbw.sync.buffers import IGNORED
 from lightning_lowbw.sync.checks import plain_values
 from lightning_lowbw.sync.synchronizer import Synchronizer
 
@@ -64,7 +64,7 @@ class FirstCallback(Callback):
 
 
 def weights_of(module: torch.nn.Module, peers: Peers) -> list[Tensor]:
-    """Return the tensors of a module that are averaged: parameters, and floating buffers of one shape on all ranks.
+    """Return the tensors of a module that are averaged: parameters, and floating buffers.
 
     Not those that DDP ignores, nor parameters of a class of their own, such as frozen weights in few bits.
 
@@ -72,7 +72,7 @@ def weights_of(module: torch.nn.Module, peers: Peers) -> list[Tensor]:
     """
     ignored = getattr(module, IGNORED, ())
     parameters = {name: p for name, p in module.named_parameters() if name not in ignored and type(p) is Parameter}
-    buffers = alike(buffers_of(module), peers.group).values()
+    buffers = buffers_of(module).values()
     floating = [each for each in buffers if each.is_floating_point() or each.is_complex()]
     return [*(p.detach() for p in parameters.values()), *floating]
 

@@ -45,9 +45,8 @@ from lightning_lowbw.method import Method, as_method
 from lightning_lowbw.strategies import checks
 from lightning_lowbw.strategies.checkpoint import GO_ON, CheckpointedStrategy, LoadShard
 from lightning_lowbw.strategies.keywords import Needs, as_timeout, written
-from lightning_lowbw.strategies.shared_buffers import SharedBuffers
+from lightning_lowbw.strategies.shared_buffers import SharedBuffers, buffers_of
 from lightning_lowbw.strategies.step_hooks import scaler_of
-from lightning_lowbw.sync.buffers import alike
 from lightning_lowbw.sync.local_view import (
     LocalTensors,
     LocalView,
@@ -197,7 +196,7 @@ class ShardedStrategy(CheckpointedStrategy, ModelParallelStrategy):
                 "A GradScaler with a sharded model: each rank would skip steps alone. Give precision='bf16-mixed'."
             )
         equalise_(trainer.lightning_module, self._shards.tensors, self.mesh.peers())
-        self.buffers.begin(trainer.lightning_module, is_fit=True)
+        self.buffers.begin(trainer.lightning_module)
         self._begin_workers(trainer)
         self._insert_first_callback(trainer)
 
@@ -293,7 +292,7 @@ class ShardedStrategy(CheckpointedStrategy, ModelParallelStrategy):
         super().show_consensus(weights_only=weights_only)
         for worker in self.replicas:
             if worker.replica.view.own is not None:
-                buffers = alike(worker.replica.averaged_buffers(), self.mesh.node()).values()
+                buffers = worker.replica.averaged_buffers().values()
                 broadcast_flat_(buffers, lambda flat: broadcast_(flat, self.mesh.node()))
                 worker.replica.note_shown()
 
@@ -401,7 +400,8 @@ def _shard(module: Any, device: torch.device) -> None:
     """Shard the children, and the layers in lists; the module itself takes what several of them share, and its own."""
     if any(isinstance(parameter, DTensor) for parameter in module.parameters()):  # in an earlier fit
         return
-    for tensor in [*module.parameters(), *module.buffers()]:  # as DDP: rank 0's, before each keeps its shard of it
+    # As in DDP rank 0 sends all tensors, before each rank keeps its shards.
+    for tensor in [*module.parameters(), *buffers_of(module).values()]:
         whole = tensor.detach().to(device)
         broadcast_flat_([whole], broadcast_)
         with torch.no_grad():
@@ -495,7 +495,7 @@ def equalise_(module: nn.Module, tensors: LocalTensors, group: dist.ProcessGroup
     where these differ.
     """
     shards: list[Tensor] = [tensors.of(parameter).detach() for parameter in module.parameters()]
-    shards += alike(dict(module.named_buffers()), group).values()
+    shards += buffers_of(module).values()
     if shards and dist.get_world_size(group) > 1 and any(differ([shards], group, shards[0].device)):
         for tensor in shards:  # one by one: all of them together would be a second copy of the shard
             broadcast_flat_([tensor], lambda flat: broadcast_(flat, group))

@@ -23,8 +23,9 @@ from lightning_lowbw.method import Method
 from lightning_lowbw.strategies import checks
 from lightning_lowbw.strategies.auto_choice import AutoChoice
 from lightning_lowbw.strategies.equality import agree_on_weights_, weights_of
-from lightning_lowbw.strategies.shared_buffers import IGNORED, SharedBuffers
+from lightning_lowbw.strategies.shared_buffers import SharedBuffers
 from lightning_lowbw.strategies.signals import Signals
+from lightning_lowbw.sync.buffers import IGNORED
 from lightning_lowbw.sync.checks import agree_on_end
 from lightning_lowbw.sync.consensus import unseen_by_autograd
 from lightning_lowbw.sync.gradient import GradientSync
@@ -67,7 +68,7 @@ class GradientHooks:
         self._signals.end_step(worker, trainer)
         method = self._auto.end_step(worker, list(self._workers.values()), trainer)
         if method is None and trainer.lightning_module.automatic_optimization:  # else Lightning's DDP broadcasts none
-            self._buffers.note_step(worker.step, self._workers.values())
+            self._buffers.note_step(self._workers.values())
         return method
 
     # What is looked at --------------------------------------------------------------------------------------------
@@ -117,11 +118,6 @@ class GradientHooks:
         """Return those buffers, by name, that a rank keeps in its shard of a checkpoint."""
         return self._buffers.own(buffers)
 
-    @property
-    def apart(self) -> frozenset[str]:
-        """The names of averaged buffers whose shapes differ between ranks."""
-        return frozenset()
-
     # The end ------------------------------------------------------------------------------------------------------
 
     def end_training(self, trainer: pl.Trainer, peers: Peers, device: torch.device) -> None:
@@ -145,11 +141,10 @@ class ReplicaHooks:
     Args:
         workers: of the optimizers, at any time.
         signals: of this strategy.
-        buffers: of this strategy; warnings of buffers are given once.
     """
 
-    def __init__(self, workers: Mapping[int, LocalSync], signals: Signals, buffers: SharedBuffers) -> None:
-        self._by_optimizer, self._signals, self._buffers = workers, signals, buffers
+    def __init__(self, workers: Mapping[int, LocalSync], signals: Signals) -> None:
+        self._by_optimizer, self._signals = workers, signals
 
     @property
     def _workers(self) -> list[LocalSync]:
@@ -157,7 +152,6 @@ class ReplicaHooks:
 
     def begin_training(self, trainer: pl.Trainer, method: Method, *, is_search: bool) -> None:
         for worker in self._workers:
-            worker.buffers.layout.told = self._buffers.layout.told
             worker.begin_local()
 
     def begin_batch(self, trainer: pl.Trainer, device: torch.device) -> None:
@@ -261,10 +255,6 @@ class ReplicaHooks:
         for worker in self._workers:
             kept |= {name: tensor for name, tensor in worker.replica.own_tensors().items() if name in buffers}
         return kept
-
-    @property
-    def apart(self) -> frozenset[str]:
-        return frozenset[str]().union(*(worker.buffers.layout.apart for worker in self._workers))
 
     # The end ------------------------------------------------------------------------------------------------------
 

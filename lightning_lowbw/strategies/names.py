@@ -65,9 +65,10 @@ class DGCStrategy(Strategy):
         resume: "exact", or "weights and optimizer" where the folder beside the ``.ckpt`` is lost or does not fit; see
             `Strategy`.
         **kwargs: keyword arguments of Lightning's `DDPStrategy` and of torch's `DistributedDataParallel`.
-            Without `broadcast_buffers`: as DDP in the dense phase; in the sparse phase only buffers are broadcast which
-            the ranks change differently, and no running statistics of batch norm; validation, ends of epochs and the
-            end of the fit have those of rank 0. True: all are broadcast in every forward pass. False: never.
+            Without `broadcast_buffers`: as DDP in the dense phase; in the sparse phase rank 0 sends only buffers that
+            differed between ranks after its first two steps, and no running statistics of batch norm; validation, ends
+            of epochs and the end of the fit have the buffers of rank 0. True: all are broadcast in every forward pass.
+            False: never.
 
     Raises:
         ConfigurationError: a value is out of range, or a keyword unknown.

@@ -1,42 +1,37 @@
-"""Buffers where gradients are exchanged: those of rank 0, as under DDP, at the lowest price.
+"""Buffers of methods that exchange gradients in every step: rank 0 sends them, as under DDP, at the lowest price.
 
-Whoever looks at them (in validation, at the end of an epoch or of the fit, in a checkpoint) finds those of rank 0 on
-all ranks, and the training goes on with them, as it does before each forward pass of DDP. Where a forward pass
-broadcasts none, in manual optimization and with FSDP, that holds for running statistics alone: a training step does not
-read them, so that a validation changes nothing. In a dense step DDP broadcasts all before the forward pass. In a
-compressed one they may be more than the gradients (4 MB of a moving average; 213 KB of statistics in ResNet-50): then
-those are broadcast which the ranks have been found to change differently, without the running statistics of batch norm,
-which no training step reads.
+Validation, the end of an epoch and of the fit, and checkpoints have the buffers of rank 0, and the training goes on
+with these values, as after each broadcast of DDP. In manual optimization and with FSDP a forward pass broadcasts no
+buffers: then only the running statistics become those of rank 0, which no training step reads, so that a validation
+does not change the training.
 
-Modules resize buffers, and ranks may do so differently. So what is sent has the shapes that all ranks have agreed on
-(`sync.buffers`), and says of which buffers rank 0 has others by now.
+In a dense step DDP broadcasts all buffers before the forward pass. Before a compressed step they may be larger than the
+gradients (4 MB of a moving average; 213 KB of statistics in ResNet-50): then rank 0 sends the buffers that differed
+between ranks after the first two such steps, without the running statistics of batch norm.
+
+Shapes are compared at the start of a fit, and wherever the ranks compare their buffers.
 """
 
 from __future__ import annotations
 
-import math
 import weakref
 from collections.abc import Callable, Collection, ItemsView, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from functools import lru_cache
-from itertools import groupby
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
-from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_lowbw.comm.collectives import Level, TrafficLedger, broadcast_, broadcast_flat_
-from lightning_lowbw.kernels.tensors import as_real, constant, device_of, download
-from lightning_lowbw.sync.buffers import Layout, Spec, is_check_due, spec_of, unequal
+from lightning_lowbw.sync.buffers import IGNORED, agree_on_specs, unequal
 from lightning_lowbw.sync.synchronizer import Synchronizer
 
-IGNORED = "_ddp_params_and_buffers_to_ignore"  # torch's own name
+NUM_COMPARED = 2  # compressed steps before which the ranks compare their buffers
 
 
 def buffers_of(module: nn.Module) -> dict[str, Tensor]:
@@ -56,154 +51,103 @@ def statistics_of(module: nn.Module) -> frozenset[str]:
     )
 
 
-@contextmanager
-def ignoring(module: nn.Module, names: Collection[str]) -> Iterator[None]:
-    """Let DDP, when it is made, and Lightning's first broadcast leave out buffers whose shapes differ between ranks."""
-    before = getattr(module, IGNORED, None)
-    setattr(module, IGNORED, [*(before or ()), *names])
-    try:
-        yield
-    finally:
-        if before is None:
-            delattr(module, IGNORED)
-        else:
-            setattr(module, IGNORED, before)
-
-
 class SharedBuffers:
-    """Which buffers are those of rank 0 where gradients are exchanged, and when that is checked.
+    """The choice of the buffers that rank 0 sends, and of the steps after which the ranks compare their buffers.
 
     Args:
         asked: whether the user wants DDP's broadcast in every forward pass; None if they have not said so.
         in_forward: whether forward passes broadcast.
 
     Attributes:
-        layout: which buffers all ranks have in one shape.
-        unequal: the names of the buffers that the ranks have been found to change differently; None: not known.
         is_check_due: whether the ranks compare their buffers before the next batch.
     """
 
     def __init__(self, asked: bool | None, *, in_forward: bool = True) -> None:
         self._asked, self._in_forward = asked, in_forward
         self._statistics: frozenset[str] = frozenset()  # names of buffers that no training step reads
-        self.layout = Layout()
-        self.unequal: list[str] | None = None
+        self._unequal: list[str] | None = None  # names of the buffers that the ranks change differently, if known
+        self._num_compared = 0
         self.is_check_due = False
-        self._is_steady = True  # whether no buffer of rank 0 has changed its shape
-        # Reads of each buffer in the last message whether rank 0 had it in that shape.
-        self._fits: Callable[[], list[float]] = list
 
-    def begin(self, module: nn.Module, *, is_fit: bool) -> None:
-        """Forget the last fit, and compare the shapes of the buffers.
+    def begin(self, module: nn.Module) -> None:
+        """Forget the last fit."""
+        self._unequal, self._num_compared, self.is_check_due = None, 0, False
+        self._statistics = frozenset() if self._asked is False else statistics_of(module)
 
-        Collective: all ranks.
-        """
-        self.layout = Layout(None if is_fit else self.layout.told)
-        self.layout.agree(buffers_of(module), None)
-        if is_fit:
-            self.unequal, self.is_check_due, self._is_steady, self._fits = None, False, True, list
-            self._statistics = frozenset() if self._asked is False else statistics_of(module)
+    def state_dict(self) -> dict[str, Any]:
+        """Return what the ranks have found; equal on all ranks."""
+        return {"unequal": self._unequal, "num_compared": self._num_compared}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load what `state_dict` returned."""
+        self._unequal, self._num_compared = state["unequal"], state["num_compared"]
 
     def own(self, buffers: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return those that a rank keeps in its shard of a checkpoint: not those that are in the ``.ckpt``."""
+        """Return the buffers that a rank keeps in its shard of a checkpoint; the statistics are in the ``.ckpt``."""
         return {name: buffer for name, buffer in buffers.items() if name not in self._statistics}
 
-    def to_broadcast(self, workers: Collection[Synchronizer]) -> list[str]:
-        """Return the names of those that rank 0 sends before a forward pass; none in steps that are all local."""
+    def to_broadcast(self, buffers: Mapping[str, Tensor], workers: Collection[Synchronizer]) -> list[Tensor]:
+        """Return the buffers that rank 0 sends before a forward pass; none in steps that are all local."""
         if workers and all(worker.is_local for worker in workers):
             return []
-        names = list(self.layout.specs)
         if self._asked is not None or not _is_compressed(workers):
-            return names
-        chosen = {*names} - self._statistics if self.unequal is None else self.unequal
-        return [name for name in names if name in chosen]
+            return list(buffers.values())
+        chosen = buffers.keys() - self._statistics if self._unequal is None else self._unequal
+        return [buffer for name, buffer in buffers.items() if name in chosen]
 
-    def broadcast_(
-        self,
-        module: nn.Module,
-        found: Mapping[str, Tensor],
-        choose: Callable[[], list[str]],
-        send_: Callable[[Tensor], object],
-        device: torch.device,
-    ) -> int:
-        """Take over the buffers of rank 0, of those that it has in the agreed shape.
-
-        If a buffer of rank 0 has another shape, all ranks compare theirs, and it sends those anew. The first time on a
-        GPU they do so before the next forward pass only, because they would wait for the device in each.
-
-        Collective: all ranks; see `Layout.agree`.
-
-        In place:
-            The buffers.
-
-        Args:
-            module: that is trained.
-            found: its buffers, those that DDP has looked up.
-            choose: returns the names of those that are to be sent.
-            send_: overwrites bytes with those of rank 0.
-            device: of the message.
-
-        Returns:
-            The bytes of the buffers that were sent, without the byte beside each.
-        """
-        nbytes = 0
-        while True:
-            if not all(self._fits()):
-                self._is_steady = False
-                self.layout.agree(buffers_of(module), None)
-            self._fits, names = list, choose()
-            if not names:
-                return nbytes
-            buffers = found if found.keys() >= {*names} else buffers_of(module)
-            message = _send_({name: self.layout.specs[name] for name in names}, buffers, send_, device)
-            nbytes += message.nbytes - len(names)
-            self._fits = download(message[-len(names) :])
-            if (self._is_steady and device.type != "cpu") or all(self._fits()):
-                return nbytes
-
-    def note_step(self, num_steps: int, workers: Collection[Synchronizer]) -> None:
+    def note_step(self, workers: Collection[Synchronizer]) -> None:
         """Note that a step has ended, before whose forward pass DDP may have broadcast."""
-        if self._asked is None and self._in_forward and _is_compressed(workers):
-            # Often at first, because then it shows which differ.
-            self.is_check_due |= self.unequal is None or is_check_due(num_steps)
+        is_chosen = self._asked is None and self._in_forward and _is_compressed(workers)
+        self.is_check_due |= is_chosen and self._num_compared < NUM_COMPARED
 
     def compare(self, module: nn.Module, device: torch.device) -> None:
-        """Find buffers that the ranks change differently: from now on they are broadcast in compressed steps, too.
+        """Find buffers that the ranks change differently: rank 0 sends them before compressed steps, too.
 
         Collective: all ranks, after the same steps.
+
+        Raises:
+            DisagreementError: on all ranks; they have buffers of different shapes.
         """
-        self.is_check_due, known = False, self.unequal or []
-        buffers = self._agreed(module)
+        self.is_check_due, known = False, self._unequal or []
+        self._num_compared += 1
+        buffers = _agreed(module)
         unknown = {name: b for name, b in buffers.items() if name not in self._statistics and name not in known}
         new = unequal(unknown, None, device)
-        self.unequal = [*known, *new]
+        self._unequal = [*known, *new]
         if new:
-            nbytes = sum(buffers[name].nbytes for name in self.unequal if name in buffers)
+            nbytes = sum(buffers[name].nbytes for name in self._unequal if name in buffers)
             rank_zero_info(
                 f"The ranks change these buffers differently: {', '.join(new)}. Before each forward pass they get "
                 f"those of rank 0, as under DDP ({nbytes:,} bytes, all such buffers together). "
                 "broadcast_buffers=False leaves this out: then each rank keeps its own."
             )
 
+    @torch.no_grad()
     def share_(self, module: pl.LightningModule, ledger: TrafficLedger, device: torch.device) -> None:
-        """Replace the buffers by those of rank 0, because somebody may look at them.
+        """Replace the buffers that differ by the values of rank 0, before a validation or a save reads them.
 
-        Collective: all ranks.
+        Collective: all ranks, blocking; the comparison of shapes, `unequal`, and a broadcast if buffers differ.
         """
+
+        def send_(flat: Tensor) -> None:
+            broadcast_(flat)
+            ledger.record(flat.nbytes)
+
         if self._asked is False:
             return
         if self.is_check_due:  # before they are made equal
             self.compare(module, device)
-        buffers = self._agreed(module)
+        buffers = _agreed(module)
         if not (module.automatic_optimization and self._in_forward):
             buffers = {name: buffer for name, buffer in buffers.items() if name in self._statistics}
-        share_(buffers, ledger, device)
+        broadcast_flat_([buffers[name] for name in unequal(buffers, None, device)], send_)
 
-    def _agreed(self, module: nn.Module) -> dict[str, Tensor]:
-        """Compare shapes; return the buffers that all ranks have in one."""
-        buffers = buffers_of(module)
-        self.layout.agree(buffers, None)
-        return self.layout.fitting(buffers)
+
+def _agreed(module: nn.Module) -> dict[str, Tensor]:
+    """Return the buffers of a module, which have the same shapes on all ranks; see `agree_on_specs`."""
+    buffers = buffers_of(module)
+    agree_on_specs(buffers, None)
+    return buffers
 
 
 def _is_compressed(workers: Collection[Synchronizer]) -> bool:
@@ -211,106 +155,40 @@ def _is_compressed(workers: Collection[Synchronizer]) -> bool:
     return any(not (worker.reduces_in_backward or worker.is_local) for worker in workers)
 
 
-@torch.no_grad()
-def share_(buffers: Mapping[str, Tensor], ledger: TrafficLedger, device: torch.device) -> None:
-    """Take over the buffers of rank 0 that differ.
-
-    Collective: all ranks, blocking; as `unequal`, and a broadcast for each dtype of those that differ.
-
-    Args:
-        buffers: of the same shapes on all ranks.
-        ledger: gets what is sent.
-        device: of the messages.
-    """
-
-    def send_(flat: Tensor) -> None:
-        broadcast_(flat)
-        ledger.record(flat.nbytes)
-
-    broadcast_flat_([buffers[name] for name in unequal(buffers, None, device)], send_)
-
-
-def _send_(
-    specs: Mapping[str, Spec], buffers: Mapping[str, Tensor], send_: Callable[[Tensor], object], device: torch.device
-) -> Tensor:
-    """Send buffers in one message: their bytes, and then a byte for each, whether rank 0 has it in the agreed shape.
-
-    In place:
-        The buffers that have that shape, here and on rank 0.
-
-    Returns:
-        The message; without a wait for the device.
-    """
-    order = _order(tuple(specs.items()))
-    sizes = [size for _, _, size in order]
-    are_here = tuple(name in buffers and spec_of(buffers[name]) == spec for name, spec, _ in order)
-    own = [
-        as_real(buffers[name]) if is_here else torch.zeros(size, dtype=torch.uint8, device=device)
-        for (name, _, size), is_here in zip(order, are_here, strict=True)
-    ]
-    alike = [list(of_dtype) for _, of_dtype in groupby(own, key=lambda tensor: tensor.dtype)]
-    rows = [_flatten_dense_tensors(tensors).view(torch.uint8) for tensors in alike]
-    mine = torch.cat([*rows, constant(are_here, torch.uint8, device)])
-    message = mine.clone()
-    send_(message)
-    flags = message[-len(order) :]
-    if not (device_of(device).is_synchronous and all(flags.tolist())):
-        fits = flags.repeat_interleave(constant(tuple(sizes), torch.int64, device), output_size=sum(sizes))
-        torch.where(fits.bool(), message[: sum(sizes)], mine[: sum(sizes)], out=message[: sum(sizes)])
-    arrived = message[: sum(sizes)].split([row.numel() for row in rows])
-    for tensors, row in zip(alike, arrived, strict=True):  # what is not here has nowhere to go, and is not looked at
-        torch._foreach_copy_(tensors, _unflatten_dense_tensors(row.view(tensors[0].dtype), tensors))
-    return message
-
-
-@lru_cache(maxsize=8)
-def _order(specs: tuple[tuple[str, Spec], ...]) -> list[tuple[str, Spec, int]]:
-    """Return names, specs and bytes: those of one dtype together, and each begins at a multiple of its own size."""
-    ordered = sorted(specs, key=lambda each: (-each[1][1].itemsize, str(each[1][1])))
-    return [(name, (shape, dtype), math.prod(shape) * dtype.itemsize) for name, (shape, dtype) in ordered]
-
-
 def choose_buffers(
     model: DistributedDataParallel,
     shared: SharedBuffers,
-    choose: Callable[[], list[str]],
+    workers: Callable[[], Collection[Synchronizer]],
     ledger: TrafficLedger,
     level: Level | None,
 ) -> None:
-    """Let DDP broadcast only the chosen buffers before a forward pass, in agreed shapes, and count them.
+    """Let DDP broadcast only the chosen buffers before a forward pass, in one message, and count them.
 
     Args:
         model: asks for a broadcast before the forward passes of stock DDP.
-        shared: knows the shapes.
-        choose: returns the names of those that are to be sent.
+        shared: chooses the buffers.
+        workers: returns the workers of the fit.
         ledger: gets what is sent, and what DDP would have sent.
         level: of the topology that a message to all ranks crosses, if there is one.
     """
     # Not the model itself: as a cycle it would live on after the fit, until some thread collects it, while the backward
     # pass of the next fit may call the hooks of its reducer.
-    owner, device = weakref.ref(model), next(model.parameters()).device
-
-    def ddp() -> DistributedDataParallel:
-        found = owner()
-        assert found is not None
-        return found
+    owner = weakref.ref(model)
 
     def broadcast_chosen(buffers: Sequence[Tensor], *args: int) -> None:
-        def send_(message: Tensor) -> None:
-            DistributedDataParallel._distributed_broadcast_coalesced(ddp(), [message], *args)
+        ddp = owner()
+        assert ddp is not None
 
-        nbytes = shared.broadcast_(ddp().module, ddp().named_module_buffers, choose, send_, device)
-        if nbytes:
-            ledger.record(nbytes, level)
+        def send_(message: Tensor) -> None:
+            DistributedDataParallel._distributed_broadcast_coalesced(ddp, [message], *args)
             dense = sum(buffer.nbytes for buffer in buffers)
+            ledger.record(message.nbytes, level)
             ledger.dense_bytes += dense
             ledger.dense_inter_bytes += dense if level == "inter" else 0
 
-    def will_sync() -> bool:  # a rank that has no buffer any more waits for the message, too
-        return ddp().require_forward_param_sync and ddp().broadcast_buffers and bool(shared.layout.specs)
+        broadcast_flat_(shared.to_broadcast(ddp.named_module_buffers, workers()), send_)
 
     model._distributed_broadcast_coalesced = broadcast_chosen  # type: ignore[method-assign]
-    model.will_sync_module_buffers = will_sync  # type: ignore[method-assign]
 
 
 class LayerBuffers(Mapping[str, Tensor]):

@@ -36,8 +36,9 @@ from lightning_lowbw.strategies import checks
 from lightning_lowbw.strategies.checkpoint import CheckpointedStrategy
 from lightning_lowbw.strategies.communication_hook import CommunicationHook
 from lightning_lowbw.strategies.keywords import DDP_KEYWORDS, Needs, asked_of_buffers, given_keywords, written
-from lightning_lowbw.strategies.shared_buffers import IGNORED, SharedBuffers, choose_buffers, ignoring
+from lightning_lowbw.strategies.shared_buffers import SharedBuffers, buffers_of, choose_buffers
 from lightning_lowbw.strategies.traffic_monitor import bring_monitor
+from lightning_lowbw.sync.buffers import IGNORED, agree_on_specs
 from lightning_lowbw.sync.checks import plain_values
 from lightning_lowbw.sync.gradient import GradientSync
 from lightning_lowbw.sync.synchronizer import Synchronizer
@@ -133,9 +134,8 @@ class Strategy(CheckpointedStrategy, DDPStrategy):
                     "as without it. Set Trainer(devices=..., num_nodes=...) for more."
                 )
         else:
-            self.buffers.begin(trainer.lightning_module, is_fit=False)
-            with ignoring(trainer.lightning_module, self.buffers.layout.apart):
-                super().setup(trainer)
+            agree_on_specs(buffers_of(trainer.lightning_module), None)  # rank 0's are broadcast
+            super().setup(trainer)
         self._insert_first_callback(trainer)
 
     def _check_trainer(self, trainer: pl.Trainer) -> None:
@@ -170,13 +170,11 @@ class Strategy(CheckpointedStrategy, DDPStrategy):
             takes_sparse=self.world_size > 1 and not self.method.exchanges_gradients,
         )
         self._make_peers(self._ddp_kwargs.get("process_group"))
-        module = self.trainer.lightning_module
-        self.buffers.begin(module, is_fit=True)
-        with ignoring(module, self.buffers.layout.apart):
-            super().configure_ddp()
+        self.buffers.begin(self.trainer.lightning_module)
+        super().configure_ddp()
         level: Level | None = "inter" if self.peers.is_two_level else None
         if self.world_size > 1:
-            choose_buffers(self._ddp, self.buffers, lambda: self.buffers.to_broadcast(self.workers), self.ledger, level)
+            choose_buffers(self._ddp, self.buffers, lambda: self.workers, self.ledger, level)
 
     def _make_peers(self, group: dist.ProcessGroup | None) -> None:
         """Find out which ranks share a node, and make the process groups.

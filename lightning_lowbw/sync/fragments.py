@@ -78,7 +78,6 @@ class Average:
         faults: of the parameters, and late ones; None of one that was saved.
         snapshots: of the parameters when it was begun, where local steps go on meanwhile.
         buffer_snapshots: of the buffers, by name; as `snapshots`.
-        unsent: the names of buffers of which this rank has sent nothing, because their shape had changed.
     """
 
     step: int
@@ -89,7 +88,6 @@ class Average:
     faults: Faults | None = None
     snapshots: list[Tensor] | None = None
     buffer_snapshots: dict[str, Tensor] = field(default_factory=dict)
-    unsent: Sequence[str] = ()
 
     def wait_for_whole(self) -> tuple[dict[str, Tensor], Tensor]:
         """Wait for the means of the tensors that are averaged whole, and for the status."""

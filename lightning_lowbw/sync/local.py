@@ -13,8 +13,8 @@ steps, counted from there, there is a round:
     outer       x0 = outer(x0, mean)
     apply       x = x0, or with a delay the steps taken meanwhile are kept
 
-for parameters and for the floating buffers that differ between ranks (`sync.buffers`). Batch norm's running variance
-gets the variance between the ranks' means, too.
+for parameters and for the running statistics of batch norm (`sync.buffers`). A running variance gets the variance
+between the ranks' means, too.
 
 With fragments, each part of the parameters has its own turn: Douillard et al., "Streaming DiLoCo with overlapping
 communication", arXiv 2501.18512, algorithm 2.
@@ -127,8 +127,8 @@ class LocalSync(Synchronizer):
         self._distance: Tensor | None = None
         self.measures_distance = False
 
-    def take_layout(self) -> None:
-        self.buffers.layout.take(self.buffers.named)
+    def take_shapes(self) -> None:
+        self.buffers.take_shapes()
 
     # Read by the strategies -----------------------------------------------------------------------------------------
 
@@ -344,7 +344,6 @@ class LocalSync(Synchronizer):
         # A mean of weights makes replicas equal from any start; changes need the same consensus on all ranks.
         starts = (self.replica.start[p] for p in parameters) if self.needs_start else None
         mark = make_mark(self.step + self.batch, starts, self.requests)
-        # What it sends of buffers is of the agreed shapes, whatever they are now.
         is_resized = fragment.takes_buffers and bool(self.buffers.changed())
         own = SPARE, 0.0, 0.0, self._lr, float(is_resized)
         status = average_status(Sums(*own), self.loss.mean(), faults.any(self.device), mark, self.peers, self.device)
@@ -359,7 +358,7 @@ class LocalSync(Synchronizer):
         Collective: all ranks, with the same parameters, which have elements.
 
         Wire:
-            What the payload does not send, and the floating buffers that differ, in float32 (or wider), with a status
+            What the payload does not send, and the running statistics that differ, in float32 (or wider), with a status
             of 5 numbers and 2 per rank; and the messages of the payload, which contain the status if they are all.
         """
         average, whole, changes = self.prepare_average(parameters, takes_buffers=takes_buffers)
@@ -372,7 +371,6 @@ class LocalSync(Synchronizer):
         average = Average(self.step, parameters, takes_buffers=takes_buffers)
         average.snapshots = wide_copies(parameters) if is_delayed else None
         average.buffer_snapshots = self.buffers.snapshot() if takes_buffers and is_delayed else {}
-        average.unsent = self.buffers.unsent() if takes_buffers else []
         sent = list(filter(replica.compresses, parameters))
         moves = changes_of(list(map(as_real, sent)), [replica.start[p] for p in sent])
         changes = dict(zip(map(self.name_of, sent), moves, strict=True))
@@ -416,7 +414,7 @@ class LocalSync(Synchronizer):
     ) -> None:
         """Step from the last consensus to the mean.
 
-        Collective: all ranks, where there are integer buffers that differ, or the shape of a buffer has changed.
+        Collective: all ranks, if buffers differ that are not averaged, or the shape of a buffer has changed.
 
         Args:
             average: has been waited for.
@@ -424,11 +422,11 @@ class LocalSync(Synchronizer):
             sums: over the ranks, of the status.
             moved: parameters that have been trained since the average was begun.
         """
-        changes, resized = average.changes.wait().mean.dense(), set[str]()
+        changes = average.changes.wait().mean.dense()
         if average.takes_buffers:
             if sums.num_resized:
-                resized = self.buffers.compare(self.peers, self.device, average.unsent)
-            self.buffers.agree_integers(self.peers, self.device)
+                self.buffers.agree_on_shapes(self.peers)
+            self.buffers.take_first_(self.peers)
         # From here on nothing is communicated: an exchange that fails, fails before a weight changes.
         names = {p: self.name_of(p) for p in average.parameters}
         starts = {name: self.replica.start[p] for p, name in names.items() if name in changes}
@@ -440,7 +438,7 @@ class LocalSync(Synchronizer):
                 start = self.replica.start[parameter]
                 means[name].add_(start).sub_(start.to(dtype))
         self._move_weights(average, [means[name] for name in names.values()], sums.lr / self.peers.num_ranks, moved)
-        self.buffers.apply(means, average.buffer_snapshots, resized)
+        self.buffers.apply(means, average.buffer_snapshots)
         self.num_averages += 1
 
     def _move_weights(self, average: Average, means: list[Tensor], lr: float, moved: Collection[Parameter]) -> None:

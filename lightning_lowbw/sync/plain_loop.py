@@ -88,7 +88,7 @@ def attach(
         worker = make(named)
     agree_on_model(worker.by_name().items(), buffers.items(), process_group)
     agree_on_optimizers([optimizer], named, process_group)
-    worker.take_layout()
+    worker.take_shapes()
     _tell(worker)
     if worker.method.what.uses_kernels:
         prepare_kernels(worker.device, uses_of([worker]), process_group)

@@ -86,7 +86,7 @@ class Replica:
     @property
     def sends_changes_only(self) -> bool:
         """Whether an average consists of the payload's messages; equal on all ranks."""
-        if self.exchange is None or self.buffers.start:
+        if self.exchange is None or self.buffers.may_average:
             return False
         # One small tensor that is sent whole takes a second message, and the status goes on that.
         trained = [p for fragment in self.fragments for p in fragment.parameters if p.requires_grad and p.numel()]
@@ -131,11 +131,11 @@ class Replica:
     # What the model shows -------------------------------------------------------------------------------------------
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return everything that the consensus has, by name: parameters, and buffers of one shape on all ranks."""
+        """Return everything that the consensus has, by name: parameters and buffers."""
         return {**self.params.by_name(), **self.averaged_buffers()}
 
     def averaged_buffers(self) -> dict[str, Tensor]:
-        """Return the buffers that all ranks have in one shape, by name."""
+        """Return the buffers, by name."""
         return (self.view.buffers or self.buffers).now()
 
     def own_tensors(self) -> dict[str, Tensor]:
@@ -206,7 +206,7 @@ class Replica:
                 else:
                     buffers[name] = mean.clone()  # else the bucket would stay
         agreed.apply(buffers, {})
-        agreed.agree_integers(self.peers, device)
+        agreed.take_first_(self.peers)
         self.note_shown()
 
     @torch.no_grad()

@@ -193,7 +193,6 @@ def _average_state(average: Average, name_of: Callable[[Parameter], str]) -> dic
         "status": on_cpu(status),
         "snapshots": on_cpu(average.snapshots or []),
         "buffer_snapshots": saved(average.buffer_snapshots),
-        "unsent": list(average.unsent),
     }
 
 
@@ -210,7 +209,6 @@ def _loaded_average(
         changes=Deferred(lambda: DenseMean(changes)),
         snapshots=[snapshot.to(device) for snapshot in state["snapshots"]],
         buffer_snapshots=loaded(state["buffer_snapshots"], device),
-        unsent=state.get("unsent", ()),
     )
 
 

@@ -128,7 +128,7 @@ class Synchronizer:
         first: Parameter = next(each for group in self.optimizer.param_groups for each in group["params"])
         return first.device
 
-    def take_layout(self) -> None:
+    def take_shapes(self) -> None:
         """Take the shapes of the buffers that are averaged: they have been compared between the ranks."""
 
     # What the coming step communicates, read by the strategies ------------------------------------------------------

@@ -116,7 +116,7 @@ class Volumes:
             is_last = fragment == len(fragments) - 1
             by_step[begun - 1] += self.of_average(when, fragments[fragment], with_buffers=is_last)
             if is_last and applied <= num_steps:
-                by_step[applied - 1] += all_reduce_bytes(INT_BYTES, self.row.num_ranks)
+                by_step[applied - 1] += INT_BYTES
         return by_step
 
 

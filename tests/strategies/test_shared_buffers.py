@@ -1,5 +1,7 @@
 """Running statistics are a rank's own in the sparse phase, and rank 0's in validation; other buffers as in DDP.
 
+Shapes that differ between ranks are an error, also in mid-fit; shapes that change alike are not looked for.
+
 What a module does to its buffers in hooks lasts, as under ddp, also while the buffers of others are shown; and what DDP
 ignores, and frozen weights of other classes, is each rank's own.
 """
@@ -16,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_lowbw import ConfigurationError, Topology
+from lightning_lowbw import ConfigurationError, DisagreementError, Topology
 from lightning_lowbw.comm.agreement import digest
 from lightning_lowbw.comm.topology import make_node_mesh
 from lightning_lowbw.strategies import shared_buffers
@@ -24,8 +26,8 @@ from lightning_lowbw.strategies.checks import check_model
 from lightning_lowbw.strategies.fsdp import _shard, equalise_
 from lightning_lowbw.sync.local_view import LocalTensors
 from tests.ranks import on_ranks
-from tests.strategies.fits import STEPS, At, Noted, gathered, make, same, train
-from tests.tiny import ManualTiny, Tiny
+from tests.strategies.fits import STEPS, At, Noted, gathered, make, same, train, train_by_step
+from tests.tiny import ManualTiny, Tiny, make_data, make_trainer
 
 DGC = "dgc, warm-up"
 KINDS: dict[str, tuple[Any, type[Tiny]]] = {
@@ -170,7 +172,7 @@ def test_what_hooks_set_stays_and_is_in_the_checkpoint(strategy: str, tmp_path: 
 
 
 class Buffers(Tiny):
-    """Has buffers that all ranks change alike, differently, or from step 5 on, beside those of batch norm."""
+    """Has buffers that all ranks change alike, differently, or from step 2 on, beside those of batch norm."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -182,7 +184,7 @@ class Buffers(Tiny):
     def on_train_batch_end(self, *_: Any) -> None:
         self.ema.lerp_(self.wide.bias.detach().mean().expand(100), 0.1)
         self.scale.add_(self.global_rank)
-        self.late.add_(self.global_rank * (self.global_step >= 5))
+        self.late.add_(self.global_rank * (self.global_step >= 2))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.training:
@@ -212,12 +214,10 @@ def count_broadcasts(**keywords: Any) -> tuple[list[int], list[int], list[str], 
 
 @on_ranks(2)
 def test_buffers_that_ranks_change_differently_are_broadcast_and_counted() -> None:
-    """Not batch norm's statistics, nor what all ranks compute alike; this is looked at after steps 1, 2, 4 and 8."""
+    """Not batch norm's statistics, nor what all ranks compute alike; the ranks compare after steps 1 and 2."""
     sent, counted, seen, said = count_broadcasts()
     same(seen)
-    assert counted == [4 * 108] + [4 * 3] * 7 + [4 * 8] * 2
-    # And of each buffer a byte, whether rank 0 has it in that shape.
-    assert sent == [nbytes + num for nbytes, num in zip(counted, [3] + [1] * 7 + [2] * 2, strict=True)]
+    assert sent == counted == [4 * 108, 4 * 3] + [4 * 8] * 8
     first, second = gathered(said)[0]
     for message, words in (
         (first, ("differently: scale. ", "12 bytes")),
@@ -232,6 +232,84 @@ def test_all_buffers_are_broadcast_or_none_where_that_is_asked() -> None:
     everything, *_ = count_broadcasts(broadcast_buffers=True)
     assert min(everything) > 4 * 108 or dist.get_rank()
     assert count_broadcasts(broadcast_buffers=False)[0] == []
+
+
+# Shapes ---------------------------------------------------------------------------------------------------------------
+
+
+class Bank(Tiny):
+    """Has a bank with a shape of its own on each rank, that grows, and a moving average beside it."""
+
+    def __init__(self, num_rows: int, num_more: int, *ignored: str) -> None:
+        super().__init__(data_by_step=True)
+        self.register_buffer("bank", torch.zeros(num_rows))
+        self.register_buffer("average", torch.zeros(4))
+        self.num_more, self._ddp_params_and_buffers_to_ignore = num_more, [*ignored]
+
+    def _load_from_state_dict(self, state: dict[str, Tensor], prefix: str, *args: Any) -> None:
+        self.bank = torch.zeros_like(state[f"{prefix}bank"])
+        super()._load_from_state_dict(state, prefix, *args)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        rows = torch.full((self.num_more,), 1.0 + self.global_rank + self.global_step)
+        self.bank = torch.cat([self.bank, rows])
+        self.average = 0.9 * self.average + self.global_rank  # another tensor
+        return super().training_step(batch, batch_idx) * (1.0 + 0.01 * self.average.sum())
+
+
+METHODS = {
+    "local_sgd": {"k_steps": 2},
+    "diloco": {"k_steps": 2},
+    "streaming": {"k_steps": 2, "delay_steps": 1},
+    DGC: {},
+    "int8": {},
+}
+
+
+@pytest.mark.parametrize("name", ["local_sgd", "int8", "int8, sharded"])
+@on_ranks(2)
+def test_shapes_that_differ_at_the_start_are_refused(name: str) -> None:
+    """Also in an evaluation, before which Lightning broadcasts."""
+    options = {"topology": 1} if "sharded" in name else {}
+    words = r"shapes of buffers; .*_ddp_params_and_buffers_to_ignore.*\n  bank: rank 0 has \(\(1,.*, rank 1 has \(\(2,"
+    with pytest.raises(DisagreementError, match=words):
+        train(make(name, **options), Bank(1 + dist.get_rank(), 0))
+    if "sharded" not in name:
+        trainer = make_trainer(make(name), 2)
+        with pytest.raises(DisagreementError, match=words):
+            trainer.validate(Bank(1 + dist.get_rank(), 0), make_data(2, 1), verbose=False)
+
+
+@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.fault
+@on_ranks(2)
+def test_shapes_that_come_to_differ_are_named_when_the_ranks_compare(name: str) -> None:
+    model = Bank(1, 1 + dist.get_rank())
+    with pytest.raises(DisagreementError, match=r"\n  bank: rank 0 has .* rank 1 has "):
+        train(make(name, METHODS[name]), model, STEPS)
+
+
+@pytest.mark.parametrize("name", METHODS)
+@on_ranks(2)
+def test_a_shape_that_changes_alike_ends_with_the_values_of_rank_zero(name: str) -> None:
+    """As a bank, and observers of quantization-aware training, which get their shape in the first forward pass."""
+    model = Bank(1, 1)
+    train(make(name, METHODS[name]), model, 8)
+    assert len(model.bank) == 1 + 8
+    assert float(model.average[0]) == 0.0
+    assert model.bank.tolist() == [0.0, *[1.0 + step for step in range(8)]]
+
+
+@pytest.mark.parametrize("name", ["local_sgd", "streaming", DGC])
+@on_ranks(2)
+def test_an_ignored_bank_is_each_ranks_own_after_a_resume_too(name: str, tmp_path: Path) -> None:
+    path, ends = f"{tmp_path}/some.ckpt", []
+    for saves, resume in (((5,), None), ((), path)):
+        model = Bank(1, 1 + dist.get_rank(), "bank")
+        train_by_step(make(name, METHODS[name]), path, saves, resume, model=model, steps=12)
+        ends.append([model.bank.tolist(), model.average.tolist(), digest(model.parameters())])
+    assert len(ends[0][0]) == 1 + 12 * (1 + dist.get_rank())
+    assert ends[0] == ends[1]
 
 
 # Left alone -----------------------------------------------------------------------------------------------------------

@@ -1,9 +1,8 @@
-"""Which buffers an average sends, and what becomes of those whose shape changes; in plain loops."""
+"""Which buffers an average sends, and what becomes of buffers whose shape changes; in plain loops."""
 
 from __future__ import annotations
 
 import math
-import warnings
 from typing import Any
 
 import pytest
@@ -12,11 +11,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 
-from lightning_lowbw import LocalSGD, Method
+from lightning_lowbw import DisagreementError, LocalSGD, Method
 from lightning_lowbw.comm.collectives import all_reduce_bytes
 from lightning_lowbw.sync.local import LocalSync
-from tests.ranks import on_ranks, run_ranks
-from tests.sync.problem import each
+from tests.ranks import on_ranks
 
 METHODS: dict[str, Method] = {
     "flat": LocalSGD(k_steps=2, begin_step=0, outer="nesterov"),
@@ -48,77 +46,77 @@ def test_only_buffers_that_differ_are_sent() -> None:
     """This is looked at before the averages 1, 2, 4 and 8; nothing is lost of one that differs earlier."""
     buffers = {
         "constant": torch.arange(1000.0),
-        "own": torch.zeros(3),
+        "norm.running_mean": torch.zeros(3),
         "late": torch.zeros(5),
         "count": torch.tensor(0),
     }
     buffers |= {"norm.num_batches_tracked": torch.tensor(0), "flag": torch.tensor([True, False])}
     worker, sent, rank = attach(LocalSGD(k_steps=2, begin_step=0), buffers), [], dist.get_rank()
     for number in range(1, 9):
-        buffers["own"] = buffers["own"] + rank  # another tensor in the place of the one before
+        buffers["norm.running_mean"] = (
+            buffers["norm.running_mean"] + rank
+        )  # another tensor in the place of the one before
         buffers["late"] += rank * (number >= 3)
         buffers["count"] += 1
         if number == 8:
             buffers["flag"].fill_(bool(rank))
             buffers["norm.num_batches_tracked"].fill_(rank)
         sent.append(take_steps(worker))
-    assert buffers["own"].tolist() == [4.0] * 3  # half of 8
-    assert buffers["late"].tolist() == [3.0] * 5  # half of 6
+    assert buffers["norm.running_mean"].tolist() == [4.0] * 3  # half of 8
+    assert buffers["late"].tolist() == [0.0] * 5  # that of rank 0
     assert buffers["flag"].tolist() == [False, False]
-    assert int(buffers["norm.num_batches_tracked"]) == 1
+    assert int(buffers["norm.num_batches_tracked"]) == 0
     assert int(buffers["count"]) == 8
-    words = [CONTROL + 8 + 3] * 3 + [CONTROL + 8 + 3 + 5] * 5
-    expected = [all_reduce_bytes(4 * each, 2) for each in words]
+    expected = [all_reduce_bytes(4 * (CONTROL + 8 + 3), 2)] * 8
+    expected[3:] = [nbytes + 4 * 5 for nbytes in expected[3:]]  # late
     expected[0] += 4 * 3  # rank 0's, from which the changes of the first one are measured
     for number, num_unknown in ((1, 6), (1, 5), (2, 5), (4, 5), (8, 4)):
         expected[number - 1] += all_reduce_bytes(2 * 8 * (1 + num_unknown), 2)
-    expected[-1] += all_reduce_bytes(8 * 3, 2)  # flag, and the batches
+    expected[-1] += 2 + 8  # flag, and the batches
     assert sent == expected
 
 
-def resize(name: str, differs: bool) -> tuple[dict[str, list[float]], list[str]]:
-    rank = dist.get_rank()
-    buffers = {"grows": torch.full((2,), math.inf), "mean": torch.zeros(2), "mask": torch.tensor([0.0, -math.inf])}
-    buffers["pointer"] = torch.zeros(1, dtype=torch.int64)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        worker = attach(METHODS[name], buffers)
-        for number in range(9):
-            if number in (2, 5):
-                size = 3 + number + rank * differs
-                buffers["grows"].resize_(size).fill_(number + 2.0 * rank)
-                buffers["pointer"] = torch.full((size,), 5 + rank)
-            buffers["mean"] += rank
-            take_steps(worker, 1)
-        worker.finish()
-    said = [str(each.message) for each in caught if "different shapes" in str(each.message)]
-    return {name: buffer.tolist() for name, buffer in buffers.items()}, said
-
-
 @pytest.mark.parametrize("name", METHODS)
-def test_a_buffer_that_changes_its_shape_begins_anew_or_stays_a_ranks_own(name: str) -> None:
-    alike, apart = zip(*run_ranks(each, 2, resize, [(name, False), (name, True)]), strict=True)
-    (first, said), (second, _) = alike
-    assert first == second
-    assert first["grows"] == [6.0] * 8  # of 5 and 7
-    assert first["pointer"] == [5] * 8
-    assert said == []
-    (first, said), (second, other) = apart
-    assert first["grows"] == [5.0] * 8
-    assert second["grows"] == [7.0] * 9
-    assert second["pointer"] == [6] * 9
-    assert first["mean"] == second["mean"]
-    assert first["mask"] == second["mask"] == [0.0, -math.inf]
-    assert len(said) == 1
-    assert "grows (rank 0: (5,), rank 1: (6,))" in said[0]
-    assert other == []
+@on_ranks()
+def test_statistics_are_averaged_and_other_buffers_are_those_of_rank_zero(name: str) -> None:
+    """Also buffers that get another shape; of statistics that is not looked for."""
+    rank = dist.get_rank()
+    buffers = {"norm.running_mean": torch.zeros(2), "bank": torch.full((2,), math.inf), "pointer": torch.tensor([0])}
+    buffers |= {"mask": torch.tensor([0.0, -math.inf]), "wave": torch.zeros(2, dtype=torch.complex64)}
+    worker = attach(METHODS[name], buffers)
+    for number in range(8):
+        if number in (1, 4):
+            buffers["bank"].resize_(3 + number)
+        buffers["norm.running_mean"] = buffers["norm.running_mean"] + rank  # another tensor
+        buffers["bank"].fill_(number + 0.5 * rank)
+        buffers["pointer"] += 1 + rank
+        buffers["wave"] += 1 + rank * 1j
+        take_steps(worker, 1)
+    worker.finish()
+    assert buffers["norm.running_mean"].tolist() == [4.0] * 2  # half of 8
+    assert buffers["bank"].tolist() == [7.0] * 7
+    assert buffers["pointer"].tolist() == [8]
+    assert buffers["wave"].tolist() == [8.0] * 2
+    assert buffers["mask"].tolist() == [0.0, -math.inf]
+
+
+@pytest.mark.parametrize("number", [1, 5])  # before an average that compares the buffers, and before one that does not
+@on_ranks()
+def test_shapes_that_differ_are_named_by_the_next_average(number: int) -> None:
+    buffers = {"bank": torch.zeros(2)}
+    worker = attach(METHODS["flat"], buffers)
+    for _ in range(number):
+        buffers["bank"] += dist.get_rank()
+        take_steps(worker, 1)
+    buffers["bank"] = torch.zeros(5 + dist.get_rank())
+    with pytest.raises(DisagreementError, match=r"\n  bank: rank 0 has \(\(5,\),.*, rank 1 has \(\(6,\)"):
+        take_steps(worker, 1)
 
 
 @on_ranks()
-def test_what_was_infinite_and_is_not_any_more_is_averaged() -> None:
-    """A best loss that begins as inf, and is found in local steps."""
-    buffers = {"best": torch.tensor([math.inf, math.inf])}
+def test_statistics_that_were_infinite_and_are_not_any_more_are_averaged() -> None:
+    buffers = {"norm.running_var": torch.tensor([math.inf, math.inf])}
     worker = attach(METHODS["flat"], buffers)
-    buffers["best"].copy_(torch.tensor([2.0 + dist.get_rank(), math.inf]))
+    buffers["norm.running_var"].copy_(torch.tensor([2.0 + dist.get_rank(), math.inf]))
     take_steps(worker)
-    assert buffers["best"].tolist() == [2.5, math.inf]
+    assert buffers["norm.running_var"].tolist() == [2.5, math.inf]

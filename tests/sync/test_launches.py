@@ -36,7 +36,7 @@ from lightning_lowbw.method import Method
 from lightning_lowbw.presets import DGC, LocalSGD, PowerSGD, QuantizedGradients
 from lightning_lowbw.strategies.step_hooks import exchange_unscaled_
 from lightning_lowbw.sync import low_rank
-from lightning_lowbw.sync.buffers import ReplicaBuffers, spec_of, wide_copies
+from lightning_lowbw.sync.buffers import ReplicaBuffers, wide_copies
 from lightning_lowbw.sync.early import NUM_GROUPS
 from lightning_lowbw.sync.gradient import GradientSync
 from lightning_lowbw.sync.local import LocalSync
@@ -315,7 +315,7 @@ def know_what_differs(buffers: ReplicaBuffers) -> None:
     """Let the ranks have compared their buffers, as before averages 1, 2 and 4: the counts of batches are equal."""
     floating = {name: each for name, each in buffers.named.items() if each.is_floating_point()}
     buffers.is_begun, buffers.num_averages, buffers.differing = True, 4, frozenset(floating)
-    buffers.layout.specs = {name: spec_of(each) for name, each in buffers.named.items()}
+    buffers.take_shapes()
     buffers.start = dict(zip(floating, wide_copies(list(floating.values())), strict=True))
 
 
@@ -366,7 +366,7 @@ def count_average(
 ) -> Counter[str]:
     """Return what one average has launched and waited for, from its begin to the weights that it changes."""
     peers, of_average = Peers(), Counter[str]()
-    monkeypatch.setattr(ReplicaBuffers, "compare", lambda *_: set[str]())  # the status says 1 of everything
+    monkeypatch.setattr(ReplicaBuffers, "agree_on_shapes", lambda *_: None)  # the status says 1 of everything
     count = stand_in(monkeypatch, peers.num_ranks)
     count_messages(peers, count)
     with torch.no_grad(), FakeTensorMode(), Operations(count) as operations:
@@ -600,7 +600,7 @@ def test_the_tables_of_hidden_fragments_are_written_once(monkeypatch: pytest.Mon
 def test_the_consensus_view_takes_no_memory_of_the_device_while_it_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     count = stand_in(monkeypatch, 8)
     monkeypatch.setattr(FakeTensor, "__float__", lambda tensor: 0.0, raising=False)  # no rank has a fault
-    monkeypatch.setattr(ReplicaBuffers, "compare", lambda *_: set[str]())  # there are no buffers
+    monkeypatch.setattr(ReplicaBuffers, "compare", lambda *_: None)  # there are no buffers
     with torch.no_grad(), FakeTensorMode(), Operations(count) as operations:
         parameters = fake_parameters("ResNet-50")
         named = [(str(i), each) for i, each in enumerate(parameters)]

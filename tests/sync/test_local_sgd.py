@@ -118,7 +118,7 @@ def test_buffers_are_averaged_with_the_variance_between_ranks(delay: int) -> Non
     torch.testing.assert_close(buffers["norm.running_mean"], torch.tensor([1001.0, 2.0]))
     # mean of variances + variance of means: of 0, 1, 2 that is 2/3, of 0, 2, 4 it is 8/3
     torch.testing.assert_close(buffers["norm.running_var"], torch.tensor([0.5 + 2 / 3, 2 + 8 / 3]))
-    assert int(buffers["norm.num_batches_tracked"]) == 7
+    assert int(buffers["norm.num_batches_tracked"]) == 5  # that of rank 0
     assert buffers["mask"].tolist() == [0.0, -math.inf]
     assert buffers["third"].tolist() == torch.tensor([1 / 3]).tolist()  # to the bit, on three ranks
 
