@@ -46,6 +46,7 @@ from lightning_lowbw.sync import gradient as whole_gradients
 from lightning_lowbw.sync.gradient import GradientSync
 from lightning_lowbw.sync.status import Status
 from lightning_lowbw.sync.synchronizer import Synchronizer
+from lightning_lowbw.tools.check import kernels_of
 
 RESULTS = Path(__file__).parent / "results"
 WIDTHS = {"25M": (512, 6), "100M": (1024, 6), "1B": (2048, 19)}  # of a decoder: width, and number of its layers
@@ -87,8 +88,8 @@ def prepare(device: torch.device) -> None:
     """Try the kernels, and let echoes pass for ranks."""
     if device.type == "cuda" and not (torch.cuda.is_available() and dispatch.uses_triton(torch.device("cuda", 0))):
         raise SystemExit("This measures a GPU: it needs a CUDA device that Triton supports, and Triton.")
-    if device.type == "cuda" and (reason := dispatch.prepare(torch.device("cuda", 0))):
-        raise SystemExit(reason)
+    if device.type == "cuda" and (found := kernels_of(torch.device("cuda", 0))) != "compiled":
+        raise SystemExit(found)
     torch.manual_seed(0)
     whole_gradients.CHECK_EVERY_STEPS = sys.maxsize  # a checksum of the weights is not a part of most steps
     Status.read = staticmethod(read_echoed)  # type: ignore[method-assign]

@@ -81,7 +81,7 @@ def measure(contestant: Contestant, workload: Workload, num_steps: int) -> dict[
     )
     with contextlib.ExitStack() as stack:
         if not contestant.is_compiled:
-            stack.enter_context(mock.patch.object(dispatch, "_faults", {"cpu": "not asked for"}))
+            stack.enter_context(mock.patch.object(dispatch, "_disabled", {"cpu"}))
         trainer.fit(Timed(workload), loader(workload, num_untimed_steps + num_steps))
     # Of the node. On one level in rings: what its last rank sends.
     by_rank: list[float] = [0.0] * int(os.environ["WORLD_SIZE"])

@@ -45,13 +45,18 @@ with contextlib.suppress(ImportError):  # optional
 
     import torch
 
-    from lightning_lowbw.kernels import dispatch
+    from lightning_lowbw.comm.echoes import echo
+    from lightning_lowbw.presets import DGC, QuantizedGradients
+    from lightning_lowbw.sync.kernels import what_fails
 
     torch.set_num_threads(1)
     # Compiled in some ten seconds, loaded in a tenth of one; of processes that begin together one compiles.
     with open(f"{tempfile.gettempdir()}/lightning_lowbw-{os.getuid()}.lock", "w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
-        dispatch.prepare(torch.device("cpu"))  # a rank that cannot says so itself
+        parameter = torch.nn.Parameter(torch.zeros(1))
+        for method in (DGC(), QuantizedGradients("int8")):
+            worker = method.make_synchronizer(torch.optim.SGD([parameter]), [("", parameter)], echo(2))
+            what_fails([worker], [method.what], torch.device("cpu"))
 
 if os.environ.get("TRITON_INTERPRET") == "1":  # tests/kernels/kernel_steps.py
     from tests.kernels import interpreter

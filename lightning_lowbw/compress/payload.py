@@ -7,9 +7,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal, NamedTuple
 
+import torch
+
 from lightning_lowbw.arguments import names_arguments
 from lightning_lowbw.errors import ConfigurationError
-from lightning_lowbw.kernels.dispatch import NO_KERNELS, Uses
 from lightning_lowbw.schedules.schedule import Schedule
 
 FLOAT_BYTES = 4
@@ -107,9 +108,8 @@ class Payload(ABC):
         """
         return self
 
-    @property
-    def uses_kernels(self) -> bool:
-        """Whether compiled kernels are used, of Triton or of numba."""
+    def uses_kernels(self, device: torch.device) -> bool:
+        """Return whether compiled kernels of a device are used."""
         return False
 
     def compresses(self, name: str, numel: int, small_numel: int) -> bool:
@@ -147,16 +147,6 @@ class Payload(ABC):
                 f"delay_steps={when.delay_steps!r} with {self}: its messages depend on one another and cannot be "
                 "hidden. Leave out delay_steps, or send Whole, Quantized or TopK."
             )
-
-    def uses(self, num_participants: int, num_parts: int = 1, *, when: Schedule) -> Uses:
-        """Return what it uses of the Triton kernels, whatever the tensors are.
-
-        Args:
-            num_participants: N; 1 where there may be more of them later.
-            num_parts: in which a node exchanges each tensor; 1 when flat.
-            when: the schedule.
-        """
-        return NO_KERNELS
 
     def check_names(self, names: Iterable[str]) -> None:  # noqa: B027 - most say nothing of names
         """Check what it says of parameters by name.

@@ -28,12 +28,10 @@ import torch
 from torch import Tensor
 
 from lightning_lowbw.arguments import check_one_of, from_mapping, is_count, is_number, names_arguments
-from lightning_lowbw.compress.codec import ALL, VALUE_NAMES, FloatFormat, SparseCodec, make_value_format
+from lightning_lowbw.compress.codec import ALL, VALUE_NAMES, SparseCodec
 from lightning_lowbw.compress.payload import Message, Payload, Shapes
 from lightning_lowbw.compress.selection import num_selected
 from lightning_lowbw.errors import ConfigurationError
-from lightning_lowbw.kernels.dispatch import PLAIN, Uses
-from lightning_lowbw.kernels.gpu import LONGEST_CHUNK
 from lightning_lowbw.schedules.schedule import Schedule
 
 MeanOver = Literal["ranks", "senders"]
@@ -102,7 +100,7 @@ class TopK(Payload, key="top_k"):
     mean_over: MeanOver = "ranks"
     momentum_masking: bool | None = None
 
-    takes_density = corrects = can_be_hidden = takes_weights = replaces_step = uses_kernels = True
+    takes_density = corrects = can_be_hidden = takes_weights = replaces_step = True
     steps_to_loss = 1.0  # at the densities of `cost_model`: benchmarks/results/headline.md
     fixed = ("mean_over",)
 
@@ -155,19 +153,8 @@ class TopK(Payload, key="top_k"):
         largest = 1.0 - 2.0 * self.density + 1e-6  # 1 - 0.9 is not 0.1
         return by_default and all(momentum <= largest for momentum in momenta)
 
-    def uses(self, num_participants: int, num_parts: int = 1, *, when: Schedule) -> Uses:
-        value_format = make_value_format(self.value_dtype)
-        # Of one participant that may get others it is not known how many.
-        num_messages = (2, 4, 8) if num_participants == 1 else (num_participants,)
-        return Uses(
-            kinds=() if self.chunk else (PLAIN,),
-            value_dtypes=(value_format.dtype if isinstance(value_format, FloatFormat) else value_format.bits,),
-            num_messages=num_messages,
-            steps=(False,) if when.averages_weights else (False, True),
-            over_senders=self.mean_over == "senders",
-            codes=() if when.averages_weights else (torch.float32,),  # of gradients that are sent whole
-            chunks=(self.chunk,) if self.chunk and self.chunk <= LONGEST_CHUNK else (),
-        )
+    def uses_kernels(self, device: torch.device) -> bool:
+        return True
 
     def sample(self, min_numel: int) -> TopK:
         return replace(self, min_numel=min_numel, exclude=())

@@ -39,9 +39,10 @@ from lightning_lowbw.strategies.shared_buffers import SharedBuffers, buffers_by_
 from lightning_lowbw.strategies.signals import Signals
 from lightning_lowbw.strategies.step_hooks import Reduction, StepHooks, parameters_of, scaler_of
 from lightning_lowbw.sync.checks import warn_if_mostly_sent
-from lightning_lowbw.sync.kernels import prepare_kernels, uses_of
+from lightning_lowbw.sync.kernels import prepare_kernels
 from lightning_lowbw.sync.local import LocalSync
 from lightning_lowbw.sync.plain_loop import eagerly, last_pre_hook
+from lightning_lowbw.sync.quantized import Quantized
 from lightning_lowbw.sync.synchronizer import Synchronizer
 
 T = TypeVar("T")
@@ -221,8 +222,8 @@ class BaseStrategy(ParallelStrategy):
             for worker in self.workers:
                 worker.check_schedule()
                 warn_if_mostly_sent(self.method.what, self.method.when, worker.peers)
-            if self._num_participants > 1 and self.method.what.uses_kernels:
-                prepare_kernels(self.root_device, uses_of(self.workers, measures=self.auto.is_open(self.method)))
+            # The choice of a schedule times the exchange of int8, too.
+            prepare_kernels(self.workers, also=[Quantized()] if self.auto.is_open(self.method) else [])
             if self._num_participants > 1 and not self.is_search(self.trainer):
                 checks.warn_of_schedule(self.method, self.trainer, self.workers)
 

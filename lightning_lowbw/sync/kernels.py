@@ -1,107 +1,157 @@
-"""Compiles kernels at the start of the training, on all ranks or on none, because they round differently."""
+"""Tries the compiled kernels before the training, on all ranks together, because they round differently than torch.
+
+A node without a C compiler would otherwise fail alone at its first compressed step, hours later. The trial is one
+exchange among echoes of this rank, on a few small tensors. It compiles what the training launches.
+"""
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
+from torch.nn import Parameter
 
 from lightning_lowbw.comm.agreement import gather
+from lightning_lowbw.comm.echoes import echo
+from lightning_lowbw.comm.topology import Where
+from lightning_lowbw.compress.payload import Payload
+from lightning_lowbw.compress.selection import SampledSelector
 from lightning_lowbw.compress.top_k import LEAST_NUMEL
 from lightning_lowbw.kernels import dispatch
-from lightning_lowbw.kernels.dispatch import NO_KERNELS, Uses
-from lightning_lowbw.kernels.table import DTYPES, Kind
+from lightning_lowbw.kernels.table import GPU_BLOCK, JoinedTable
 from lightning_lowbw.namespaces import LOGGER
+from lightning_lowbw.schedules.every_step import EveryStep
+from lightning_lowbw.sync.beside import Gathered
+from lightning_lowbw.sync.exchange import exchange_for
+from lightning_lowbw.sync.gradient import GradientSync
 from lightning_lowbw.sync.synchronizer import Synchronizer
 
 _logger = logging.getLogger(LOGGER)
-PATIENCE_S = 2.0  # after which rank 0 says what it is doing, or waits for
+PATIENCE_S = 2.0  # after which rank 0 logs what it waits for
 COMPILING = "Kernels are compiled or loaded, here or on another rank. Compiled ones are kept for the next start."
+LONGEST_CAUSE = 200  # characters of an exception that are passed on: a compiler prints pages
+RATE = 0.5
+UNTRIED = ("params", "param_names", "lr")  # keys of a param group that make no other kernel
 
 
-def prepare_kernels(device: torch.device, uses: Uses, group: dist.ProcessGroup | None = None) -> str | None:
-    """Compile each kernel that a training uses and run it once; if this fails on one rank, no rank uses them.
-
-    Otherwise a node without a C compiler would fail alone at its first sparse step, hours later, and the others would
-    wait.
+def prepare_kernels(
+    workers: Sequence[Synchronizer], group: dist.ProcessGroup | None = None, *, also: Sequence[Payload] = ()
+) -> str | None:
+    """Compile and try the kernels that a training uses; if they fail on one rank, all ranks use plain torch.
 
     Collective: all ranks of the group, blocking.
 
     Args:
-        device: of the parameters.
-        uses: of the Triton kernels; see `uses_of`.
+        workers: of the optimizers, all with one method.
         group: the process group; None is the world.
+        also: payloads whose exchanges are timed, too.
 
     Returns:
         None, or one sentence with the rank and the reason why plain torch is used instead; logged on rank 0.
     """
+    device, peers, payloads = workers[0].device, workers[0].peers, [workers[0].method.what, *also]
+    if peers.num_participants == 1 and not peers.may_grow:
+        return None
     is_first = not dist.is_initialized() or dist.get_rank(group) == 0
     saying = threading.Timer(PATIENCE_S, _logger.info, [COMPILING])
     if is_first:
         saying.start()
     try:
-        reasons = gather(dispatch.prepare(device, uses), "kernels", group)
+        used = [payload for payload in payloads if payload.uses_kernels(device)]
+        reasons = gather(what_fails(workers, used, device) if used else None, "kernels", group)
     finally:
         saying.cancel()
     failed = [f"rank {rank}: {reason}" for rank, reason in enumerate(reasons) if reason is not None]
     if not failed:
         return None
-    dispatch.disable(device, failed[0])
+    dispatch.disable(device)
     sentence = f"All ranks compress in plain torch, which is slower. {failed[0]}"
     if is_first:
         _logger.warning(sentence)
     return sentence
 
 
-def uses_of(workers: Sequence[Synchronizer], *, measures: bool = False) -> Uses:
-    """Return what compressed steps, or averages, of some workers need of the Triton kernels, at any density.
+def what_fails(workers: Sequence[Synchronizer], payloads: Sequence[Payload], device: torch.device) -> str | None:
+    """Return why the kernels cannot be used on this rank; None if they compute the same as plain torch."""
+    if (reason := dispatch.what_is_missing(device)) is not None or not dispatch.has_kernels(device):
+        return reason
+    peers = workers[0].peers
+    # More participants may join a group that has one.
+    numbers = (2, 4, 8) if peers.may_grow and peers.num_participants == 1 else (max(2, peers.num_participants),)
+    # Aligned and not; sent whole; and large enough for a threshold on a CPU.
+    numels = [GPU_BLOCK, GPU_BLOCK + 1, 9] + [SampledSelector.SMALL + 1] * (not dispatch.uses_triton(device))
+    try:
+        for number, payload, worker in ((n, each, worker) for n in numbers for each in payloads for worker in workers):
+            found = _exchanged(worker, payload, number, numels)
+            with dispatch.plain_torch(device):
+                expected = _exchanged(worker, payload, number, numels)
+            _compare(found, expected)
+    except Exception as error:  # noqa: BLE001 - a compiler may fail in any way; all ranks are told
+        cause = next(iter(str(error).strip().splitlines()), "")[:LONGEST_CAUSE].rstrip(": .")
+        return f"The compiled kernels do not work on {device}: {type(error).__name__}: {cause}."
+    return None
 
-    What changes this later is compiled when it is used: parameters of another dtype that are added to an optimizer, a
-    momentum that is 0 now in a model of narrow dtype.
 
-    Args:
-        workers: of the optimizers, all with one method.
-        measures: whether sparse steps of tensors in float32 are timed, to choose a schedule (`cost_model`).
+def _compare(found: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
+    for one, other in zip(found, expected, strict=True):
+        close = 1e-4 if other.dtype == torch.float32 else 0.03  # of the largest value
+        if not torch.allclose(one, other, rtol=0.0, atol=close * float(other.abs().max())):
+            raise ArithmeticError("they compute something else than plain torch")
+
+
+def _exchanged(worker: Synchronizer, payload: Payload, num_participants: int, numels: Sequence[int]) -> list[Tensor]:
+    """Return what one exchange among echoes applies and keeps of small tensors, like those of a worker.
+
+    The sum of both does not depend on which of nearly equal elements are sent. The worker does not change.
     """
-    what, when, peers = workers[0].method.what, workers[0].method.when, workers[0].peers
-    uses = what.uses(peers.num_participants, peers.num_local_ranks, when=when)
-    is_alone = peers.num_participants == 1 and not peers.may_grow
-    # int8 is timed, too.
-    codes = tuple(dict.fromkeys([*(() if is_alone else uses.codes), *(8,) * measures]))
-    if not uses.value_dtypes or is_alone:
-        return replace(NO_KERNELS, codes=codes)
-    # An ordered set is a dict here: the same order on all ranks.
-    kinds = dict.fromkeys(kind for worker in workers if uses.kinds for kind in _kinds_of(worker))
-    if measures:
-        kinds[_kind_of(torch.float32)] = None
-    parameters = (each for worker in workers for each in worker.parameters() if not when.averages_weights)
-    mean_dtypes = dict.fromkeys(each.dtype for each in parameters if each.dtype in DTYPES)
-    return replace(
-        uses,
-        kinds=tuple(kind._replace(is_aligned=is_aligned) for kind in kinds for is_aligned in (True, False)),
-        mean_dtypes=tuple(mean_dtypes),
-        codes=codes,
-    )
-
-
-def _kinds_of(worker: Synchronizer) -> Iterable[Kind]:
-    """Yield the kinds of a worker's tensors, whatever their alignment: that of a gradient may change in each step."""
-    correction = worker.correction
-    if correction is None:
-        yield _kind_of(torch.float32)  # changes of the weights
-        return
+    payload, device, when = payload.sample(LEAST_NUMEL), worker.device, worker.method.when
+    peers = echo(num_participants)
+    numbers = [torch.arange(1, numel + 1, device=device) for numel in numels]
+    gradients = [(0.5 + each * 7919 % 8191 / 8192) * (each % 3 - 0.5).sign() for each in numbers]
+    if Gathered.takes(gradients):  # as whole tensors are gathered, and means inside a node
+        gathered = Gathered(gradients, JoinedTable())
+        gathered.write_(gathered.joined)
+    exchange = exchange_for(payload, peers, when)
+    assert exchange is not None
+    signal = {str(number): gradient.clone() for number, gradient in enumerate(gradients)}
+    mean = exchange.prepare(signal).send().wait().mean
+    if when.averages_weights:
+        means = mean.dense()
+    else:
+        means = {name: torch.zeros_like(each) for name, each in signal.items()}
+        mean.step_({name: (signal[name], weight, -1.0) for name, weight in means.items()})
+    results = [each.flatten() + exchange.residuals[name] for name, each in means.items()]
+    if when.averages_weights or type(payload) is not type(worker.method.what):
+        return results
+    kinds: dict[tuple[torch.dtype, str], dict[str, Any]] = {}
     for group in worker.optimizer.param_groups:
-        for parameter in group["params"]:
-            # Which tensors are small is known at the first step: of those that are trained then.
-            name, numel = worker.name_of(parameter), worker.params.numel_of(parameter)
-            if parameter.dtype in DTYPES and worker.method.what.compresses(name, numel, LEAST_NUMEL):
-                has_velocity = correction.has_velocity(correction.constants(group))
-                yield _kind_of(parameter.dtype, has_velocity=has_velocity, is_adam=correction.has_second_moment)
-
-
-def _kind_of(dtype: torch.dtype, *, has_velocity: bool = False, is_adam: bool = False) -> Kind:
-    return Kind(dtype, dtype if has_velocity else torch.float32, dtype, is_adam=is_adam, is_aligned=True)
+        options = {key: value for key, value in group.items() if key not in UNTRIED}
+        kinds |= {(each.dtype, str(options)): options for each in group["params"] if each.is_floating_point()}
+    method: Any = worker.method
+    schedule = EveryStep(sparsity=(0.9,)) if payload.takes_density else EveryStep()
+    method = replace(method, what=payload, when=schedule, where=Where())
+    for applies in (False, True):
+        groups = [
+            {**options, "lr": RATE, "params": [Parameter(torch.zeros_like(each, dtype=dtype)) for each in gradients]}
+            for (dtype, _), options in kinds.items()
+        ]
+        optimizer = object.__new__(type(worker.optimizer))  # with the user's options; none of its methods is called
+        vars(optimizer).update(vars(worker.optimizer), param_groups=groups, state=defaultdict(dict))
+        parameters = [parameter for group in groups for parameter in group["params"]]
+        twin = GradientSync(method, optimizer, [(str(n), each) for n, each in enumerate(parameters)], peers)
+        for number, parameter in enumerate(parameters):
+            parameter.grad = gradients[number % len(gradients)].to(parameter.dtype, copy=True)
+        with twin.stepping():
+            twin.exchange(applies=applies)
+        for number, parameter in enumerate(parameters):
+            there = parameter.detach() if parameter.grad is None else -RATE * parameter.grad
+            kept = twin.residuals.get(str(number))
+            results.append(there if kept is None else there - (RATE * kept).to(there.dtype))
+    return results

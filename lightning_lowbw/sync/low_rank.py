@@ -27,7 +27,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from typing import Any
 
@@ -40,7 +40,6 @@ from lightning_lowbw.comm.peers import MeanWork, Peers, mean_over
 from lightning_lowbw.compress.payload import FLOAT_BYTES, Message, Payload, Shapes
 from lightning_lowbw.compress.selection import Residuals
 from lightning_lowbw.errors import ConfigurationError
-from lightning_lowbw.kernels.dispatch import NO_KERNELS, Uses
 from lightning_lowbw.kernels.reference import are_not_finite
 from lightning_lowbw.kernels.tensors import CPU, copy_all_, device_of, exact_products, flat
 from lightning_lowbw.schedules.schedule import Schedule
@@ -68,7 +67,7 @@ class LowRank(Payload, key="low_rank"):
 
     rank: int = 2
 
-    keeps_parts, uses_kernels = False, True
+    keeps_parts = False
 
     def __post_init__(self) -> None:
         if not is_count(self.rank):
@@ -80,9 +79,6 @@ class LowRank(Payload, key="low_rank"):
             return None
         n, m = shape[0], math.prod(shape[1:])
         return (n, m, self.rank) if 2 * (n + m) * self.rank < n * m else None
-
-    def uses(self, num_participants: int, num_parts: int = 1, *, when: Schedule) -> Uses:
-        return replace(NO_KERNELS, codes=(torch.float32,))  # for tensors that are sent whole
 
     def messages(self, shapes: Shapes, num_participants: int, num_parts: int = 1, *, when: Schedule) -> list[Message]:
         factors = [(self.factors(shape), math.prod(shape)) for shape in shapes]

@@ -35,7 +35,7 @@ from lightning_lowbw.sync.checks import (
     warn_if_incomplete,
     warn_if_mostly_sent,
 )
-from lightning_lowbw.sync.kernels import prepare_kernels, uses_of
+from lightning_lowbw.sync.kernels import prepare_kernels
 from lightning_lowbw.sync.status import any_of
 from lightning_lowbw.sync.synchronizer import Ending, Synchronizer
 
@@ -90,8 +90,7 @@ def attach(
     agree_on_optimizers([optimizer], named, process_group)
     worker.take_shapes()
     _tell(worker)
-    if worker.method.what.uses_kernels:
-        prepare_kernels(worker.device, uses_of([worker]), process_group)
+    prepare_kernels([worker], process_group)
     _wrap_step(worker)
     return worker
 

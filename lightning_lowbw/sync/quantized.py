@@ -26,7 +26,7 @@ import math
 from abc import ABC, abstractmethod
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, partial, reduce
 from itertools import accumulate, zip_longest
 from typing import Any, Protocol
@@ -41,7 +41,7 @@ from lightning_lowbw.compress.payload import FLOAT_BYTES, Message, Payload, Shap
 from lightning_lowbw.compress.selection import Residuals
 from lightning_lowbw.errors import ConfigurationError
 from lightning_lowbw.kernels import dispatch, gpu
-from lightning_lowbw.kernels.dispatch import NO_KERNELS, Uses, blocks_for
+from lightning_lowbw.kernels.dispatch import blocks_for
 from lightning_lowbw.kernels.reference import SCALED, Code
 from lightning_lowbw.kernels.table import DTYPES, JoinedRow, JoinedTable
 from lightning_lowbw.kernels.tensors import allocate, copy_all_, flat, split_front
@@ -225,15 +225,9 @@ class Quantized(Payload, key="quantized"):
         # int4 loses in one of three tasks: benchmarks/results/quantized_accuracy.md
         return None if self.value_dtype == "int4" else 1.0
 
-    @property
-    def uses_kernels(self) -> bool:
-        return self.value_dtype in CODES
-
-    def uses(self, num_participants: int, num_parts: int = 1, *, when: Schedule) -> Uses:
-        if self.value_dtype not in CODES:
-            return NO_KERNELS
-        # Also of what is sent whole, as complex numbers, or what the ranks of a node gather.
-        return replace(NO_KERNELS, codes=(CODES[self.value_dtype], torch.float32))
+    def uses_kernels(self, device: torch.device) -> bool:
+        code = CODES.get(self.value_dtype)
+        return isinstance(code, int) or (code is not None and device.type == "cuda")
 
     def messages(self, shapes: Shapes, num_participants: int, num_parts: int = 1, *, when: Schedule) -> list[Message]:
         part, nbytes = -(-sum(map(math.prod, shapes)) // num_parts), FORMATS[self.value_dtype].nbytes

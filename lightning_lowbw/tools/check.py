@@ -26,9 +26,12 @@ from omegaconf import OmegaConf
 from lightning_lowbw.comm.agreement import gather
 from lightning_lowbw.comm.collectives import group_of
 from lightning_lowbw.comm.link import Link, measure_link
+from lightning_lowbw.comm.peers import Peers
 from lightning_lowbw.comm.topology import Topology, discover
 from lightning_lowbw.cost_model import Run
-from lightning_lowbw.kernels.dispatch import prepare
+from lightning_lowbw.presets import DGC
+from lightning_lowbw.sync.kernels import what_fails
+from lightning_lowbw.sync.quantized import Quantized
 from lightning_lowbw.tools.plan import Plan, make_cluster, shapes_of
 
 PACKAGES = ("lightning-lowbw", "torch", "lightning", "pytorch-lightning", "triton", "numba")
@@ -83,8 +86,16 @@ def describe_rank(device: torch.device) -> dict[str, Any]:
         **{package: installed(package) for package in PACKAGES},
         "nccl": ".".join(map(str, torch.cuda.nccl.version())) if is_cuda else None,
         "compiler": next(filter(None, map(shutil.which, (os.environ.get("CC", "cc"), "gcc", "clang"))), None),
-        "kernels": prepare(device) or "compiled",
+        "kernels": kernels_of(device),
     }
+
+
+def kernels_of(device: torch.device) -> str:
+    """Compile and try the kernels of `dgc` and `int8`; return why they fail, or "compiled"."""
+    named = [("weight", torch.nn.Parameter(torch.zeros(1, device=device)))]
+    optimizer = torch.optim.SGD([parameter for _, parameter in named], lr=0.1, momentum=0.9)
+    worker = DGC().make_synchronizer(optimizer, named, Peers())
+    return what_fails([worker], [worker.method.what, Quantized()], device) or "compiled"
 
 
 def installed(package: str) -> str | None:

@@ -57,7 +57,7 @@ def trace(method: Method, num_before: int) -> dict[str, set[str]]:
     return calls
 
 
-@pytest.mark.skipif(not dispatch.has_numba(), reason="needs numba")
+@pytest.mark.skipif(dispatch.compiled_for() is None, reason="needs numba")
 @pytest.mark.parametrize("heading", STEPS)
 def test_the_page_names_what_a_step_goes_through(heading: str) -> None:
     """What is in parentheses, and the strategies, is about other steps."""

@@ -69,7 +69,7 @@ EACH_BACKEND = pytest.mark.usefixtures("each_backend")
 def each_backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each in turn, whatever would be chosen."""
     if request.param == "torch":
-        monkeypatch.setattr(dispatch, "_faults", {"cpu": "not now"})
+        monkeypatch.setattr(dispatch, "_disabled", {"cpu"})
     elif dispatch.compiled_for() is None:
         pytest.skip("needs numba")
 

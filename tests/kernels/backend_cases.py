@@ -174,7 +174,7 @@ def test_a_selection_is_the_one_of_plain_torch(monkeypatch: pytest.MonkeyPatch) 
         found = fast.compress_(segments, masking=masking)
         with monkeypatch.context() as without:
             without.setattr(dispatch, "uses_triton", lambda device: False)
-            without.setattr(dispatch, "_faults", {"cpu": "not now"})
+            without.setattr(dispatch, "_disabled", {"cpu"})
             expected = plain.compress_(twins, masking=masking)
         for pair, twin in zip(found, expected, strict=True):
             assert all(equal_bits(a, b) for a, b in zip(pair, twin, strict=True))
@@ -212,7 +212,7 @@ def test_messages_are_those_of_plain_torch(
     some = slice(len(counts) // 2, len(counts))
     found = [*codec.decode(rows, counts, numels), *codec.decode(rows, counts, numels, tensors=some)]
     monkeypatch.setattr(dispatch, "uses_triton", lambda device: False)
-    monkeypatch.setattr(dispatch, "_faults", {"cpu": "not now"})
+    monkeypatch.setattr(dispatch, "_disabled", {"cpu"})
     assert message.equal(codec.encode(parts, numels, twins))
     assert all(a.equal(b) for a, b in zip(residuals or [], twins or [], strict=True))
     expected = [*codec.decode(rows, counts, numels), *codec.decode(rows, counts, numels, tensors=some)]
@@ -258,29 +258,7 @@ def test_average(
         assert not all(a.equal(b) for a, b in zip(turned, expected, strict=True))
 
 
-# Before the training --------------------------------------------------------------------------------------------------
-
-
-def test_backends_are_tried_before_they_are_needed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What they compute is compared; where it is something else, or they do not run, that is said."""
-    uses = dispatch.Uses(kinds=(), value_dtypes=(), steps=(False,), codes=(8,), chunks=())
-    assert dispatch.prepare(DEVICE, uses) is None
-    module = dispatch.averages_for(DEVICE)
-    for name, wrong in {
-        "average_many_": lambda arrivals, *_, **options: arrivals[0].out.fill_(9.0),
-        "decode_" if IS_TRITON else "decode_blocks": lambda *_, **options: torch.zeros(2, GPU_BLOCK + 1),
-    }.items():
-        with monkeypatch.context() as patch:
-            patch.setattr(module, name, wrong)
-            assert "something else than plain torch" in str(dispatch.prepare(DEVICE, uses))
-
-    def broken(*arguments: object, **options: object) -> Any:
-        raise OSError("libllvm: cannot open shared object file\nsecond line")
-
-    monkeypatch.setattr(module, "average_many_", broken)
-    name = "Triton" if IS_TRITON else "numba"
-    reason = f"The kernels of {name} do not work on {DEVICE}: OSError: libllvm: cannot open shared object file."
-    assert dispatch.prepare(DEVICE, uses) == reason
+# Chunks ---------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("chunk", "k", "k_last"), [(1, 1, 0), (64, 3, 2), (300, 300, 1), (4096, 64, 5)])

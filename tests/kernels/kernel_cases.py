@@ -6,7 +6,6 @@ What all backends do is in `backend_cases`, which runs there as well.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from dataclasses import replace
 from itertools import accumulate
 from typing import Any
@@ -18,18 +17,17 @@ from lightning_lowbw.comm.peers import fill_
 from lightning_lowbw.compress.codec import SparseCodec, layout_of
 from lightning_lowbw.compress.selection import SampledSelector, Selection
 from lightning_lowbw.kernels import dispatch, gpu, reference
-from lightning_lowbw.kernels.dispatch import Uses
 from lightning_lowbw.kernels.gpu import SELECT_BLOCK
 from lightning_lowbw.kernels.reference import Code, Vector
-from lightning_lowbw.kernels.table import GPU_BLOCK, JoinedRow, JoinedTable, Kind, Workspace
+from lightning_lowbw.kernels.table import GPU_BLOCK, JoinedRow, JoinedTable, Workspace
 from lightning_lowbw.kernels.tensors import copy_all_
 from lightning_lowbw.sync.beside import Gathered
+from lightning_lowbw.sync.kernels import what_fails
 from tests.kernels.bits import BFLOAT16, FLOAT16, FLOAT32, equal_bits
 from tests.kernels.segments import FORMS, LARGE, check, draw_parts, make, redraw
+from tests.kernels.workers import METHODS, make_worker
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-NAMES = "correct order plan digits choose count take pack ones unpack apply encode combine decode chunks"
-KERNELS = [f"{name}_kernel" for name in NAMES.split()]
 
 
 def missed(workspace: Workspace) -> list[int]:
@@ -376,44 +374,13 @@ def test_the_table_of_a_vector_follows_what_changes() -> None:
 # Before the training, and in a selection ------------------------------------------------------------------------------
 
 
-class Launched:
-    """Stands for a kernel, and notes its launches."""
-
-    def __init__(self, launched: set[str], name: str, kernel: Any) -> None:
-        self.launched, self.name, self.kernel = launched, name, kernel
-
-    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
-        self.launched.add(self.name)
-        return self.kernel[grid]  # type: ignore[no-any-return]
-
-
-def test_all_kernels_are_tried_before_they_are_needed(monkeypatch: pytest.MonkeyPatch) -> None:
-    from lightning_lowbw.kernels import triton_kernels
-
-    launched: set[str] = set()
-    for name in KERNELS:
-        monkeypatch.setattr(triton_kernels, name, Launched(launched, name, getattr(triton_kernels, name)))
-    monkeypatch.setattr(dispatch, "uses_triton", lambda device: True)
-    assert dispatch.prepare(torch.device(DEVICE)) is None
-    assert launched == set(KERNELS)
-
-
-@pytest.mark.parametrize("is_adam", [False, True])
-def test_a_trial_of_any_kind(is_adam: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The specification agrees with the kernels: otherwise all ranks would go without."""
-    monkeypatch.setattr(dispatch, "uses_triton", lambda device: True)
-    dtypes = [(FLOAT32,) * 3, (BFLOAT16,) * 3, (FLOAT16, FLOAT16 if is_adam else FLOAT32, FLOAT16)]
-    kinds = [Kind(*each, is_adam=is_adam, is_aligned=is_aligned) for each in dtypes for is_aligned in (True, False)]
-    uses = Uses(kinds=tuple(kinds), value_dtypes=(), num_messages=(), codes=(), chunks=())
-    assert dispatch.prepare(torch.device(DEVICE), uses) is None
-
-
-def test_a_trial_of_any_values(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dispatch, "uses_triton", lambda device: True)
-    values = FLOAT32, BFLOAT16, FLOAT16, 8, 4, 2
-    uses = Uses(kinds=(), value_dtypes=values, num_messages=(1, 3), over_senders=True, codes=(), chunks=())
-    assert dispatch.prepare(torch.device(DEVICE), uses) is None
-    assert dispatch.prepare(torch.device(DEVICE), replace(dispatch.NO_KERNELS, codes=(*CODES, FLOAT32))) is None
+@pytest.mark.parametrize(("optimizer", "name"), [*(("momentum", each) for each in METHODS), ("Adam", "dgc")])
+def test_the_trial_before_a_training(optimizer: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The specification agrees with the kernels: otherwise all ranks would use plain torch."""
+    monkeypatch.setattr(dispatch, "_has_kernels", lambda device: True)
+    worker, device = make_worker(METHODS[name], optimizer, DEVICE), torch.device(DEVICE)
+    assert what_fails([worker], [worker.method.what], device) is None
+    assert dispatch.uses_triton(device)
 
 
 def test_thresholds_are_those_of_the_last_tensors(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,15 +15,14 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import SGD, Adam, AdamW, Optimizer, RMSprop
 
-from lightning_lowbw import EveryStep, Method
-from lightning_lowbw.comm.echoes import echo
 from lightning_lowbw.comm.link import Link
 from lightning_lowbw.compress.top_k import TopK
 from lightning_lowbw.cost_model import Measured
 from lightning_lowbw.kernels import dispatch
-from lightning_lowbw.presets import DGC, LocalSGD, PowerSGD, QuantizedGradients
+from lightning_lowbw.presets import DGC, LocalSGD, QuantizedGradients
 from lightning_lowbw.strategies.auto_choice import measure
-from lightning_lowbw.sync.kernels import prepare_kernels, uses_of
+from lightning_lowbw.sync import kernels
+from lightning_lowbw.sync.quantized import Quantized
 from tests.ranks import run_ranks
 
 pytest.importorskip("triton")
@@ -88,8 +87,8 @@ def note_launches() -> set[str]:
     for name, kernel in [*vars(triton_kernels).items()]:
         if name.endswith("_kernel"):
             setattr(triton_kernels, name, Stub(kernel.kernel if isinstance(kernel, Stub) else kernel, name, seen))
-    dispatch.uses_triton = lambda device: True
-    dispatch._compare = lambda *args, **kwargs: None  # stubs compute nothing
+    dispatch._has_kernels = lambda device: True
+    kernels._compare = lambda *args: None  # stubs compute nothing
     return seen
 
 
@@ -110,7 +109,9 @@ def train(optimizer: str, dtypes: list[torch.dtype], method: Any, nodes: Any) ->
     ours = OPTIMIZERS[optimizer](parameters)
     at_nodes, named = method.at(nodes), [(str(i), each) for i, each in enumerate(parameters)]
     worker: Any = at_nodes.make_synchronizer(ours, named, at_nodes.make_peers())
-    prepare_kernels(worker.device, uses_of([worker]))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(at_nodes.what), "uses_kernels", lambda *_: True)  # as on a GPU
+        assert kernels.prepare_kernels([worker]) is None
     assert dispatch.uses_triton(torch.device("cpu"))
     at_start = {*seen}
     seen.clear()
@@ -136,12 +137,10 @@ CASES: dict[str, tuple[str, list[torch.dtype], Any, Any]] = {
     "local SGD on two levels": ("momentum", [FLOAT32], LOCAL, NODES),
     "all in int4": ("AdamW", [FLOAT32, BFLOAT16], QuantizedGradients("int4"), "flat"),
     "all in float16 on two levels": ("momentum", [FLOAT16], QuantizedGradients("float16"), NODES),
-    "PowerSGD": ("AdamW", [FLOAT32], PowerSGD(3), "flat"),
 }
 LAUNCHED = {
     "all in int4": {"encode", "decode"},  # between two ranks nothing is combined
     "all in float16 on two levels": {"encode", "decode"},
-    "PowerSGD": {"encode", "decode"},  # tensors that are sent whole
 }
 
 
@@ -154,14 +153,6 @@ def test_what_steps_launch_has_been_tried(name: str) -> None:
         assert len(at_start) <= len(in_steps) + 4  # of kinds, of averages with and without steps: both of each
 
 
-def test_means_of_chunks_are_tried_in_their_dtype() -> None:
-    method = Method(when=EveryStep(sparsity=(0.75,)), what=TopK(chunk=256))
-    parameters = make_parameters([BFLOAT16])
-    named = [(str(number), each) for number, each in enumerate(parameters)]
-    worker = method.make_synchronizer(SGD(parameters, lr=0.1), named, echo(2))
-    assert uses_of([worker]).mean_dtypes == (BFLOAT16,)
-
-
 def measured(dtype: torch.dtype) -> tuple[set[str], set[str]]:
     """Return the variants that are launched before the first step, and where steps are timed for `sparsity="auto"`."""
     seen = note_launches()
@@ -169,7 +160,7 @@ def measured(dtype: torch.dtype) -> tuple[set[str], set[str]]:
     peers = method.make_peers()
     named = [(str(i), each) for i, each in enumerate(parameters)]
     worker = method.make_synchronizer(AdamW(parameters, lr=1e-3), named, peers)
-    assert dispatch.prepare(worker.device, uses_of([worker], measures=True)) is None
+    assert kernels.prepare_kernels([worker], also=[Quantized()]) is None
     at_start = {*seen}
     seen.clear()
     assert isinstance(method.what, TopK)

@@ -53,7 +53,7 @@ def test_groups_of_any_size_have_the_same_mean(
     options: dict[str, Any], is_compiled: bool, num_local_ranks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not is_compiled:
-        monkeypatch.setattr(dispatch, "_faults", {"cpu": "not now"})
+        monkeypatch.setattr(dispatch, "_disabled", {"cpu"})
     payload = TopK(density=0.3, **options)
     numels = [numel // num_local_ranks for numel in NUMELS.values()]  # of the part of each local rank
     messages = [[draw_message(payload, numels) for _ in range(NUM_PARTICIPANTS)] for _ in range(num_local_ranks)]
