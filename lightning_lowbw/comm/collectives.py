@@ -103,16 +103,6 @@ class TrafficLedger:
         else:
             self._pending.append((start, device_of(device).timing_event()))
 
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Do not count the exchanges inside the block: they belong to no step."""
-        totals = {total.name: getattr(self, total.name) for total in fields(self) if total.compare}
-        pending, self._pending = self._pending, deque(maxlen=MAX_PENDING)
-        try:
-            yield
-        finally:
-            vars(self).update(totals, _pending=pending)
-
     def settle(self) -> None:
         """Add the CUDA waits that have ended by now to `exposed_s`."""
         while self._pending and self._pending[0][1].query():
