@@ -17,6 +17,7 @@ from lightning_lowbw.arguments import names_of
 from lightning_lowbw.compress.payload import Payload
 from lightning_lowbw.compress.top_k import small_numel
 from lightning_lowbw.errors import WITHOUT_RESIDUALS, ConfigurationError
+from lightning_lowbw.kernels.table import DTYPES
 from lightning_lowbw.kernels.tensors import Order, as_real, cut, order_of
 
 
@@ -181,8 +182,10 @@ class Params:
         return self.whole_numels.get(parameter, as_real(parameter).numel())
 
     def is_compressed(self, what: Payload, parameter: Parameter) -> bool:
-        """Return whether a parameter is sent compressed, not whole."""
-        return what.compresses(self.name_of(parameter), self.numel_of(parameter), self.small_numel)
+        """Return whether a parameter is sent compressed; float64 and complex numbers are sent whole."""
+        return parameter.dtype in DTYPES and what.compresses(
+            self.name_of(parameter), self.numel_of(parameter), self.small_numel
+        )
 
     def numels_by_kind(self, what: Payload) -> tuple[list[int], list[int]]:
         """Return the elements of each trained parameter that is compressed, and of each other one."""
@@ -194,7 +197,7 @@ class Params:
         kinds: tuple[list[Parameter], list[Parameter]] = [], []
         for parameter in self:
             if parameter.requires_grad:
-                kinds[not (parameter.is_floating_point() and self.is_compressed(what, parameter))].append(parameter)
+                kinds[not self.is_compressed(what, parameter)].append(parameter)
         return kinds
 
     def trained(self, what: Payload | None, skipped: frozenset[Parameter]) -> Rows:
@@ -226,8 +229,6 @@ class Params:
             for parameter, group in members:
                 if parameter.requires_grad and parameter not in skipped:
                     is_compressed = what is not None and self.is_compressed(what, parameter)
-                    if what is not None and what.takes_density:  # of complex gradients there is no order
-                        is_compressed &= parameter.is_floating_point()
                     rows.append(Row.of(self.name_of(parameter), parameter, group, is_compressed=is_compressed))
             self._key, self._members, self._rows = key, members, Rows(rows)
             self._reduced = None if rows else (skipped, are_trained, ids)

@@ -9,7 +9,7 @@ does not depend on the way it was found.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 
 import torch
@@ -196,7 +196,7 @@ class SampledSelector:
 
 
 class Residuals(Mapping[str, Tensor]):
-    """Residuals by the name of their parameter: flat views into one buffer; float32, float64 into another.
+    """Residuals by the name of their parameter: flat float32 views into one buffer.
 
     Where tensors are contiguous, a pass over all of them is a pass over one piece of memory. Tensors that come
     later get a buffer of their own, until `to` or `load` puts all into one again.
@@ -215,7 +215,7 @@ class Residuals(Mapping[str, Tensor]):
         self._places: dict[str, tuple[Tensor, int]] = {}  # of a view: the buffer, and where it begins there
 
     def __getitem__(self, name: str) -> Tensor:
-        """Return the residual of a tensor, to be changed in place: float32 or float64, shape (numel,)."""
+        """Return the residual of a tensor, to be changed in place: float32, shape (numel,)."""
         return self._views[name]
 
     def __iter__(self) -> Iterator[str]:
@@ -228,13 +228,12 @@ class Residuals(Mapping[str, Tensor]):
         """Return those of some names; None where there is none yet."""
         return [*map(self._views.get, names)]
 
-    def ensure(self, numels: Mapping[str, int], device: torch.device, wide: Collection[str] = ()) -> None:
+    def ensure(self, numels: Mapping[str, int], device: torch.device) -> None:
         """Allocate zeros for the names that are not there yet, in one buffer, and move the others to the device.
 
         Args:
             numels: elements of each tensor, by name.
             device: where they are to be.
-            wide: names of those in float64.
 
         Raises:
             ValueError: a residual is there with another number of elements; nothing has changed then.
@@ -242,7 +241,6 @@ class Residuals(Mapping[str, Tensor]):
         views = self._views
         if device.index is None and device.type != "cpu":  # "cuda" is some "cuda:0"
             device = torch.empty(0, device=device).device
-        dtypes = {name: torch.float64 if name in wide else torch.float32 for name in numels}
         apart = dict[str, int]()
         for name, numel in numels.items():
             view = views.get(name)
@@ -251,11 +249,11 @@ class Residuals(Mapping[str, Tensor]):
                     f"The residual of {name!r} has {view.numel()} elements, and {numel} are asked for: take it "
                     "out (pop) before the parameter changes its size."
                 )
-            if view is None or view.device != device or view.dtype != dtypes[name]:
+            if view is None or view.device != device:
                 apart[name] = numel
         if not apart:
             return
-        made, places = _allocate(apart, device, dtypes)
+        made, places = _allocate(apart, device)
         for name, view in made.items():
             if name in views:
                 view.copy_(views[name])
@@ -275,8 +273,7 @@ class Residuals(Mapping[str, Tensor]):
 
     def to(self, device: torch.device) -> None:
         """Move all of them, into one buffer; those that are there already stay."""
-        wide = [name for name, view in self._views.items() if view.dtype == torch.float64]
-        self.ensure({name: view.numel() for name, view in self._views.items()}, device, wide)
+        self.ensure({name: view.numel() for name, view in self._views.items()}, device)
 
     def norm(self) -> float:
         """Return the 2-norm of all of them together; waits for the device."""
@@ -297,26 +294,22 @@ class Residuals(Mapping[str, Tensor]):
         """Take over what `state` returned, instead of what is there.
 
         Args:
-            state: by name; of any shape and dtype, kept flat and in float32, or float64 as they are.
+            state: by name; of any shape and dtype, kept flat and in float32.
             device: where they are to be; the CPU by default.
         """
-        dtypes = {name: torch.promote_types(each.dtype, torch.float32) for name, each in state.items()}
         numels = {name: each.numel() for name, each in state.items()}
-        self._views, self._places = _allocate(numels, device or torch.device("cpu"), dtypes)
+        self._views, self._places = _allocate(numels, device or torch.device("cpu"))
         for name, view in self._views.items():
             view.copy_(state[name].reshape(-1))
 
 
 def _allocate(
-    numels: Mapping[str, int], device: torch.device, dtypes: Mapping[str, torch.dtype]
+    numels: Mapping[str, int], device: torch.device
 ) -> tuple[dict[str, Tensor], dict[str, tuple[Tensor, int]]]:
-    """Return flat views of zeros into a new buffer per dtype, each of which starts at a multiple of the alignment; and
-    their places."""
-    views, places = dict[str, Tensor](), dict[str, tuple[Tensor, int]]()
-    for dtype in dict.fromkeys(dtypes[name] for name in numels):
-        mine = {name: numel for name, numel in numels.items() if dtypes[name] == dtype}
-        sizes = [-(-numel // ALIGNMENT) * ALIGNMENT for numel in mine.values()]
-        buffer = torch.zeros(sum(sizes), dtype=dtype, device=device)
-        views |= {name: part[:numel] for (name, numel), part in zip(mine.items(), buffer.split(sizes), strict=True)}
-        places |= {name: (buffer, start) for name, start in zip(mine, accumulate(sizes, initial=0), strict=False)}
-    return {name: views[name] for name in numels}, places
+    """Return flat views of zeros into a new buffer, each of which starts at a multiple of the alignment; and their
+    places."""
+    sizes = [-(-numel // ALIGNMENT) * ALIGNMENT for numel in numels.values()]
+    buffer = torch.zeros(sum(sizes), dtype=torch.float32, device=device)
+    views = {name: part[:numel] for (name, numel), part in zip(numels.items(), buffer.split(sizes), strict=True)}
+    places = {name: (buffer, start) for name, start in zip(numels, accumulate(sizes, initial=0), strict=False)}
+    return views, places

@@ -38,7 +38,7 @@ from lightning_lowbw.strategies.hooks import GradientHooks, Hooks, ReplicaHooks
 from lightning_lowbw.strategies.shared_buffers import SharedBuffers, buffers_by_optimizer
 from lightning_lowbw.strategies.signals import Signals
 from lightning_lowbw.strategies.step_hooks import Reduction, StepHooks, parameters_of, scaler_of
-from lightning_lowbw.sync.checks import warn_if_mostly_sent
+from lightning_lowbw.sync.checks import warn_if_mostly_sent, warn_if_sent_whole
 from lightning_lowbw.sync.kernels import prepare_kernels
 from lightning_lowbw.sync.local import LocalSync
 from lightning_lowbw.sync.plain_loop import eagerly, last_pre_hook
@@ -222,6 +222,7 @@ class BaseStrategy(ParallelStrategy):
             for worker in self.workers:
                 worker.check_schedule()
                 warn_if_mostly_sent(self.method.what, self.method.when, worker.peers)
+                warn_if_sent_whole(self.method.what, worker.params, worker.peers)
             # The choice of a schedule times the exchange of int8, too.
             prepare_kernels(self.workers, also=[Quantized()] if self.auto.is_open(self.method) else [])
             if self._num_participants > 1 and not self.is_search(self.trainer):

@@ -17,8 +17,10 @@ from torch.optim import Optimizer
 
 from lightning_lowbw.comm.agreement import agree, digest, failing_together
 from lightning_lowbw.comm.peers import Peers
+from lightning_lowbw.compress.params import Params
 from lightning_lowbw.compress.payload import Payload
 from lightning_lowbw.errors import ConfigurationError, DisagreementError
+from lightning_lowbw.kernels.table import DTYPES
 from lightning_lowbw.kernels.tensors import checksum
 from lightning_lowbw.schedules.schedule import Schedule
 
@@ -59,6 +61,17 @@ def warn_if_mostly_sent(what: Payload, when: Schedule, peers: Peers) -> None:
         warnings.warn(
             f"{given}: {', '.join(f'{100.0 * each:.4g} %' for each in sent)} of the elements are sent. Sparsity is the "
             "fraction that is kept back, density the fraction that is sent.",
+            stacklevel=5,  # the caller of `Method.attach`
+        )
+
+
+def warn_if_sent_whole(what: Payload, params: Params, peers: Peers) -> None:
+    """Warn, on rank 0, if trained parameters are float64 or complex: a method that compresses sends them whole."""
+    wide = [name for name, each in params.by_name().items() if each.requires_grad and each.dtype not in DTYPES]
+    if wide and not what.sends_all and peers.num_participants > 1 and peers.rank == 0:
+        warnings.warn(
+            f"{len(wide)} parameters, such as {wide[0]!r}, are float64 or complex: they are sent whole. float32, "
+            "bfloat16 and float16 are compressed, as with Trainer(precision='32-true').",
             stacklevel=5,  # the caller of `Method.attach`
         )
 

@@ -525,8 +525,7 @@ class PreparedTopK:
             raise ConfigurationError(
                 f"{name!r} has {most} elements, positions go up to {MAX_NUMEL}: exclude=[{name!r}]."
             )
-        wide = [name for name, part in parts.items() if part.dtype == torch.float64]
-        residuals.ensure(dict(zip(names, numels, strict=True)), device, wide)
+        residuals.ensure(dict(zip(names, numels, strict=True)), device)
         flags: Sequence[Tensor | None] = [None] * len(names)
         if correction is not None:
             found, flags = exchange.flags_for(len(names), device)

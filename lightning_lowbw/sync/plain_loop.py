@@ -34,6 +34,7 @@ from lightning_lowbw.sync.checks import (
     warn_if_alone,
     warn_if_incomplete,
     warn_if_mostly_sent,
+    warn_if_sent_whole,
 )
 from lightning_lowbw.sync.kernels import prepare_kernels
 from lightning_lowbw.sync.status import any_of
@@ -113,6 +114,7 @@ def _tell(worker: Synchronizer) -> None:
             stacklevel=4,  # the caller of `Method.attach`
         )
     warn_if_mostly_sent(method.what, method.when, peers)
+    warn_if_sent_whole(method.what, worker.params, peers)
     if correction is not None and peers.rank == 0 and peers.num_participants > 1:
         if method.what.corrects and not correction.is_complete:
             warn_if_incomplete(worker.optimizer, method.when)

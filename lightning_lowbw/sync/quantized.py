@@ -338,9 +338,8 @@ class PendingQuantized(LateMean):
         self._exchange, self._peers, peers = exchange, exchange.peers, exchange.peers
         tensors, value_dtype = list(signal.values()), exchange.payload.value_dtype
         self._device, parts = tensors[0].device, [peers.part(tensor.numel()) for tensor in tensors]
-        wide = [name for name, each in signal.items() if each.dtype == torch.float64]
         numels = {name: part.stop - part.start for name, part in zip(signal, parts, strict=True)}
-        exchange.residuals.ensure(numels, self._device, wide)
+        exchange.residuals.ensure(numels, self._device)
         residuals = [exchange.residuals[name] for name in signal]
         self._numel, num = sum(peers.part(tensor.numel(), 0).stop for tensor in tensors), peers.num_participants
         # Of the part that a rank owns; of two ranks each sends all to the other.

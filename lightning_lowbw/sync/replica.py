@@ -79,9 +79,7 @@ class Replica:
 
     def compresses(self, parameter: Parameter) -> bool:
         """Whether the payload sends a parameter's change; otherwise it is averaged whole."""
-        if self.exchange is None or as_real(parameter).dtype == torch.float64:  # which would be rounded
-            return False
-        return self.params.is_compressed(self.exchange.payload, parameter)
+        return self.exchange is not None and self.params.is_compressed(self.exchange.payload, parameter)
 
     @property
     def sends_changes_only(self) -> bool:

@@ -70,15 +70,3 @@ def test_a_state_is_a_copy_that_takes_the_place_of_what_is_there() -> None:
         assert state[name].equal(residuals[name])
     assert other["square"].equal(torch.ones(6))
     assert len({storage(other[name]) for name in other}) == 1
-
-
-def test_float64_is_kept_apart_and_may_come_later() -> None:
-    residuals, other = Residuals(), Residuals()
-    residuals.ensure({"a": 5, "wide": 3}, CPU, wide=["wide"])
-    residuals["wide"][0], residuals["a"][0] = 1 + 1e-12, 2.0
-    other.load(residuals.state())
-    assert [other[name].dtype for name in other] == [torch.float32, torch.float64]
-    assert float(other["wide"][0]) == 1 + 1e-12
-    other.ensure({"a": 5, "wide": 3}, CPU, wide=["a", "wide"])  # a model in double precision goes on
-    assert other["a"].dtype == torch.float64
-    assert other["a"].tolist() == [2.0, 0.0, 0.0, 0.0, 0.0]

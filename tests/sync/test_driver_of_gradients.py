@@ -12,9 +12,7 @@ from torch import nn
 from torch.optim import SGD
 
 from lightning_lowbw import DGC, EveryStep, Method, TopK
-from lightning_lowbw.presets import preset
 from lightning_lowbw.sync.gradient import GradientSync
-from lightning_lowbw.sync.local import LocalSync
 from tests.ranks import on_ranks
 
 NUMEL, SPARSE = 4096, DGC(sparsity=[0.99])
@@ -64,12 +62,3 @@ def test_a_subclass_of_a_payload_is_exchanged_as_that() -> None:
     assert isinstance(worker, GradientSync)
     assert worker.residuals
     assert Largest.key == "top_k"
-
-
-@on_ranks()
-def test_changes_of_complex_weights_are_compressed() -> None:
-    """Their gradients are sent whole, as there is a momentum to be corrected; a change is two real numbers."""
-    method = preset("sparse_loco").replace(k_steps=2)
-    parameter, _, worker = attached(method, torch.complex64)
-    assert isinstance(worker, LocalSync)
-    assert worker.params.is_compressed(method.what, parameter)
