@@ -51,6 +51,7 @@ BATCH, BATCH_OF_CPU = 1 << 24, 1
 HAVE_FLOAT64 = ("cpu", "cuda")  # Apple's GPUs, and some of Intel's, have none
 DEPENDENT = 2.0**-18  # a remainder that is shorter than this part of its column may be rounding of float32
 PADDED = 1 << 20  # elements of factors that may be orthogonalized together with any padding: 8 MiB
+ALIGNED = 16  # rows: 64 bytes or more
 
 
 @names_arguments
@@ -280,9 +281,9 @@ def orthogonal(batches: Sequence[Tensor], spares: Sequence[Tensor] | None = None
         if spares is not None:
             instead = _padded([spares[number] for number in numbers], padded).mT
             found = torch.where(torch.cat(factors, 1).to(device) == 0, instead, found)
-        rows = found.mT.reshape(-1, rank).index_select(0, back).split([num * n for num, n in sizes])
-        for number, part in zip(numbers, rows, strict=True):
-            results[number] = part.view(batches[number].shape)
+        rows = found.mT.reshape(-1, rank).index_select(0, back).split([_aligned(num * n) for num, n in sizes])
+        for number, part, (num, n) in zip(numbers, rows, sizes, strict=True):
+            results[number] = part[: num * n].view(batches[number].shape)
     return results
 
 
@@ -297,16 +298,25 @@ def _padded(batches: Sequence[Tensor], rows: Tensor) -> Tensor:
 def _rows(sizes: tuple[tuple[int, int], ...], device: torch.device) -> tuple[Tensor, Tensor]:
     """Return which row each padded matrix has where, the first is 1, 0 is padding; and the padded places of the rows.
 
+    The rows of each batch begin at a multiple of `ALIGNED`: products of a library may depend on the alignment, and a
+    resume has the factors in memory of their own.
+
     Args:
         sizes: matrices and rows of each batch.
     """
     numbers = np.zeros((sum(num for num, _ in sizes), max(n for _, n in sizes)), dtype=np.int64)
-    first, row = 0, 1
+    first, row, places = 0, 1, list[np.ndarray]()
     for num, n in sizes:
         numbers[first : first + num, :n] = np.arange(row, row + num * n).reshape(num, n)
+        own = first * numbers.shape[1] + np.flatnonzero(numbers[first : first + num])
+        places.append(np.pad(own, (0, _aligned(num * n) - num * n)))
         first, row = first + num, row + num * n
     upload = device_of(device).upload
-    return upload(torch.from_numpy(numbers)), upload(torch.from_numpy(np.flatnonzero(numbers)))
+    return upload(torch.from_numpy(numbers)), upload(torch.from_numpy(np.concatenate(places)))
+
+
+def _aligned(num_rows: int) -> int:
+    return -(-num_rows // ALIGNED) * ALIGNED
 
 
 def _padded_together(shapes: Sequence[torch.Size]) -> list[list[int]]:
