@@ -31,6 +31,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_lowbw import DGCStrategy, HierarchicalStrategy, LocalSGDStrategy, QuantizedGradients, Strategy
 from lightning_lowbw.comm.agreement import digest
+from lightning_lowbw.errors import ConfigurationError
 from tests.programs import forget_launcher
 from tests.ranks import run_ranks
 
@@ -190,14 +191,28 @@ def row(name: str) -> Callable[[Row], Row]:
 # Callbacks ------------------------------------------------------------------------------------------------------
 
 
+def refused(run: Run, callback: cb.Callback) -> str | None:
+    """Return what a method that averages weights says of a moving average; None with other strategies."""
+    if not getattr(getattr(run.strategy(), "method", None), "averages_weights", False):
+        return None
+    try:
+        run.fit(Model(), callbacks=[callback])
+    except ConfigurationError:
+        return "refused at the start of the fit, with the methods that take it"
+    raise AssertionError("not refused")
+
+
 @row("`StochasticWeightAveraging`")
-def swa(run: Run) -> None:
+def swa(run: Run) -> str | None:
     callback = cb.StochasticWeightAveraging(swa_lrs=0.01, swa_epoch_start=2, annealing_epochs=1)
+    if remark := refused(run, callback):
+        return remark
     trainer = run.fit(Model(), max_epochs=4, callbacks=[callback])
     model = trainer.lightning_module
     assert int(callback.n_averaged) == 3, f"{int(callback.n_averaged)} averaged"
     assert callback._average_model is not None
     assert are_close(model.parameters(), mean_of_ranks(callback._average_model.parameters())), "not swapped"
+    return None
 
 
 class Watched(Model):
@@ -210,6 +225,8 @@ class Watched(Model):
 
 @row("`WeightAveraging`")
 def weight_averaging(run: Run) -> str | None:
+    if remark := refused(run, cb.WeightAveraging()):
+        return remark
     sums: list[Tensor] = []
     num = 0
     last: list[Tensor] = []

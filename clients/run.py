@@ -147,11 +147,21 @@ def row(client: str, about: dict[str, str], ways: dict[str, dict[str, Any]]) -> 
         f"[{about['what'].rstrip('.')}](../../clients/{client}.py)",
         f"`{dgc['typed']}`" if "typed" in dgc else "",
         f"{first['first_loss']:.4g}" if "first_loss" in first else "",
-        *("fails" if "error" in each else f"{each['loss']:.4g}" for each in outcomes),
+        *(
+            ("refused" if is_refused(each) else "fails") if "error" in each else f"{each['loss']:.4g}"
+            for each in outcomes
+        ),
         *("" if "error" in each else f"{each['dense_bytes'] / each['sent_bytes']:.1f}" for each in outcomes[1:]),
         " ".join([about["remark"], *errors]).strip().replace("|", "/"),
     ]
     return f"| {' | '.join(cells)} |"
+
+
+def cell(outcome: dict[str, Any]) -> str:
+    """Return the loss of a run, or why there is none."""
+    if "error" not in outcome:
+        return f"{outcome['loss']:.4g}"
+    return "refused" if is_refused(outcome) else "fails"
 
 
 TITLES = (
@@ -189,8 +199,13 @@ def ours_alone(results: dict[str, Any]) -> list[str]:
         f"{client} with {way}"
         for client, ways in results["runs"].items()
         for way in WAYS
-        if "error" in ways.get(way, {}) and "error" not in ways.get("ddp", {})
+        if "error" in ways.get(way, {}) and "error" not in ways.get("ddp", {}) and not is_refused(ways[way])
     ]
+
+
+def is_refused(outcome: dict[str, Any]) -> bool:
+    """Return whether the strategy has refused the run, with an error that names the way out."""
+    return "ConfigurationError" in outcome.get("error", "")
 
 
 def main() -> None:

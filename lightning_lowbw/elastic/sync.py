@@ -49,10 +49,9 @@ from lightning_lowbw.comm.peers import Peers
 from lightning_lowbw.elastic.membership import GivesUp, Membership, Quorum, Row, Settings, deciders, digest_of, run_of
 from lightning_lowbw.errors import ConfigurationError, DisagreementError, NonFiniteGradientError
 from lightning_lowbw.kernels.reference import are_not_finite
-from lightning_lowbw.kernels.tensors import CPU, as_real, checksum, copy_all_, order_of
+from lightning_lowbw.kernels.tensors import CPU, as_real, checksum, copies, copy_all_, order_of
 from lightning_lowbw.method import Method
 from lightning_lowbw.namespaces import LOGGER
-from lightning_lowbw.sync.consensus import ConsensusView, copies
 from lightning_lowbw.sync.fragments import Average, Sums, average_status
 from lightning_lowbw.sync.local import LocalSync
 from lightning_lowbw.sync.state import Named, on_cpu
@@ -805,19 +804,11 @@ class ElasticSync(LocalSync):
 
     # What others look at: the anchor, which all members have ----------------------------------------------------------
 
-    def show_consensus(self) -> None:
-        if not self.replica.view.is_shown and self.replica.start:
-            self.settle()
-            self.replica.show({**self.replica.tensors(), **self._named(self.replica.start), **self.buffers.start})
-
-    def adopt_parameters(self) -> None:
-        """Go on from what the user's code has put in the place of the anchor: as if this member's steps led there."""
-        self.replica.hide(keeps_parameters=True)
-
     def finish(self) -> None:
         """Leave the anchor in the model, after a round that is hidden. Nothing else is waited for."""
-        self.show_consensus()
-        self.replica.view = ConsensusView()
+        self.settle()
+        self.replica.show()
+        self.replica.own = None
         self._all.moved.clear()
         self.tokens, self.ending.step = 0.0, None  # the work is not in the model
 

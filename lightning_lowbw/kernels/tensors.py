@@ -261,6 +261,16 @@ def _sample(tensor: Tensor, like: Tensor, stride: int) -> Tensor:
 
 
 @torch.no_grad()
+def copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return a copy of each tensor, by name."""
+    return {name: tensor.detach().clone() for name, tensor in tensors.items()}
+
+
+def saved(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return a copy of each tensor on the CPU, by name."""
+    return {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
+
+
 def checksum(tensors: Iterable[Tensor], at_a_time: int = 0) -> Tensor | int:
     """Return a hash of the bits of some tensors in their order in memory, on their device. Cheaper than `digest`.
 
@@ -405,6 +415,9 @@ class Serial:
         """Return the context in which work is queued on the side stream of a purpose, whatever is on others."""
         return nullcontext()
 
+    def join(self, purpose: str, *, on_host: bool = False) -> None:
+        """Let the current stream, or the host, wait for the work on the side stream of a purpose."""
+
     def keep(self, tensor: Tensor) -> None:
         """Do not use the memory of a tensor of another stream again before the current one has done with it."""
 
@@ -472,6 +485,10 @@ class Cuda:
 
     def aside(self, purpose: str) -> AbstractContextManager[Any]:
         return _cuda.stream(side_stream(self.device, purpose))
+
+    def join(self, purpose: str, *, on_host: bool = False) -> None:
+        stream = side_stream(self.device, purpose)
+        stream.synchronize() if on_host else _cuda.current_stream(self.device).wait_stream(stream)
 
     def keep(self, tensor: Tensor) -> None:
         tensor.record_stream(_cuda.current_stream(self.device))

@@ -78,7 +78,7 @@ class EveryK(Schedule, key="k"):
             - "qsr": ``k = floor((qsr_alpha / lr)^2)``
         max_k_steps: the largest k of the adaptive rules.
         qsr_alpha: the numerator of "qsr", in units of the learning rate.
-        outer: the step from the last consensus x0 to the next, with u the outer velocity, which begins at 0:
+        outer: the step from the anchor x0 to the next, with u the outer velocity, which begins at 0:
 
             - "none": ``x = mean``
             - "slowmo": ``u = momentum u + (x0 - mean) / inner_lr;  x = x0 - lr inner_lr u``
@@ -211,13 +211,13 @@ class EveryK(Schedule, key="k"):
         return replace(period, k=k, last_lr=lr)
 
     def outer_step_(self, starts: list[Tensor], means: list[Tensor], velocities: list[Tensor], inner_lr: float) -> None:
-        """Move the last consensus to the new one, of all tensors at once; replicated: all ranks compute the same.
+        """Move the anchor to the next one, of all tensors at once; replicated: all ranks compute the same.
 
         In place:
             `starts` and `means`, which become x; `velocities`, which are u. No memory is allocated.
 
         Args:
-            starts: x0, the last consensus; float32 or float64, any shapes, at least one.
+            starts: x0, the anchor; float32 or float64, any shapes, at least one.
             means: the means of the replicas; as `starts`.
             velocities: as `starts`; empty with "none".
             inner_lr: the learning rate of the inner optimizer; with 0 nothing has moved, and SlowMo's u stays the same.

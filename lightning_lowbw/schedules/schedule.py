@@ -127,6 +127,6 @@ class Schedule:
         """Return how many copies of the weights each rank keeps; for the cost model.
 
         Args:
-            keeps_start: whether the payload sends changes, for which the last consensus is kept.
+            keeps_start: whether the payload sends changes, for which the anchor is kept on the device.
         """
         return 0

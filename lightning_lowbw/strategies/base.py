@@ -17,7 +17,6 @@ from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -92,8 +91,7 @@ class BaseStrategy(ParallelStrategy):
 
     def _begin_state(self) -> None:
         """Forget the last fit, or the steps with a method of another kind."""
-        self._is_evaluated = False  # the consensus view is that of a validation
-        self._has_agreed = False  # in this validation
+        self._is_evaluated = False  # whether a validation is going on
         self._is_fit_over = False  # everything is whole then, and on the CPU: nothing is averaged or checked any more
         self._has_equal_epochs = False  # whether it is known that all ranks end an epoch at the same batch
         self._has_own_states = False  # whether the optimizers' states are of this rank's own shard of a checkpoint
@@ -378,21 +376,12 @@ class BaseStrategy(ParallelStrategy):
         self._hooks.check_equal(self.trainer)
 
     def begin_evaluation(self) -> None:
-        """Begin a validation or a test: what is seen in it stays up to the next batch."""
-        self._is_evaluated, self._has_agreed = True, False
-        self.show_consensus()
+        """Begin a validation or a test: the anchor is shown up to its end."""
+        self._is_evaluated = True
+        self.show_anchor()
 
-    def agree_on_evaluated(self) -> None:
-        """Make weights equal that hooks have put in since `begin_evaluation`: a moving average is each rank's own.
-
-        Collective: all ranks, the first time in each evaluation.
-        """
-        if not self._has_agreed:
-            self._has_agreed = True
-            self._agree_on_weights(with_buffers=True)
-
-    def show_consensus(self, *, weights_only: bool = False) -> None:
-        """Put what is equal on all ranks into the model, until the next batch, or the end of a save.
+    def show_anchor(self, *, weights_only: bool = False) -> None:
+        """Put tensors that are equal on all ranks into the model, up to the end of a validation or of a save.
 
         Args:
             weights_only: whether nobody looks at the buffers of other ranks than 0.
@@ -402,24 +391,14 @@ class BaseStrategy(ParallelStrategy):
             is_over = self.is_interrupted or self._is_fit_over  # others may be elsewhere
             self._hooks.show(trainer, self._equals, self.root_device, is_over=is_over, weights_only=weights_only)
 
-    def leave_consensus(self) -> None:
-        """Leave the consensus in the model, at the end of the training."""
-        self.show_consensus(weights_only=True)
+    def hide_anchor(self) -> None:
+        """Give this rank its own weights back; not after a resume with no step left, which ends with the anchor."""
+        if self._hooks.is_shown and not (self.is_interrupted or self._is_fit_over):
+            self._hooks.hide(self.trainer)
+
+    def finish(self) -> None:
+        """Make the weights equal on all ranks, at the end of the training."""
         self._hooks.finish()
-
-    def _hide_mean(self, *, adopts: bool = False) -> None:
-        """Give this rank its own weights back, where those that were shown are still in the model.
-
-        Args:
-            adopts: whether to go on from those that the user's code has put in their place; else these stay for now.
-        """
-        if self._hooks.has_shown and not self.is_interrupted:
-            self._hooks.hide(self._equals, self.root_device, adopts=adopts)
-
-    def _agree_on_weights(self, *, with_buffers: bool = False) -> None:
-        """Make weights equal that the user's code has put in the place of the consensus."""
-        if not self.is_interrupted:
-            self._hooks.agree_on_weights(self._equals, self.root_device, with_buffers=with_buffers)
 
     # The end, validation and saves ------------------------------------------------------------------------------
 
@@ -435,8 +414,8 @@ class BaseStrategy(ParallelStrategy):
     def on_validation_end(self) -> None:
         super().on_validation_end()
         self.auto.restart_clock(self.ledger)
-        if is_overridden("on_validation_model_eval", self.trainer.lightning_module):
-            self._hide_mean()  # its counterpart takes out what was put in before the consensus was shown
+        self._is_evaluated = False
+        self.hide_anchor()
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
@@ -446,10 +425,8 @@ class BaseStrategy(ParallelStrategy):
             self._refuse_replaced()  # a save may come between a new optimizer and its first batch
         self._check_late_faults()
         if self._is_fitting:
-            self.show_consensus(weights_only=True)
-            if not self._is_fit_over:
-                self._agree_on_weights()
-        return self._hooks.copied(super().lightning_module_state_dict())
+            self.show_anchor(weights_only=True)
+        return super().lightning_module_state_dict()
 
     @override
     def teardown(self) -> None:

@@ -33,7 +33,6 @@ from lightning_lowbw.errors import ConfigurationError
 from lightning_lowbw.kernels.tensors import device_of
 from lightning_lowbw.strategies.base import BaseStrategy
 from lightning_lowbw.strategies.keywords import Needs
-from lightning_lowbw.sync.consensus import copies
 from lightning_lowbw.sync.state import merge_states
 
 METADATA_KEY = "lightning_lowbw"
@@ -92,8 +91,7 @@ class CheckpointedStrategy(BaseStrategy):
             if self._loaded["precision"]:
                 self.precision_plugin.load_state_dict(self._loaded["precision"])
             self._loaded = None
-        self._hide_mean(adopts=True)  # what callbacks have put in before a validation may be out again by now
-        self._is_evaluated = False
+        self.hide_anchor()  # that of a resume, or of code that has asked for the state of the model
 
     # Saving -----------------------------------------------------------------------------------------------------
 
@@ -105,11 +103,19 @@ class CheckpointedStrategy(BaseStrategy):
                 "on from the last checkpoint."
             )
             return
-        write = functools.partial(super().save_checkpoint, storage_options=storage_options)
+        save = functools.partial(super().save_checkpoint, storage_options=storage_options)
+
+        def write(checkpoint: dict[str, Any], path: _PATH) -> None:
+            save(checkpoint, path)
+            if isinstance(self.checkpoint_io, AsyncCheckpointIO) and self.checkpoint_io._executor is not None:
+                # Wait for it: until it is written, the model has to show the anchor, and the shards of the checkpoint
+                # before are needed.
+                self.checkpoint_io._executor.submit(lambda: None).result()
+
         self._save(checkpoint, filepath, write)
         self.auto.restart_clock(self.ledger)
         if not self._is_evaluated:
-            self._hide_mean()
+            self.hide_anchor()
 
     def _save(
         self, checkpoint: dict[str, Any], filepath: _PATH, write: Callable[[dict[str, Any], _PATH], None]
@@ -147,9 +153,6 @@ class CheckpointedStrategy(BaseStrategy):
                 overwrite(checkpoint, os.fspath(filepath), folder, write)
             else:
                 write(checkpoint, filepath)
-            if isinstance(self.checkpoint_io, AsyncCheckpointIO) and self.checkpoint_io._executor is not None:
-                # Wait for it: until it is written, the checkpoint on the disk needs the shards before.
-                self.checkpoint_io._executor.submit(lambda: None).result()
         self._sweep(folder, path)
 
     def _is_renamed(self, filepath: _PATH) -> bool:
@@ -286,7 +289,6 @@ class CheckpointedStrategy(BaseStrategy):
                     f"{path} has the states of {len(states)} optimizers, and here are {len(self.workers)}. "
                     f"Resume with the optimizers that were saved, or {GO_ON}."
                 )
-        consensus = [copies(worker.replica.tensors()) for worker in self.replicas]
         with failing_together():
             for worker, state in zip(self.workers, states, strict=True):
                 worker.load_state_dict(state)
@@ -298,12 +300,8 @@ class CheckpointedStrategy(BaseStrategy):
             )
         else:
             self._restore(shard)
-        for worker, values in zip(self.replicas, consensus, strict=True):
-            shown = None if shard is None else shard["workers"][self.workers.index(worker)].get("shown")
-            if not worker.replica.is_consensus:  # until the first batch the model keeps the checkpoint's weights
-                worker.replica.show(values, shown)
-            elif shown is not None:
-                worker.replica.note_shown(shown)
+        for worker in self.replicas:  # until the first batch the model keeps the weights of the checkpoint
+            worker.replica.show()
 
     def _merged_states(self, metadata: Mapping[str, Any], path: _PATH, load: LoadShard) -> list[Mapping[str, Any]]:
         """Return each worker's state in another world: the mean; one shard is in memory at a time.

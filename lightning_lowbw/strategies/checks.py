@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -40,6 +41,8 @@ AVERAGING: tuple[type[pl.Callback], ...] = (
     StochasticWeightAveraging,
     *([pl.callbacks.WeightAveraging] if hasattr(pl.callbacks, "WeightAveraging") else []),  # not before Lightning 2.6
 )
+# Callbacks of other packages that do so, by the names of their classes.
+OWN_AVERAGING = re.compile(r"(EMA|Ema|SWA)(Callback|Weights?)?|.*(ExponentialMovingAverage|WeightAverag).*")
 # Callbacks that communicate, or decide what does.
 COLLECTIVE: tuple[type[pl.Callback], ...] = (Checkpoint, EarlyStopping, BatchSizeFinder, LearningRateFinder, *AVERAGING)
 
@@ -264,6 +267,7 @@ def refusals_of_replicas(
     if not method.averages_weights:
         return []
     pruning = [] if trainer is None else callbacks_of(trainer, ModelPruning)
+    averaging = [] if trainer is None else _averaging(trainer)
     return [
         (
             asked_of_buffers(ddp_kwargs),
@@ -280,10 +284,16 @@ def refusals_of_replicas(
             "averages, which include batch norm's statistics. Leave it out.",
         ),
         (
+            averaging,
+            f"{' and '.join(averaging)} with a method that averages the weights after some steps: in between each rank "
+            "has weights of its own, and its moving average would be its own, too. Leave the callback out, or take a "
+            "method that exchanges gradients, such as 'dgc', 'int8' or 'lowbw'.",
+        ),
+        (
             any(each._prune_on_train_epoch_end for each in pruning),
             "ModelPruning(prune_on_train_epoch_end=True): at the end of an epoch each rank has weights of its own, and "
-            "would prune others. Give prune_on_train_epoch_end=False, which prunes the consensus after each "
-            "validation, or a method that exchanges gradients, such as 'dgc'.",
+            "would prune different weights. Give prune_on_train_epoch_end=False, which prunes the last average after "
+            "each validation, or a method that exchanges gradients, such as 'dgc'.",
         ),
         (
             getattr(trainer, "_val_check_time_interval", None) is not None,  # since Lightning 2.6
@@ -291,6 +301,45 @@ def refusals_of_replicas(
             "would validate while others train on. Give a number of batches.",
         ),
     ]
+
+
+def _averaging(trainer: pl.Trainer) -> list[str]:
+    """Return the names of the callbacks that keep an average of the weights over steps."""
+    known = callbacks_of(trainer, *AVERAGING)
+    names = {each: [cls.__name__ for cls in type(each).__mro__] for each in callbacks_in(trainer)}
+    named = [each for each, of_classes in names.items() if any(map(OWN_AVERAGING.fullmatch, of_classes))]
+    return list(dict.fromkeys(type(each).__name__ for each in known + named))
+
+
+def warn_if_seen_twice(trainer: pl.Trainer, k_steps: int) -> None:
+    """Warn if validation, a plateau rule or early stopping comes more often than averages of the weights.
+
+    Args:
+        trainer: in a fit.
+        k_steps: steps between two averages.
+    """
+    accumulated = max(1, trainer.accumulate_grad_batches)
+    epoch = trainer.num_training_batches / accumulated
+    steps = dict[str, float]()
+    if getattr(trainer, "enable_validation", False) and trainer.val_check_batch is not None:
+        every = trainer.check_val_every_n_epoch
+        if every is not None and trainer.val_check_batch >= trainer.num_training_batches:
+            steps["validation"] = epoch * every
+        else:
+            steps["validation"] = trainer.val_check_batch / accumulated
+    for config in trainer.lr_scheduler_configs:
+        if config.reduce_on_plateau:
+            steps["a plateau rule"] = config.frequency * (1 if config.interval == "step" else epoch)
+    if any(each._check_on_train_epoch_end for each in callbacks_of(trainer, EarlyStopping)):
+        steps["early stopping"] = epoch
+    often = {name: num_steps for name, num_steps in steps.items() if num_steps < k_steps}
+    if often:
+        each = " and ".join(f"{name} comes every {num_steps:g} steps" for name, num_steps in often.items())
+        rank_zero_warn(
+            f"{type(trainer.strategy).__name__}: {each}, and the weights are averaged every {k_steps} steps: between "
+            f"two averages it sees the same weights again. Let it come every {k_steps} steps or later, or give a "
+            "lower k_steps."
+        )
 
 
 def refusals_of_shards(method: Method) -> list[tuple[object, str]]:

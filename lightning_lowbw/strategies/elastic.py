@@ -151,11 +151,6 @@ class ElasticStrategy(Strategy):
                 "Trainer(max_time=...), or a Timer: each group has a clock of its own, and the others would train on "
                 "without it. Give max_steps."
             )
-        if averaging := checks.callbacks_of(trainer, *checks.AVERAGING):
-            raise ConfigurationError(
-                f"{type(averaging[0]).__name__} averages the weights of local steps, of which each group has taken "
-                "others, and a new one few. Leave it out: the weights after a round are a mean already."
-            )
         if any(isinstance(parameter, DTensor) for parameter in trainer.lightning_module.parameters()):
             raise ConfigurationError(
                 "The model is sharded, and each process of an elastic group has a whole one. Leave fully_shard out, or "
@@ -205,7 +200,7 @@ class ElasticStrategy(Strategy):
     @override
     def on_train_start(self) -> None:
         super().on_train_start()
-        self._hide_mean()  # of a checkpoint
+        self.hide_anchor()  # of a checkpoint
         worker = self._replica
         worker.last_step, worker.share = self.trainer.max_steps, self._schedules
         worker.settings = {"Trainer(max_steps)": self.trainer.max_steps, "schedulers": self._named_schedulers()}
@@ -232,10 +227,19 @@ class ElasticStrategy(Strategy):
         return super().batch_to_device(batch, device, dataloader_idx)
 
     @override
-    def show_consensus(self, *, weights_only: bool = False) -> None:
+    def show_anchor(self, *, weights_only: bool = False) -> None:
+        self._settle()
+        super().show_anchor(weights_only=weights_only)
+
+    @override
+    def finish(self) -> None:
+        self._settle()
+        super().finish()
+
+    def _settle(self) -> None:
+        """Apply the round that is hidden, if there is one."""
         if self._workers and self._replica.settle():
             self._follow(self._replica, is_in_step=False)
-        super().show_consensus(weights_only=weights_only)
 
     @override
     def _end_step(self, worker: Any) -> None:

@@ -1,12 +1,12 @@
 """Agreement between ranks outside of the exchange, and the first callback, which triggers it.
 
-The weights that callbacks have set and the metrics that they monitor are made equal. The states of the optimizers are
+The metrics that callbacks monitor are made equal. The states of the optimizers are
 compared when a fit begins.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import lightning.pytorch as pl
@@ -15,15 +15,10 @@ import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback, Checkpoint, EarlyStopping
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.nn import Parameter
 
-from lightning_lowbw.comm.agreement import agree, differ, digest
+from lightning_lowbw.comm.agreement import agree, digest
 from lightning_lowbw.comm.collectives import all_reduce_
-from lightning_lowbw.comm.peers import Peers, mean_over
-from lightning_lowbw.kernels.tensors import as_real
 from lightning_lowbw.strategies.checks import callbacks_of
-from lightning_lowbw.strategies.shared_buffers import buffers_of
-from lightning_lowbw.sync.buffers import IGNORED
 from lightning_lowbw.sync.checks import plain_values
 from lightning_lowbw.sync.synchronizer import Synchronizer
 
@@ -33,7 +28,7 @@ def _strategy_of(trainer: pl.Trainer) -> Any:
 
 
 class FirstCallback(Callback):
-    """The first in the list of callbacks, so that all others get the consensus, and metrics that agree."""
+    """The first callback of the list, so that the other callbacks see the anchor, and metrics that agree."""
 
     def on_train_epoch_start(self, trainer: pl.Trainer, *_: Any) -> None:
         _strategy_of(trainer).begin_epoch()
@@ -44,9 +39,6 @@ class FirstCallback(Callback):
     def on_validation_start(self, trainer: pl.Trainer, *_: Any) -> None:
         _strategy_of(trainer).begin_evaluation()
 
-    def on_validation_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
-        _strategy_of(trainer).agree_on_evaluated()
-
     def on_validation_end(self, trainer: pl.Trainer, *_: Any) -> None:
         if not trainer.sanity_checking:
             _strategy_of(trainer).agree_on_metrics()
@@ -55,52 +47,9 @@ class FirstCallback(Callback):
         _strategy_of(trainer).end_epoch()
 
     def on_train_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        _strategy_of(trainer).leave_consensus()
+        _strategy_of(trainer).finish()
 
-    on_test_start = on_validation_start  # type: ignore[assignment]  # has no names of arguments, as the next ones
-    on_test_batch_start = on_validation_batch_start  # type: ignore[assignment]
-    # Of a rank without batches.
-    on_validation_epoch_end = on_test_epoch_end = on_validation_batch_start  # type: ignore[assignment]
-
-
-def weights_of(module: torch.nn.Module, peers: Peers) -> list[Tensor]:
-    """Return the tensors of a module that are averaged: parameters, and floating buffers.
-
-    Not those that DDP ignores, nor parameters of a class of their own, such as frozen weights in few bits.
-
-    Collective: all peers, blocking.
-    """
-    ignored = getattr(module, IGNORED, ())
-    parameters = {name: p for name, p in module.named_parameters() if name not in ignored and type(p) is Parameter}
-    buffers = buffers_of(module).values()
-    floating = [each for each in buffers if each.is_floating_point() or each.is_complex()]
-    return [*(p.detach() for p in parameters.values()), *floating]
-
-
-def agree_on_weights_(tensors: Sequence[Tensor], peers: Peers, device: torch.device) -> int:
-    """Average weights that differ after the last average: a callback (weight averaging) may have put in its own.
-
-    In place:
-        The tensors that differ.
-
-    Collective: all peers, blocking; two numbers, and where these differ two for each tensor, and those that differ.
-
-    Args:
-        tensors: of the same shapes on all peers.
-        peers: among which the weights should be equal.
-        device: of the messages.
-
-    Returns:
-        The number of those that differed.
-    """
-    if peers.num_ranks == 1 or not tensors or not any(differ([tensors], peers.group, device)):
-        return 0
-    are_unequal = differ([[tensor] for tensor in tensors], peers.group, device)
-    unequal = [tensor for tensor, is_unequal in zip(tensors, are_unequal, strict=True) if is_unequal]
-    there = [tensor.to(device) for tensor in unequal]  # a callback may keep its average on the CPU
-    for tensor, value in zip(unequal, mean_over(there, peers, device), strict=True):
-        as_real(tensor).copy_(value)
-    return len(unequal)
+    on_test_start = on_validation_start  # type: ignore[assignment]  # has no names of arguments
 
 
 def agree_on_monitored(trainer: pl.Trainer, device: torch.device) -> None:

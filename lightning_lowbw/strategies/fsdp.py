@@ -275,38 +275,39 @@ class ShardedStrategy(CheckpointedStrategy, ModelParallelStrategy):
         super().end_batch()
 
     @override
-    def show_consensus(self, *, weights_only: bool = False) -> None:
-        """Put the mean of the nodes into the model, until the next batch, the end of validation or of a save.
+    def show_anchor(self, *, weights_only: bool = False) -> None:
+        """Put the anchor into the model, up to the end of a validation or of a save.
 
-        The next forward pass gathers the shards anew. The ranks of a node have buffers of their own, too: whoever looks
-        finds those of its first rank, or the running statistics of rank 0 where gradients are exchanged.
+        The next forward pass gathers the shards anew. The ranks of a node have buffers of their own, too: the model
+        shows those of its first rank, or the running statistics of rank 0 if gradients are exchanged.
         """
         if self._trainer is None or self._is_fit_over or self.is_interrupted or self._hooks.is_shown:
             return
         self._look()
+        super().show_anchor(weights_only=weights_only)
+        if self._hooks.is_shown:
+            self._share_in_node()
+
+    def _share_in_node(self) -> None:
+        """Give the ranks of a node the buffers of its first rank."""
         for worker in self.replicas:
-            if not worker.replica.is_consensus:
+            buffers = worker.replica.buffers.now().values()
+            broadcast_flat_(buffers, lambda flat: broadcast_(flat, self.mesh.node()))
+
+    @override
+    def hide_anchor(self) -> None:
+        if self._hooks.is_shown:
+            self._look()
+            super().hide_anchor()
+
+    @override
+    def finish(self) -> None:
+        self._look()
+        for worker in self.replicas:
+            if not worker.replica.is_equal:
                 agree_in_world(worker)
-            elif worker.peers.num_ranks > 1 and worker.compressed is not None:
-                check_last_faults(worker)  # also ranks whose shards are empty, and which have no flag
-        super().show_consensus(weights_only=weights_only)
-        for worker in self.replicas:
-            if worker.replica.view.own is not None:
-                buffers = worker.replica.averaged_buffers().values()
-                broadcast_flat_(buffers, lambda flat: broadcast_(flat, self.mesh.node()))
-                worker.replica.note_shown()
-
-    @override
-    def _hide_mean(self, *, adopts: bool = False) -> None:
-        if self._hooks.has_shown:
-            self._look()
-            super()._hide_mean(adopts=adopts)
-
-    @override
-    def _agree_on_weights(self, *, with_buffers: bool = False) -> None:
-        if not self._is_fit_over:  # then whole tensors
-            self._look()
-            super()._agree_on_weights(with_buffers=with_buffers)
+        super().finish()
+        self._share_in_node()
 
     @override
     def agree_on_metrics(self) -> None:

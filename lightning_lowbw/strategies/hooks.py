@@ -9,25 +9,20 @@ asks which one it has.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import lightning.pytorch as pl
 import torch
-import torch.distributed as dist
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
-from lightning_lowbw.comm.collectives import all_reduce_
 from lightning_lowbw.comm.peers import Peers
 from lightning_lowbw.method import Method
 from lightning_lowbw.strategies import checks
 from lightning_lowbw.strategies.auto_choice import AutoChoice
-from lightning_lowbw.strategies.equality import agree_on_weights_, weights_of
 from lightning_lowbw.strategies.shared_buffers import SharedBuffers
 from lightning_lowbw.strategies.signals import Signals
 from lightning_lowbw.sync.buffers import IGNORED
 from lightning_lowbw.sync.checks import agree_on_end
-from lightning_lowbw.sync.consensus import unseen_by_autograd
 from lightning_lowbw.sync.gradient import GradientSync
 from lightning_lowbw.sync.local import LocalSync
 from lightning_lowbw.sync.synchronizer import Synchronizer
@@ -43,11 +38,10 @@ class GradientHooks:
         auto: chooses a method, where the user has left that open.
 
     Attributes:
-        has_shown: whether a consensus has been put into the model; perhaps this rank's weights are the same.
-        is_shown: whether they are not.
+        is_shown: whether the model has the anchor in the place of this rank's weights.
     """
 
-    has_shown = is_shown = False
+    is_shown = False
 
     def __init__(
         self, workers: Mapping[int, GradientSync], signals: Signals, buffers: SharedBuffers, auto: AutoChoice
@@ -89,7 +83,7 @@ class GradientHooks:
     def show(
         self, trainer: pl.Trainer, peers: Peers, device: torch.device, *, is_over: bool, weights_only: bool
     ) -> None:
-        """Put what is equal on all ranks into the model, until the next batch, or the end of a save.
+        """Put tensors that are equal on all ranks into the model, for a validation or a save.
 
         Args:
             trainer: of the fit.
@@ -101,18 +95,11 @@ class GradientHooks:
         if not (is_over or weights_only):
             self.share(trainer, peers, device)
 
-    def agree_on_weights(self, peers: Peers, device: torch.device, *, with_buffers: bool = False) -> None:
-        """Make weights equal that the user's code has put in the place of those that were shown."""
-
-    def hide(self, peers: Peers, device: torch.device, *, adopts: bool = False) -> None:
-        """Give each rank its own weights back, where those that were shown are still in the model."""
+    def hide(self, trainer: pl.Trainer) -> None:
+        """Give each rank its own weights back, if the anchor is shown."""
 
     def finish(self) -> None:
-        """Leave in the model what was shown: the training has ended."""
-
-    def copied(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Return a model's state that does not change when the weights are hidden: it may be written to disk later."""
-        return state
+        """Make the weights equal on all ranks: the training has ended."""
 
     def own_buffers(self, buffers: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return those buffers, by name, that a rank keeps in its shard of a checkpoint."""
@@ -145,6 +132,7 @@ class ReplicaHooks:
 
     def __init__(self, workers: Mapping[int, LocalSync], signals: Signals) -> None:
         self._by_optimizer, self._signals = workers, signals
+        self._has_warned = False  # of weights that were changed while the anchor was shown
 
     @property
     def _workers(self) -> list[LocalSync]:
@@ -153,6 +141,9 @@ class ReplicaHooks:
     def begin_training(self, trainer: pl.Trainer, method: Method, *, is_search: bool) -> None:
         for worker in self._workers:
             worker.begin_local()
+        if not is_search and any(worker.peers.num_ranks > 1 for worker in self._workers):
+            fragments = max(len(worker.fragments) for worker in self._workers)
+            checks.warn_if_seen_twice(trainer, max(1, method.when.k_steps // fragments))
 
     def begin_batch(self, trainer: pl.Trainer, device: torch.device) -> None:
         """Begin a batch, before its forward pass."""
@@ -169,88 +160,42 @@ class ReplicaHooks:
         """Nothing is: each rank trains its own replica."""
 
     def check_late_faults(self, check: Callable[[Synchronizer], None]) -> None:
-        """`show` does, before it shows anything."""
+        for worker in self._workers:
+            check(worker)
 
     def share(self, trainer: pl.Trainer, peers: Peers, device: torch.device) -> None:
         """Buffers are averaged with the weights."""
 
     @property
-    def has_shown(self) -> bool:
-        return any(worker.replica.view.is_shown for worker in self._workers)
-
-    @property
     def is_shown(self) -> bool:
-        return any(worker.replica.view.own is not None for worker in self._workers)
+        return any(worker.replica.own is not None for worker in self._workers)
 
     def show(
         self, trainer: pl.Trainer, peers: Peers, device: torch.device, *, is_over: bool, weights_only: bool
     ) -> None:
-        """Put the mean of the replicas into the model, until `hide`. It does not change the training.
+        """Put the anchor into the model, until `hide`. It does not change the training; nothing is communicated."""
+        if not is_over:
+            for worker in self._workers:
+                worker.replica.show()
 
-        Collective: all ranks; if the replicas are equal, as `Synchronizer.check_late_faults`.
-        """
-        if is_over:  # each keeps its own weights
-            if not all(worker.parameters_agree for worker in self._workers):
-                rank_zero_warn("The training was interrupted between two averages: these are the weights of rank 0.")
-            return
-        for callback in checks.callbacks_of(trainer, *checks.AVERAGING):  # validated and saved, too
-            average = getattr(callback, "_average_model", None)  # not before it begins
-            if average is not None:
-                agree_on_weights_(weights_of(average, peers), peers, device)
-        for worker in self._workers:
-            with unseen_by_autograd(worker.replica.tensors().values()):
-                worker.show_consensus()
-
-    def agree_on_weights(self, peers: Peers, device: torch.device, *, with_buffers: bool = False) -> None:
-        """Make weights equal that the user's code has put in the place of the consensus; see `agree_on_weights_`.
-
-        Args:
-            peers: among which the weights should be equal; also after the fit, when the workers' own have ended.
-            device: of messages.
-            with_buffers: also floating buffers, where their consensus is shown. Not after a validation: what that
-                has changed in them is each rank's own.
-        """
-        for worker in self._workers:
-            tensors = [parameter.detach() for parameter in worker.params]
-            replica = worker.replica
-            shown = replica.averaged_buffers().values() if with_buffers and replica.view.own is not None else ()
-            tensors += [buffer for buffer in shown if buffer.is_floating_point() or buffer.is_complex()]
-            agree_on_weights_(tensors, peers, device)
-
-    def hide(self, peers: Peers, device: torch.device, *, adopts: bool = False) -> None:
-        """Give this rank its own weights back, where those that were shown are still in the model.
-
-        Collective: all ranks, one number for each worker, if something is shown.
-
-        Args:
-            peers: as in `agree_on_weights`.
-            device: of messages.
-            adopts: whether to go on from those that the user's code has put in their place; else these stay for now.
-        """
-        shown = [worker for worker in self._workers if worker.replica.view.is_shown]
-        flags = torch.tensor([worker.replica.view.is_changed for worker in shown], dtype=torch.int32, device=device)
-        all_reduce_(flags, op=dist.ReduceOp.MAX)
-        are_changed = flags.tolist()
-        if adopts and any(are_changed):
-            self.agree_on_weights(peers, device)
-        for worker, is_changed in zip(shown, are_changed, strict=True):
-            if not is_changed:
-                with unseen_by_autograd(worker.replica.tensors().values()):
-                    worker.replica.hide()
-            elif adopts:
-                worker.adopt_parameters()
+    def hide(self, trainer: pl.Trainer) -> None:
+        """Give this rank its own weights back; drop changes of the shown weights, with one warning."""
+        are_changed = [worker.replica.hide() for worker in self._workers]
+        if any(are_changed) and not self._has_warned:
+            self._has_warned = True
+            rank_zero_warn(
+                f"{type(trainer.strategy).__name__}: the weights were changed while the model had the last average, in "
+                "a validation or a save. These changes are dropped, and the training goes on from the weights before. "
+                "That is right for a module that normalises its weights in forward; a moving average of the weights "
+                "needs a method that exchanges gradients, such as 'dgc' or 'int8'."
+            )
 
     def finish(self) -> None:
         for worker in self._workers:
             worker.finish()
 
-    def copied(self, state: dict[str, Any]) -> dict[str, Any]:
-        if not self.is_shown:
-            return state
-        return {name: value.detach().clone() if isinstance(value, Tensor) else value for name, value in state.items()}
-
     def own_buffers(self, buffers: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return all, also while the mean is shown."""
+        """Return all, also while the anchor is shown."""
         kept = dict(buffers)
         for worker in self._workers:
             kept |= {name: tensor for name, tensor in worker.replica.own_tensors().items() if name in buffers}
@@ -259,8 +204,10 @@ class ReplicaHooks:
     # The end ------------------------------------------------------------------------------------------------------
 
     def end_training(self, trainer: pl.Trainer, peers: Peers, device: torch.device) -> None:
-        """Make weights equal that callbacks have put in at the end."""
-        agree_on_weights_(weights_of(trainer.lightning_module, peers), peers, device)
+        """Compare the weights that callbacks have left on all ranks."""
+        for worker in self._workers:
+            if not worker.peers.are_shards:
+                agree_on_end(worker.step, worker.by_name(), peers.group)
 
 
 Hooks = GradientHooks | ReplicaHooks

@@ -91,8 +91,8 @@ class DGCStrategy(Strategy):
 class LocalSGDStrategy(Strategy):
     """Step on this rank's own gradient; average parameters and buffers after every k-th step.
 
-    Validation, checkpoints and the end of the fit use the consensus, the mean of the replicas; this does not change the
-    training. A ``.ckpt`` holds the consensus, the weights of each rank are beside it. Metrics that a
+    Validation and checkpoints use the last average; this does not change the training. The fit ends with one average of
+    the steps since then. A ``.ckpt`` holds the last average, the weights of each rank are beside it. Metrics that a
     `ModelCheckpoint`, an `EarlyStopping` or a `ReduceLROnPlateau` monitors are averaged over ranks after validation and
     at the end of an epoch; in between each rank has its own. Gradient clipping and AMP act on each rank alone.
     SIGTERM on any rank ends all ranks at the next average, in synchronous steps after that step or the next. Other

@@ -8,7 +8,7 @@
 Automatic and manual optimization, accumulation, several optimizers and every precision plugin go through these. Where
 gradients are exchanged in every step, weights are equal on all ranks, and so are buffers where somebody looks at them.
 Where weights are averaged after some steps, each rank trains alone in between and sends nothing; validation,
-checkpoints and the end see the consensus.
+and checkpoints see the last average, and the fit ends with one of its own.
 """
 
 from __future__ import annotations
@@ -229,8 +229,6 @@ class Strategy(CheckpointedStrategy, DDPStrategy):
 
     @override
     def teardown(self) -> None:
-        if self._hooks.is_shown and not self.is_interrupted:  # a resume with no batch left to train
-            self._hooks.finish()
         self.peers.close()
         self._worker_peers.close()
         self._hook.release()

@@ -6,7 +6,6 @@ compared at the start of a fit, and again where a rank notices that a shape has 
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -89,10 +88,6 @@ class ReplicaBuffers:
         self.is_begun = self.is_elastic = False
         self.num_averages = 0
         self._specs: dict[str, Spec] = {}  # on which all ranks have agreed
-
-    def for_view(self) -> ReplicaBuffers:
-        """Return a copy, with which a consensus view leaves what the training compares and measures as it is."""
-        return copy.copy(self)  # no method below changes in place what both have
 
     # Names --------------------------------------------------------------------------------------------------------
 

@@ -53,7 +53,7 @@ def average_status(
         sums: what is known on the host.
         loss: of this rank, on the device; None if it has none.
         fault: whether it has found one.
-        mark: of its step and its consensus.
+        mark: of its step and its anchor.
         peers: the ranks.
         device: of the message.
     """
@@ -75,7 +75,7 @@ class Average:
         takes_buffers: whether the buffers are averaged, too.
         whole: of the tensors that are averaged whole, with the status; None where `changes` has the status.
         changes: of the tensors that the payload sends: the mean changes by name, flat.
-        faults: of the parameters, and late ones; None of one that was saved.
+        faults: of the parameters, and late ones.
         snapshots: of the parameters when it was begun, where local steps go on meanwhile.
         buffer_snapshots: of the buffers, by name; as `snapshots`.
     """
@@ -85,7 +85,7 @@ class Average:
     takes_buffers: bool = False
     whole: Pending | None = None
     changes: Pending = field(default_factory=lambda: Deferred(lambda: DenseMean({})))
-    faults: Faults | None = None
+    faults: Faults = field(default_factory=Faults)
     snapshots: list[Tensor] | None = None
     buffer_snapshots: dict[str, Tensor] = field(default_factory=dict)
 
@@ -96,7 +96,7 @@ class Average:
 
 
 def check_marks(status: Status, average: Average, *, batch: int, step: int, group: dist.ProcessGroup | None) -> None:
-    """Check that the ranks have begun an average in the same step, and from the same consensus.
+    """Check that the ranks have begun an average in the same step, and from the same anchor.
 
     Collective: all ranks of the group, where they have not.
 
@@ -129,11 +129,11 @@ def nonfinite_weight(peers: Peers, step: int, name: str) -> Fault:
 
 
 def changes_of(weights: Sequence[Tensor], starts: Sequence[Tensor]) -> list[Tensor]:
-    """Return each weight's change since the last consensus, rounded to its own type; in float32.
+    """Return each weight's change since the last average, rounded to its own type; in float32.
 
     Args:
         weights: real, at most 32 bits wide.
-        starts: the consensus of each; float32.
+        starts: the anchor of each; float32.
     """
     # Nearly always all of them: then it is one launch.
     are_whole = [weight.dtype == torch.float32 for weight in weights]
@@ -159,7 +159,7 @@ def unsent_of(mean_change: Tensor, snapshot: Tensor, start: Tensor, dtype: torch
     Args:
         mean_change: that has arrived; flat.
         snapshot: of the weight when it was begun.
-        start: the consensus.
+        start: the anchor.
         dtype: of the weight.
     """
     return mean_change - _change_of(snapshot, start, dtype).reshape(-1)

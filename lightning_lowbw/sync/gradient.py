@@ -40,11 +40,10 @@ from lightning_lowbw.compress.params import Row, Rows, by_group, check_shapes
 from lightning_lowbw.errors import WITHOUT_RESIDUALS, ConfigurationError, DisagreementError, NonFiniteGradientError
 from lightning_lowbw.kernels.reference import are_not_finite
 from lightning_lowbw.kernels.table import JoinedTable
-from lightning_lowbw.kernels.tensors import as_real, copy_all_, copy_in_order_, order_of, part
+from lightning_lowbw.kernels.tensors import as_real, copy_all_, copy_in_order_, order_of, part, saved
 from lightning_lowbw.schedules.schedule import Schedule
 from lightning_lowbw.sync.beside import Gathered
 from lightning_lowbw.sync.checks import agree_on_end, compare_batches, raise_at_other_batches
-from lightning_lowbw.sync.consensus import saved
 from lightning_lowbw.sync.early import JoinedMean, Sent, groups_of, watching
 from lightning_lowbw.sync.exchange import Faulty, Mean, Prepared, WholeExchange, exchange_for
 from lightning_lowbw.sync.state import check_order, check_origin, origin, own_part

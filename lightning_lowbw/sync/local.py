@@ -7,7 +7,7 @@ Steps 1 to `begin_step` are synchronous: gradients are all-reduced. After it eac
 steps, counted from there, there is a round:
 
     due         of which fragments an average is applied now, and of which one is begun
-    signal      D = x - x0, the change of the weights since the last consensus (or x itself, whole)
+    signal      D = x - x0, the change of the weights since the last average (or x itself, whole)
     exchange    the payload's, as for gradients; a node is one participant
     wait        the means and the status, with which all ranks go on, or none
     outer       x0 = outer(x0, mean)
@@ -37,7 +37,7 @@ from lightning_lowbw.comm.peers import Peers, average_gradients_
 from lightning_lowbw.compress.payload import FLOAT_BYTES
 from lightning_lowbw.errors import ConfigurationError
 from lightning_lowbw.kernels.reference import are_not_finite
-from lightning_lowbw.kernels.tensors import Rates, as_real, download, laid_out, part, relative_distance
+from lightning_lowbw.kernels.tensors import Rates, as_real, device_of, download, laid_out, part, relative_distance
 from lightning_lowbw.schedules.every_k import EveryK, Phase, RunningLoss, steps_before
 from lightning_lowbw.sync.buffers import wide_copies
 from lightning_lowbw.sync.checks import (
@@ -46,7 +46,6 @@ from lightning_lowbw.sync.checks import (
     refuse_second_weights,
     refuse_shared_steps,
 )
-from lightning_lowbw.sync.consensus import ConsensusView
 from lightning_lowbw.sync.exchange import WholeExchange, exchange_for
 from lightning_lowbw.sync.fragments import (
     Average,
@@ -61,7 +60,7 @@ from lightning_lowbw.sync.fragments import (
     nonfinite_weight,
     note_steps,
 )
-from lightning_lowbw.sync.replica import Replica
+from lightning_lowbw.sync.replica import COPY, Replica
 from lightning_lowbw.sync.state import Named, check_replica, load_replica_, replica_state
 from lightning_lowbw.sync.status import (
     Faults,
@@ -80,7 +79,7 @@ class LocalSync(Synchronizer):
     """One rank's replica for one optimizer; see `Synchronizer` for a step.
 
     Attributes:
-        replica: the last consensus, what is unsent of the changes since then, and what the model shows.
+        replica: the weights, the anchor, the residuals, and what the model shows.
         buffers, fragments: of the replica.
         phase: where it is in its schedule.
         loss: the mean since the last average, for the adaptive rules.
@@ -160,7 +159,7 @@ class LocalSync(Synchronizer):
 
     @property
     def needs_start(self) -> bool:
-        """Whether the last consensus is kept; who joins takes it."""
+        """Whether changes are measured from the anchor, on the device; a member that joins takes it."""
         return self.when.outer != "none" or self.compressed is not None or self.peers.may_grow
 
     @property
@@ -303,8 +302,7 @@ class LocalSync(Synchronizer):
         for number, fragment in enumerate(self.fragments):
             if fragment.steps is None:
                 fragment.steps = steps_before(number, len(self.fragments), self.k_steps)
-        if self.needs_start:
-            self.replica.keep_starts()
+        self.replica.keep_starts(on_host=not self.needs_start)
         self.buffers.begin(self.peers, self.device)
 
     # A round --------------------------------------------------------------------------------------------------------
@@ -341,7 +339,7 @@ class LocalSync(Synchronizer):
             self.buffers.begin_average(self.peers, self.device)
         parameters = [p for p in fragment.parameters if p in fragment.moved and p.numel()]
         faults = self.faults_of(parameters)
-        # A mean of weights makes replicas equal from any start; changes need the same consensus on all ranks.
+        # A mean of weights makes replicas equal from any start; changes need the same anchor on all ranks.
         starts = (self.replica.start[p] for p in parameters) if self.needs_start else None
         mark = make_mark(self.step + self.batch, starts, self.requests)
         is_resized = fragment.takes_buffers and bool(self.buffers.changed())
@@ -401,8 +399,7 @@ class LocalSync(Synchronizer):
         sums = Sums(*status.sums)
         check_marks(status, average, batch=self.batch, step=self.step, group=self.peers.group)
         if status.is_faulty:
-            faults = average.faults or self.faults_of(average.parameters, average.step)  # not in a state
-            raise_fault(first_fault(faults.first(), self.fault_group))
+            raise_fault(first_fault(average.faults.first(), self.fault_group))
         self.apply_average(average, means, sums, fragment.moved)
         fragment.work = None
         self.agree_on(status.requests)
@@ -412,7 +409,7 @@ class LocalSync(Synchronizer):
     def apply_average(
         self, average: Average, means: dict[str, Tensor], sums: Sums, moved: Collection[Parameter] = ()
     ) -> None:
-        """Step from the last consensus to the mean.
+        """Step from the anchor to the mean.
 
         Collective: all ranks, if buffers differ that are not averaged, or the shape of a buffer has changed.
 
@@ -434,7 +431,7 @@ class LocalSync(Synchronizer):
         means |= zip(starts, torch._foreach_add(list(starts.values()), moves) if moves else (), strict=True)
         for parameter, name in names.items() if self.needs_start else ():
             if name not in changes and (dtype := as_real(parameter).dtype).itemsize < FLOAT_BYTES:
-                # It began with its consensus rounded: what was rounded away is no step back.
+                # It began with its anchor rounded: the rounding is no step back.
                 start = self.replica.start[parameter]
                 means[name].add_(start).sub_(start.to(dtype))
         self._move_weights(average, [means[name] for name in names.values()], sums.lr / self.peers.num_ranks, moved)
@@ -455,7 +452,13 @@ class LocalSync(Synchronizer):
             when.outer_step_(starts, means, [replica.velocity[p] for p in parameters if p in replica.velocity], lr)
         # apply: x = x0; with a delay the steps taken meanwhile are kept.
         have_moved = [average.snapshots is not None and p in moved for p in parameters]
+        is_shown_only = not self.needs_start
+        if is_shown_only and when.delay_steps:
+            replica.copy_to_host(parameters, means)
+            device_of(self.device).join(COPY)  # the next line changes the means
         apply_means_(now, before, means, have_moved, when.mixing)
+        if is_shown_only and not when.delay_steps:
+            replica.copy_to_host(parameters, now)
 
     # Faults ---------------------------------------------------------------------------------------------------------
 
@@ -475,39 +478,18 @@ class LocalSync(Synchronizer):
     def to(self, device: torch.device) -> None:
         self.replica.to(device)
 
-    # The consensus: the mean of the replicas, copied into the model for validation and saving -------------------------
-
-    def show_consensus(self) -> None:
-        """Put the mean of the replicas into the model, until the replica hides it; the training is unaffected.
-
-        Collective: all ranks; blocking. If they are equal already, as `check_late_faults`. All raise if a rank has a
-        fault, and nothing is shown.
-        """
-        if self.replica.view.is_shown:
-            return
-        with torch.inference_mode(False), torch.no_grad():  # tensors made here outlive an evaluation
-            if self.replica.is_consensus:
-                self.check_late_faults()
-                self.replica.note_shown()
-                return
-            try:
-                self.replica.show_mean(self.faults_of(differing(self.fragments)), self.fault_group)
-            except BaseException:  # a rank is lost, and the means of some buckets are in the model already
-                self.replica.hide()
-                raise
-
-    @torch.no_grad()
-    def adopt_parameters(self) -> None:
-        """Go on from what the user's code has put in the place of the consensus, on all ranks: it is the next one."""
-        self.replica.adopt()
+    # The anchor, which validation and saves see ---------------------------------------------------------------------
 
     @contextmanager
     def consensus(self) -> Iterator[None]:
-        """Copy the consensus into the model inside a `with` block, to evaluate or to save it in a plain loop.
+        """Put the last average into the model inside a `with` block, to evaluate or to save it in a plain loop.
 
-        Collective: as `show_consensus`.
+        Changes made to the weights inside the block are dropped.
+
+        Collective: all ranks; as `check_late_faults`.
         """
-        self.show_consensus()
+        self.check_late_faults()
+        self.replica.show()
         self.ending.step = None  # what is evaluated and saved now is that of all ranks
         try:
             yield
@@ -516,20 +498,24 @@ class LocalSync(Synchronizer):
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Leave the consensus in the model: the end of the training. Weights that are equal already are compared.
+        """End the training with one average of the steps since the last one, without a step of the outer optimizer.
 
-        Collective: all ranks, blocking; as `show_consensus`. All raise DisagreementError if a rank has taken other
-        steps, or has other weights after none has been averaged.
+        Collective: all ranks, blocking. If weights are equal already, they are compared.
+
+        Raises:
+            NonFiniteGradientError: on all ranks; a rank has an inf or NaN.
+            DisagreementError: on all ranks; a rank has taken other steps, or has other weights after an average.
         """
         agree("end of the training", {"worker.step": self.step}, self.peers.group)
         self._read_status()
-        was_consensus = self.replica.is_consensus
-        self.show_consensus()
-        self.replica.view, self.ending.step = ConsensusView(), None
-        if was_consensus:
+        self.replica.hide()
+        if self.replica.is_equal:
+            self.check_late_faults()
             agree_on_end(self.step, self.by_name(), self.peers.group)
+        else:
+            self.replica.average(self.faults_of(differing(self.fragments)), self.fault_group)
         self.replica.drop_averages()
-        self.steps_since_average = 0
+        self.ending.step, self.steps_since_average = None, 0
 
     # State ----------------------------------------------------------------------------------------------------------
 
@@ -542,22 +528,22 @@ class LocalSync(Synchronizer):
         self.phase.load_state_dict(state)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return this rank's own state. An average that has been begun is waited for; nothing is communicated."""
+        """Return this rank's own state, without averages in progress; nothing is communicated."""
         self.ending.step = None  # whoever has the state can go on
         return {
             **self.equal_state(),
             "steps_since_average": self.steps_since_average,
-            **replica_state(self.replica, self.optimizer),
+            **replica_state(self.replica, self.optimizer, self.k_steps, needs_start=self.needs_start),
             "loss": self.loss.state_dict(),
         }
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load what `state_dict` returned, or `merge_states`: into the model, too."""
-        check_replica(self.replica, state, self.method, needs_start=self.needs_start)
+        check_replica(self.replica, state, self.method)
         self.is_compared = False
         self.forget_late_faults()
         self.load_equal_state(state)
         self.steps_since_average, self.num_averages = state["steps_since_average"], state["num_averages"]
         self.loss.load_state_dict(state["loss"], self.device)
-        load_replica_(self.replica, self.optimizer, state)
+        load_replica_(self.replica, self.optimizer, state, needs_start=self.needs_start)

@@ -1,28 +1,30 @@
-"""One rank's replica: its weights, the consensus that they are measured from, and what of their change is unsent.
+"""One rank's replica: its weights, the anchor, which is the last average, and the residuals of their changes.
 
 What a round does with a replica is in `sync.local`, what of it is saved is in `sync.state`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd import _unsafe_preserve_version_counter
 from torch.nn import Parameter
 
 from lightning_lowbw.comm.collectives import all_reduce_bytes, sent_bytes
-from lightning_lowbw.comm.peers import Peers, wide_dtype
+from lightning_lowbw.comm.peers import Peers, fill_buckets, wide_dtype
 from lightning_lowbw.compress.params import Params
-from lightning_lowbw.kernels.tensors import as_real, copy_all_
+from lightning_lowbw.kernels.tensors import as_real, checksum, device_of, saved
 from lightning_lowbw.schedules.every_k import EveryK
 from lightning_lowbw.sync.buffers import ReplicaBuffers, wide_copies
-from lightning_lowbw.sync.consensus import ConsensusView, means_by_bucket, saved
-from lightning_lowbw.sync.exchange import Exchange
+from lightning_lowbw.sync.exchange import Deferred, DenseMean, Exchange, WholeExchange
 from lightning_lowbw.sync.fragments import differing, make_fragments, unsent_of
 from lightning_lowbw.sync.status import Faults, first_fault
 from lightning_lowbw.sync.synchronizer import raise_fault
+
+COPY = "anchor"  # the purpose of the side stream that copies an anchor to the host
 
 
 class Replica:
@@ -36,11 +38,12 @@ class Replica:
         when: says how many fragments there are.
 
     Attributes:
-        start: x0, the last consensus of each parameter, where something needs it: float32 (or wider).
+        start: the anchor x0, the last average of each parameter: float32 (or wider). On the device if changes are
+            measured from it; else in pinned memory of the host, to be shown.
         velocity: of the outer optimizer.
         buffers: of the model.
         fragments: the parameters, by the averages that they belong to.
-        view: the consensus that is in the model now, to be looked at.
+        own: the tensors of this rank that `show` has replaced, by name, on the CPU; None if nothing is shown.
     """
 
     def __init__(
@@ -56,9 +59,15 @@ class Replica:
         self.start: dict[Parameter, Tensor] = {}
         self.velocity: dict[Parameter, Tensor] = {}
         self.buffers = ReplicaBuffers(named_buffers)
-        self.view = ConsensusView()
+        self.own: dict[str, Tensor] | None = None
+        self._shown: Tensor | int = 0  # the checksum of the parameters while the anchor is shown
         parameters = list(params)
         self.fragments = make_fragments(parameters, when.num_fragments_of(len(parameters)), self.sent_bytes)
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the parameters."""
+        return next(iter(self.params)).device
 
     @property
     def residuals(self) -> Mapping[str, Tensor]:
@@ -71,7 +80,7 @@ class Replica:
         return self._is_alone or not any(fragment.moved or fragment.work for fragment in self.fragments)
 
     @property
-    def is_consensus(self) -> bool:
+    def is_equal(self) -> bool:
         """Whether there is nothing to average. Any forward pass may change buffers."""
         return self._is_alone or (self.parameters_agree and not self.buffers.may_differ)
 
@@ -100,84 +109,115 @@ class Replica:
             return sent_bytes(messages, num_participants)
         return all_reduce_bytes(real.numel() * wide_dtype(parameter).itemsize, num_participants)
 
-    def keep_starts(self) -> None:
-        """Measure changes from now on, of parameters that have not been trained before; of frozen ones later."""
+    def keep_starts(self, *, on_host: bool) -> None:
+        """Keep the anchor of parameters that have not been trained before; of frozen ones later.
+
+        Args:
+            on_host: whether it is only shown, and no change is measured from it.
+        """
         new = [p for p in self.params if p.requires_grad and p not in self.start]
-        self.start.update(zip(new, wide_copies(new), strict=True))
+        if on_host:
+            device_of(self.device).join(COPY)  # before a step changes the weights that are copied
+            self.copy_to_host(new, list(map(as_real, new)))
+        else:
+            self.start.update(zip(new, wide_copies(new), strict=True))
+
+    def copy_to_host(self, parameters: Sequence[Parameter], values: Sequence[Tensor]) -> None:
+        """Begin to copy the anchor of parameters to the host, by a side stream; `values` stay until it is joined."""
+        if not parameters:
+            return
+        for parameter, value in zip(parameters, values, strict=True):
+            if parameter not in self.start:
+                dtype = wide_dtype(parameter)
+                self.start[parameter] = torch.empty_like(value, dtype=dtype, device="cpu", pin_memory=value.is_cuda)
+        with device_of(self.device).fork(COPY)(tuple(values), False):
+            torch._foreach_copy_([self.start[p] for p in parameters], list(values), non_blocking=True)
 
     # Averages that are not applied ----------------------------------------------------------------------------------
 
     def drop_averages(self) -> None:
-        """Forget what the next averages would have made equal, because it is; wait for those that have been begun.
+        """Forget the averages in progress, and what the next ones would have made equal: it is.
 
         In place:
-            Residuals: what of an average's changes has not arrived is unsent again, as in `merge_replicas`.
+            The residuals; see `unapplied`.
         """
+        for name, unsent in self.unapplied():
+            self.residuals[name].add_(unsent)
         for fragment in self.fragments:
-            if (average := fragment.work) is not None:
-                average.wait_for_whole()
-                changes = average.changes.wait().mean.dense()
-                for parameter, snapshot in zip(average.parameters, average.snapshots or (), strict=True):
-                    if (name := self.params.name_of(parameter)) in changes:
-                        dtype, residual = as_real(parameter).dtype, self.residuals[name]
-                        unsent = unsent_of(changes[name], snapshot, self.start[parameter], dtype)
-                        keeps_parts = residual.numel() < unsent.numel()
-                        residual.add_(unsent[self.peers.part(unsent.numel())] if keeps_parts else unsent)
+            if fragment.work is not None:
+                fragment.work.wait_for_whole()
             fragment.work = None
             fragment.moved.clear()
 
+    def unapplied(self) -> Iterator[tuple[str, Tensor]]:
+        """Wait for the averages in progress; yield what to add to each residual if they are not applied.
+
+        The weights keep the changes of this rank, and the next average sends them anew. So the mean over the
+        participants of residuals and changes stays the same.
+        """
+        for average in (fragment.work for fragment in self.fragments if self.residuals and fragment.work is not None):
+            arrived = average.changes.wait()
+            changes = arrived.mean.dense()
+            average.changes = Deferred(lambda changes=changes: DenseMean(changes), arrived.status)  # type: ignore[misc]
+            for parameter, snapshot in zip(average.parameters, average.snapshots or (), strict=True):
+                if (name := self.params.name_of(parameter)) in changes:
+                    dtype, residual = as_real(parameter).dtype, self.residuals[name]
+                    unsent = unsent_of(changes[name], snapshot, self.start[parameter], dtype)
+                    keeps_parts = residual.numel() < unsent.numel()
+                    yield name, unsent[self.peers.part(unsent.numel())] if keeps_parts else unsent
+
     # What the model shows -------------------------------------------------------------------------------------------
 
-    def tensors(self) -> dict[str, Tensor]:
-        """Return everything that the consensus has, by name: parameters and buffers."""
-        return {**self.params.by_name(), **self.averaged_buffers()}
-
-    def averaged_buffers(self) -> dict[str, Tensor]:
-        """Return the buffers, by name."""
-        return (self.view.buffers or self.buffers).now()
+    def _anchored(self) -> dict[str, tuple[Tensor, Tensor]]:
+        """Return the tensors of the model that have an anchor, each with its anchor, by name."""
+        if self._is_alone:  # its replica is the mean
+            return {}
+        buffers = self.buffers.now()
+        return {
+            **{self.params.name_of(p): (as_real(p.detach()), start) for p, start in self.start.items()},
+            **{name: (as_real(buffers[name]), start) for name, start in self.buffers.start.items() if name in buffers},
+        }
 
     def own_tensors(self) -> dict[str, Tensor]:
-        """Return this rank's own tensors that are averaged, without frozen parameters that were never trained."""
-        tensors = self.tensors()
-        if self.view.own is not None:
-            return self.view.own_values(tensors)
-        # Frozen ones that have moved before they were frozen are still to be averaged.
+        """Return this rank's own tensors that averages make equal, also while the anchor is shown."""
+        # Parameters that were trained before they were frozen are still to be averaged.
         frozen = {p for p in self.params if not p.requires_grad}.difference(differing(self.fragments))
-        return {name: tensor for name, tensor in tensors.items() if tensor not in frozen}
+        tensors = {**self.params.by_name(), **self.buffers.now()}
+        return {name: tensor for name, tensor in tensors.items() if tensor not in frozen} | (self.own or {})
 
+    @torch.inference_mode(False)  # tensors made here outlive an evaluation
     @torch.no_grad()
-    def show(self, values: Mapping[str, Tensor], shown: int | None = None) -> None:
-        """Put a consensus into the model, until `hide`.
+    def show(self) -> None:
+        """Put the anchor into the model, until `hide`: validation and saves see the last average.
 
-        Args:
-            values: for `tensors`.
-            shown: the checksum of the parameters' consensus, if they have been replaced by others since.
+        Nothing is communicated, and the training is unaffected.
         """
-        self.view = ConsensusView(saved(self.own_tensors()))
-        for name, tensor in self.tensors().items():  # in place: optimizer and user hold these tensors
-            tensor.copy_(values[name])
-        self.note_shown(shown)
+        anchored = self._anchored()
+        if self.own is not None or not anchored:
+            return
+        device_of(self.device).join(COPY, on_host=True)
+        # On the CPU: the device need not have room for a second model.
+        now = {**self.params.by_name(), **self.buffers.now()}
+        self.own = saved({name: now[name] for name in anchored})
+        equal = {self.params.name_of(p) for p in self.start} if self.parameters_agree else set[str]()
+        _write_({name: pair for name, pair in anchored.items() if name not in equal})
+        self._shown = checksum(self.start)
 
-    def note_shown(self, shown: int | None = None) -> None:
-        """Note what parameters and buffers have now, with the consensus in the model; see `ConsensusView.noted`."""
-        self.view = self.view.noted(list(self.params), self.averaged_buffers(), shown)
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def hide(self) -> bool:
+        """Put this rank's own tensors back; return whether the parameters were changed while the anchor was shown."""
+        if self.own is None:
+            return False
+        is_changed = int(checksum(self.start)) != int(self._shown)
+        tensors = {**self.params.by_name(), **self.buffers.now()}
+        _write_({name: (tensors[name].detach(), own) for name, own in self.own.items()})
+        self.own = None
+        return is_changed
 
     @torch.no_grad()
-    def hide(self, *, keeps_parameters: bool = False) -> None:
-        """Put this rank's own parameters and buffers back, except buffers that have been changed meanwhile.
-
-        Args:
-            keeps_parameters: whether what is in the model stays there.
-        """
-        tensors, kept = self.tensors(), self.params.by_name() if keeps_parameters else {}
-        for name, value in self.view.unchanged(tensors).items():
-            if name not in kept:
-                tensors[name].copy_(value)
-        self.view = ConsensusView()
-
-    @torch.no_grad()
-    def show_mean(self, faults: Faults, group: dist.ProcessGroup | None) -> None:
-        """Put the mean of all replicas into the model, until `hide`; what is averaged next stays as it is.
+    def average(self, faults: Faults, group: dist.ProcessGroup | None) -> None:
+        """Set the weights to the mean of the replicas, without a step of the outer optimizer: the training ends.
 
         Collective: all ranks, blocking; the comparison of the buffers, and all-reduces.
 
@@ -188,31 +228,25 @@ class Replica:
         Raises:
             NonFiniteGradientError, ValueError: on all ranks, before anything changes; a rank has a fault.
         """
-        device, agreed = next(iter(self.params)).device, self.buffers.for_view()
-        agreed.compare(self.peers, device)  # a forward pass may have changed them since the last average
-        parameters, buffers = {self.params.name_of(p): p for p in differing(self.fragments)}, dict[str, Tensor]()
-        fault = faults.any(device).float().reshape(1)
-        for means, num_faulty in means_by_bucket({**parameters, **agreed.changes()}, fault, self.peers):
-            if self.view.own is None:  # the first
-                if float(num_faulty):
-                    raise_fault(first_fault(faults.first(), group))
-                # On the CPU, for as long as it takes: what is shown would need the memory of the model twice.
-                self.view = ConsensusView(saved(self.own_tensors()), agreed)
-            for name, mean in means.items():
+        buffers = self.buffers
+        buffers.compare(self.peers, self.device)  # a forward pass may have changed them since the last average
+        parameters = {self.params.name_of(p): p for p in differing(self.fragments)}
+        tensors, fault = {**parameters, **buffers.changes()}, faults.any(self.device).float().reshape(1)
+        names, exchange = list(tensors), WholeExchange(self.peers, in_memory_order=True)
+        of_buffers = dict[str, Tensor]()
+        for bucket in fill_buckets(tuple((real.dtype, real.numel()) for real in map(as_real, tensors.values()))):
+            # Bucket by bucket: the device has room for the means of one. Each is sent with the status.
+            arrived = exchange.prepare({names[i]: tensors[names[i]] for i in bucket.members}).send(fault).wait()
+            if float(arrived.status):
+                raise_fault(first_fault(faults.first(), group))
+            for name, mean in arrived.mean.dense().items():
                 if name in parameters:
                     as_real(parameters[name]).copy_(mean)
                 else:
-                    buffers[name] = mean.clone()  # else the bucket would stay
-        agreed.apply(buffers, {})
-        agreed.take_first_(self.peers)
-        self.note_shown()
-
-    @torch.no_grad()
-    def adopt(self) -> None:
-        """Measure changes from what is in the model, which all ranks have; what is kept back stays."""
-        self.hide(keeps_parameters=True)
-        self.drop_averages()
-        copy_all_(list(self.start.values()), [as_real(p.detach()) for p in self.start])
+                    of_buffers[name] = mean.clone()  # else the bucket would stay
+            del arrived
+        buffers.apply(of_buffers, {})
+        buffers.take_first_(self.peers)
 
     # Other places ---------------------------------------------------------------------------------------------------
 
@@ -224,3 +258,14 @@ class Replica:
         self.buffers.start = {name: tensor.to(device) for name, tensor in self.buffers.start.items()}
         if self.exchange is not None:
             self.exchange.to(device)
+
+
+def _write_(pairs: Mapping[str, tuple[Tensor, Tensor]]) -> None:
+    """Copy the second tensor of each pair into the first.
+
+    Autograd does not count the write: a save may come between a forward pass and its backward pass, and the weights of
+    this rank are back before the backward pass.
+    """
+    with _unsafe_preserve_version_counter(tuple(tensor for tensor, _ in pairs.values() if not tensor.is_inference())):
+        for tensor, value in pairs.values():
+            tensor.copy_(value)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -19,12 +19,9 @@ from torch.optim import Optimizer
 from lightning_lowbw.comm.peers import Peers, part_of
 from lightning_lowbw.compress.params import check_shapes
 from lightning_lowbw.errors import WITHOUT_RESIDUALS, ConfigurationError
-from lightning_lowbw.kernels.tensors import Order, as_real, order_of
-from lightning_lowbw.sync.consensus import saved
-from lightning_lowbw.sync.exchange import Deferred, DenseMean
-from lightning_lowbw.sync.fragments import Average, Sums, unsent_of
-from lightning_lowbw.sync.replica import Replica
-from lightning_lowbw.sync.status import MODULUS
+from lightning_lowbw.kernels.tensors import CPU, Order, as_real, device_of, order_of, saved
+from lightning_lowbw.sync.fragments import differing
+from lightning_lowbw.sync.replica import COPY, Replica
 
 Named = dict[str, Tensor]
 
@@ -117,25 +114,38 @@ def check_order(parameter: Parameter, name: str, old: Order) -> None:
 # A replica ------------------------------------------------------------------------------------------------------------
 
 
-def replica_state(replica: Replica, optimizer: Optimizer) -> dict[str, Any]:
-    """Return what a replica has between averages, on the CPU and by name; waits for averages that have been begun."""
+def replica_state(replica: Replica, optimizer: Optimizer, k_steps: int, *, needs_start: bool) -> dict[str, Any]:
+    """Return what a replica has between averages, on the CPU and by name.
+
+    Averages in progress are not in it: it is as if they had never been begun, and as if they were due in the next step.
+    They are waited for if the payload has residuals.
+
+    Args:
+        replica: of this rank.
+        optimizer: of this rank.
+        k_steps: the period.
+        needs_start: whether changes are measured from the anchor; else it is saved if the weights are not the same.
+    """
     buffers, exchange, name_of = replica.buffers, replica.exchange, replica.params.name_of
+    starts = replica.start if needs_start or not replica.parameters_agree else {}
+    residuals = {} if exchange is None else exchange.residuals.state()
+    for name, unsent in replica.unapplied():
+        residuals[name] = residuals[name] + unsent.cpu()
+    device_of(replica.device).join(COPY, on_host=True)
     return {
         **origin(replica.peers),
         "own": {} if replica.parameters_agree else saved(replica.own_tensors()),
-        "shown": replica.view.checksum,
         "buffers": saved(buffers.start),
         "layout": buffers.state_dict(),
-        "start": saved({name_of(parameter): tensor for parameter, tensor in replica.start.items()}),
+        "start": saved({name_of(parameter): start for parameter, start in starts.items()}),
         "velocity": saved({name_of(parameter): tensor for parameter, tensor in replica.velocity.items()}),
-        "residuals": {} if exchange is None else exchange.residuals.state(),
+        "residuals": residuals,
         "exchange": None if exchange is None else exchange.state_dict(),
         "fragments": [
             {
                 "names": list(map(name_of, fragment.parameters)),
-                "steps": fragment.steps,
-                "moved": list(map(name_of, fragment.moved)),
-                "work": None if fragment.work is None else _average_state(fragment.work, name_of),
+                "steps": fragment.steps if fragment.work is None else (fragment.steps or 0) + k_steps,
+                "moved": list(map(name_of, differing([fragment]))),
             }
             for fragment in replica.fragments
         ],
@@ -143,7 +153,7 @@ def replica_state(replica: Replica, optimizer: Optimizer) -> dict[str, Any]:
     }
 
 
-def load_replica_(replica: Replica, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+def load_replica_(replica: Replica, optimizer: Optimizer, state: Mapping[str, Any], *, needs_start: bool) -> None:
     """Load what `replica_state` returned, among other values, and `check_replica` has checked.
 
     In place:
@@ -157,7 +167,8 @@ def load_replica_(replica: Replica, optimizer: Optimizer, state: Mapping[str, An
     for name, own in state["own"].items():
         if name in targets and targets[name].shape == own.shape:  # else a buffer, which the next average compares
             targets[name].copy_(own)
-    replica.start = {parameters[name]: start for name, start in loaded(state["start"], device).items()}
+    starts = loaded(state["start"], device if needs_start else CPU)
+    replica.start = {parameters[name]: start for name, start in starts.items()}
     replica.velocity = {parameters[name]: u for name, u in loaded(state["velocity"], device).items()}
     if exchange is not None:
         of = (peers.local_rank, peers.num_local_ranks) if exchange.payload.keeps_parts else (0, 1)
@@ -170,46 +181,11 @@ def load_replica_(replica: Replica, optimizer: Optimizer, state: Mapping[str, An
         fragment.parameters = [parameters[name] for name in kept["names"]]
         fragment.steps = kept["steps"]
         fragment.moved = {parameters[name]: None for name in kept["moved"]}
-        work = kept["work"]
-        fragment.work = None if work is None else _loaded_average(work, parameters, device, fragment.takes_buffers)
+        fragment.work = None
     # What a user's code has put into a group, and no file can hold, stays as this run has made it.
     given = zip(optimizer.param_groups, state["optimizer"]["param_groups"], strict=True)
     groups = [{**{key: value for key, value in own.items() if not is_loadable(value)}, **kept} for own, kept in given]
     optimizer.load_state_dict({**state["optimizer"], "param_groups": groups})
-
-
-def _average_state(average: Average, name_of: Callable[[Parameter], str]) -> dict[str, Any]:
-    """Wait for an average, and return it on the CPU; it may be waited for again."""
-    means, status = average.wait_for_whole()
-    changes = average.changes.wait().mean.dense()
-    # So that it may be waited for again.
-    average.whole = Deferred(lambda: DenseMean(means), status)
-    average.changes = Deferred(lambda: DenseMean(changes))
-    return {
-        "step": average.step,
-        "parameters": list(map(name_of, average.parameters)),
-        "means": saved(means),
-        "changes": saved(changes),
-        "status": on_cpu(status),
-        "snapshots": on_cpu(average.snapshots or []),
-        "buffer_snapshots": saved(average.buffer_snapshots),
-    }
-
-
-def _loaded_average(
-    state: Mapping[str, Any], parameters: Mapping[str, Parameter], device: torch.device, takes_buffers: bool
-) -> Average:
-    """Return a saved average, without requests to processes that have ended."""
-    status = state["status"].to(device, copy=True)
-    status[len(Sums._fields) :] %= MODULUS**2  # of marks: or the resumed run would end, or save, with this average
-    means, changes = loaded(state["means"], device), loaded(state["changes"], device)
-    return Average(
-        *(state["step"], [parameters[name] for name in state["parameters"]], takes_buffers),
-        whole=Deferred(lambda: DenseMean(means), status),
-        changes=Deferred(lambda: DenseMean(changes)),
-        snapshots=[snapshot.to(device) for snapshot in state["snapshots"]],
-        buffer_snapshots=loaded(state["buffer_snapshots"], device),
-    )
 
 
 def _optimizer_state(optimizer: Optimizer) -> dict[str, Any]:
@@ -220,14 +196,13 @@ def _optimizer_state(optimizer: Optimizer) -> dict[str, Any]:
     return copied
 
 
-def check_replica(replica: Replica, state: Mapping[str, Any], method: Any, *, needs_start: bool) -> None:
+def check_replica(replica: Replica, state: Mapping[str, Any], method: Any) -> None:
     """Check that a replica can go on from a state.
 
     Args:
         replica: that is to go on.
         state: of a replica, or merged.
         method: that is trained with now.
-        needs_start: whether it keeps the last consensus.
 
     Raises:
         ConfigurationError: it cannot.
@@ -235,25 +210,19 @@ def check_replica(replica: Replica, state: Mapping[str, Any], method: Any, *, ne
     params, before = replica.params, replica.params.small_numel
     params.small_numel = state["small_numel"]  # decides which tensors are sent whole
     try:
-        _check_replica(replica, state, method, needs_start)
+        _check_replica(replica, state, method)
     except ConfigurationError:
         params.small_numel = before
         raise
 
 
-def _check_replica(replica: Replica, state: Mapping[str, Any], method: Any, needs_start: bool) -> None:
+def _check_replica(replica: Replica, state: Mapping[str, Any], method: Any) -> None:
     peers, parameters, num_fragments = replica.peers, replica.params.by_name(), len(replica.fragments)
     check_origin(state, peers)
     if len(state["fragments"]) != num_fragments:
         raise ConfigurationError(
             f"The checkpoint has been written with num_fragments={len(state['fragments'])}, and this is "
             f"{num_fragments}. Resume with the same num_fragments, or {WITHOUT_RESIDUALS}."
-        )
-    if needs_start and state["own"] and not state["start"]:
-        raise ConfigurationError(
-            "The checkpoint was written between two averages, and not with an outer optimizer or a compression, "
-            "which need the last consensus. Resume without these, from a checkpoint written after an average, or "
-            f"{WITHOUT_RESIDUALS}."
         )
     # Where gradients are averaged in every step weights are never compared, and would stay different.
     is_one_node = peers.num_participants == 1 and not peers.may_grow
@@ -350,8 +319,7 @@ def merge_gradients(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
 def merge_replicas(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     """Return the state with which every rank of another world starts: no weights of its own, the mean momentum.
 
-    Residuals are averaged, too, so that 1/N of the sum over the participants stays the same. An average that has been
-    begun and not applied is dropped; elements that it has taken from the residuals are put back.
+    Residuals are averaged, too, so that 1/N of the sum over the participants stays the same.
     """
     merged: dict[str, Any] = {}
     residuals, optimizer_state = _Mean(), dict[Any, dict[str, Any]]()
@@ -359,16 +327,10 @@ def merge_replicas(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     num_states, num_parts = 0, 1
     for state in states:
         num_states, (_, num_parts) = num_states + 1, state["local_rank"]
-        # Without weights of its own a rank goes on from the consensus, which the model's file has.
+        # Without weights of its own a rank goes on from the anchor, which the model's file has.
         merged = merged or {**state, "own": {}, "buffers": {}, "layout": None, "steps_since_average": 0}
         for name, kept in state["residuals"].items():
             residuals.add(name, kept, state["start"][name].numel(), state["local_rank"])
-        for work in [fragment["work"] for fragment in state["fragments"] if fragment["work"]]:
-            snapshots = dict(zip(work["parameters"], work["snapshots"], strict=True))
-            for name, mean in work["changes"].items():
-                dtype = as_real(state["own"][name]).dtype
-                unsent = unsent_of(mean, snapshots[name], state["start"][name], dtype)
-                residuals.add(name, unsent / num_parts, mean.numel(), (0, 1))
         for index, entry in state["optimizer"]["state"].items():
             optimizer_state[index] = {**entry, **optimizer_state.get(index, {})}  # a rank may have no entry
             for name, value in entry.items():
@@ -382,7 +344,7 @@ def merge_replicas(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
         "exchange": None,
         "optimizer": {**merged["optimizer"], "state": optimizer_state},
         "residuals": residuals.divide(num_states / num_parts),
-        "fragments": [{**fragment, "work": None, "moved": [], "steps": None} for fragment in merged["fragments"]],
+        "fragments": [{**fragment, "moved": [], "steps": None} for fragment in merged["fragments"]],
     }
     for (index, name), (total, number) in totals.items():
         optimizer_state[index][name] = (total / number).to(optimizer_state[index][name].dtype)

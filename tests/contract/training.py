@@ -79,7 +79,7 @@ class Trained:
     Attributes:
         weights: digests after each step, and after `finish`.
         everything: digests of weights, buffers and the optimizer's state after each step; then of all that is kept.
-        shown: digests of the consensus after each step, of buffers, too, where they are averaged; if it was looked at.
+        shown: digests of the last average, as shown after each step, with its buffers; if it was looked at.
         has_moved: whether the weights have changed.
         k_steps: the period that the worker has reported before each step; of methods that average weights.
         num_averages: those that it has reported after each step.
@@ -141,7 +141,7 @@ def train(name: str, look: bool = False, saved: dict[int, bytes] | None = None) 
     """Train on this rank.
 
     Args:
-        look: whether to ask for metrics, state and consensus after each step.
+        look: whether to ask for metrics, state and the last average after each step.
         saved: gets what a checkpoint has, before each of the `STOPS`.
     """
     worker, parameters, buffers = attach(ROWS[name])
@@ -170,8 +170,8 @@ def train(name: str, look: bool = False, saved: dict[int, bytes] | None = None) 
                 kept.fill_(77)  # what is saved is a copy
             if isinstance(worker, LocalSync):
                 with worker.consensus():
-                    averaged = buffers.values() if worker.is_local else ()
-                    lists["shown"].append(digest([*parameters.values(), *averaged]))
+                    anchored = [buffer for name, buffer in buffers.items() if name in worker.buffers.start]
+                    lists["shown"].append(digest([*parameters.values(), *anchored]))
         if isinstance(worker, LocalSync):
             lists["num_averages"].append(worker.num_averages)
         lists["weights"].append(digest(parameters.values()))

@@ -27,7 +27,6 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset
 
 from lightning_lowbw import ConfigurationError, ElasticStrategy, LocalSGD, Strategy
-from lightning_lowbw.strategies import checks
 from tests.elastic.plain import PlainMembership
 from tests.gpu.problem import check_near, init_process_group
 from tests.ranks import on_ranks, run_ranks
@@ -435,15 +434,6 @@ def fit_with_other_steps(folder: str) -> str:
 def test_groups_that_would_end_at_different_steps_are_refused_by_name(tmp_path: Path) -> None:
     for told in run_ranks(fit_with_other_steps, 2, str(tmp_path), fresh=True):  # none has been in a round
         assert re.search(r"Trainer\(max_steps\): (20 here, 24|24 here, 20) there", told)
-
-
-@pytest.mark.skipif(len(checks.AVERAGING) < 2, reason="needs Lightning 2.6")
-def test_an_average_of_local_steps_is_refused() -> None:
-    trainer = make_trainer(
-        ElasticStrategy(METHODS["local_sgd"]), 1, max_steps=4, max_epochs=-1, callbacks=[checks.AVERAGING[1]()]
-    )
-    with pytest.raises(ConfigurationError, match="WeightAveraging averages the weights of local steps"):
-        trainer.strategy._check_trainer(trainer)
 
 
 def test_a_clock_that_ends_one_group_is_refused() -> None:

@@ -20,8 +20,8 @@ from lightning_lowbw import ConfigurationError, DisagreementError, LocalSGD, Non
 from lightning_lowbw.elastic import sync
 from lightning_lowbw.elastic.membership import Quorum, Row, raise_refused
 from lightning_lowbw.elastic.sync import ElasticSync, Members
+from lightning_lowbw.kernels.tensors import copies
 from lightning_lowbw.method import Method
-from lightning_lowbw.sync.consensus import copies
 from tests.elastic.plain import KilledError, PlainMembership
 from tests.ranks import on_ranks, run_ranks
 

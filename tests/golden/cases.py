@@ -212,7 +212,6 @@ local("bf16", {}, precision="bf16-mixed", optimizer="nesterov", model=models.Con
 local("scaler-skips", {}, precision="scaler", init_scale=2.0**20, steps=10)
 local("even", {}, batches=(3, 3), trainer={"max_epochs": 3})
 local("resume", {"k_steps": 3}, resume_at=5, steps=10, model=models.Dropout, optimizer="nesterov")
-local("resume-delayed-adamw", {"k_steps": 3, "delay_steps": 2}, resume_at=5, steps=10, optimizer="adamw")
 local("resume-after-delay-adamw", {"k_steps": 3, "delay_steps": 2}, resume_at=6, steps=10, optimizer="adamw")
 local("resume-bfloat16", {"compression": "bfloat16", "k_steps": 3}, resume_at=5, steps=10)
 
@@ -242,14 +241,10 @@ for _name, _options, _fields in (
     ("streaming-slowmo", {"num_fragments": 2, "outer": "slowmo", "k_steps": 3, "delay_steps": 1}, {}),
     ("streaming-bfloat16", {"num_fragments": 2, "compression": "bfloat16"},
      {"model": models.Conv, "precision": "bf16-mixed"}),
-    ("streaming-int4-resume", {"num_fragments": 2, "k_steps": 3, "delay_steps": 2, "compression": "int4"},
-     {"ranks": 3, "optimizer": "adamw", "resume_at": 5, "steps": 10}),
     ("streaming-int4-resume-between", {"num_fragments": 2, "k_steps": 3, "delay_steps": 1, "compression": "int4"},
      {"ranks": 3, "optimizer": "adamw", "resume_at": 4, "steps": 10}),
     ("streaming-two-levels", {"num_fragments": 2, "k_steps": 3, "delay_steps": 1, "mixing": 0.3, "topology": 2},
      {"ranks": 4, "optimizer": "adamw", "bytes_by_step": False}),
-    ("streaming-resume", {"num_fragments": 3, "k_steps": 3, "delay_steps": 2, "mixing": 0.5, "outer": "nesterov"},
-     {"resume_at": 5, "steps": 10, "optimizer": "adamw"}),
     ("streaming-resume-between",
      {"num_fragments": 3, "k_steps": 4, "delay_steps": 1, "mixing": 0.5, "outer": "nesterov"},
      {"resume_at": 6, "steps": 11, "optimizer": "adamw"}),
@@ -335,11 +330,11 @@ ENDS_INSIDE = """
     fsdp/diloco-delayed-resume fsdp/local-sgd-configured fsdp/qsr-int8 fsdp/sparse-loco-resume
     local_sgd/bf16 local_sgd/channels-last-adamw local_sgd/delayed-mixing-adamw local_sgd/four-ranks-conv
     local_sgd/int4-adamw-conv local_sgd/resume local_sgd/resume-after-delay-adamw local_sgd/resume-bfloat16
-    local_sgd/resume-delayed-adamw local_sgd/scaler-skips local_sgd/two-optimizers
+    local_sgd/scaler-skips local_sgd/two-optimizers
     local_two_levels/delayed local_two_levels/int8-slowmo local_two_levels/leader local_two_levels/nodes-of-two-sizes
     local_two_levels/resume-bf16
-    outer/diloco-by-name outer/diloco-resume outer/slowmo-resume outer/streaming-bfloat16 outer/streaming-int4-resume
-    outer/streaming-int4-resume-between outer/streaming-resume outer/streaming-resume-between outer/streaming-slowmo
+    outer/diloco-by-name outer/diloco-resume outer/slowmo-resume outer/streaming-bfloat16
+    outer/streaming-int4-resume-between outer/streaming-resume-between outer/streaming-slowmo
     outer/streaming-two-levels
     post_local_sgd/half-resume
     powersgd/every-k sparse_loco/resume-delayed-int4 sparse_loco/resume-int2 sparse_loco/streaming-mixing

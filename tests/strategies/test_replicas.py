@@ -143,13 +143,20 @@ def test_a_search_is_no_run(tmp_path: Path) -> None:
     assert not [each for each in said if "optimizer steps" in each]
 
 
+class Ema(pl.Callback):
+    """A moving average of another package."""
+
+
 @pytest.mark.skipif(not hasattr(pl.callbacks, "WeightAveraging"), reason="a time since Lightning 2.6")
 @on_ranks(2)
 def test_settings_that_do_not_go_with_replicas_are_refused() -> None:
     for words, options in (
         ("Give a number of batches", {"val_check_interval": "00:00:00:05", "check_val_every_n_epoch": None}),
         ("sync_batchnorm=True", {"sync_batchnorm": True}),
-        ("would prune others", {"callbacks": [pl.callbacks.ModelPruning("l1_unstructured")]}),
+        ("WeightAveraging with a method that averages", {"callbacks": [pl.callbacks.WeightAveraging()]}),
+        ("StochasticWeightAveraging with a method", {"callbacks": [pl.callbacks.StochasticWeightAveraging(0.01)]}),
+        ("Ema with a method that averages the weights after some steps: in between", {"callbacks": [Ema()]}),
+        ("would prune different weights", {"callbacks": [pl.callbacks.ModelPruning("l1_unstructured")]}),
     ):
         assert words in refusal(LocalSGDStrategy(), Tiny(), 8, 2, **options)
 

@@ -234,7 +234,10 @@ def train(
         digests.append(digest(parameters.values()))
         sent.append(worker.peers.ledger.sent_bytes)
         seen.append(look(worker, parameters))
-    result = {"weights": weights_of(parameters), "residuals": worker.state_dict()["residuals"], "digests": digests}
+    # Not those of the state, which has no averages in progress.
+    residuals = worker.replica.residuals if method.averages_weights else worker.state_dict()["residuals"]
+    kept = {name: residual.clone() for name, residual in residuals.items()}
+    result = {"weights": weights_of(parameters), "residuals": kept, "digests": digests}
     fragments = worker.fragments if method.averages_weights else ()
     result["fragments"] = [[worker.name_of(p) for p in fragment.parameters] for fragment in fragments]
     worker.finish()  # what has been begun, before the next function begins something

@@ -19,8 +19,6 @@ import lightning_lowbw as lowbw
 from lightning_lowbw.comm.agreement import digest
 from lightning_lowbw.comm.collectives import TensorWork
 from lightning_lowbw.sync import exchange as exchanges
-from lightning_lowbw.sync.exchange import DenseMean, PendingWhole
-from lightning_lowbw.sync.local import LocalSync
 from lightning_lowbw.sync.local_view import agree_in_node
 from lightning_lowbw.sync.quantized import FORMATS
 from tests.ranks import on_ranks
@@ -343,35 +341,6 @@ def test_other_weights_are_found_out() -> None:
         parameters["matrix"][0, 0] += 1e-6 * dist.get_rank()
     with pytest.raises(lowbw.DisagreementError, match="the weights differ between the ranks"):
         take_step(worker, parameters, 0)
-
-
-@on_ranks()
-def test_a_consensus_that_arrives_in_part_leaves_each_rank_its_own_weights() -> None:
-    """A checkpoint that the exception's handler saves would have some tensors of one model, and some of another."""
-    # Of two types, and so in two buckets.
-    parameters = {"weight": Parameter(torch.ones(4)), "bias": Parameter(torch.ones(3, dtype=torch.float64))}
-    optimizer, buffers = SGD(parameters.values(), lr=0.1), {"seen": torch.ones(2)}
-    worker = lowbw.LocalSGD(4, 0).attach(optimizer, parameters.items(), named_buffers=buffers)
-    assert isinstance(worker, LocalSync)
-    for tensor in [*parameters.values(), *buffers.values()]:
-        tensor.grad = torch.full_like(tensor, dist.get_rank() + 1.0)
-    optimizer.step()
-    buffers["seen"] += dist.get_rank()
-    own, begun, wait = digest([*parameters.values(), *buffers.values()]), [], PendingWhole.wait
-
-    def fail_in_the_second(pending: PendingWhole) -> tuple[DenseMean, Tensor]:
-        begun.append(pending.names)
-        if len(begun) == 2:
-            raise RuntimeError("gloo: a peer has gone")
-        return wait(pending)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(PendingWhole, "wait", fail_in_the_second)
-        assert message_of(worker.show_consensus, RuntimeError) == "gloo: a peer has gone"
-    assert digest([*parameters.values(), *buffers.values()]) == own
-    with worker.consensus():
-        assert all(each.allclose(torch.full_like(each, 0.85)) for each in parameters.values())
-    assert digest([*parameters.values(), *buffers.values()]) == own
 
 
 # What is refused in a step --------------------------------------------------------------------------------------------

@@ -42,6 +42,7 @@ from lightning_lowbw.sync.gradient import GradientSync
 from lightning_lowbw.sync.local import LocalSync
 from lightning_lowbw.sync.local_view import agree_in_node
 from lightning_lowbw.sync.quantized import FORMATS, Quantized, QuantizedExchange
+from lightning_lowbw.sync.replica import Replica
 from tests.shapes import resnet50_shapes, transformer_shapes
 
 triton_kernels = pytest.importorskip("lightning_lowbw.kernels.triton_kernels")
@@ -273,6 +274,8 @@ def stand_in(monkeypatch: pytest.MonkeyPatch, num_ranks: int) -> Counter[str]:
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(SideQueue, "begin", run_now)
+    monkeypatch.setattr(Replica, "copy_to_host", lambda *_: None)  # by the copy engine, which launches no kernel
+    monkeypatch.setattr(tensors.Cuda, "join", lambda *_, **__: None)
     stand_in_for_the_device(monkeypatch, count, num_ranks)
     return count
 
@@ -597,18 +600,18 @@ def test_the_tables_of_hidden_fragments_are_written_once(monkeypatch: pytest.Mon
 
 
 @pytest.mark.usefixtures("eight_ranks")
-def test_the_consensus_view_takes_no_memory_of_the_device_while_it_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_anchor_takes_no_memory_of_the_device_while_it_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     count = stand_in(monkeypatch, 8)
     monkeypatch.setattr(FakeTensor, "__float__", lambda tensor: 0.0, raising=False)  # no rank has a fault
     monkeypatch.setattr(ReplicaBuffers, "compare", lambda *_: None)  # there are no buffers
     with torch.no_grad(), FakeTensorMode(), Operations(count) as operations:
         parameters = fake_parameters("ResNet-50")
         named = [(str(i), each) for i, each in enumerate(parameters)]
-        worker = LocalSync(LocalSGD(4, 0), SGD(parameters, lr=0.1), named, Peers(), {})
+        worker = LocalSync(LocalSGD(4, 0, outer="nesterov"), SGD(parameters, lr=0.1), named, Peers(), {})
         with worker.stepping():
             worker.exchange()
         operations.clear()
-        worker.show_consensus()
+        worker.replica.show()
         gc.collect()
         before, numel = operations.start, sum(p.numel() for p in parameters)
         assert (operations.used - before) / numel < 0.01

@@ -1,4 +1,4 @@
-"""Validation, checkpoints and the end of the fit see the replicas' mean, which changes nothing."""
+"""Validation and checkpoints see the last average, which changes nothing; the fit ends with an average of its own."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint, StochasticWeightAveraging
+import torch.distributed as dist
+from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint
 from torch import nn
 
 from lightning_lowbw import LocalSGD, Method, NonFiniteGradientError, Strategy
 from tests.ranks import on_ranks
 from tests.strategies import fits
-from tests.tiny import Tiny, weights_of
+from tests.tiny import Tiny, trained, weights_of
 
 STEPS = 10
 
@@ -54,27 +55,72 @@ def test_all_ranks_see_the_same_buffers() -> None:
     assert len(shown) == 2 * 9 + 1
 
 
+@pytest.mark.parametrize("name", ["local_sgd", "diloco", "delayed"])
 @on_ranks(2)
-def test_weights_that_a_callback_leaves_at_the_end_are_averaged_too() -> None:
-    model, callbacks = Tiny(), [StochasticWeightAveraging(swa_lrs=0.01, swa_epoch_start=1)]
-    fits.train(Strategy(LocalSGD(3)), model, 4, callbacks=callbacks, max_epochs=4)
+def test_between_two_averages_the_last_one_is_validated_and_saved(name: str, tmp_path: Path) -> None:
+    """After the steps 3 and 6, or of the average that is begun after step 4, after step 7."""
+    seen, after = fits.Noted(weights_of, "on_validation_start"), fits.Noted(weights_of)
+    saves = fits.saving(f"{tmp_path}/{{}}.ckpt", tuple(range(1, 9)))
+    options = {"val_check_interval": 1, "num_sanity_val_steps": 0, "callbacks": [after, seen, saves]}
+    model = Tiny()
+    begin = weights_of(model)
+    fits.train(name, model, 8, 1, **options)
+    last = (4, 8) if name == "delayed" else (3, 6)
+    assert fits.same(seen.values) == seen.values
+    of = [seen.values[number] for number in range(8)]
+    begins = [0, *last] if name != "delayed" else [0, 7]
+    for number, each in enumerate(of):
+        first = max(step for step in begins if step <= number + 1)
+        assert each == (of[first - 1] if first else begin), number + 1
+        saved = Tiny()
+        saved.load_state_dict(torch.load(tmp_path / f"{number + 1}.ckpt", weights_only=True)["state_dict"])
+        assert weights_of(saved) == each
+    if name != "delayed":
+        assert [of[step - 1] for step in last] == [after.values[step - 1] for step in last]
     fits.same(weights_of(model))
+
+
+class Writes(Callback):
+    """Puts other weights in for a validation, and never takes them out."""
+
+    def on_validation_epoch_start(self, trainer: Any, module: pl.LightningModule) -> None:
+        for parameter in trained(module):
+            parameter.data.mul_(0.5)
+
+
+@on_ranks(2)
+def test_what_is_written_to_the_last_average_is_dropped_with_one_warning() -> None:
+    ends = []
+    for callbacks in ([], [Writes()]):
+        after = fits.Noted()
+        options = {"val_check_interval": 2, "num_sanity_val_steps": 0, "callbacks": [after, *callbacks]}
+        _, said = fits.warned(lambda options=options: fits.train("local_sgd", Tiny(), STEPS, 1, **options))
+        ends.append(after.values)
+        assert sum("These changes are dropped" in each for each in said) == bool(callbacks and dist.get_rank() == 0)
+    assert ends[0] == ends[1]
+
+
+@on_ranks(2)
+def test_looks_that_come_more_often_than_averages_are_told_once() -> None:
+    quiet, every = {"val_check_interval": 3}, {"val_check_interval": 2}
+    stops = {"callbacks": [EarlyStopping("val_loss", check_on_train_epoch_end=True)], "max_epochs": 2}
+    for options, num_steps, words in (
+        (quiet, 6, ""),
+        (every, 6, "validation comes every 2 steps, and the weights are averaged every 3"),
+        ({**stops, "val_check_interval": 1.0}, 2, "validation comes every 2 steps and early stopping comes every 2"),
+    ):
+        _, said = fits.warned(lambda options=options, n=num_steps: fits.train("local_sgd", Tiny(), n, 1, **options))
+        told = [each for each in said if "sees the same weights again" in each]
+        assert len(told) == bool(words and dist.get_rank() == 0)
+        assert all(words in each for each in told)
 
 
 @pytest.mark.skipif(not hasattr(pl.callbacks, "WeightAveraging"), reason="not before Lightning 2.6")
 @on_ranks(2)
-def test_a_checkpoint_has_the_average_over_steps_of_all_ranks(tmp_path: Path) -> None:
-    """Of each rank's own weights after each step."""
-    own = fits.Noted(lambda module: {name: p.detach().clone() for name, p in module.named_parameters()})
-    save = fits.At(STEPS - 2, lambda trainer, _: trainer.save_checkpoint(tmp_path / "some.ckpt"))
-    callbacks = [pl.callbacks.WeightAveraging(), own, save]
-    fits.train(Strategy(LocalSGD(100, 0)), Tiny(), STEPS, callbacks=callbacks)
-    kept = own.values[: STEPS - 2]
-    first, second = fits.gathered({name: torch.stack([each[name] for each in kept]).mean(0) for name in kept[0]})
-    saved = torch.load(tmp_path / "some.ckpt", weights_only=True)["state_dict"]
-    assert not first["wide.weight"].allclose(second["wide.weight"])
-    for name, average in first.items():
-        torch.testing.assert_close(saved[name], (average + second[name]) / 2, rtol=1e-4, atol=1e-6)
+def test_a_moving_average_works_with_a_method_that_exchanges_gradients() -> None:
+    model = Tiny()
+    fits.train("dgc", model, 4, callbacks=[pl.callbacks.WeightAveraging()])
+    fits.same(weights_of(model))
 
 
 def diverge(method: Method, model: Tiny, folder: Path | None, *callbacks: pl.Callback, **options: Any) -> str:
@@ -100,7 +146,7 @@ def test_a_nan_between_averages_reaches_no_checkpoint(tmp_path: Path) -> None:
     assert "infinite or NaN" in message
     (path,) = tmp_path.glob("*.ckpt")
     checkpoint = torch.load(path, weights_only=True)
-    assert checkpoint["global_step"] == 3
+    assert checkpoint["global_step"] == 9  # the anchor is finite
     assert all(bool(value.isfinite().all()) for value in checkpoint["state_dict"].values())
 
 
