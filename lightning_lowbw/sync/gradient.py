@@ -475,7 +475,8 @@ class GradientSync(Synchronizer):
             correction.begin_step(rows, self.peers.part, exchange.payload)  # also empty shards: it masks alike on all
         signal = {row.name: row.in_order(row.gradient) for row in rows if row.parameter.numel()}
         prepared = exchange.prepare(signal, correction)
-        exchange.fault = None if tells or prepared.faults is None else prepared.faults[1]
+        # A copy: the next step writes its own faults into these flags before this one is read.
+        exchange.fault = None if tells or prepared.faults is None else prepared.faults[1].any()
         if tells:
             self._note(prepared.faults)
             self.fault = None
