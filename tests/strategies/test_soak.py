@@ -91,7 +91,7 @@ def soak(name: str, folder: str, steps: int = STEPS, num_fits: int = NUM_FITS) -
     Longer than the test: ``run_ranks(soak, 2, "dgc", folder, 2000, 40, timeout_s=600.0)``.
     """
     peace, path, random_numbers, resume, holds = fit(name, steps), f"{folder}/some.ckpt", random.Random(1), None, []
-    stops = sorted(random_numbers.sample(range(10, steps, 3), num_fits - 1))
+    stops = sorted(random_numbers.sample(range(10, steps, 5), num_fits - 1))  # no average is in progress
     for last in [*stops, steps]:
         options: dict[str, Any] = {"val_check_interval": random_numbers.randint(5, 20), "num_sanity_val_steps": 1}
         end = fit(name, last, Disturb(random_numbers, path, last), val=1, resume=resume, **options)
