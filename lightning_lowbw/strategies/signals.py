@@ -45,7 +45,7 @@ class Signals:
         self._workers = workers
         self._loop: Any = None  # Lightning's, in which a broadcast is replaced
         self._asked: tuple[TensorWork, Synchronizer] | None = None  # a message that has been begun, and for which
-        self._have_agreed = False  # to stop
+        self._have_agreed = False  # whether a SIGTERM ends all ranks after the same step
         self.save_is_due = False
 
     @property
@@ -59,7 +59,8 @@ class Signals:
 
     def defer(self, trainer: pl.Trainer) -> None:
         """Let SIGTERM and SLURM's signal set a request from now on; may be called again."""
-        if trainer.world_size == 1 or not self._workers:  # who would tell the others?
+        self._have_agreed |= trainer.world_size == 1  # a SIGTERM ends the only rank
+        if trainer.world_size == 1 or not self._workers:  # without a worker no message carries a request
             return
         loop = trainer.fit_loop.epoch_loop
         if hasattr(loop, "_broadcast_sigterm_tensor"):
