@@ -57,18 +57,14 @@ def test_the_bucket_holds_a_rate_and_counts(tmp_path: Path, monkeypatch: pytest.
 
 @pytest.mark.skipif(shutil.which("cc") is None, reason="there is no C compiler")
 def test_a_row_is_written_without_namespaces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu_lab, "has_namespaces", lambda: "as the test wants")
-    check_row(tmp_path, monkeypatch)
-
-
-def check_row(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Measure a row; start again, and measure nothing."""
+    monkeypatch.setattr(gpu_lab, "has_namespaces", lambda: "as the test wants")
     monkeypatch.setattr(gpu_lab, "rows_of", lambda: [["step", "1 Gb/s, 0.5 ms", "int8"]])
-    monkeypatch.setattr(sys, "argv", ["gpu_lab.py", "--device", "cpu", "--out", str(out), "--limit-s", "100"])
+    monkeypatch.setattr(sys, "argv", ["gpu_lab.py", "--device", "cpu", "--out", str(tmp_path), "--limit-s", "100"])
     gpu_lab.main()
-    (row,) = json.loads((out / "gpu_lab.json").read_text())["rows"]
+    (row,) = json.loads((tmp_path / "gpu_lab.json").read_text())["rows"]
     assert row["parameters"] * 1.0 < row["bytes_per_step"] < row["parameters"] * 1.3  # a byte of each, and headers
-    assert "| 1 Gb/s, 0.5 ms | int8 |" in (out / "gpu_lab.md").read_text()
+    assert "| 1 Gb/s, 0.5 ms | int8 |" in (tmp_path / "gpu_lab.md").read_text()
     started = time.monotonic()
     gpu_lab.main()
     assert time.monotonic() - started < 2
@@ -76,10 +72,6 @@ def check_row(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 class TestWithNamespaces:
     pytestmark = needs_lab
-
-    @pytest.mark.slow
-    def test_a_row_is_written(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        check_row(tmp_path, monkeypatch)
 
     @pytest.mark.slow
     def test_an_error_of_one_rank_is_kept_with_what_the_other_says(

@@ -23,7 +23,7 @@ from tests.tiny import make_trainer
 
 STEPS = 8
 SPARSE: dict[str, Any] = {"rampup_begin_step": 2, "sparsity": [0.9], "min_numel": 100}
-HALVES = ((0, 1), (2, 3))
+HALVES, CROSSED = ((0, 1), (2, 3)), ((0, 3), (1, 2))
 
 STRATEGIES: dict[str, Any] = {
     "dgc": partial(DGCStrategy, **SPARSE),
@@ -31,7 +31,13 @@ STRATEGIES: dict[str, Any] = {
     "dgc, two levels": partial(DGCStrategy, **SPARSE, topology=HALVES),
     "int8": partial(Strategy, QuantizedGradients("int8")),
     "int4, two levels": partial(Strategy, QuantizedGradients("int4"), topology=HALVES),
+    "dgc, two crossed levels, bfloat16 values": partial(
+        DGCStrategy, **SPARSE, topology=CROSSED, value_dtype="bfloat16"
+    ),
+    "dgc, six ranks": partial(DGCStrategy, **SPARSE),
     "local_sgd": partial(LocalSGDStrategy, k_steps=3, begin_step=1),
+    "local_sgd, two crossed levels": partial(LocalSGDStrategy, k_steps=3, begin_step=1, topology=CROSSED),
+    "local_sgd in bfloat16": partial(LocalSGDStrategy, k_steps=3, begin_step=1, compression="bfloat16"),
     "local_sgd, hidden": partial(LocalSGDStrategy, k_steps=4, begin_step=0, delay_steps=2),
 }
 
@@ -86,7 +92,8 @@ ON_GPU = [(name, *each) for name in STRATEGIES for each in (("SGD", "nccl"), ("A
     [("dgc, two levels", "SGD", "cpu"), *(pytest.param(*each, marks=pytest.mark.gpu) for each in ON_GPU)],
 )
 def test_strategies_exchange(name: str, optimizer: str, backend: str, tmp_path: Path) -> None:
-    num_ranks, clip = 4 if "levels" in name else 2, None if optimizer == "AdamW" else 1.0
+    num_ranks = 4 if "levels" in name else 6 if "six" in name else 2
+    clip = None if optimizer == "AdamW" else 1.0
     arguments = (name, optimizer, "32-true", clip)
     weights = check(run_ranks(fit, num_ranks, str(tmp_path / "store"), backend, *arguments))
     if backend != "cpu":

@@ -2,22 +2,10 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
-
 import pytest
 
 from lightning_lowbw.compress.selection import num_selected
 from lightning_lowbw.schedules.every_step import EveryStep
-
-PAPER = (0.75, 0.9375, 0.984375, 0.996, 0.999)
-
-
-def test_five_values_over_a_hundred_steps_change_at_20_40_60_80() -> None:
-    schedule = EveryStep(rampup_begin_step=7, rampup_step=100, sparsity=PAPER)
-    densities = [schedule.density(step) for step in range(7, 307)]
-    changes = [step for step, (before, after) in enumerate(pairwise(densities), start=1) if before != after]
-    assert changes == [20, 40, 60, 80]
-    assert [densities[step] for step in (0, 20, 40, 60, 80, 299)] == [1 - s for s in (*PAPER, PAPER[-1])]
 
 
 def test_without_stairs_the_density_is_the_payloads() -> None:
@@ -28,7 +16,7 @@ def test_without_stairs_the_density_is_the_payloads() -> None:
     assert [stairs.density(step, otherwise=0.01) for step in range(9)] == [stairs.density(step) for step in range(9)]
 
 
-@pytest.mark.parametrize(("num_stairs", "length"), [(1, 1), (2, 3), (3, 10), (5, 49), (7, 1000)])
+@pytest.mark.parametrize(("num_stairs", "length"), [(1, 1), (2, 3), (3, 10), (5, 49), (5, 100), (7, 1000)])
 def test_the_stairs_follow_the_formula(num_stairs: int, length: int) -> None:
     """The whole table against methods.md, and every stair is reached."""
     sparsity = tuple(1 - 2.0**-i for i in range(1, num_stairs + 1))

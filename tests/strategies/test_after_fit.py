@@ -18,10 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import LambdaCallback
-from torch import nn
-from torch.optim import SGD
 
-from lightning_lowbw import LocalSGD
 from tests.ranks import on_ranks
 from tests.strategies.fits import Noted, make, same, train
 from tests.tiny import Tiny, make_data, make_trainer, weights_of
@@ -102,21 +99,11 @@ def destroy_all_groups() -> None:
     assert not [group for group in groups if group() is not None]
 
 
+@pytest.mark.parametrize("name", ["dgc, warm-up", "local_sgd"])
 @on_ranks(4)
-def test_a_worker_keeps_no_group_alive() -> None:
-    model = nn.Linear(20, 10)
-    optimizer = SGD(model.parameters(), lr=0.1)
-    worker = LocalSGD(k_steps=2, begin_step=0).attach(optimizer, model.named_parameters(), topology=((0, 1), (2, 3)))
-    for _ in range(3):
-        model(torch.ones(2, 20)).sum().backward()
-        optimizer.step()
+def test_a_trainer_and_its_workers_keep_no_group_alive(name: str) -> None:
+    trainer: Any = train(make(name, topology=((0, 1), (2, 3))), data=4)
     destroy_all_groups()
+    (worker,) = trainer.strategy.workers
     with pytest.raises(RuntimeError, match="The process group has been destroyed"):
         _ = worker.peers.node.group
-
-
-@on_ranks(4)
-def test_a_trainer_keeps_no_group_alive() -> None:
-    trainer = train(make("dgc, warm-up", topology=((0, 1), (2, 3))), data=4)
-    destroy_all_groups()
-    assert trainer.strategy is not None

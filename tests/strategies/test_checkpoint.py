@@ -50,43 +50,39 @@ def test_a_resume_continues_to_the_bit_also_from_files_that_were_moved(name: str
         assert fits.state_of(fits.train_by_step(name, resume=file, plugins=[amp()])) == whole, file
 
 
-def kept_after_a_resume(resume: str) -> dict[str, Tensor]:
-    trainer: Any = fits.train(DGC, data=STEPS, max_steps=7, max_epochs=-1, resume=resume)
-    (worker,) = trainer.strategy.workers
-    parameters = worker.by_name()
-    buffers = {f"u {name}": worker.optimizer.state[parameters[name]]["momentum_buffer"] for name in worker.residuals}
-    return {**{f"v {name}": v for name, v in worker.residuals.items()}, **buffers}
-
-
 def save(name: str, path: str, save_at: int) -> None:
     fits.train_by_step(name, path, (save_at,))
 
 
-def test_resume_with_another_number_of_ranks_keeps_the_mean_residual(tmp_path: Path) -> None:
-    path = f"{tmp_path}/some.ckpt"
-    run_ranks(save, 3, DGC, path, 7)
-    shards = [torch.load(path, weights_only=True) for path in sorted((tmp_path / "some.ckpt.ranks").iterdir())]
-    for kept in run_ranks(kept_after_a_resume, 2, path):
-        assert kept
-        for name, value in kept.items():
-            key = {"v": "residuals", "u": "velocities"}[name[0]]
-            expected = torch.stack([shard["workers"][0][key][name[2:]] for shard in shards]).mean(0)
-            torch.testing.assert_close(value.flatten(), expected, rtol=0, atol=1e-7)
-            assert float(value.abs().max()) > 0
+def resume_elsewhere(name: str, path: str) -> dict[tuple[str, str], Tensor]:
+    """Go on from the consensus; return what a rank begins with."""
 
+    def state(module: Any) -> dict[tuple[str, str], Tensor]:
+        of_worker = module.trainer.strategy.workers[0].state_dict()
+        return {(kind, key): kept for kind in KEPT for key, kept in of_worker.get(kind, {}).items()}
 
-def resume_from_consensus(path: str) -> None:
-    after = fits.Noted()
-    trainer = fits.train_by_step("local_sgd", resume=path, callbacks=[after])
+    begun, after = fits.Noted(state, "on_train_start"), fits.Noted()
+    trainer = fits.train_by_step(name, resume=path, callbacks=[begun, after])
     fits.same(fits.weights(trainer.lightning_module))
     assert len(after.values) == STEPS - 7
+    return begun.values[0]  # type: ignore[no-any-return]
 
 
-def test_another_number_of_ranks_resumes_from_the_consensus(tmp_path: Path) -> None:
+KEPT = ("residuals", "velocities")
+
+
+@pytest.mark.parametrize("name", [DGC, "local_sgd"])
+def test_another_number_of_ranks_begins_with_the_mean_of_what_was_kept(name: str, tmp_path: Path) -> None:
     path = f"{tmp_path}/some.ckpt"
-    run_ranks(save, 2, "local_sgd", path, 7)
+    run_ranks(save, 2, name, path, 7)
+    shards = [torch.load(path, weights_only=True) for path in sorted((tmp_path / "some.ckpt.ranks").iterdir())]
     for num_ranks in (1, 3):
-        run_ranks(resume_from_consensus, num_ranks, path)
+        for kept in run_ranks(resume_elsewhere, num_ranks, name, path):
+            assert {kind for kind, _ in kept} == ({*KEPT} if name == DGC else set())
+            for (kind, key), value in kept.items():
+                expected = torch.stack([shard["workers"][0][kind][key] for shard in shards]).mean(0)
+                torch.testing.assert_close(value, expected, rtol=0, atol=1e-7)
+                assert float(value.abs().max()) > 0
 
 
 class OwnMetric(Tiny):

@@ -15,10 +15,9 @@ import pytest
 import torch
 
 from lightning_lowbw import NonFiniteGradientError
-from lightning_lowbw.comm.agreement import digest
 from lightning_lowbw.strategies.step_hooks import exchange_unscaled_
 from tests.ranks import on_ranks
-from tests.strategies.fits import STEPS, Noted, gathered, make, refusal, same, train
+from tests.strategies.fits import STEPS, gathered, make, refusal, same, train
 from tests.tiny import ManualTiny, Tiny, amp_with_scaler, sgd, weights_of
 
 BAD = 5  # the batch in which rank 1 has an infinite loss, where a GradScaler skips
@@ -51,37 +50,6 @@ def test_a_strategy_trains_in_each_precision(name: str) -> None:
 
 
 # A GradScaler -------------------------------------------------------------------------------------------------------
-
-BAD_BATCHES = {1: "dense", 6: "sparse"}  # in which rank 1 has an infinite loss
-
-
-def state_of(module: Any) -> dict[str, Any]:
-    trainer = module.trainer
-    (worker,) = trainer.strategy.workers
-    return {
-        "weights": weights_of(module),
-        "residuals": digest(worker.residuals.values()),
-        "momentum": digest([state["momentum_buffer"] for state in worker.optimizer.state.values()]),
-        "scale": trainer.precision_plugin.scaler.get_scale(),
-        "step": worker.step,
-        "param_group": {k: v for k, v in worker.optimizer.param_groups[0].items() if k != "params"},
-    }
-
-
-@on_ranks(2)
-def test_an_inf_on_one_rank_skips_the_step_on_all() -> None:
-    noted = Noted(state_of)
-    train("dgc, warm-up", Tiny(poison=(1, *BAD_BATCHES)), plugins=[amp_with_scaler()], callbacks=[noted])
-    trace = noted.values
-    for bad, phase in BAD_BATCHES.items():
-        before, after = trace[bad - 1], trace[bad]
-        for unchanged in ("weights", "residuals", "momentum", "param_group"):
-            assert before[unchanged] == after[unchanged], (phase, unchanged)
-        assert after["scale"] == before["scale"] / 2
-        assert after["step"] == before["step"] + 1
-        assert trace[bad + 1]["weights"] != after["weights"]  # and goes on
-    assert trace[-1]["param_group"]["momentum"] == 0.9
-    same([[each[key] for key in ("weights", "scale", "step")] for each in trace])
 
 
 # The second one unscales inside its step.

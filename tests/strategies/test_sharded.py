@@ -326,22 +326,6 @@ def test_training_is_the_same_with_validation(module: type[Plain], method: Metho
     assert digests == [digests[0]] * 3
 
 
-class FrozenAfterBackward(Configured):
-    def on_train_batch_start(self, *_: Any) -> None:
-        self.head.weight.requires_grad_(True)
-
-    def on_after_backward(self) -> None:
-        self.head.weight.requires_grad_(False)
-
-
-@on_ranks(4)
-def test_a_frozen_parameter_that_has_a_gradient_is_not_stepped() -> None:
-    model = FrozenAfterBackward(sgd)
-    train_shards(LOCAL, model, STEPS)
-    digests = gathered(shard_digest(model))
-    assert digests[:2] == digests[2:]
-
-
 @on_ranks(4)
 def test_validation_and_checkpoints_see_the_consensus(tmp_path: Path) -> None:
     """Between two averages, where the checkpoint is saved, too."""

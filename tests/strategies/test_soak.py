@@ -20,7 +20,7 @@ from torch import Tensor
 
 from tests.ranks import run_ranks
 from tests.strategies.fits import make, train, weights
-from tests.tiny import Tiny, amp_with_scaler, weights_of
+from tests.tiny import Tiny, amp_with_scaler
 
 pytestmark = pytest.mark.slow
 
@@ -28,7 +28,6 @@ STEPS, NUM_FITS = 160, 5
 CHANGES: dict[str, dict[str, Any]] = {
     "dgc": {"rampup_begin_step": 10, "rampup_step": 20, "sparsity": (0.75, 0.95)},
     "sparse_loco": {"k_steps": 5, "begin_step": 1, "delay_steps": 2},
-    "ddp": {},
 }
 
 
@@ -60,11 +59,6 @@ class Disturb(pl.Callback):
             trainer.save_checkpoint(self.path)
 
 
-def digest_of(name: str, model: pl.LightningModule) -> str:
-    """Return a digest of parameters and buffers; under ddp, which saves those of rank 0, of parameters."""
-    return weights_of(model) if name == "ddp" else weights(model)
-
-
 def held() -> dict[str, int]:
     """Return what a process holds."""
     gc.collect()
@@ -82,7 +76,7 @@ def fit(name: str, last: int, *callbacks: pl.Callback, val: int = 0, **options: 
     model, scaler = Uneven(), [amp_with_scaler()]  # which skips steps
     options |= {"max_steps": last, "max_epochs": -1, "plugins": scaler, "callbacks": [*callbacks]}
     train(make(name, CHANGES[name]), model, 20, val, **options)
-    return digest_of(name, model)
+    return weights(model)
 
 
 def soak(name: str, folder: str, steps: int = STEPS, num_fits: int = NUM_FITS) -> tuple[str, str, list[dict[str, int]]]:

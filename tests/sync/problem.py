@@ -338,14 +338,6 @@ def train_by_means(
     return weights
 
 
-class LinkLost(RuntimeError):
-    pass
-
-
-def lose_the_link(*_: Any, **__: Any) -> None:
-    raise LinkLost
-
-
 @contextlib.contextmanager
 def listening(name: str = LOGGER, level: int = logging.NOTSET) -> Iterator[list[str]]:
     """Give what a logger says meanwhile."""

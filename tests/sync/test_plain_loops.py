@@ -20,6 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lightning_lowbw import DGC, ConfigurationError, LocalSGD, Method, PowerSGD, QuantizedGradients, TopK
 from lightning_lowbw.comm.agreement import digest
+from tests.contract.training import count
 from tests.ranks import on_ranks, run_ranks
 from tests.sync import problem
 from tests.sync.problem import AWKWARD, FLAT, NODES, Nodes, backward, each, take_step
@@ -276,6 +277,23 @@ def test_steps_that_are_left_out(method: Method) -> None:
     problem.same_on_all(digest(parameters.values()))
 
 
+@pytest.mark.parametrize("method", [METHOD, LocalSGD(3, 0), LocalSGD(3, 0, compression={})])
+@on_ranks()
+def test_frozen_weights_are_never_sent(method: Method) -> None:
+    """The optimizer has them, too, as many write it. Also in a look in mid-interval, and at the end."""
+    parameters, volumes = problem.make_parameters({"frozen": (1000, 1000), "adapter": (16, 4)}), list[int]()
+    parameters["frozen"].requires_grad_(False)
+    worker: Any = method.attach(AdamW(parameters.values(), lr=0.01), parameters.items())
+    count(volumes)
+    for step in range(STEPS):
+        take_step(worker, parameters, step)
+    if method.averages_weights:
+        with worker.consensus():
+            pass
+    worker.finish()
+    assert 0 < sum(volumes) < 20_000
+
+
 # Attaching ------------------------------------------------------------------------------------------------------------
 
 
@@ -325,14 +343,14 @@ def test_what_cannot_be_attached_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
         DGC().attach(*one_parameter()[::-1])  # type: ignore[arg-type]
 
 
-def warned_by_attach(method: Method, environment: dict[str, str], kind: Any = SGD) -> list[str]:
+def warned_by_attach(method: Method, environment: dict[str, str], kind: Any = SGD, name: str = "weight") -> list[str]:
     weight = Parameter(torch.zeros(3))
     optimizer = kind([weight], lr=0.1)
     with warnings.catch_warnings(record=True) as caught, pytest.MonkeyPatch.context() as monkeypatch:
         warnings.simplefilter("always")
-        for name, value in environment.items():
-            monkeypatch.setenv(name, value)
-        method.attach(optimizer, [("weight", weight)])
+        for variable, value in environment.items():
+            monkeypatch.setenv(variable, value)
+        method.attach(optimizer, [(name, weight)])
     assert {each.filename for each in caught} <= {__file__}
     return [str(each.message) for each in caught]
 
@@ -349,21 +367,13 @@ def test_what_attach_warns_of() -> None:
     assert message.startswith(alone.format("with one rank"))
     assert f"WORLD_SIZE {started}" in message
     cases = [(DGC(sparsity=[0.001]), {}), (DGC(topology=((0, 1),)), {}), (DGC(), {}, RMSprop)]
-    (of_density, of_node, of_feedback), others = run_ranks(each, 2, warned_by_attach, cases)
+    cases.append((DGC(), {}, SGD, "module.weight"))
+    (of_density, of_node, of_feedback, of_names), others = run_ranks(each, 2, warned_by_attach, cases)
     assert of_density[0].startswith("sparsity=[0.001]: 99.9 % of the elements are sent.")
     assert "this trains as DDP" in of_node[0]
     assert "RMSprop: gradients are compressed with error feedback only" in of_feedback[0]
-    assert others == [[], [], []]
-
-
-@on_ranks()
-def test_names_of_a_model_in_ddp_are_warned_of() -> None:
-    parameter = torch.nn.Parameter(torch.ones(3))
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        DGC().attach(SGD([parameter], lr=0.1), [("module.weight", parameter)])
-    said = [str(each.message) for each in caught]
-    assert any("begin with 'module.', as in DistributedDataParallel" in each for each in said) == (dist.get_rank() == 0)
+    assert "begin with 'module.', as in DistributedDataParallel" in of_names[0]
+    assert others == [[], [], [], []]
 
 
 # The end --------------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""The status: sums, faults, marks and requests of all ranks in one row of numbers."""
+"""The status: the largest mark beside requests, the flags of a node, and which fault is reported."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ from lightning_lowbw.sync.status import (
     flags,
     flags_of_node,
     make_mark,
-    read_flags,
     status_message,
 )
 from tests.ranks import on_ranks
@@ -39,32 +38,12 @@ def messages(faults: list[float], marks: list[Tensor | int], requests: int = 0) 
     return rows
 
 
-def test_it_is_summed_and_read() -> None:
-    rows = messages([0.0, 1.0, 0.0], [7, 7, torch.tensor(8)])
-    for rank, row in enumerate(rows):
-        assert row[2:].count_nonzero() == 1 + (rank == 1), "a rank writes only numbers of its own"
-    status = Status.read(sum(rows, torch.zeros(8)).tolist(), 3)
-    assert status == Status([3.0, 1.5], True, [7, 7, 8])
-    assert status.differences() == ("7 on rank 0, 7 on rank 1, 8 on rank 2", "")
-    assert Status.read(sum(messages([0.0] * 2, [7, 7]), torch.zeros(6)).tolist(), 2).differences() == ("", "")
-
-
 def test_requests_are_told_beside_the_largest_mark_at_no_cost() -> None:
     """Marks are exact in float32."""
     largest = MODULUS**2 - 1
     for mark in (largest, torch.tensor(largest)):
         rows = messages([0.0, 0.0], [mark, mark], STOP | SAVE)
         assert Status.read((rows[0] + rows[1]).tolist(), 2) == Status([2.0, 0.5], False, [largest] * 2, STOP | SAVE)
-
-
-@pytest.mark.parametrize("requests", [0, STOP, SAVE, STOP | SAVE])
-def test_requests_are_told_as_flags(requests: int) -> None:
-    rows = [flags(0, CPU), flags(requests, CPU, torch.tensor(True)), flags(0, CPU, torch.tensor(0.0))]
-    assert all(row.dtype == torch.float32 and row.shape == (5,) for row in rows)
-    assert read_flags(torch.stack(rows).amax(0)) == (True, requests, True)
-    batches = [flags(requests, CPU, batch=batch) for batch in (MODULUS - 1, MODULUS - 1, MODULUS)]
-    assert read_flags(torch.stack(batches[:2]).amax(0)) == (False, requests, True)
-    assert read_flags(torch.stack(batches).amax(0)) == (False, requests, False)
 
 
 def test_a_rank_tells_its_peers_the_flags_of_its_node() -> None:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
 
-from benchmarks.steps_to_loss import OUTER, Averages, runs, train
+from benchmarks.steps_to_loss import OUTER, Averages
 from lightning_lowbw import LocalSGD
 from tests.ranks import run_ranks
 from tests.sync import problem
@@ -38,11 +36,3 @@ def test_simulated_averages_are_those_of_ranks(case: str) -> None:
     for parameters, result in zip(replicas, results, strict=True):
         for name, weight in result["weights"].items():
             torch.testing.assert_close(parameters[name].detach(), weight)
-
-
-@pytest.mark.parametrize("k", [1, 4])
-def test_a_run_learns(k: int) -> None:
-    run = runs("resnet", 2, k, delay=k - 1, outer=OUTER if k > 1 else None, stretch=0.1)
-    row, models = train(run)
-    assert len(models) == (1 if k == 1 else 2)
-    assert row["loss"] < math.log(10)
