@@ -24,7 +24,7 @@ from tests.tiny import Tiny, sgd, trained
 NODES = ((0, 1), (2, 3))
 FEW, BFLOAT16 = lowbw.Quantized(), lowbw.Where(topology="auto", inter_dtype="bfloat16")
 NODE_WISE = lowbw.Where(topology="auto", algorithm="leader")
-DILOCO = lowbw.LocalSGD(k_steps=4, begin_step=0, outer="nesterov")
+DENSE, DILOCO = lowbw.Hierarchical(), lowbw.LocalSGD(k_steps=4, begin_step=0, outer="nesterov")
 NUMBERS = dict(zip(CLUSTER, (2, 1, 10.0, 0.1, 200.0, 1000.0, 0.5), strict=True))
 OUT_OF_RANGE = {"nodes": 0, "ranks_per_node": None, "latency_ms": -1.0, "overlap": 50}  # None: not given; 50: percent
 REFUSED: dict[Callable[..., Any], list[tuple[dict[str, Any], str]]] = {
@@ -32,7 +32,6 @@ REFUSED: dict[Callable[..., Any], list[tuple[dict[str, Any], str]]] = {
         ({"rampup_begin_step": -1}, r"rampup_begin_step=-1: .* integer >= 0"),
         ({"rampup_step": 0}, r"rampup_step=0: .* integer >= 1"),
         ({"rampup_step": 3}, r"rampup_step=3 with sparsity=None: .*several values"),
-        ({"rampup_step": 1, "sparsity": (0.5, 0.9)}, "there is no step for each"),
         ({"sparsity": 0.999}, r"sparsity=0\.999: give a list of numbers in \[0, 1\), for instance \[0\.999\]"),
         ({"sparsity": ()}, r"sparsity=\[\]: give at least one value"),
         ({"sparsity": "0.9"}, r"give a list of numbers in \[0, 1\)"),
@@ -104,6 +103,25 @@ REFUSED: dict[Callable[..., Any], list[tuple[dict[str, Any], str]]] = {
         ({"momentum_masking": 1}, r"momentum_masking=1: give True, False or None"),
         ({"exchange": "reduce_scatter"}, r"DGC has no exchange: choose among rampup_begin_step"),
         ({"density": 0.1, "sparsity": [0.9]}, r"both say how much is sent; give one"),
+    ],
+    lowbw.DGCStrategy: [
+        *(
+            ({name: 7}, rf"DGCStrategy\({name}=7\).*Leave it out, or use strategy='ddp'")
+            for name in ("ddp_comm_hook", "mixed_precision")
+        ),
+        ({"sparsity": [0.9, 0.99]}, "rampup_step=1 for the 2 values .* Give the number of optimizer steps"),
+        ({"sparsity": [0.1, 0.01, 0.001], "rampup_step": 3}, "the fraction kept back, not the one sent"),
+        ({"rampup_begin_step": 2, "pretrained": True}, r"^pretrained=True with .* is for sparsity='auto'"),
+        ({"sparsity": "automatic"}, r"list of numbers in \[0, 1\), for instance \[0\.999\], or 'auto'"),
+        ({"sparsity": "auto", "rampup_begin_step": 100}, "these are chosen, too"),
+    ],
+    lowbw.LocalSGDStrategy: [({name: True}, name) for name in ("broadcast_buffers", "static_graph")],
+    lowbw.ShardedStrategy: [
+        ({"method": DENSE, "static_graph": True}, "static_graph'. Its arguments are: method, topol"),
+        ({"method": lowbw.DGC(sparsity="auto")}, r"Give the numbers: DGC\(sparsity=\[0.99\]"),
+        ({"method": lowbw.AdaptiveLocalSGD(rule="fleet")}, "Take 'fixed' or 'qsr'"),
+        ({"method": lowbw.LocalSGD(4, num_fragments=2)}, "parts are balanced by bytes"),
+        ({"method": DENSE, "topology": "flat"}, "a model is sharded over the ranks of a node. Give"),
     ],
     lowbw.LocalSGD: [({"compression": "int2"}, r"value_dtype='int2': choose one of .*int4")],
     lowbw.AdaptiveLocalSGD: [({"k_steps": 2}, r"k_steps=2: the first k is init_k_steps here")],

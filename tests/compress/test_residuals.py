@@ -55,18 +55,3 @@ def test_another_size_is_refused_and_changes_nothing() -> None:
     residuals.pop("b")
     residuals.ensure({"b": 199}, CPU)
     assert not residuals["b"].any()
-
-
-def test_a_state_is_a_copy_that_takes_the_place_of_what_is_there() -> None:
-    residuals, other = make(), Residuals()
-    state = residuals.state()
-    assert [each.untyped_storage().nbytes() for each in state.values()] == [4 * numel for numel in NUMELS.values()]
-    other.ensure({"old": 3}, CPU)
-    other.load({**state, "square": torch.ones(2, 3, dtype=torch.bfloat16)})
-    assert list(other) == [*NUMELS, "square"]
-    for name in NUMELS:
-        assert other[name].equal(residuals[name])
-        other[name].zero_()
-        assert state[name].equal(residuals[name])
-    assert other["square"].equal(torch.ones(6))
-    assert len({storage(other[name]) for name in other}) == 1

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_lowbw.schedules.every_k import EveryK, Period, balance, steps_before
+from lightning_lowbw.schedules.every_k import EveryK, Period, balance
 
 
 def test_a_k_of_1_is_ddp_unless_it_may_grow() -> None:
@@ -63,20 +63,6 @@ def test_rates_that_make_no_sense_change_nothing(rule: Any) -> None:
         assert schedule.next_period(period, lr, 1.0) == period
 
 
-def test_nesterov_is_torchs_on_the_pseudo_gradient() -> None:
-    x = torch.nn.Parameter(torch.randn(5, dtype=torch.float64))
-    reference = torch.optim.SGD([x], lr=0.7, momentum=0.8, nesterov=True)
-    start, velocity = x.detach().clone(), torch.zeros(5, dtype=torch.float64)
-    schedule = EveryK(outer="nesterov", outer_lr=0.7, outer_momentum=0.8)
-    for _ in range(4):
-        moved = start + torch.randn(5, dtype=torch.float64)
-        x.grad = start - moved
-        reference.step()
-        schedule.outer_step_([start], [moved], [velocity], 0.1)
-        assert torch.equal(start, moved)
-        torch.testing.assert_close(start, x.detach())
-
-
 def test_slowmo_with_a_rate_of_0_takes_the_mean_over() -> None:
     start = torch.randn(3)
     mean, velocity = start.clone(), torch.ones(3)
@@ -102,13 +88,3 @@ def test_fragments_are_balanced(num_fragments: int) -> None:
 def test_new_tensors_go_where_the_least_is() -> None:
     assert balance([5, 5, 5], [100, 0, 8]) == [1, 1, 2]
     assert sorted(balance([0, 0, 0], [0, 0, 0])) == [0, 1, 2]
-
-
-@pytest.mark.parametrize(("num_fragments", "k_steps"), [(1, 7), (5, 5), (3, 10)])
-def test_first_averages_are_spread_over_a_period(num_fragments: int, k_steps: int) -> None:
-    first = [k_steps - steps_before(fragment, num_fragments, k_steps) for fragment in range(num_fragments)]
-    assert first[-1] == k_steps
-    assert first == sorted(set(first))
-    assert first[0] >= 1
-    gaps = [after - before for before, after in zip([0, *first], first, strict=False)]
-    assert max(gaps) - min(gaps) <= 1

@@ -198,20 +198,12 @@ def test_dgc_chooses_its_numbers_and_keeps_its_knobs() -> None:
 
 
 @on_ranks(2)
-def test_the_next_fit_chooses_anew() -> None:
-    assert len(fit("int8", fits=2).asked) == 2
-
-
-@on_ranks(2)
-def test_a_search_for_a_learning_rate_is_no_run() -> None:
+def test_each_fit_chooses_once_unless_it_is_a_search_or_a_callback_gives_numbers() -> None:
     finder = LearningRateFinder(num_training_steps=10, early_stop_threshold=None)
+    assert len(fit("int8", fits=2).asked) == 2
     assert fit("dgc", callbacks=(finder,)).asked == [True]
-
-
-@on_ranks(2)
-def test_a_callback_that_gives_numbers_is_obeyed() -> None:
-    result = fit("dgc", DGCStrategy(), callbacks=(SparsityWarmup(begin_step=4, steps=1, sparsity=[0.9]),))
-    assert (result.asked, result.method.when.stairs) == ([], (0.9,))
+    given = fit("dgc", DGCStrategy(), callbacks=(SparsityWarmup(begin_step=4, steps=1, sparsity=[0.9]),))
+    assert (given.asked, given.method.when.stairs) == ([], (0.9,))
 
 
 @on_ranks(4)

@@ -208,19 +208,15 @@ class UsesSparse(Wrong):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-@on_ranks(2)
-def test_methods_that_exchange_no_gradients_take_sparse_ones() -> None:
-    """With begin_step=0 every step is local; with k_steps=1 none is."""
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@on_ranks()
+def test_methods_that_exchange_no_gradients_take_sparse_ones(num_ranks: int) -> None:
+    """With begin_step=0 every step is local; with k_steps=1, or on one rank, which steps as DDP does, none is."""
     model = UsesSparse()
-    train(lowbw.LocalSGDStrategy(2, begin_step=0), model, 4)
-    same(weights_of(model))
-    assert "has sparse gradients" in refusal(lowbw.LocalSGDStrategy(1, begin_step=0), UsesSparse(), 4)
-
-
-@on_ranks(1)
-def test_one_rank_takes_no_sparse_ones() -> None:
-    """It steps as DDP does."""
-    assert "has sparse gradients" in refusal(lowbw.LocalSGDStrategy(2, begin_step=0), UsesSparse(), 4)
+    if num_ranks == 2:
+        train(lowbw.LocalSGDStrategy(2, begin_step=0), model, 4)
+        same(weights_of(model))
+    assert "has sparse gradients" in refusal(lowbw.LocalSGDStrategy(3 - num_ranks, begin_step=0), UsesSparse(), 4)
 
 
 # What a rank decides by a metric of its own is decided by all alike ---------------------------------------------------

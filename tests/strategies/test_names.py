@@ -62,27 +62,7 @@ def test_either_keyword_says_whether_buffers_are_sent(keywords: dict[str, bool |
     assert asked_of_buffers(keywords) is asked
 
 
-OF_THE_HOOK = ["ddp_comm_hook", "mixed_precision"]  # with which it cannot be combined
-
 # Arguments ------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        *[({name: 7}, rf"DGCStrategy\({name}=7\).*Leave it out, or use strategy='ddp'") for name in OF_THE_HOOK],
-        ({"sparsity": [0.9, 0.99]}, "rampup_step=1 for the 2 values .* Give the number of optimizer steps"),
-        ({"sparsity": [0.1, 0.01, 0.001], "rampup_step": 3}, "the fraction kept back, not the one sent"),
-        ({"rampup_step": 300}, r"rampup_step=300 with sparsity=\[0.999\]: a warm-up needs several values"),
-        ({"rampup_begin_step": 2, "pretrained": True}, r"^pretrained=True with .* is for sparsity='auto'"),
-        ({"sparsity": "automatic"}, r"list of numbers in \[0, 1\), for instance \[0\.999\], or 'auto'"),
-        ({"sparsity": "auto", "rampup_begin_step": 100}, "these are chosen, too"),
-    ],
-)
-def test_bad_arguments_of_dgc(options: dict[str, Any], message: str) -> None:
-    """Other values: tests/schedules/test_every_step.py."""
-    with pytest.raises(lowbw.ConfigurationError, match=message):
-        lowbw.DGCStrategy(**options)
 
 
 def test_numbers_stay_what_they_are() -> None:
@@ -90,12 +70,6 @@ def test_numbers_stay_what_they_are() -> None:
     assert lowbw.DGCStrategy(sparsity=[0.999]).method == lowbw.DGC()
     schedule = {"rampup_begin_step": 100}
     assert lowbw.DGCStrategy(**schedule).method == lowbw.DGC(**schedule) == lowbw.DGC(sparsity=[0.999], **schedule)
-
-
-@pytest.mark.parametrize("wrong", ["broadcast_buffers", "static_graph"])
-def test_bad_arguments_of_local_sgd(wrong: str) -> None:
-    with pytest.raises(lowbw.ConfigurationError, match=wrong):
-        lowbw.LocalSGDStrategy(**{wrong: True})  # type: ignore[arg-type]
 
 
 def test_the_adaptive_strategy_hands_on_what_it_does_not_name() -> None:
