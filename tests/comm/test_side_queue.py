@@ -127,19 +127,6 @@ def test_what_comes_after_another_stream_waits_for_it_there(recorder: Recorder) 
     assert recorder.calls[-6:] == ["enter side stream 1", *inside, "leave side stream 1"]
 
 
-def test_what_the_hook_of_ddp_returns_carries_a_device(recorder: Recorder) -> None:
-    """Done, or begun by torch.distributed; its value is the tensor when the collective has ended."""
-    tensor, callbacks = recorder.tensor("the bucket"), []
-    TensorWork(tensor).get_future()
-    assert recorder.calls == [FUTURE, "result"]
-    recorder.calls.clear()
-    reduced = types.SimpleNamespace(add_done_callback=callbacks.append, value=lambda: [tensor])
-    TensorWork(tensor, types.SimpleNamespace(get_future=lambda: reduced)).get_future()
-    assert recorder.calls == [FUTURE]
-    callbacks[0](reduced)
-    assert recorder.calls[1:] == ["result"]
-
-
 def test_on_a_cpu_it_runs_in_order_and_errors_are_raised_where_they_are_waited_for() -> None:
     queue, order, gate = SideQueue("gradients"), [], threading.Event()
     first, second = torch.zeros(1), torch.zeros(1)

@@ -15,20 +15,6 @@ from benchmarks import gpu, steps_gpu
 from benchmarks.gpu import PARTS, ROOT, Part
 
 
-def test_each_part_is_written_down(tmp_path: Path) -> None:
-    """Tests, and what a CPU has not; `benchmarks/gpu.py --device cpu` runs all parts, in some minutes."""
-    names = ["streams", "sanitizers"]
-    command = [sys.executable, "benchmarks/gpu.py", "--device", "cpu", "--parts", *names, "--out", str(tmp_path)]
-    said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
-    ends = "passed in", "not possible here"
-    for line, name, end in zip(said[1:], names, ends, strict=True):
-        assert line.startswith(f"{name}: {end}")
-    written = json.loads((tmp_path / "gpu.json").read_text())
-    assert [each["name"] for each in written["parts"]] == names
-    assert written["environment"]["torch"]
-    assert 'skipped="' in (tmp_path / "streams.xml").read_text()
-
-
 def test_a_part_that_hangs_is_ended_with_what_it_has_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also one that does not let itself be interrupted."""
     monkeypatch.setattr(gpu, "GRACE_S", 0.2)

@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import lightning_lowbw as lowbw
 from lightning_lowbw.comm.agreement import digest
 from lightning_lowbw.comm.collectives import all_reduce_bytes
+from tests.comm.test_collectives import timeout_of
 from tests.programs import forget_launcher, free_port
 from tests.ranks import on_ranks, run_ranks
 from tests.strategies.fits import Silence, gathered, make, refusal, same, saving, train, warned, weights
@@ -84,11 +85,12 @@ def test_parameters_that_only_one_rank_uses() -> None:
 
 @on_ranks(4)
 def test_local_steps_ask_nobody_in_other_nodes() -> None:
-    """What the levels do is not on the world's process group."""
-    strategy = make("local_sgd on two levels", {"delay_steps": 2, "begin_step": 1})
+    """What the levels do is not on the world's process group, and takes as long as the user's `timeout` at most."""
+    strategy = make("local_sgd on two levels", {"delay_steps": 2, "begin_step": 1}, timeout=77)
     _, trainer = fit(strategy, callbacks=[lowbw.TrafficMonitor(prog_bar=False), Silence()])
     # The last step sent gradients inside the node, and the average comes with the end of the fit.
     assert float(trainer.callback_metrics["traffic/bytes_intra_node"]) > 0
+    assert [timeout_of(each.group) for each in (strategy.peers.node, strategy.peers.between)] == [77, 77]
 
 
 # Saving and resuming --------------------------------------------------------------------------------------------
