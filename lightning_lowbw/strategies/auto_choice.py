@@ -64,7 +64,6 @@ class AutoChoice:
     Attributes:
         chosen: what has been chosen in place of "auto"; None before that.
         is_timing: whether steps are timed now; then the host waits for a CUDA device after backward.
-        dense_s: seconds of a dense step, measured before the choice; None until then, and in a fit that resumes one.
     """
 
     def __init__(self, names: Sequence[str]) -> None:
@@ -75,7 +74,6 @@ class AutoChoice:
         """Forget the last fit."""
         self.chosen: Candidate | None = None
         self.is_timing = False
-        self.dense_s: float | None = None
         self._optimizer: Optimizer | None = None  # whose steps are timed
         self._last: tuple[float, float] | None = None  # the clock, and the seconds waited so far
         self._times: list[tuple[float, float]] = []  # seconds of a step, and those without what was waited
@@ -162,7 +160,6 @@ class AutoChoice:
         given: Any = worker.method  # of now: it may have been replaced while steps were timed
         timed, ends = zip(*gather((medians(self._times), self._end), "times of steps"), strict=True)
         measured = slowest(timed)
-        self.dense_s = measured.dense_s
         run = Run(worker.step, min(ends), given.when.pretrained, isinstance(worker.optimizer, (Adam, AdamW)))
         why = why_dense(measured, run, given.when.budget)
         if why is None:

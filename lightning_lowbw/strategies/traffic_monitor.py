@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from copy import copy
 from typing import Any
 
@@ -26,9 +25,7 @@ class TrafficMonitor(Callback):
     The monitor waits for a GPU only if it reads the norm of the residual. `lowbw` and `dgc` bring to rank 0 a monitor
     that logs the last line alone, unless the Trainer has a monitor, or `Trainer(enable_progress_bar=False)`.
 
-    The line is about the steps of this fit. It leaves out unknown numbers: the time of DDP if "auto" has not measured
-    dense steps in this fit; waits of stock DDP, and of dense steps on CUDA. The time of a step is the mean over the
-    steps with no validation, checkpoint or choice of a method before their end.
+    The line has the bytes of this fit, and its `exposed_s`.
 
     Logged, under ``traffic/``, for the batches that step an optimizer:
 
@@ -71,7 +68,6 @@ class TrafficMonitor(Callback):
 
     def _begin(self, ledger: TrafficLedger) -> None:
         self._first = self._last = self._at_last_send = ledger
-        self._clock = _Clock()
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         check_package(self, trainer)
@@ -84,12 +80,6 @@ class TrafficMonitor(Callback):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._begin(_read(trainer))
 
-    def on_validation_end(self, *_: Any) -> None:
-        self._clock.stop()
-
-    def on_save_checkpoint(self, *_: Any) -> None:
-        self._clock.stop()
-
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
@@ -98,7 +88,6 @@ class TrafficMonitor(Callback):
             return
         self._last = now
         strategy = trainer.strategy
-        self._clock.note(now.steps - last.steps, now.exposed_s - last.exposed_s, strategy)
         if not self._logs:
             return
         shown = {"traffic/bytes_sent": float(now.sent_bytes - last.sent_bytes)}
@@ -125,15 +114,9 @@ class TrafficMonitor(Callback):
         pl_module.log_dict(silent, on_step=True, on_epoch=False)
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        clock, traffic, strategy = self._clock, _read(trainer).since(self._first), trainer.strategy
-        if not trainer.is_global_zero or not traffic.steps:  # one rank prints; a fit without a step has no ratio
-            return
-        auto, dense_s = getattr(strategy, "auto", None), None
-        if isinstance(strategy, BaseStrategy) and auto is not None and auto.chosen is not None:
-            # With several optimizers "auto" has timed the steps of all together.
-            is_compared = auto.chosen.method.kind != "whole" and len(strategy.workers) == 1
-            dense_s = auto.dense_s if is_compared else None
-        rank_zero_info(summary(traffic, clock.step_s, clock.waited, dense_s))
+        traffic = _read(trainer).since(self._first)
+        if trainer.is_global_zero and traffic.steps:  # one rank prints; a fit without a step has no ratio
+            rank_zero_info(summary(traffic))
 
 
 def bring_monitor(trainer: pl.Trainer) -> None:
@@ -161,74 +144,20 @@ def _read(trainer: pl.Trainer) -> TrafficLedger:
     return TrafficLedger(trainer.global_step, total, total, dense_bytes=total)
 
 
-class _Clock:
-    """Times the steps of a fit, from the end of one to the end of the next.
-
-    Attributes:
-        num_steps, seconds: of those that were timed.
-        waited_s, waiting_s: seconds waited for the network, and of the steps for which that is known.
-    """
-
-    def __init__(self) -> None:
-        self.num_steps, self.seconds, self.waited_s, self.waiting_s = 0, 0.0, 0.0, 0.0
-        self._last_s: float | None = None  # the end of the last step; None if something else has been done since
-        self._method: object = None
-        self._knows_waits = False
-
-    def stop(self) -> None:
-        """Do not time the coming step: something else is being done before its end."""
-        self._last_s = None
-
-    def note(self, num_steps: int, waited_s: float, strategy: object) -> None:
-        """Note the end of optimizer steps that were taken together."""
-        now_s, method = time.perf_counter(), getattr(strategy, "method", None)
-        if self._last_s is not None and method is self._method:  # else one was measured and chosen
-            seconds = now_s - self._last_s
-            self.num_steps += num_steps
-            self.seconds += seconds
-            if self._knows_waits:
-                self.waited_s += waited_s
-                self.waiting_s += seconds
-        self._last_s, self._method = now_s, method
-        self._knows_waits = isinstance(strategy, BaseStrategy) and (
-            strategy.root_device.type == "cpu" or not any(worker.reduces_in_backward for worker in strategy.workers)
-        )
-
-    @property
-    def step_s(self) -> float | None:
-        """Seconds of an optimizer step."""
-        return self.seconds / self.num_steps if self.num_steps else None
-
-    @property
-    def waited(self) -> float | None:
-        """The share of the time in which the training waited for the network."""
-        return self.waited_s / self.waiting_s if self.waiting_s else None
-
-
-def summary(
-    traffic: TrafficLedger, step_s: float | None = None, waited: float | None = None, dense_s: float | None = None
-) -> str:
+def summary(traffic: TrafficLedger) -> str:
     """Return in one sentence what a fit has saved.
 
     Args:
         traffic: of this rank; on two levels the bytes between nodes are compared, with those of "hierarchical".
-        step_s: seconds of a step; None is an unknown number, as in the next arguments.
-        waited: the share of the time in which the training waited for the network.
-        dense_s: seconds of a step of DDP, as measured in this fit before the choice.
 
     Example:
-        >>> ledger = TrafficLedger(steps=100, sent_bytes=3_100_000_000, dense_bytes=410_000_000_000)
-        >>> summary(ledger, step_s=0.2, waited=0.04, dense_s=0.46)
-        'Sent 3.1 GB instead of 410 GB, waited 4 % of the time, about 2.3 times as fast as DDP on this link.'
+        >>> summary(TrafficLedger(steps=100, sent_bytes=3_100_000_000, dense_bytes=410_000_000_000, exposed_s=0.84))
+        'Sent 3.1 GB instead of 410 GB, waited 0.84 s.'
     """
     sent, dense = map(size, traffic.of_slow_network)
     name = "hierarchical" if traffic.has_levels else "DDP"
-    parts = [f"Sent {sent}, as {name} would" if sent == dense else f"Sent {sent} instead of {dense}"]
-    if waited is not None:
-        parts.append(f"waited {100 * waited:.0f} % of the time")
-    if dense_s and step_s:
-        parts.append(f"about {dense_s / step_s:.1f} times as fast as DDP on this link")
-    return f"{', '.join(parts)}."
+    sentence = f"Sent {sent}, as {name} would" if sent == dense else f"Sent {sent} instead of {dense}"
+    return f"{sentence}, waited {traffic.exposed_s:.3g} s." if traffic.exposed_s else f"{sentence}."
 
 
 def size(nbytes: float) -> str:
