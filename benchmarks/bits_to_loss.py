@@ -31,14 +31,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 from torch.optim.lr_scheduler import OneCycleLR
 
-from benchmarks.harness import RESULTS, as_plain, describe_environment, in_words, run_in_lab
+from benchmarks.harness import RESULTS, as_plain, colour_of, describe_environment, in_words, run_in_lab
 from benchmarks.quantized_accuracy import smooth, train
 from lightning_lowbw import Compression, DGCStrategy, LocalSGD, LocalSGDStrategy, MuonAdamW, Quantized, Strategy
 from lightning_lowbw.presets import preset
 from lightning_lowbw.schedules.every_step import EveryStep
 from lightning_lowbw.strategies.names import NAMES
 from lightning_lowbw.tools.lab import parse_rate
-from lightning_lowbw.tools.plan import colour_of
 from lightning_lowbw.tools.zoo import ByteLanguageModel, StdlibText
 
 NUM_RANKS = 4

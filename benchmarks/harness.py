@@ -106,3 +106,32 @@ def replace_block(document: str, name: str, text: str) -> None:
     begin, end = f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
     before, rest = path.read_text().split(begin)
     path.write_text(f"{before}{begin}\n{text}{end}{rest.split(end)[1]}")
+
+
+# One colour per method in every plot. Of what a label contains, the first counts: "ddp, fp16 hook" is fp16.
+COLOURS = {
+    "fp16": "tab:red",
+    "float16": "tab:red",
+    "bfloat16": "tab:red",
+    "int8": "tab:purple",
+    "int4": "tab:pink",
+    "powersgd": "tab:green",
+    "sparse_loco": "tab:cyan",
+    "diloco": "tab:olive",
+    "local_sgd": "tab:brown",
+    "hierarchical": "tab:gray",
+    "ddp": "tab:orange",
+    "dgc": "tab:blue",
+    "auto": "tab:blue",
+}
+
+
+def colour_of(label: str) -> str:
+    """Return the colour of a method in plots.
+
+    Example:
+        >>> colour_of("PowerSGD rank 2"), colour_of("dgc, two levels")
+        ('tab:green', 'tab:blue')
+    """
+    words = label.lower().replace("local sgd", "local_sgd")
+    return next((colour for name, colour in COLOURS.items() if name in words), "black")

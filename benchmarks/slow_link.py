@@ -25,11 +25,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import matplotlib
 
 from benchmarks.contestants import ALL, ALONE, BY_NAME, DDP, FP16, NO_COMMUNICATION, SHORT, TWO_LEVEL, Contestant
-from benchmarks.harness import RESULTS, describe_environment, run_in_lab
+from benchmarks.harness import RESULTS, colour_of, describe_environment, run_in_lab
 from benchmarks.models import WORKLOADS, Timed
 from lightning_lowbw.comm.collectives import all_reduce_bytes
 from lightning_lowbw.tools.lab import parse_rate
-from lightning_lowbw.tools.plan import colour_of
 
 matplotlib.use("Agg")  # draws without a display
 import matplotlib.pyplot as plt

@@ -22,7 +22,7 @@ from benchmarks.beside_ddp.tables import (
 )
 from benchmarks.beside_ddp.tasks import LATENCY_S, LINKS, MODEL_25M, NUM_RANKS, STEPS, TASKS, Row, is_same
 from benchmarks.beside_ddp.wall_clock import seconds_of_run, sorted_records
-from lightning_lowbw.tools.plan import colour_of
+from benchmarks.harness import colour_of
 
 # Of one colour: hollow is what does not choose by itself.
 FILLS = {"ddp": None, "auto": None, "dgc 99.9 %": "white"}

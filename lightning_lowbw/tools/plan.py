@@ -7,7 +7,6 @@ import sys
 import textwrap
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
@@ -47,24 +46,6 @@ FLAT = ("ddp", HALF_DDP, "float16", "int8", "int4", "powersgd", "dgc", *EVERY_K)
 BUDGET = EveryStep().budget
 LEVELS = "_hierarchical"
 ON_TWO_LEVELS = ("hierarchical", *(each + LEVELS for each in FLAT[2:]))
-CURVES = ("ddp", HALF_DDP, "int8", "int4", "powersgd", "dgc", "local_sgd", "sparse_loco")
-MAX_NODES = 1024
-# One colour per method in every plot. Of what a label contains, the first counts: "ddp, fp16 hook" is fp16.
-COLOURS = {
-    "fp16": "tab:red",
-    "float16": "tab:red",
-    HALF_DDP: "tab:red",
-    "int8": "tab:purple",
-    "int4": "tab:pink",
-    "powersgd": "tab:green",
-    "sparse_loco": "tab:cyan",
-    "diloco": "tab:olive",
-    "local_sgd": "tab:brown",
-    "hierarchical": "tab:gray",
-    "ddp": "tab:orange",
-    "dgc": "tab:blue",
-    "auto": "tab:blue",
-}
 # As in conf/plan.yaml.
 CLUSTER = ("nodes", "ranks_per_node", "gbit_per_s", "latency_ms", "inside_gbit_per_s", "memory_gbyte_per_s", "overlap")
 COUNTS = CLUSTER[:2]
@@ -189,38 +170,6 @@ class Plan:
         said = map(_wrapped, (of_steps, of_memory, f"Recommended: {advice}", f"Why: {why}."))
         return "\n".join([*lines, "", *said, ""])
 
-    def draw(self, path: Path) -> None:
-        """Draw seconds per step against the number of nodes, up to 1,024; the link stays the same.
-
-        Raises:
-            ConfigurationError: matplotlib is not installed.
-        """
-        try:
-            from matplotlib.figure import Figure
-        except ImportError as error:
-            raise ConfigurationError("curves=... needs matplotlib: pip install 'lightning-lowbw[demo]'.") from error
-        # From two on: one node has no link to others.
-        nodes = [2**power for power in range(1, MAX_NODES.bit_length())]
-        plans = [replace(self, cluster=replace(self.cluster, num_nodes=number)) for number in nodes]
-        figure = Figure(figsize=(7, 4.5), layout="constrained")
-        axes = figure.add_subplot(xscale="log", yscale="log", xlabel="nodes", ylabel="seconds per step, predicted")
-        for name in CURVES:
-            axes.plot(nodes, [each.seconds(name) for each in plans], color=colour_of(name), label=name)
-        axes.set_xticks(nodes, map(str, nodes))
-        axes.legend()
-        figure.savefig(path, dpi=150)
-
-
-def colour_of(label: str) -> str:
-    """Return the colour of a method in plots.
-
-    Example:
-        >>> colour_of("PowerSGD rank 2"), colour_of("dgc, two levels")
-        ('tab:green', 'tab:blue')
-    """
-    words = label.lower().replace("local sgd", "local_sgd")
-    return next((colour for name, colour in COLOURS.items() if name in words), "black")
-
 
 def steps_to_loss(method: Method, num_participants: int, num_steps: float) -> float | None:
     """Return the optimizer steps that a method needs to DDP's loss, divided by DDP's; None if not measured.
@@ -291,7 +240,7 @@ def shapes_of(num_parameters: int) -> list[tuple[int, ...]]:
 
 
 def show(config: DictConfig) -> None:
-    """Print what each method would take, and draw it.
+    """Print what each method would take.
 
     Args:
         config: As composed from conf/plan.yaml.
@@ -306,10 +255,8 @@ def show(config: DictConfig) -> None:
         shapes = [tuple(each.shape) for each in instantiate(config.model).parameters() if each.requires_grad]
     check_one_of("optimizer", config.optimizer, ("sgd", "adam", "adamw"))
     run = Run(0, config.steps, config.pretrained, is_adam=config.optimizer != "sgd")
-    planned = Plan(shapes, make_cluster(numbers, begins_early=config.begins_early), config.step_s, run)
-    sys.stdout.write(planned.text())
-    if config.curves is not None:
-        planned.draw(Path(config.curves))
+    cluster = make_cluster(numbers, begins_early=config.begins_early)
+    sys.stdout.write(Plan(shapes, cluster, config.step_s, run).text())
 
 
 def main() -> None:
