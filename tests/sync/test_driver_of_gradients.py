@@ -1,11 +1,10 @@
-"""What the driver of gradients owes those around it: errors in the middle of a step, users' own payloads, memory."""
+"""What the driver of gradients owes those around it: memory, and payloads that users derive from ours."""
 
 from __future__ import annotations
 
 import gc
 import weakref
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
@@ -16,19 +15,6 @@ from lightning_lowbw.sync.gradient import GradientSync
 from tests.ranks import on_ranks
 
 NUMEL, SPARSE = 4096, DGC(sparsity=[0.99])
-
-
-def attached(method: Method, dtype: torch.dtype = torch.float32) -> tuple[nn.Parameter, SGD, Any]:
-    parameter = nn.Parameter(torch.ones(NUMEL, dtype=dtype))
-    optimizer = SGD([parameter], lr=0.1, momentum=0.9)
-    worker = method.attach(optimizer, [("w", parameter)])
-    take_step(parameter, optimizer)
-    return parameter, optimizer, worker
-
-
-def take_step(parameter: nn.Parameter, optimizer: SGD) -> None:
-    parameter.grad = torch.arange(NUMEL, dtype=torch.float32).to(parameter.dtype)
-    optimizer.step()
 
 
 @on_ranks()
@@ -58,7 +44,11 @@ class Largest(TopK):
 
 @on_ranks()
 def test_a_subclass_of_a_payload_is_exchanged_as_that() -> None:
-    *_, worker = attached(Method(when=EveryStep(), what=Largest(density=0.01)))
+    parameter = nn.Parameter(torch.ones(NUMEL))
+    optimizer = SGD([parameter], lr=0.1)
+    worker = Method(when=EveryStep(), what=Largest(density=0.01)).attach(optimizer, [("w", parameter)])
+    parameter.grad = torch.arange(NUMEL, dtype=torch.float32)
+    optimizer.step()
     assert isinstance(worker, GradientSync)
     assert worker.residuals
     assert Largest.key == "top_k"

@@ -53,9 +53,6 @@ class PendingRounded:
         mean = DenseMean(dict(zip(sent, means, strict=False)))
         return Arrived(mean, status, dict(zip(whole, means[len(sent) :], strict=True)))
 
-    def take_back(self) -> bool:
-        return True
-
 
 @exchanges(Rounded)
 class RoundedExchange:
