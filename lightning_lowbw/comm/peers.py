@@ -152,7 +152,7 @@ class Peers:
         """Check that the ranks of a node can keep parts of a tensor, and exchange them with ranks of other nodes.
 
         Raises:
-            ConfigurationError: on all ranks; the nodes are of different sizes, or their leaders do the exchange.
+            ConfigurationError: on all ranks; the nodes are of different sizes.
         """
 
     def part(self, numel: int, local_rank: int | None = None) -> slice:
@@ -342,13 +342,8 @@ class TwoLevelPeers(Peers):
         return self.topology.num_nodes
 
     def check_parts(self) -> None:
-        if self._is_led:
-            _ = self.topology.ranks_per_node  # raises if they differ
-            sizes = ", ".join(str(len(node)) for node in self.topology.nodes)
-            raise ConfigurationError(
-                f"algorithm='leader' on nodes of {sizes} ranks: only the first rank of each node exchanges something, "
-                "and this method needs all of them, each for its part. Take algorithm='sharded'."
-            )
+        _ = self.topology.ranks_per_node  # raises if they differ
+        assert not self._is_led  # `Method` refuses "leader" with payloads that need parts
 
     def count_dense(self, nbytes: int) -> None:
         super().count_dense(nbytes)

@@ -251,17 +251,12 @@ def make_node_mesh(topology: Topology, rank: int, device_type: str, timeout: tim
     Raises:
         ConfigurationError: on all ranks; the nodes are of different sizes.
     """
-    if not topology.has_equal_nodes:
-        sizes = ", ".join(f"node {index} has {len(node)}" for index, node in enumerate(topology.nodes))
-        raise ConfigurationError(
-            f"The nodes have different numbers of ranks ({sizes}), and each rank exchanges its shard with one of the "
-            "same size in every other node. Start as many ranks on each."
-        )
+    ranks_per_node = topology.ranks_per_node  # raises if the sizes differ
     node, coordinate = topology.node_of(rank), topology.local_rank_of(rank)
     # `new_group` is collective: all ranks make all groups, in one order, also groups that do not contain them.
     nodes = [group_of(ranks, DIMENSIONS[0], timeout) for ranks in topology.nodes]
     alone = [group_of((rank,), DIMENSIONS[1], timeout) for rank in range(topology.world_size)]
-    between = [group_of(topology.peers(number), "equal shards", timeout) for number in range(topology.ranks_per_node)]
+    between = [group_of(topology.peers(number), "equal shards", timeout) for number in range(ranks_per_node)]
     mesh = DeviceMesh.from_group(
         [group for group in (nodes[node], alone[rank]) if group is not None],
         device_type,

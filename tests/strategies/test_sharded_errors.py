@@ -52,7 +52,7 @@ class HalfSharded(Configured):
 
 SWA = pl.callbacks.StochasticWeightAveraging(swa_lrs=0.01, swa_epoch_start=1)
 FITS: list[tuple[type[Plain], Any, list[pl.Callback], str]] = [
-    (Configured, [[0, 1, 2], [3]], [], "Start as many ranks on each"),
+    (Configured, [[0, 1, 2], [3]], [], "Start the same number of ranks on each node"),
     (WholeWorld, 2, [], "is sharded over ranks [0, 1, 2, 3], and this node has "),
     (HalfSharded, 2, [], "'head.weight' is sharded over ranks [], and this node has "),
     (Configured, 2, [SWA], "StochasticWeightAveraging: it averages copies of"),
