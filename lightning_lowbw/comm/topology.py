@@ -119,8 +119,8 @@ class Topology:
             shown = ", ".join(f"node {index} has {_shown(node)}" for index, node in enumerate(self.nodes))
             raise ConfigurationError(
                 f"The nodes have different numbers of ranks ({shown}). Only local SGD of whole weights (no "
-                "compression) and HierarchicalStrategy(algorithm='leader' or 'flat') support that. Start the "
-                "same number of ranks on each node."
+                "compression, no shards) and HierarchicalStrategy(algorithm='leader' or 'flat') support that. Start "
+                "the same number of ranks on each node."
             )
         return len(self.nodes[0])
 
