@@ -166,7 +166,8 @@ def test_what_hooks_set_stays_and_is_in_the_checkpoint(strategy: str, tmp_path: 
     whole, after_validation, after_epoch = (model.seen for model in models)
     assert [temperature for temperature, *_ in whole] == [0.0] * 5 + [1.0] * 5
     assert [patience for _, _, patience, _ in whole] == [0.0] * 3 + [1.0] * 5 + [2.0] * 2
-    assert whole[3][1:] == [10.0, 1.0, 53.0]
+    assert whole[3][1:3] == [10.0, 1.0]
+    assert (whole[3][3] == 53.0) == (strategy == "int8")  # running statistics belong to the anchor that is shown
     assert after_validation == whole[3:]
     assert after_epoch == whole[5:]
 
@@ -300,7 +301,7 @@ def test_a_shape_that_changes_alike_ends_with_the_values_of_rank_zero(name: str)
     assert model.bank.tolist() == [0.0, *[1.0 + step for step in range(8)]]
 
 
-@pytest.mark.parametrize("name", ["local_sgd", "streaming", DGC])
+@pytest.mark.parametrize("name", ["local_sgd", "diloco", DGC])
 @on_ranks(2)
 def test_an_ignored_bank_is_each_ranks_own_after_a_resume_too(name: str, tmp_path: Path) -> None:
     path, ends = f"{tmp_path}/some.ckpt", []
