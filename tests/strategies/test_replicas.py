@@ -148,6 +148,7 @@ class Ema(pl.Callback):
 
 
 @pytest.mark.skipif(not hasattr(pl.callbacks, "WeightAveraging"), reason="a time since Lightning 2.6")
+@pytest.mark.fault
 @on_ranks(2)
 def test_settings_that_do_not_go_with_replicas_are_refused() -> None:
     for words, options in (
