@@ -139,9 +139,8 @@ REFUSED: dict[Callable[..., Any], list[tuple[dict[str, Any], str]]] = {
         ({"method": lowbw.LocalSGD(4, 0, num_fragments=2)}, "Leave out rule, mixing and num_fragments"),
         ({"method": DILOCO, "k_steps": 20, "round_s": 60}, "k_steps=20 and round_s=60: .* Give one"),
         ({"method": DILOCO, "timeout_s": 0}, "timeout_s=0: give a number of seconds above 0"),
-        ({"method": DILOCO, "participants": 0}, "participants=0: give a fraction above 0, at most 1"),
         ({"method": DILOCO, "min_replicas": 1.5}, "min_replicas=1.5: give a number of groups"),
-        ({"method": DILOCO, "topology": 2}, "each group is a node. Leave out others, and topology"),
+        ({"method": DILOCO, "topology": 2}, "each group is a node. Leave out other payloads, and topology"),
     ],
     make_cluster: [({"numbers": {**NUMBERS, name: value}}, name) for name, value in OUT_OF_RANGE.items()],
 }

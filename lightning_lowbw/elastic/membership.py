@@ -1,39 +1,38 @@
-"""Who takes part in a round: the one interface between the averaging and whatever finds the members."""
+"""The members of a round: the interface between the averaging and the engine that finds the members."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol
 
 import torch.distributed as dist
 
 from lightning_lowbw.errors import DisagreementError
 
-T = TypeVar("T")
-Share = Callable[[], Mapping[str, Any]]  # returns what a member that is behind is given: see `Membership.serve`
+Share = Callable[[], Mapping[str, Any]]  # returns the state for a member that is behind; see `Membership.serve`
 GivesUp = Callable[[bool], bool]  # see `Membership.quorum`
 Settings = Mapping[str, str]  # what has to be the same on all members, by name
 MAX_DIFFERENCES = 8  # lines of an error
 
 
 class Row(NamedTuple):
-    """What a member tells all others before a round, and all compare: numbers and strings.
+    """The numbers and strings of a member that all members compare before a round.
 
     Attributes:
-        rounds: completed; 0 also of a member that is to be healed.
-        step: optimizer steps completed.
-        tokens: of its work, on all its processes.
-        faults: its processes that have left an inf or NaN.
+        rounds: completed rounds; 0 for a member that has to take the state of another member.
+        step: completed optimizer steps.
+        tokens: tokens of its work, on all its processes.
+        faults: number of its processes that have left an inf or NaN.
         anchor: checksum of its anchor.
-        state_bytes: of what a member that is behind is given, to all processes of a group.
+        state_bytes: size of the state that a member that is behind takes, for all processes of a group.
         settings: digest of its `Settings`.
-        run: the training to which its rounds belong; before the first round, which one it would begin.
+        run: the training to which its rounds belong; before the first round, the training that it would begin.
         is_new: whether it has not been in a round since it was started.
-        has_ended: whether it only waits for others to take its state.
-        unreached: members that it could not connect to in its last attempt, by what they are called until a restart.
-        is_late: whether it has taken the state of another member, and rounds have ended meanwhile, or one is exchanged.
+        has_ended: whether it has ended its training and only waits for members that take its state.
+        is_late: whether it has taken the state of another member since its last round. If it is behind again, the
+            members wait for it.
     """
 
     rounds: int = 0
@@ -46,7 +45,6 @@ class Row(NamedTuple):
     run: str = ""
     is_new: bool = True
     has_ended: bool = False
-    unreached: Sequence[str] = ()
     is_late: bool = False
 
 
@@ -55,13 +53,13 @@ class Quorum:
     """The members of a round.
 
     Attributes:
-        step: outer steps completed, by `rounds_of` the members; after healing, of all.
-        rank: of this group among the members.
-        members: their names, in the order of their ranks; the same on all. A group that restarts keeps its name.
-        healed: the shared state of a member with this step, if this group had completed others; else None. Tensors may
-            be on the group's first process only.
-        rows: what each member has told, in the order of their ranks; None if one has healed, and tells otherwise now.
-            Who has healed may be alone: then the others have a round meanwhile.
+        step: completed rounds, by `rounds_of` the members; the same on all after they have taken the state.
+        rank: rank of this group among the members.
+        members: names in the order of their ranks; the same on all members.
+        healed: the state of a member with `step` rounds if this group had another number of rounds; else None. Only the
+            first process of the group may have the tensors.
+        rows: rows of the members, in the order of their ranks; None if a member takes a state, so that its row is out
+            of date. A group that takes the state may be the only member; the other groups run a round without it.
     """
 
     step: int
@@ -72,7 +70,7 @@ class Quorum:
 
     @property
     def is_for_round(self) -> bool:
-        """Whether no member heals or has ended."""
+        """Whether no member takes a state or has ended."""
         return self.rows is not None and not any(row.has_ended for row in self.rows)
 
     @property
@@ -84,19 +82,19 @@ class Quorum:
 class Membership(Protocol):
     """Finds the members of each round, and ends the round for all or for none.
 
-    A round: `quorum`, any number of `collective`, `commit`. Where the group has several processes, each calls it, and
-    meets the processes with its rank in the other groups.
+    A round is `quorum`, any number of calls of `collective`, and `commit`. If a group has several processes, each of
+    them calls these methods and meets the processes with its rank in the other groups.
     """
 
     def state_of_others(self, row: Row, settings: Settings, gives_up: GivesUp) -> Mapping[str, Any] | None:
-        """Return the shared state of a member that trains, as it is now, without its waiting; None if there is none.
+        """Return the current state of a member that trains, which does not wait; None if there is no such member.
 
-        While one lives it is asked again, whatever fails: no second training begins beside the first.
+        While such a member lives, this is repeated after every failure, so that no second training begins.
 
         Args:
-            row: as of `quorum`.
-            settings: as of `quorum`.
-            gives_up: as of `quorum`; then None is returned.
+            row: as for `quorum`.
+            settings: as for `quorum`.
+            gives_up: as for `quorum`; then None is returned.
 
         Raises:
             DisagreementError: a member that trains refuses this group.
@@ -105,11 +103,11 @@ class Membership(Protocol):
         ...
 
     def serve(self, shared: Share | None) -> None:
-        """Let members that are behind have the state after a round, at any time; None: it is about to change.
+        """Let members that are behind take the state at any time; None: the state is about to change.
 
         Args:
-            shared: called in another thread, at any time until the next call; returns "tensors" by name, which may be
-                those of the training, and plain values, among these "num_averages" and "run".
+            shared: called in another thread, at any time until the next call of `serve`. It returns "tensors" by name,
+                which may be the tensors of the training, and plain values, among these "num_averages" and "run".
         """
         ...
 
@@ -117,21 +115,25 @@ class Membership(Protocol):
         """Wait for the members of the next round, at least `min_replicas`; None if this group has given up.
 
         Args:
-            row: what this group tells the members; the same on all its processes.
-            settings: of which the row has the digest.
-            gives_up: whether to wait no longer, asked about once a second, given whether the state of a member is
-                coming, which ends by itself where nothing comes; of one process it holds for its group.
+            row: row of this group; the same on all its processes.
+            settings: settings of this group, whose digest is in the row.
+            gives_up: returns whether to stop waiting. It is asked about once a second and told whether this group
+                receives a state, which ends by itself if nothing arrives. One process decides for its group.
 
         Raises:
-            DisagreementError: this group is refused; the others go on.
+            DisagreementError: this group is refused; the other groups go on.
         """
         ...
 
-    def collective(self, fn: Callable[[dist.ProcessGroup], T]) -> T:
-        """Call `fn` with the group of the members; what it communicates it waits for.
+    def collective(self, begin: Callable[[dist.ProcessGroup], Any]) -> None:
+        """Begin a collective of the members, and wait for it.
+
+        Args:
+            begin: takes the group of the members, and returns the work of one collective.
 
         Raises:
-            RuntimeError: a member is lost, or hangs; `commit` will return False on this member.
+            RuntimeError: a member is lost or hangs; `commit` will return False on this member. The tensors of the
+                collective may still change.
         """
         ...
 
@@ -139,23 +141,23 @@ class Membership(Protocol):
         """Return whether the round counts: no process of this group has failed in it. Other groups may differ.
 
         Args:
-            is_ok: whether this process wants it to count.
+            is_ok: whether this process wants the round to count.
         """
         ...
 
     def note(self, longest_s: float) -> None:
-        """Note that this group is at work: with a batch, or at the end of a step.
+        """Note that this group is at work: at a batch, or at the end of a step.
 
-        Who notes nothing for many times as long, and a minute, hangs, and the others go on without it; not while it
-        waits in `quorum`.
+        A group that notes nothing for many times `longest_s`, and a minute, hangs, and the other groups go on without
+        it. This does not apply while it waits in `quorum`.
 
         Args:
-            longest_s: which a step has taken; infinity: it waits for others.
+            longest_s: the time of the longest step; infinity if the group waits for other groups.
         """
         ...
 
     def close(self) -> None:
-        """Leave; after a transfer that is in progress, if the training has ended, else soon."""
+        """Leave; after the transfer in progress if the training has ended, else within seconds."""
         ...
 
 
@@ -168,7 +170,7 @@ def digest_of(settings: Settings) -> str:
 
 
 def deciders(rows: Mapping[str, Row]) -> list[str]:
-    """Return those whose settings count: who have been in a round; else those with the most rounds, of checkpoints."""
+    """Return the members whose settings count: all that have been in a round, or else all with the most rounds."""
     incumbents = [name for name, row in rows.items() if not row.is_new]
     most = max(row.rounds for row in rows.values())
     return incumbents or [name for name, row in rows.items() if row.rounds == most]
@@ -180,14 +182,14 @@ def run_of(rows: Mapping[str, Row]) -> str:
 
 
 def rounds_of(rows: Mapping[str, Row]) -> int:
-    """Return the rounds of those whose state counts, which all others take, also those with a checkpoint of more."""
+    """Return the rounds of the members whose state counts; a member with a checkpoint of more rounds takes it, too."""
     return max(rows[name].rounds for name in deciders(rows)) or max(row.rounds for row in rows.values())
 
 
 def refusals(rows: Mapping[str, Row]) -> dict[str, str]:
-    """Return who cannot take part in a round, each with the name of one that it differs from; the same on all.
+    """Return the members that cannot take part, each with the name of a member that it differs from; the same on all.
 
-    Where those that decide are divided, without a majority, nobody can.
+    If the members that decide have no majority, no member can take part.
     """
     judges = deciders(rows)
     digests = [rows[name].settings for name in judges]
@@ -203,7 +205,7 @@ def refusals(rows: Mapping[str, Row]) -> dict[str, str]:
 
 
 def raise_refused(own: Row, own_settings: Settings, row: Row, settings: Settings | None, name: str) -> None:
-    """Raise DisagreementError of what is not as with another member, whose row, settings and name are given last."""
+    """Raise DisagreementError with the differences from another member, whose row, settings and name are given last."""
     if own.settings == row.settings:
         raise DisagreementError(
             f"This group is in run {own.run!r}, of {own.rounds} rounds; group {name!r} trains in run {row.run!r}. To "

@@ -1,20 +1,26 @@
-"""Local SGD whose members come, go and are slow: a round averages those who are there, weighted by their tokens.
+"""Local SGD whose members come, go and are slow: a round averages the members that are there, weighted by their tokens.
 
 A round of one member, after its local steps:
 
-    heal        who is behind takes the shared state of one that is not, and rebases its own work:
-                w = new anchor + (w - old anchor);  the others train, and have rounds, meanwhile
-    quorum      who takes part, with a row of each: its tokens, steps and anchor; from these, on all alike, the weights
-                of the mean. Who has other settings than those that have been in rounds is refused
-    exchange    the changes of the weights, as `sync.local` does; a member is one participant
-    commit      or nothing has happened: residuals as they were before, and the round is tried again
-    apply       anchor = outer(anchor, mean);  w = anchor, or with work that has not been averaged rebased
+    heal        a member that is behind takes the state of a member that is not, and moves its own work there:
+                w = new anchor + (w - old anchor);  meanwhile the other members train and have rounds
+    quorum      the members of the round, with a row of each: its tokens, steps and anchor; all members compute the
+                weights of the mean from these. A member with other settings than the members that train is refused
+    exchange    the changes of the weights, as in `sync.local`; a member is one participant
+    commit      or nothing has happened: the residuals are as before, and the round is repeated
+    apply       anchor = outer(anchor, mean);  w = anchor, plus the work that has not been averaged
 
-With `delay_steps` quorum and exchange run in a thread while the next local steps are taken; what these have changed
-stays: w = anchor + (w - w at the begin). If the round fails, it is repeated without the thread.
+With `delay_steps`, a thread runs quorum and exchange during the next local steps, whose changes are kept:
+w = anchor + (w - w at the begin). A hidden round that fails is repeated without the thread.
 
-Shared by all, and healed: the anchor (`start`), the outer velocity, averaged buffers, the numbers of rounds and steps,
-tokens seen, and the round in which each member was last averaged. Everything else is a member's own.
+If an exchange fails here, another member may still have applied it. If a member takes the
+state of another member after that, it drops the work of the round, its tokens and its residuals: it does not know
+whether they have been counted. A member that starts from a checkpoint does so, too. All other members keep their
+work.
+
+Shared by all members, and taken by a member that is behind: the anchor (`start`), the outer velocity, averaged buffers,
+the numbers of rounds and steps, tokens seen, and the round in which each member was last averaged. Everything else
+belongs to one member.
 """
 
 from __future__ import annotations
@@ -27,7 +33,7 @@ import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import compress
 from typing import Any, cast
 
@@ -47,7 +53,7 @@ from lightning_lowbw.comm.collectives import (
 )
 from lightning_lowbw.comm.peers import Peers
 from lightning_lowbw.elastic.membership import GivesUp, Membership, Quorum, Row, Settings, deciders, digest_of, run_of
-from lightning_lowbw.errors import ConfigurationError, DisagreementError, NonFiniteGradientError
+from lightning_lowbw.errors import ConfigurationError, DisagreementError
 from lightning_lowbw.kernels.reference import are_not_finite
 from lightning_lowbw.kernels.tensors import CPU, as_real, checksum, copies, copy_all_, order_of
 from lightning_lowbw.method import Method
@@ -59,27 +65,26 @@ from lightning_lowbw.sync.status import SAVE, STOP, Status, any_of
 
 _logger = logging.getLogger(LOGGER)
 ANCHORS = 1 << 32  # checksums are compared modulo this
-CHUNK = 1 << 18  # elements that they take at a time, on all devices: with others they are other numbers
-EARLY_S = 0.5  # before the others one that has joined asks for its first quorum, so that they need not wait for it
+CHUNK = 1 << 18  # elements of a checksum at a time, the same on all devices: the result depends on it
+EARLY_S = 0.5  # a member that has joined asks for its first quorum so long before the other members
 END_S = 0.2  # between two last quorums
-SETTLE_S = 10.0  # of waiting for others in a hidden round, before a save or a validation
-OFTEN = 5  # rounds in which all have an inf or NaN, one after the other, are no accident
-OF_ALL = ("run", "num_averages", "tokens_seen", "contributed")  # attributes that are the same on all members
-BEHIND = 0  # what a member claims to have completed that must be healed
+SETTLE_S = 10.0  # limit for a hidden round before a save or a validation
+EQUAL = ("run", "num_averages", "tokens_seen", "contributed")  # attributes that are the same on all members
+BEHIND = 0  # rounds in the row of a member that has to take the state of another member
 
 
-# Who communicates -----------------------------------------------------------------------------------------------------
+# Communication ------------------------------------------------------------------------------------------------------
 
 
 class MemberCollectives(Collectives):
-    """Those of the members of the present round, on the CPU; blocking.
+    """Collectives of the members of the current round, on the CPU; blocking.
 
-    A lost member fails the round: from then on nothing is communicated, and what is returned means nothing. So the
-    processes of a group go on together, up to `Membership.commit`, which returns False on all of them.
+    A lost member fails the round: nothing is communicated from then on, and the returned values have no meaning. All
+    processes of a group go on together up to `Membership.commit`, which returns False on every process.
 
     Attributes:
-        has_failed: whether a collective of this round has.
-        is_hidden: whether they are waited for by no step.
+        has_failed: whether a collective of this round has failed.
+        is_hidden: whether a thread waits for the collectives, and no step.
     """
 
     is_hidden = False
@@ -90,7 +95,7 @@ class MemberCollectives(Collectives):
         self.begin(Quorum(0, 0, ("",)))
 
     def begin(self, quorum: Quorum) -> None:
-        """Begin a round of these members; before the first this group is alone."""
+        """Begin a round of these members; a group is alone before the first round."""
         self.has_failed = False
         self.num_ranks, self.rank = len(quorum.members), quorum.rank
 
@@ -117,11 +122,10 @@ class MemberCollectives(Collectives):
         if self.num_ranks == 1 or self.has_failed:
             return
         try:
-            # One after the other: what still runs when a round fails would keep its connections open.
             with nullcontext() if self.is_hidden else self.ledger.waiting(CPU):
-                self._membership.collective(lambda group: begin(group).wait())
+                self._membership.collective(begin)
         except RuntimeError as error:
-            _logger.warning("A member of the round was lost, and it is tried again: %s", error)
+            _logger.warning("The round has failed and is repeated, because a member was lost: %s", error)
             self.has_failed = True
         self._record(nbytes)
 
@@ -131,12 +135,12 @@ class Members(Peers):
 
     Args:
         membership: finds the members.
-        ledger: of the traffic.
+        ledger: counts the traffic.
 
     Attributes:
         membership: as given.
-        members: the collectives of this process with those of its rank in other groups.
-        weights: of the members in the mean of this round.
+        members: collectives of this process and the processes with its rank in the other groups.
+        weights: weights of the members in the mean of this round.
     """
 
     may_grow = True
@@ -188,57 +192,54 @@ class Members(Peers):
 
 @dataclass(frozen=True)
 class _Work:
-    """What a round was begun with.
+    """The work of this member with which a round was begun.
 
     Attributes:
-        number: of the round.
-        step: optimizer steps completed.
-        steps: of the round.
-        tokens: of these.
-        change: of each tensor; None if it does not count.
-        residuals: before the exchange.
-        prepared: what `send_average` is given.
+        step: completed optimizer steps.
+        steps: steps of the round.
+        tokens: tokens of these steps.
+        change: change of each tensor; None if the work does not count.
+        residuals: residuals before the exchange.
+        prepared: arguments of `send_average`.
     """
 
-    number: int
     step: int
     steps: int
     tokens: float
     change: list[Tensor] | None
     residuals: Mapping[str, Tensor]
-    prepared: tuple[Average, Named, Named] | None = None
+    prepared: tuple[Average, Named, Named]
 
 
-Exchanged = tuple[Quorum | None, Average | None]  # the average is None where the quorum is not for one
+Exchanged = tuple[Quorum | None, Average | None]  # the average is None if the quorum is not for a round
 
 
 # One member -----------------------------------------------------------------------------------------------------------
 
 
 class ElasticSync(LocalSync):
-    """One group's replica; see `LocalSync` for a step.
+    """The replica of one group; see `LocalSync` for a step.
 
     Args:
         method: `EveryK` with `Whole` or `TopK`; see `check_elastic`.
-        members: of each round.
-        named_buffers: floating ones are averaged; others are each member's own.
+        members: the processes of all members.
+        named_buffers: floating buffers are averaged; other buffers belong to each member.
         round_s: seconds after which a round ends, instead of the method's `k_steps`.
-        participants: the fraction of the members that is drawn to be averaged in a round; the others keep their work.
 
     Attributes:
-        tokens: of the local steps that have not been averaged; the caller adds those of each batch, or a step counts 1.
-        tokens_seen: of all members, averaged so far.
+        tokens: tokens of the local steps that have not been averaged; the caller adds the tokens of each batch, or
+            a step counts 1.
+        tokens_seen: tokens of all members, averaged so far.
         contributed: the round in which each member was last averaged, by name.
-        last_step: after which the training ends, for all with the same round; infinity if never.
-        group: its name, by which a checkpoint that was copied to another one is known.
-        settings: what else has to be the same on all members, by name.
-        share: returns what else is shared, for a member that is behind: plain values and tensors.
-        healed: what another member has shared so, for the caller to take; None if there is nothing.
-        should_stop: returns whether this process is asked to stop: then no quorum is waited for.
-        max_wait_s: for which others are waited for after the first round.
-        has_lost_others: whether they have not come: the caller is to save, and to end.
-        run: the training to which the rounds belong; before the first one, which this member would begin.
-        num_skipped: steps that the last round has added to `step`, which the fastest member has taken and this has not.
+        last_step: step at which the training ends, for all members with the same round; infinity: never.
+        settings: more values that have to be the same on all members, by name.
+        share: returns more state for a member that is behind: plain values and tensors.
+        healed: the result of another member's `share`, which the caller is to apply; None if there is nothing.
+        should_stop: returns whether this process is asked to stop; then it does not wait for a quorum.
+        max_wait_s: limit for the wait for other groups, after the first round.
+        has_lost_others: whether that limit has passed: the caller is to save and to end.
+        run: the training to which the rounds belong; before the first round, the training that it would begin.
+        num_skipped: steps that the last round has added to `step`: taken by the fastest member and not by this one.
     """
 
     def __init__(
@@ -250,41 +251,37 @@ class ElasticSync(LocalSync):
         named_buffers: Mapping[str, Tensor] | None = None,
         *,
         round_s: float | None = None,
-        participants: float = 1.0,
     ) -> None:
         check_elastic(method)
         self.members, self.membership = members, members.membership
-        self.round_s, self.participants = round_s, participants
+        self.round_s = round_s
         super().__init__(method, optimizer, named_parameters, members, named_buffers or {})
         self.buffers.is_elastic = True
         (self._all,) = self.fragments
         self.tokens = self.tokens_seen = 0.0
         self.contributed: dict[str, int] = {}
         self.last_step = math.inf
-        self.group = ""
         self._batch = 0  # of the last step
         self.settings: Mapping[str, object] = {}
         self.share: Callable[[], Mapping[str, Any]] = dict
         self.healed: Mapping[str, Any] | None = None
-        self._others: Mapping[str, Any] = {}  # what is shared of the caller's
+        self._others: Mapping[str, Any] = {}  # the last result of `share`
         self.num_skipped = 0
         self.should_stop: Callable[[], bool] = lambda: False
         self.max_wait_s = math.inf
         self.has_lost_others = False
         self.run = uuid.uuid4().hex[:12]
-        self._ends_s = math.inf  # when a round ends, if not after steps
+        self._ends_s = math.inf  # when the round ends, unless it ends after steps
         self._is_new = True  # whether it has been in no round yet
         self._has_faults = False  # whether local steps have left an inf or NaN
         self._is_apart = False  # whether other members of as many rounds have another anchor
-        self._num_faulty = 0  # rounds, the last ones, in which all members have had an inf or NaN
         self._is_warned = False  # that a round has few steps
-        # In the last exchange, if only others may have committed that; the residuals are those after it.
-        self._sent: _Work | None = None
-        self._averaged: _Work | None = None  # in the last round, until the next one shows that the others have it
+        # Whether other members may have counted the work already: after a failed exchange, or that of a checkpoint.
+        self._is_unsure = True
         self._hidden: tuple[_Work, Future[Exchanged]] | None = None  # a round in the background
         self._batch_s = math.inf  # when the last batch began
-        self._step_s = self._longest_s = 0.0  # which the last step has taken, and the longest
-        self._late_s = math.inf  # when this member gives up to wait for others
+        self._step_s = self._longest_s = 0.0  # time of the last step, and of the longest
+        self._late_s = math.inf  # when this member stops to wait for other groups
         if self.when.delay_steps and members.num_local_ranks > 1:
             raise ConfigurationError(
                 f"{method}, in a group of {members.num_local_ranks} processes: a round is hidden in groups of one "
@@ -295,10 +292,10 @@ class ElasticSync(LocalSync):
 
     @torch.no_grad()
     def join(self) -> None:
-        """Begin where a member is that trains, in the middle of its round; else take part in a round without steps.
+        """Take the state of a member that trains and go on in the middle of its round; else have a round without steps.
 
-        Collective: all members, at the end of their rounds. If none has taken a step nothing is averaged. With a member
-        that trains: only that one, at the end of a step.
+        Collective: all members, at the end of their rounds; if no member has taken a step, nothing is averaged. If a
+        member trains: nothing; the member sends its state in a thread.
         """
         self.begin_local()
         self.healed, self.num_skipped = None, 0
@@ -306,7 +303,7 @@ class ElasticSync(LocalSync):
         self._wait_from_now()
         settings = self._all_settings()
         if (shared := self.membership.state_of_others(self._row(settings), settings, self._gives_up)) is not None:
-            self._heal(shared, self.group)
+            self._heal(shared)
         if not self.is_complete and (shared is None or self._is_over()):
             self._take_round()
 
@@ -324,11 +321,11 @@ class ElasticSync(LocalSync):
         self.healed, self.num_skipped, self.has_communicated = None, 0, False
         self._wait_from_now()
         is_due = self._hidden is not None and (self._steps >= self.when.delay_steps or self._is_over())
-        if is_due and not self._end_hidden():  # others have not come
+        if is_due and not self._end_hidden():  # the other groups have not come
             return True
         if not self.is_complete and self._is_over():
             self.has_communicated = True
-            self.tokens = self.tokens or float(self._steps)  # where nobody counts them
+            self.tokens = self.tokens or float(self._steps)  # if the caller counts none
             if self.when.delay_steps and self.step < self.last_step:
                 self._begin_hidden()
             else:
@@ -336,7 +333,7 @@ class ElasticSync(LocalSync):
         return self.has_communicated
 
     def begin_batch(self) -> None:
-        """Note that a batch begins, also one of a validation: this group does not hang."""
+        """Note that a batch begins, of the training or a validation: this group does not hang."""
         self._batch_s = time.monotonic()
         self.membership.note(self._longest_s)
 
@@ -347,9 +344,9 @@ class ElasticSync(LocalSync):
 
     @torch.no_grad()
     def end(self, grace_s: float) -> None:
-        """Take part in last quorums, in which members heal that have missed the last round.
+        """Take part in last quorums, so that members that have missed the last round can take the state.
 
-        For at most `grace_s`, and until all have come that were ever averaged.
+        This ends after `grace_s`, or when all members that were ever averaged have come.
         """
         self.settle()
         ends_s = time.monotonic() + grace_s
@@ -382,10 +379,10 @@ class ElasticSync(LocalSync):
         return self._all.steps or 0
 
     def _take_round(self, quorum: Quorum | None = None) -> bool:
-        """Take part in a round; return False, and nothing is averaged, if this member gives up before there is one.
+        """Take part in a round. Return False if this member gives up before; then nothing is averaged.
 
         Args:
-            quorum: for which it has waited already.
+            quorum: the quorum, if this member has one already.
         """
         while quorum is None or not self._try_round(quorum):
             self._restart_if_not_finite()
@@ -404,23 +401,23 @@ class ElasticSync(LocalSync):
 
     @property
     def _left_s(self) -> float:
-        """Return for how long one that joins takes steps: it has to come before the last of the others."""
+        """Return how long a member that joins takes steps: it has to come before the last of the other members."""
         by_steps = (self.k_steps - self._steps) * self._step_s or math.inf
         return (by_steps if self.round_s is None else self._ends_s - time.monotonic()) - self._step_s - EARLY_S
 
     def _repeat_last_step(self) -> None:
-        """Let a resume take the last step again, and the round, and not nothing."""
+        """Count the last step as not taken: a resume would take no step after it, and not have its round."""
         if self.step >= self.last_step and not self.is_complete:
             self.step, self.num_skipped = self.step - 1, self.num_skipped - 1
 
     def _agree_on_requests(self) -> list[bool]:
-        """Let all processes of this group know who asks to stop, and to save; return it, and whether one is to stop."""
+        """Agree in this group on requests to stop and to save, and on signals to stop; return the three."""
         asked = self._any_in_node(self.stop_requested, self.save_requested, self.should_stop())
         self.agree_on(STOP * asked[0] | SAVE * asked[1])
         return asked
 
     def _wait_from_now(self) -> None:
-        """Begin to wait for others, not for long if they have been there before."""
+        """Begin to wait for other groups: without limit before the first round, then for `max_wait_s`."""
         self._late_s = time.monotonic() + (self.max_wait_s if self.num_averages else math.inf)
 
     def _gives_up(self, is_taking: bool) -> bool:
@@ -434,23 +431,23 @@ class ElasticSync(LocalSync):
             return self.membership.quorum(row, settings, gives_up)
 
     def _try_round(self, quorum: Quorum) -> bool:
-        """Try a round; return whether local steps follow. If not, it is tried again, maybe healed.
+        """Try a round; return whether local steps follow: else it is repeated, maybe with the state of another member.
 
-        They follow a round that counts; and where this member has healed alone, in the middle of the others' round.
+        Local steps follow a round that counts, and a state that was taken in the middle of the other members' round.
         """
         members = self.members.members
         members.begin(quorum)
         if quorum.healed is not None:
-            self._heal(quorum.healed, quorum.members[quorum.rank])
+            self._heal(quorum.healed)
         if not quorum.is_for_round and len(quorum.members) == 1:
             return self.is_complete or not self._is_over()
-        if not quorum.is_for_round:  # who has healed tells other numbers now
+        if not quorum.is_for_round:  # a member that has taken the state has another row now
             self._wait_for_members()
-            self.membership.commit(not self.is_complete)  # for which the others do not wait
+            self.membership.commit(not self.is_complete)  # without a wait for the other members
             return self.is_complete
         if not self._weights_of(quorum):
             self._wait_for_members()
-            if self._any_in_node(members.has_failed)[0]:  # the rows may be those of a request that was given up
+            if self._any_in_node(members.has_failed)[0]:  # the rows may be out of date: of a request that was given up
                 self.membership.commit(False)
                 return False
             self._compare(quorum)
@@ -460,7 +457,7 @@ class ElasticSync(LocalSync):
         return counts
 
     def _begin(self) -> _Work:
-        """Begin a round with the work that there is; steps that follow are those of the next one."""
+        """Begin a round with the present work; the steps that follow belong to the next round."""
         if resized := self.buffers.changed():
             raise ConfigurationError(
                 f"Step {self.step}: the module has registered, removed or resized buffers since the fit began, and a "
@@ -471,46 +468,40 @@ class ElasticSync(LocalSync):
         prepared = self.prepare_average(trained, takes_buffers=True)
         change = self._work() if self.tokens else None
         residuals = copies(self.replica.residuals)
-        work = _Work(self.num_averages + 1, self.step, self._steps, self.tokens, change, residuals, prepared)
-        if self.step >= self.last_step:  # without steps it would be the state of a training that has ended
+        work = _Work(self.step, self._steps, self.tokens, change, residuals, prepared)
+        if self.step >= self.last_step:  # a state without steps would say that the training has ended
             self.membership.serve(None)
         self.tokens, self._all.steps, self.steps_since_average = 0.0, 0, 0
         return work
 
     def _exchange(self, quorum: Quorum | None, work: _Work, lr: float) -> Exchanged:
-        """Send what was begun with, if the quorum is for that."""
+        """Exchange the work of a round, if the quorum is for a round."""
         weights = [] if quorum is None else self._weights_of(quorum)
         if quorum is None or not weights:
             return quorum, None
-        assert work.prepared is not None
         self.members.members.begin(quorum)
         self.members.weights = weights if len({*weights}) > 1 else ()
-        # The learning rate only, as the rest has been told.
+        # The rows have told everything but the learning rate.
         status = average_status(Sums(lr=lr), None, 0.0, 0, self.peers, self.device)
         return quorum, self.send_average(*work.prepared, status)
 
     def _conclude(self, work: _Work, exchanged: Callable[[], Exchanged]) -> tuple[bool, Quorum | None]:
-        """Apply a round if it counts; else all is as before. Return whether, or else a quorum for another."""
-        counts, is_hidden = False, self.members.members.is_hidden
-        try:
-            quorum, average = exchanged()
-            if quorum is not None and (average is not None or not is_hidden):
-                counts = self.membership.commit(quorum.have_one_anchor)
-            if counts:
-                self._sent = None
-            elif average is not None:
-                self._sent = replace(work, residuals=copies(self.replica.residuals), prepared=None)
-        finally:  # a checkpoint may follow
-            self.members.members.is_hidden = False
-            if not counts:
-                self._set_residuals(work.residuals)
-                self.tokens += work.tokens
-                self._all.steps = self._steps + work.steps
-                self.steps_since_average += work.steps
-                self.membership.serve(self.shared_state)
-        if counts:
-            assert quorum is not None
+        """Apply a round if it counts; else restore the work. Return whether it counts, and a quorum without a round."""
+        is_hidden = self.members.members.is_hidden
+        quorum, average = exchanged()
+        self.members.members.is_hidden = False
+        may_count = average is not None or not is_hidden
+        counts = quorum is not None and may_count and self.membership.commit(quorum.have_one_anchor)
+        if quorum is not None and counts:
+            self._is_unsure = False
             self._end_round(quorum, average, work)
+        else:
+            self._is_unsure = self._is_unsure or average is not None
+            self._set_residuals(work.residuals)
+            self.tokens += work.tokens
+            self._all.steps = self._steps + work.steps
+            self.steps_since_average += work.steps
+            self.membership.serve(self.shared_state)
         return counts, None if average is not None else quorum
 
     # A round that is hidden by local steps ----------------------------------------------------------------------------
@@ -527,7 +518,7 @@ class ElasticSync(LocalSync):
                     told = row._replace(anchor=float(self._checksum()))
                     quorum = self.membership.quorum(told, settings, self._gives_up)
                     result.set_result(self._exchange(quorum, work, lr))
-            except BaseException as error:  # noqa: BLE001 - it is raised where the round is waited for
+            except BaseException as error:  # noqa: BLE001 - raised by the wait for the round
                 result.set_exception(error)
 
         self._hidden = work, result
@@ -536,19 +527,19 @@ class ElasticSync(LocalSync):
         threading.Thread(target=run, name="lowbw-round", daemon=True).start()
 
     def settle(self) -> bool:
-        """Apply the round that is hidden, or take it later where others do not come; return whether there was one."""
+        """Apply the hidden round, or restore its work if the other groups do not come; return whether there was one."""
         if self._hidden is None:
             return False
         self.healed, self.num_skipped, self._late_s = None, 0, time.monotonic() + SETTLE_S
         with torch.inference_mode(False), torch.no_grad():  # tensors made here outlive an evaluation
             counts, quorum = self._arrived()
         if quorum is not None and not counts:
-            self.membership.commit(False)  # others may wait for this member
+            self.membership.commit(False)  # the other members may wait for this one
         self._repeat_last_step()
         return True
 
     def _end_hidden(self) -> bool:
-        """Apply the round that is hidden; if it has failed, or others have to be waited for, see `_take_round`."""
+        """Apply the hidden round; if it has failed, repeat it as in `_take_round`."""
         counts, quorum = self._arrived()
         self.has_communicated = True
         if not counts:
@@ -557,7 +548,7 @@ class ElasticSync(LocalSync):
         return True
 
     def _arrived(self) -> tuple[bool, Quorum | None]:
-        """Wait for the round that is hidden, and apply it; see `_conclude`."""
+        """Wait for the hidden round, and apply it; see `_conclude`."""
         assert self._hidden is not None
         (work, result), self._hidden = self._hidden, None
         self.membership.note(math.inf)
@@ -569,24 +560,20 @@ class ElasticSync(LocalSync):
         return self._conclude(work, exchanged)
 
     def _weights_of(self, quorum: Quorum) -> list[float]:
-        """Return what each member counts in the mean: its tokens, if it is drawn; nothing where nothing is averaged."""
+        """Return the weight of each member in the mean, by its tokens; an empty list if nothing is averaged."""
         rows = quorum.rows or () if quorum.is_for_round and quorum.have_one_anchor else ()
-        having = [member for member, row in enumerate(rows) if row.tokens]
-        # All members draw the same.
-        drawn = torch.randperm(len(having), generator=torch.Generator().manual_seed(self.num_averages))
-        chosen = {having[member] for member in drawn[: math.ceil(self.participants * len(having))].tolist()}
-        total = sum(rows[member].tokens for member in chosen)
-        return [row.tokens / total if member in chosen else 0.0 for member, row in enumerate(rows)] if chosen else []
+        total = sum(row.tokens for row in rows)
+        return [row.tokens / total for row in rows] if total else []
 
     def _wait_for_members(self) -> None:
-        """Wait for the members, who may still be receiving the state or connecting to this one."""
+        """Wait for the members, which may still receive the state or connect to this one."""
         self.members.members.all_gather(torch.zeros(1))
 
     def _checksum(self) -> int:
         return int(checksum(self.replica.start.values(), at_a_time=CHUNK)) % ANCHORS
 
     def _row(self, settings: Settings, *, hashes: bool = True) -> Row:
-        """Return what this member tells the others; without the checksum of its anchor, if that is to be quick."""
+        """Return the row of this member; without the checksum of its anchor if `hashes` is False, which is quick."""
         anchor = self._checksum() if hashes else 0
         state_bytes = sum(tensor.nbytes for tensor in self._shared_tensors().values())
         numbers = [self.tokens, float(self._has_faults), anchor, state_bytes]
@@ -607,10 +594,10 @@ class ElasticSync(LocalSync):
         )
 
     def _all_settings(self) -> dict[str, str]:
-        """Return what has to be the same on all members, by name."""
+        """Return the values that have to be the same on all members, by name."""
         method = cast("Method", self.method)
-        settings = {**method.settings(), "participants": self.participants, "processes": self.members.num_local_ranks}
-        # What is averaged goes in the order of memory, which channels_last changes.
+        settings = {**method.settings(), "processes": self.members.num_local_ranks}
+        # Averages send elements in the order of memory, which channels_last changes.
         for p in self.replica.start:
             in_memory = "" if order_of(p) == tuple(range(p.dim())) else f", dimensions in memory {[*order_of(p)]}"
             settings[f"parameter {self.name_of(p)}"] = f"{p.dtype} of shape {[*p.shape]}{in_memory}"
@@ -619,10 +606,10 @@ class ElasticSync(LocalSync):
         return {name: f"{value}" for name, value in {**settings, **self.settings}.items()}
 
     def _compare(self, quorum: Quorum) -> None:
-        """Note whether this member has another anchor than those that decide, or most of them: then it is behind.
+        """Note whether this member has another anchor than most of the members that decide: then it is behind.
 
         Raises:
-            DisagreementError: on those that have other weights before the first average.
+            DisagreementError: on the members with other weights before the first average.
         """
         rows = dict(zip(quorum.members, quorum.rows or (), strict=True))
         name = quorum.members[quorum.rank]
@@ -631,8 +618,8 @@ class ElasticSync(LocalSync):
         self._is_apart = rows[name].anchor != usual
         if self._is_apart:
             _logger.warning(
-                "After round %d this group (%r) has other weights than most, and takes theirs. If it does so often, "
-                "and no rounds were lost, its processor rounds otherwise: take the same kind for all groups.",
+                "After round %d this group (%r) has other weights than most groups, and takes their weights. If this "
+                "repeats and no rounds were lost, its processor rounds differently: use the same kind for all groups.",
                 *(self.num_averages, name),
             )
         if not self.num_averages and (self._is_apart or 2 * anchors.count(usual) <= len(anchors)):
@@ -643,29 +630,26 @@ class ElasticSync(LocalSync):
             )
 
     def _end_round(self, quorum: Quorum, average: Average | None, work: _Work) -> None:
-        """Apply the average of a round that counts; nothing is communicated any more.
+        """Apply the average of a round that counts; nothing is communicated.
 
         Args:
-            quorum: of the round.
-            average: of it; None if there was no work.
-            work: what it was begun with; steps may have been taken meanwhile.
+            quorum: quorum of the round.
+            average: its average; None if there was no work.
+            work: the work with which it was begun; this member may have taken steps since.
         """
         members, told, weights = quorum.members, quorum.rows or (), self._weights_of(quorum)
         for name, row in zip(members, told, strict=True):
             if row.faults:
-                _logger.warning("Member %r had an inf or NaN after step %d: its work is left out.", name, self.step)
-        self._num_faulty = self._num_faulty + 1 if all(row.faults for row in told) else 0
-        if self._num_faulty == OFTEN:
-            raise NonFiniteGradientError(
-                f"Step {self.step}: all groups have had an inf or NaN in each of the last {OFTEN} rounds, and nothing "
-                "has been averaged in these. Lower the learning rate, or clip the gradients, and start the groups "
-                "again from their checkpoints."
-            )
-        self._averaged, self._is_new, self._has_faults = None, False, False  # all have it: their anchors are equal
+                _logger.warning(
+                    "Member %r had an inf or NaN after step %d: its work is left out. If this repeats, lower the "
+                    "learning rate or clip the gradients, and start the groups again from their checkpoints.",
+                    *(name, self.step),
+                )
+        self._is_new, self._has_faults = False, False
         if not self.num_averages:
             self.run = run_of(dict(zip(members, told, strict=True)))
         self.membership.serve(None)
-        latest = int(max(*(row.step for row in told), work.step))  # told before steps that hid the quorum
+        latest = int(max(*(row.step for row in told), work.step))  # the row is older than the steps that hid the quorum
         num_steps = latest - work.step + work.steps
         before, self.step = self.step, int(min(self.step + latest - work.step, self.last_step))
         self.num_skipped += self.step - before
@@ -681,24 +665,20 @@ class ElasticSync(LocalSync):
             )
         weight = weights[quorum.rank]
         if not weight:
-            self._set_residuals(work.residuals)  # what was sent did not count
+            self._set_residuals(work.residuals)  # this member has sent no work
         means, numbers = average.wait_for_whole()
         sums = Sums(*Status.read(numbers.tolist(), self.peers.num_ranks).sums)
         self._all.moved = dict.fromkeys(average.parameters) if self._steps else {}
         self.apply_average(average, means, sums, self._all.moved)
-        if work.change is not None and weight:
-            self._averaged = replace(work, prepared=None)
-        elif work.change is not None:
-            self.tokens += work.tokens
-            self._add_(list(torch._foreach_add(work.change, self._work())) if self._all.moved else work.change)
-        if latest >= self.last_step:  # steps that were taken meanwhile are after the end
+        if latest >= self.last_step:  # steps since the begin of the round come after the end
             self._all.steps = 0
         counted = list(compress(zip(members, told, strict=True), weights))
         self.tokens_seen += sum(row.tokens for _, row in counted)
-        self.contributed = self.contributed | {name: self.num_averages for name, _ in counted}  # a new one is shared
+        # A new mapping: the old one may be shared.
+        self.contributed = self.contributed | {name: self.num_averages for name, _ in counted}
         self._offer()
 
-    # A member's own work: what has not been averaged ------------------------------------------------------------------
+    # The work of this member: the change that has not been averaged ---------------------------------------------------
 
     def _tensors(self) -> tuple[list[Tensor], list[Tensor]]:
         """Return the tensors that are averaged, and their anchors."""
@@ -710,102 +690,92 @@ class ElasticSync(LocalSync):
         return [now.to(anchor.dtype) - anchor for now, anchor in zip(*self._tensors(), strict=True)]
 
     def _add_(self, work: Sequence[Tensor] | None) -> None:
-        """Set the weights to the anchor, plus work."""
+        """Set the weights to the anchor plus this work."""
         now, anchors = self._tensors()
         copy_all_(now, anchors if work is None else list(torch._foreach_add(anchors, list(work))))
         self._all.moved = {} if work is None else dict.fromkeys(self.replica.start)
 
     def _restart_if_not_finite(self) -> None:
-        """Go on from the anchor where local steps have left an inf or NaN, without their tokens and momentum."""
+        """Go on from the anchor if local steps have left an inf or NaN, without their tokens and momentum."""
         flags = [are_not_finite(self._tensors()[0]), self.late_faults().any(self.device)]
         if self._any_in_node(any_of(flags, self.device))[0]:
             self._has_faults = True
             self._add_(None)
             self.optimizer.state.clear()
-            self.tokens, self._sent = 0.0, None
+            self.tokens = 0.0
             self._set_residuals({})
             self.forget_late_faults()
 
     # The shared state -------------------------------------------------------------------------------------------------
 
     def _shared_tensors(self) -> dict[str, Tensor]:
-        """Return those of the anchor, which all members have, in one order."""
+        """Return the tensors of the anchor, which are the same on all members, in one order."""
         kinds = {"start": self._named(self.replica.start), "velocity": self._named(self.replica.velocity)}
         kinds["buffers"] = self.buffers.start
         return {f"{kind}/{name}": tensor for kind, tensors in kinds.items() for name, tensor in tensors.items()}
 
     def shared_state(self) -> dict[str, Any]:
-        """Return what a member that is behind takes: "tensors", which are those of the training, and plain values."""
+        """Return the state that a member that is behind takes: "tensors", not copied, and plain values."""
         return {
             "tensors": self._shared_tensors(),
             "velocity": [*self._named(self.replica.velocity)],
-            **{name: getattr(self, name) for name in OF_ALL},
+            **{name: getattr(self, name) for name in EQUAL},
             "step": self.step,
             "steps": self._steps,
-            "left_s": self._left_s,  # of the round
-            "is_exchanging": self._hidden is not None,
+            "left_s": self._left_s,
             "is_new": self._is_new,
             "others": self._others,
         }
 
     def _offer(self) -> None:
-        """Let members that are behind take the state at any time until the end of the next round."""
+        """Let members that are behind take the state, at any time until the end of the next round."""
         self._others = on_cpu(self.share() if self.healed is None else self.healed)
         self.membership.serve(self.shared_state)
 
-    def _heal(self, shared: Mapping[str, Any], name: str) -> None:
-        """Take the state of another member, and rebase this one's work.
+    def _heal(self, shared: Mapping[str, Any]) -> None:
+        """Take the state of another member, and move the work of this one to its anchor.
 
-        Work that was averaged, in a round that this member has not seen the end of, is dropped, and with it what was
-        sent of the residuals. Work that was averaged in a round that the others have not seen the end of is taken back.
+        Work that other members may have counted already is dropped, with its tokens and the residuals; see the module.
+        Work that began at the weights of another run is dropped, too.
         """
-        # A checkpoint may be one of an old run, and those who begin anew cannot know that.
+        # The checkpoint may belong to an old run, which groups that begin anew cannot know.
         log = _logger.warning if shared["is_new"] and not self.num_averages else _logger.info
-        last, lost, sent = shared["contributed"].get(name, 0), self._averaged, self._sent
-        was_averaged = last > self.num_averages
-        if shared["run"] != self.run and not self.num_averages:  # its steps have begun at other weights
+        if self._is_unsure or shared["run"] != self.run:
+            if self.tokens:
+                _logger.warning("Work of %g tokens is dropped: other groups may have counted it already.", self.tokens)
             self.tokens = 0.0
+            self._set_residuals({})
         work = self._work() if self.tokens else None
-        if was_averaged:  # all of it, or what was taken before the steps that hid the exchange
-            self.tokens -= sent.tokens if sent else self.tokens
-            work = None if not work or not self.tokens else work
-            work = list(torch._foreach_sub(work, sent.change)) if work and sent and sent.change else work
-            self._set_residuals(sent.residuals if sent else {})
-        if lost is not None and last < lost.number:
-            assert lost.change is not None
-            work = lost.change if work is None else list(torch._foreach_add(lost.change, work))
-            self.tokens += lost.tokens
-            self._set_residuals(lost.residuals)
         self.membership.serve(None)
         starts = {self.name_of(p): (p, start) for p, start in self.replica.start.items()}
         self.replica.velocity = {p: torch.empty_like(start) for p, start in map(starts.__getitem__, shared["velocity"])}
         for key, tensor in self._shared_tensors().items():
-            if shared["tensors"]:  # on the first process of the group, which gives them to the others
+            if shared["tensors"]:  # on the first process of the group, which broadcasts them
                 tensor.copy_(shared["tensors"][key])
             if self.members.num_local_ranks > 1:
                 broadcast_flat_([tensor], self.members.node.broadcast_)
         self._add_(work)
-        self._sent, self._averaged, self._is_apart = None, None, False
+        self._is_unsure = self._is_apart = False
         self._wait_from_now()
         self._ends_s = time.monotonic() + shared["left_s"]
-        for key in (*OF_ALL, "step"):
+        for key in (*EQUAL, "step"):
             setattr(self, key, shared[key])
         self._all.steps, self.healed = shared["steps"], shared["others"]
         self._offer()
-        log("Member %r has taken the state after round %d of run %r.", name, self.num_averages, self.run)
+        log("This group has taken the state after round %d of run %r.", self.num_averages, self.run)
 
     def _named(self, tensors: Mapping[Parameter, Tensor]) -> dict[str, Tensor]:
         return {self.name_of(parameter): tensor for parameter, tensor in tensors.items()}
 
     def _set_residuals(self, residuals: Mapping[str, Tensor]) -> None:
-        """Set them; to zero where nothing is given."""
+        """Set the residuals; a residual that is not given becomes zero."""
         for name, residual in self.replica.residuals.items():
             residual.copy_(residuals[name]) if name in residuals else residual.zero_()
 
-    # What others look at: the anchor, which all members have ----------------------------------------------------------
+    # The anchor in the model, and checkpoints -------------------------------------------------------------------------
 
     def finish(self) -> None:
-        """Leave the anchor in the model, after a round that is hidden. Nothing else is waited for."""
+        """Leave the anchor in the model, after a round that is hidden, without another wait."""
         self.settle()
         self.replica.show()
         self.replica.own = None
@@ -813,7 +783,7 @@ class ElasticSync(LocalSync):
         self.tokens, self.ending.step = 0.0, None  # the work is not in the model
 
     def equal_state(self) -> dict[str, Any]:
-        return {**super().equal_state(), "elastic": {name: getattr(self, name) for name in OF_ALL}}
+        return {**super().equal_state(), "elastic": {name: getattr(self, name) for name in EQUAL}}
 
     def load_equal_state(self, state: Mapping[str, Any]) -> None:
         super().load_equal_state(state)
@@ -822,17 +792,13 @@ class ElasticSync(LocalSync):
 
     def state_dict(self) -> dict[str, Any]:
         self.settle()
-        rank = self.members.local_rank, self.members.num_local_ranks  # among the members it may be another next time
-        return {**super().state_dict(), "rank": rank, "tokens": self.tokens, "group": self.group}
+        # Its rank inside the group: the rank among all processes may change with the members.
+        rank = self.members.local_rank, self.members.num_local_ranks
+        return {**super().state_dict(), "rank": rank, "tokens": self.tokens}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        if is_copied := state.get("group", self.group) != self.group:  # that group sends its work itself
-            _logger.warning("The checkpoint is that of group %r: its unsent work is left to that.", state["group"])
-            state = {**state, "own": {}}
         super().load_state_dict(state)
-        self.tokens = state["tokens"] if state["own"] else 0.0  # without the work they count for nothing
-        if is_copied:
-            self._set_residuals({})
+        self.tokens = state["tokens"] if state["own"] else 0.0  # tokens without the work count for nothing
 
 
 def check_elastic(method: Method) -> None:
@@ -854,5 +820,6 @@ def check_elastic(method: Method) -> None:
         )
     if not method.what.takes_weights or method.where.topology != "flat":
         raise ConfigurationError(
-            f"{method}: elastic rounds send Whole or TopK, and each group is a node. Leave out others, and topology."
+            f"{method}: elastic rounds send Whole or TopK, and each group is a node. Leave out "
+            "other payloads, and topology."
         )

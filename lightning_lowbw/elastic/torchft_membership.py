@@ -1,27 +1,28 @@
-"""Members found by torchft's lighthouse, and connected by gloo groups that are made anew where the members change.
+"""Members found by torchft's lighthouse, connected by gloo groups that are made anew when the members change.
 
-Of torchft this uses the lighthouse and its client. Everything else is here, in the order of a round: who is there, the
-group, the state for those that are behind, the vote of a group's processes. All compare the same rows, and leave out
-the same members: with other settings, of another run, with a name in use, or whom not all others reach.
+This module uses the lighthouse of torchft and its client, and nothing else of torchft. A round has these parts: the
+lighthouse finds the members; they connect; a member that is behind takes the state of another member; the processes of
+a group vote. All members compare the same rows and leave out the same groups, for other settings or another run.
 
-It does not use `torchft.Manager`: one failed quorum leaves it unusable, its healing is pickle over unauthenticated
-HTTP, its server ends the process for whoever asks it to, and it waits in vain for an answer if the lighthouse is
-restarted.
+`torchft.Manager` is not used: one failed quorum leaves it unusable, its healing is pickle over unauthenticated HTTP,
+its server ends the process at anybody's request, and it waits in vain for an answer after a restart of the lighthouse.
 
-A round of two groups, of which B is behind; the processes of a group agree after each step:
+A round of two groups; B has just joined; the processes of a group agree after each line:
 
     group A                     lighthouse                    group B
-       |-- state ----------------------------------------------->|     `state_of_others`, `transfer`: A trains on
+       |-- state ----------------------------------------------->|     `state_of_others`; A trains on
        |-- step, row, store -------->|<------ step, row, store --|     `_ask`
        |<-- number, members ---------|--------- number, members->|
-       |<=============== gloo, by the store of A ===============>|     `_connect`, if the members are others
+       |<=============== gloo, by the store of A ===============>|     `_connect`, if the members have changed
        |<-------------- all-reduce, all-gather, ... ------------>|     `collective`
        |   all processes of A?             all processes of B?   |     `commit`
 
-Who is behind, for all that, is in no round: it takes the state of a member, and asks again. Who is late then, because
-rounds are shorter than that takes, is waited for.
+A group that is behind takes part in no round: it takes the state of a member and asks again. If rounds have ended
+meanwhile, the members wait for it once, at the begin of the next round.
 
-Where anything fails a group leaves (`_fail`): what others wait for fails, too, and the next round has new connections.
+After any error a group leaves (`_fail`). The collectives of the other members then fail, too, and all members make new
+connections for the next attempt. Two groups that reach the lighthouse and not each other cannot be in one round; after
+a few attempts one group ends with an error that names both.
 """
 
 from __future__ import annotations
@@ -36,19 +37,17 @@ import math
 import os
 import re
 import socket
-import stat
 import struct
 import threading
 import time
 import urllib.request
-import uuid
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from datetime import timedelta
 from functools import partial
-from typing import Any, NamedTuple, NoReturn, TypeVar
+from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 import torch.distributed as dist
@@ -60,31 +59,33 @@ from lightning_lowbw.errors import ConfigurationError, DisagreementError
 from lightning_lowbw.namespaces import LOGGER
 
 _logger = logging.getLogger(LOGGER)
-T = TypeVar("T")
 
-TORCHFT = "0.2.0"  # others speak another protocol
+TORCHFT = "0.2.0"  # other releases speak another protocol
 LIGHTHOUSE = "TORCHFT_LIGHTHOUSE"  # torchft's own variable: the lighthouse's address
-HEARTBEAT_S = 0.25  # between two; the lighthouse takes a member for dead after 5 s, if not started otherwise
+HEARTBEAT_S = 0.25  # between two heartbeats; without any for 5 s, its default, the lighthouse takes a member for dead
 HANG_STEPS, HANG_S = 10, 60.0  # a group without a batch for ten times its longest step, and a minute, hangs
-LEAVE_S = 5.0  # for which who is ended waits for a transfer that is in progress
-SILENT_S = 6  # after which a member of the group is lost: nothing confirms what was sent, or takes it, or no heartbeat
-# Of a request for a quorum, longer than the join timeout; and of the next ones. With each the lighthouse begins anew to
-# wait for others: who has waited for long would leave none of them the time to come.
+LEAVE_S = 5.0  # limit for a transfer in progress when a group is ended
+SILENT_S = 6  # a member without heartbeats for this long fails the collective in progress
+# Timeouts of the first request for a quorum, longer than the join timeout, and of its repeats. The lighthouse starts
+# the join timeout anew with each request; a long request would have used it up before the last member comes.
 WAIT_S, RENEW_S = 12.0, 5.0
-OPEN_PORTS = "Open all ports between all groups: give address=..., or a VPN where one is behind NAT."
+OPEN_PORTS = (
+    "Open all ports between all groups, or add the missing route; give address=... if another interface leads to the "
+    "other groups, or use a VPN if one is behind NAT."
+)
+CUT_ATTEMPTS = 3  # attempts to connect in a row, after which a group that reaches no other member ends
 OWN_DATA = frozenset({"row", "failures"})  # of a member: what torchft has no field for
 RETRY_S, WARN_S = 0.5, 60.0
-PAUSE_S = 20.0  # for which a group is left out that others do not reach, if it does not reach them before
-GONE_S = 20.0  # after which who has this one's name is not this one before a restart, and who is not reached never is
+GONE_S = 20.0  # groups that train and are not reached for this long are an error of the newcomer
 SIOCGIFADDR = 0x8915  # Linux: the address of an interface
-TIMEOUT_S = 10.0  # for pauses of an operating system; those of a link may take SILENT_S
-ROUND_STATES = 2.0  # the bytes of a round by those of the state: at most an all-reduce of all of it
+TIMEOUT_S = 10.0  # for pauses of an operating system; pauses of a link may take SILENT_S
+ROUND_STATES = 2.0  # bytes of a round / bytes of the state: at most an all-reduce of the whole state
 
 
 def timeout_s_of(state_bytes: float, gbit_per_s: float) -> float:
-    """Return the seconds after which a collective may be taken for lost: twice what the slowest may take.
+    """Return the timeout of a collective in seconds: twice what the slowest collective may take.
 
-    Who is late with the state is waited for in a collective: with a shorter timeout it never arrives.
+    A collective also waits for a member that takes the state at the begin of the round; the timeout covers both.
 
     Example:
         >>> timeout_s_of(state_bytes=80_000_000, gbit_per_s=0.1)
@@ -94,14 +95,14 @@ def timeout_s_of(state_bytes: float, gbit_per_s: float) -> float:
 
 
 class _Member(NamedTuple):
-    """What the lighthouse tells of a member to all.
+    """A member as the lighthouse describes it to all members.
 
     Attributes:
-        name: its label, and what is another after a restart.
-        store: address of the store in which its processes and those of others meet.
-        state: address at which its state is served.
+        name: name of the group.
+        store: address of the store in which its processes and the processes of other groups meet.
+        state: address of its `StateServer`.
         row: as given to `Membership.quorum`.
-        failures: rounds that have failed there. After each the members make a new group.
+        failures: number of its rounds that have failed. After a failure the members make a new group.
     """
 
     name: str
@@ -109,36 +110,6 @@ class _Member(NamedTuple):
     state: str
     row: Row
     failures: int
-
-    @property
-    def label(self) -> str:
-        return label_of(self.name)
-
-    def fits(self, other: _Member) -> bool:
-        """Whether both can be in one round: they reach one another, and have not one name."""
-        is_broken = other.name in self.row.unreached or self.name in other.row.unreached
-        return not is_broken and self.label != other.label
-
-
-def label_of(name: str) -> str:
-    """Return the name that a group keeps when it restarts, by the one that it has up to then."""
-    return name.rpartition(":")[0]
-
-
-def connected(members: Sequence[_Member]) -> list[_Member]:
-    """Return the largest set of members of which each fits each other; with most of those that have been in rounds."""
-
-    def largest(candidates: Sequence[_Member]) -> list[_Member]:
-        if not candidates:
-            return []
-        first, *rest = candidates
-        fitting = [member for member in rest if first.fits(member)]
-        with_first = [first, *largest(fitting)]
-        without = [] if len(fitting) == len(rest) else largest(rest)
-        return max(with_first, without, key=lambda found: (sum(not member.row.is_new for member in found), len(found)))
-
-    found = largest(sorted(members, key=lambda member: (member.row.is_new, member.name)))
-    return sorted(found, key=lambda member: member.name)
 
 
 class TorchftMembership:
@@ -149,14 +120,13 @@ class TorchftMembership:
     Collective: all processes of the group.
 
     Args:
-        lighthouse: its address, as "http://10.0.0.1:29510"; None is that of the environment's TORCHFT_LIGHTHOUSE.
-        name: of this group, no other's, and the same after a restart; None is the host's.
-        min_replicas: members that a round has at least. With 1 a group that is cut off trains on alone.
+        lighthouse: its address, as "http://10.0.0.1:29510"; None: the address in TORCHFT_LIGHTHOUSE.
+        name: name of this group: no other group has it, and the group keeps it after a restart; None: the host's name.
+        min_replicas: smallest number of members of a round. With 1, a group that is cut off trains on alone.
         gbit_per_s: the slowest uplink of a member.
-        timeout_s: after which a collective is taken for lost, if the state of a member takes no longer at `gbit_per_s`,
-            see `timeout_s_of`. It is what a member costs that hangs.
-        address: at which other groups reach this process; None is the address of the interface GLOO_SOCKET_IFNAME, or
-            of the one that leads to the lighthouse.
+        timeout_s: timeout of a collective, unless `timeout_s_of` is longer. A member that hangs costs this time.
+        address: address at which other groups reach this process; None: the address of the interface
+            GLOO_SOCKET_IFNAME, or of the interface that leads to the lighthouse.
 
     Raises:
         ConfigurationError: on all processes of the group.
@@ -183,27 +153,28 @@ class TorchftMembership:
         self._lighthouse = _Lighthouse(torchft, lighthouse if "//" in lighthouse else f"http://{lighthouse}")
         self._address = _own_address(address, self._lighthouse.url)
         self._process = dist.get_rank()
-        (self._name, *_) = gather_json(f"{name or socket.gethostname()}:{uuid.uuid4()}")
-        self._key: tuple[Any, ...] = ()  # of the quorum for which the group was made
+        (self._name, *_) = gather_json(name or socket.gethostname())
+        self._key: tuple[Any, ...] = ()  # the members for which the group was made
         self._group: Any = None
         self._num_failures = 0
-        self._limit_s, self._longest_s = timeout_s, 0.0  # of a collective of this round; of a step
-        self._unreached: list[_Member] = []  # of the last members
-        self._away_until_s = 0.0  # because of that; 0 if others have reached it since
-        self._began_s = self._said_s = 0.0  # when this group began to wait; when it has said so
-        self._client, self._why_not = StateClient(), ""  # of what comes from others; why it could not be taken
-        self._is_late = False  # it has come, and is of a round before that which the others are in
-        self._told: tuple[Row, Settings] = Row(), {}  # as of `quorum`
-        self._fetching: Future[dict[str, Any]] | None = None  # goes on where it is not waited for any more
+        self._limit_s = timeout_s  # timeout of a collective of this round
+        self._longest_s = 0.0  # longest step
+        self._num_cut = 0  # attempts to connect, the last ones in a row, in which a member was not reached
+        self._began_s = self._said_s = 0.0  # when this group began to wait; when it has last said so
+        self._client, self._why_not = StateClient(), ""  # receives the states; why the last one did not come
+        self._has_taken = False  # a state since the last round: if it is behind again, the members wait for it
+        self._told: tuple[Row, Settings] = Row(), {}  # as given to `quorum`
+        self._fetching: Future[dict[str, Any]] | None = None  # goes on if this group stops to wait for it
+        self._tensors: Mapping[str, Any] = {}  # of the state that `_fetching` has received
         if self._process == 0:
-            self._server = StateServer(label_of(self._name), self._address)
+            self._server = StateServer(self._name, self._address)
             listener = socket.create_server((self._address, 0))  # not at other addresses of the host
             port = listener.getsockname()[1]
             options: dict[str, Any] = {"is_master": True, "wait_for_workers": False}
             self._store = dist.TCPStore(self._address, port, master_listen_fd=listener.detach(), **options)
 
     def state_of_others(self, row: Row, settings: Settings, gives_up: GivesUp) -> Mapping[str, Any] | None:
-        """See `Membership`. Members of the last round are found by the lighthouse's page."""
+        """See `Membership`. The lighthouse's page lists the members of the last round."""
         self._told = row, settings
         with suppress(RuntimeError):  # there is none, or this group has given up
             return self._fetch(self._insist, gives_up)
@@ -227,17 +198,17 @@ class TorchftMembership:
                 self._lighthouse.hangs_from_s = math.inf
                 answer = self._ask(gives_up)
                 if answer is None:
-                    self._fail()  # others may wait for this one; and the next request differs from this one
+                    self._fail()  # other members may wait for this group; and the next request has another number
                     return None
                 return self._join(*answer, gives_up)
             except RuntimeError as error:  # on all processes
                 told = f"{error}"
-            self._fail()  # not before the error is forgotten, which refers to the group
+            self._fail()  # not inside `except`: the error refers to the group
             self._say_if_due(told)
             time.sleep(RETRY_S)
 
     def _say_if_due(self, error: str = "") -> None:
-        """Tell that this group waits, once a minute; the first time after an error soon."""
+        """Log once a minute that this group waits; the first time after an error soon."""
         now_s, is_first = time.monotonic(), self._said_s == self._began_s
         if now_s - self._said_s < (WARN_S / 6 if error and is_first else WARN_S):
             return
@@ -253,7 +224,7 @@ class TorchftMembership:
         """Return, on all processes, what a thread of process 0 answers; None if a process has given up.
 
         Args:
-            answer: plain values, for JSON, or told of an error by `_begin`; of process 0.
+            answer: of process 0: plain values, for JSON, or an error in the form of `_begin`.
             gives_up: asked about once a second.
             progress: returns it in words.
         """
@@ -266,41 +237,28 @@ class TorchftMembership:
             if (found := answers[0][0]) is not None:
                 return dict(found)
 
-    def collective(self, fn: Callable[[dist.ProcessGroup], T]) -> T:
-        """See `Membership`. The group is not to be kept: it lives as long as something refers to it."""
+    def collective(self, begin: Callable[[dist.ProcessGroup], Any]) -> None:
+        """See `Membership`. A member without heartbeats fails it: a stopped process keeps its connections open."""
         if self._group is None:
             raise RuntimeError("This round has failed.")
+        members = [name for name, *_ in self._key if name != self._name]
         try:
             self._lighthouse.hangs_from_s = time.monotonic() + self._limit_s + HANG_S
-            with self._watching():
-                return fn(self._group)
+            work = begin(self._group)
+            while not work.is_completed():
+                with suppress(RuntimeError):  # an error of the work itself is raised below
+                    work.wait(timedelta(seconds=POLL_S))
+                silent = [] if work.is_completed() else self._lighthouse.silent(members, self._name)
+                if silent:
+                    # A gloo group can be destroyed only after its work has ended, which may take its whole timeout.
+                    threading.Thread(target=_let_go, args=(work, self._group), daemon=True).start()
+                    raise RuntimeError(f"the lighthouse has heard nothing of {silent} for {SILENT_S} s")
+            work.wait()
         except Exception:
             self._fail()
             raise
         finally:
             self.note(self._longest_s)
-
-    @contextmanager
-    def _watching(self) -> Iterator[None]:
-        """Let a collective fail when a member is silent: one that is stopped keeps its connections."""
-        has_ended, others = threading.Event(), [name for name, _ in self._key if name != self._name]
-
-        def watch() -> None:
-            while not has_ended.wait(POLL_S):
-                with suppress(OSError):
-                    ages = self._lighthouse.page()[1]
-                    is_heard = ages.get(self._name, math.inf) < POLL_S
-                    silent = [name for name in others if ages.get(name, 0.0) > SILENT_S]
-                    if is_heard and silent and not has_ended.is_set():
-                        _logger.warning("Lost: %s. The lighthouse hears nothing for %d s.", ", ".join(silent), SILENT_S)
-                        _shut_down()
-                        return
-
-        threading.Thread(target=watch, name="lowbw-watch", daemon=True).start()
-        try:
-            yield
-        finally:
-            has_ended.set()
 
     def commit(self, is_ok: bool = True) -> bool:
         """See `Membership`.
@@ -311,8 +269,7 @@ class TorchftMembership:
         if not all(gather_json(is_ok and self._group is not None)):
             self._fail()
             return False
-        self._client.forget()
-        self._is_late = False
+        self._has_taken = False
         if self._process == 0:
             self._server.row = self._server.row._replace(is_new=False)
         return True
@@ -324,7 +281,7 @@ class TorchftMembership:
             self._server.close(self._limit_s if self._server.row.has_ended else LEAVE_S)
 
     def _fail(self) -> None:
-        """Leave the group, so that those fail, too, that wait for this member; a new one is made for the next round."""
+        """Leave the group, so that the members that wait for this one fail; the next round has a new group."""
         self._num_failures += 1
         self._disconnect()
 
@@ -335,13 +292,12 @@ class TorchftMembership:
 
         Raises:
             RuntimeError: on all processes; there is none yet.
-            DisagreementError: on all processes; this group is not as the others are, who go on without it.
+            DisagreementError: on all processes; this group differs from the other groups, which go on without it.
         """
         row, settings = self._told
-        # In a thread, because a signal would be handled only after torchft has returned.
+        # In a thread: the process would handle a signal only after torchft has returned.
         request = _begin(lambda: self._request(row, self._num_failures), "lowbw-quorum") if self._process == 0 else None
-        # At first it is taken for granted that the others are on their way.
-        ends_s = self._began_s + POLL_S
+        ends_s = self._began_s + POLL_S  # until then this group does not give up: the other groups are on their way
         answer = self._await(request, lambda: time.monotonic() >= ends_s and gives_up(False), lambda: "")
         if answer is None:
             return None
@@ -355,54 +311,22 @@ class TorchftMembership:
         if self._name in refused:
             other = by_name[refused[self._name]]
             theirs = settings if other.row.settings == row.settings else self._settings_of(other)
-            raise_refused(row, settings, other.row, theirs, f"{other.label} at {other.store}")
+            raise_refused(row, settings, other.row, theirs, f"{other.name} at {other.store}")
         if refused:
-            named = ", ".join(sorted(by_name[name].label for name in refused))
-            _logger.warning("Refused, because of other settings or another run, which are named there: %s.", named)
-        members = [member for member in members if member.name not in refused]
-        chosen = connected(members)
-        if by_name[self._name] not in chosen:
-            self._back_off(by_name[self._name], chosen, answer["waited_s"])
-        if left := [member.label for member in members if member not in chosen]:
-            _logger.warning("The round is without %s: not all others reach it, or another has its name.", left)
-        return answer["number"], chosen
+            named = ", ".join(sorted(refused))
+            _logger.warning("Refused because of other settings or another run: %s. The error there says why.", named)
+        return answer["number"], [member for member in members if member.name not in refused]
 
     def _request(self, row: Row, num_failures: int) -> dict[str, Any]:
-        """Return the number of the next quorum, and its members, in the same order for all; as plain values.
-
-        While some are not reached it is asked for later, so that nobody waits for this group.
-        """
-        while (unreached := _unreached(self._unreached)) and time.monotonic() < self._away_until_s:
-            time.sleep(POLL_S)
-        if num_failures != self._num_failures:
-            raise RuntimeError("given up")
-        self._unreached = unreached
-        is_late = self._is_late and not self._fetching
-        told = row._replace(unreached=[member.name for member in unreached], is_late=is_late)
+        """Return the number of the next quorum and its members, in the same order for all; as plain values."""
+        is_late = self._has_taken and not self._fetching
+        told = row._replace(is_late=is_late)
         own = _Member(self._name, f"{self._address}:{self._store.port}", self._server.address, told, num_failures)
         number, members = self._lighthouse.quorum(own, lambda: num_failures == self._num_failures)
-        return {"number": number, "members": members, "waited_s": time.monotonic() - self._began_s}
-
-    def _back_off(self, own: _Member, chosen: Sequence[_Member], waited_s: float) -> NoReturn:
-        """Let the others go on without this group, which does not fit some of them."""
-        others = [member.label for member in chosen if not own.fits(member)]
-        if own.label in others:
-            if waited_s > GONE_S:
-                raise second_of(own.label)
-            raise RuntimeError(f"another group has the name {own.label!r}, too")
-        told = (
-            f"This group, at {own.store}, and {others} do not reach one another, and the others go on without it. "
-            + OPEN_PORTS
-        )
-        if own.row.is_new and self._away_until_s:  # the second time in a row
-            raise ConfigurationError(told)
-        self._lighthouse.is_away = True  # so that nobody waits for it
-        self._away_until_s = time.monotonic() + PAUSE_S
-        _logger.warning("%s It tries again in %.0f s.", told, PAUSE_S)
-        raise RuntimeError(told)
+        return {"number": number, "members": members}
 
     def _settings_of(self, member: _Member) -> Settings | None:
-        """Return the settings of another group, which are not those of this one; None if it cannot be reached."""
+        """Return the settings of another group that differ from those here; None if the group is not reached."""
         with suppress(OSError, ValueError):
             try:
                 StateClient().fetch(member.state, self._asks())
@@ -415,6 +339,7 @@ class TorchftMembership:
 
         Raises:
             RuntimeError: on all processes; it was not possible.
+            ConfigurationError: on all processes; see `_check_path`.
         """
         latest = rounds_of({member.name: member.row for member in members})
         (own,) = (member for member in members if member.name == self._name)
@@ -423,60 +348,91 @@ class TorchftMembership:
         taker = next((member for member in members if member not in up_to_date and member.row.is_late), None)
         members = [member for member in members if member in up_to_date or member is taker]
         if own not in members:
-            self._lighthouse.is_away = True  # the others do not wait for it meanwhile
-            self._disconnect()  # from those of an earlier round: no `commit` is of this one
+            self._lighthouse.is_away = True  # no heartbeats: the members do not wait for this group meanwhile
+            self._disconnect()  # from the members of an earlier round, which `commit` would count as this one
             healed = self._fetch(lambda: self._take(donors), gives_up)
-            self._is_late = True  # if rounds end before it is in one
-            return Quorum(latest, 0, (own.label,), healed)
+            return Quorum(latest, 0, (own.name,), healed)
         if len(members) < self.min_replicas:
-            raise RuntimeError(f"up to date are {[member.label for member in up_to_date]}")
-        key = tuple((member.name, member.failures) for member in members)
+            raise RuntimeError(f"up to date are {[member.name for member in up_to_date]}")
+        key = tuple((member.name, member.store, member.failures) for member in members)
         if key != self._key:
-            # The step, because a lighthouse that is restarted counts its quorums from 1 again.
-            path = f"{number}/{latest}/{sum(member.failures for member in members)}/{self._process}"
+            # Not the number alone: a lighthouse that is restarted counts its quorums from 1 again.
+            path = f"{number}/{latest}/{zlib.crc32(repr(key).encode())}/{self._process}"
             self._disconnect()
-            error = ""
+            told = "", ""
             try:
+                self._check_path(own, [member for member in members if member is not own])
                 self._connect(members, up_to_date[0].store, path, members.index(own))
-            except RuntimeError as raised:
-                error = f"{raised}"
-            if errors := [each for each in gather_json(error) if each]:
-                raise RuntimeError(errors[0])
-            self._key, self._away_until_s = key, 0.0
+            except (ConfigurationError, RuntimeError) as raised:
+                told = type(raised).__name__, f"{raised}"
+            for kind, error in sorted(gather_json(told)):  # a ConfigurationError before a RuntimeError
+                if kind:
+                    _raise_told({"error": error, "kind": kind})
+            self._key = key
         self._limit_s = max(self.timeout_s, timeout_s_of(max(m.row.state_bytes for m in members), self.gbit_per_s))
         self._group._set_default_timeout(timedelta(seconds=self._limit_s))
-        # The others wait for who is late in the next collective.
+        # The other members wait for the taker in the next collective.
         given = self._fetch(lambda: self._take(donors), gives_up) if own is taker else None
         rows = tuple(member.row for member in members) if taker is None else None
-        return Quorum(latest, members.index(own), tuple(member.label for member in members), given, rows)
+        return Quorum(latest, members.index(own), tuple(member.name for member in members), given, rows)
 
-    # The state of others ----------------------------------------------------------------------------------------------
-
-    def _fetch(self, take: Callable[[], dict[str, Any]], gives_up: GivesUp) -> dict[str, Any]:
-        """Call `take` in a thread of process 0, or wait for what has been called before; the tensors are there only.
+    def _check_path(self, own: _Member, others: Sequence[_Member]) -> None:
+        """Check that this process reaches the other members.
 
         Raises:
-            RuntimeError: on all processes, as all others; there is no state, or this group has given up, to come again.
+            RuntimeError: it does not.
+            ConfigurationError: nor has it in the attempts before: CUT_ATTEMPTS, and one more for each member that it
+                reaches, one if this group trains already, and one if its name comes first. So the group with the
+                fewest connections ends, a newcomer before a group that trains, and only one group of a pair.
+        """
+        cut = _unreached(others)
+        self._num_cut = self._num_cut + 1 if cut else 0
+        if not cut:
+            return
+        named = ", ".join(f"{member.name!r} at {member.store}" for member in cut)
+        told = (
+            f"Group {own.name!r} at {own.store} does not reach group {named}, although all reach the lighthouse, and "
+            f"no round is possible with both. {OPEN_PORTS}"
+        )
+        is_first = all((own.row.is_new, own.name) < (member.row.is_new, member.name) for member in cut)
+        if self._num_cut >= CUT_ATTEMPTS + len(others) - len(cut) + (not own.row.is_new) + is_first:
+            raise ConfigurationError(told)
+        _logger.warning("Attempt %d to begin a round: %s", self._num_cut, told)
+        raise RuntimeError(told)
+
+    # The state of other groups ----------------------------------------------------------------------------------------
+
+    def _fetch(self, take: Callable[[], dict[str, Any]], gives_up: GivesUp) -> dict[str, Any]:
+        """Call `take` in a thread of process 0, or wait for an earlier call; only process 0 has the tensors.
+
+        Raises:
+            RuntimeError: on all processes, as all errors; there is no state, or this group has given up for now.
             DisagreementError: this group is refused.
-            ConfigurationError: those that train are not reached.
+            ConfigurationError: no group that trains is reached.
         """
         self._began_s = self._said_s = time.monotonic()
         if self._process == 0 and self._fetching is None:
-            self._fetching = _begin(lambda: {"state": _as_text(take())}, "lowbw-fetch")
+            self._fetching = _begin(lambda: {"state": self._as_text(take())}, "lowbw-fetch")
         answer = self._await(self._fetching, lambda: gives_up(True), lambda: self._why_not or self._client.progress)
         if answer is None:
             raise RuntimeError("given up")
         self._fetching, self._why_not = None, ""
         _raise_told(answer)
-        state = unpacked(base64.b64decode(answer["state"]))
-        return {**state, "tensors": self._client.tensors}
+        tensors, self._tensors = self._tensors, {}
+        self._has_taken = True
+        return {**unpacked(base64.b64decode(answer["state"])), "tensors": tensors}
+
+    def _as_text(self, state: Mapping[str, Any]) -> str:
+        """Keep the tensors of a state here, and return everything else as text, for JSON."""
+        self._tensors = state["tensors"]
+        return base64.b64encode(packed({**state, "tensors": {}}).numpy().tobytes()).decode()
 
     def _insist(self) -> dict[str, Any]:
-        """Return the state of a group that trains; while one lives it is tried again, whatever fails.
+        """Return the state of a group that trains; repeat after any failure while such a group lives.
 
         Raises:
             RuntimeError: there is none.
-            DisagreementError, ConfigurationError: as of `_fetch`.
+            DisagreementError, ConfigurationError: as `_fetch`.
         """
         reached_s = time.monotonic()
         while True:
@@ -495,17 +451,18 @@ class TorchftMembership:
                 raise RuntimeError(self._why_not)
 
     def _take(self, addresses: Sequence[str]) -> dict[str, Any]:
-        """Return the state of the first group that gives it, of who has sent one before if that is among these.
+        """Return the state of the first group that gives it.
 
         Raises:
-            RuntimeError: none has completed a round.
-            OSError: some could not be reached.
-            DisagreementError: one that has been in a round refuses this group; of others all compare in the next one.
+            RuntimeError: no group has completed a round.
+            OSError: a group was not reached.
+            DisagreementError: a group that has been in a round refuses this one. (A refusal by a newcomer counts only
+                in the next quorum, where all compare.)
         """
         (row, settings), failed = self._told, list[str]()
-        for address in sorted(addresses, key=lambda each: each != self._client.address):
+        for address in addresses:
             try:
-                state, is_current = self._client.catch_up(address, self._asks())
+                state = self._client.fetch(address, self._asks())
             except RefusedError as refused:
                 name, other, theirs = refused.args
                 if not other.is_new and (other.rounds or other.settings != row.settings):
@@ -513,13 +470,12 @@ class TorchftMembership:
             except Exception as error:  # noqa: BLE001 - whatever it is, another training is there
                 failed.append(f"{address}: {error!r}")
             else:
-                self._is_late = not is_current or state["is_exchanging"]
                 self._lighthouse.appear(self._name)  # it is in their next round
                 return state
         raise OSError("; ".join(failed)) if failed else RuntimeError("no other group has completed a round")
 
     def _asks(self) -> dict[str, str]:
-        """Return what is told to a group whose state is asked for."""
+        """Return the question to a group whose state this one asks for."""
         row, _ = self._told
         return {"name": self._name, "settings": row.settings, "run": row.run if row.rounds else ""}
 
@@ -529,19 +485,12 @@ class TorchftMembership:
         Raises:
             RuntimeError: on this process.
         """
-        self._unreached = _unreached([member for member in members if member.name != self._name])
-        if self._unreached:
-            raise RuntimeError(f"no connection to {[member.label for member in self._unreached]}")
         gloo: Any = dist.ProcessGroupGloo
-        options, before, limit = gloo._Options(), _tcp_sockets(), timedelta(seconds=CONNECT_S)
+        options, limit = gloo._Options(), timedelta(seconds=CONNECT_S)
         options._devices, options._timeout = [gloo.create_device(hostname=self._address)], limit
         host, _, port = address.rpartition(":")
         store = dist.TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=limit)
         self._group = gloo(dist.PrefixStore(path, store), rank, len(members), options)
-        _of_group.clear()
-        _of_group.update(_tcp_sockets() - before)
-        for descriptor, _ in _of_group:
-            _watch(descriptor)
 
     def _disconnect(self) -> None:
         """Forget the group. gloo closes its connections when nothing refers to it any more; `abort` does not."""
@@ -551,8 +500,8 @@ class TorchftMembership:
 class _Lighthouse:
     """torchft's client, made anew after an error.
 
-    Heartbeats are sent here and not by torchft's server: that one would have everybody who reaches its port end the
-    process.
+    This class sends the heartbeats itself: torchft's server, which would do it, ends the process at the request of
+    anybody that reaches its port.
     """
 
     def __init__(self, torchft: Any, url: str) -> None:
@@ -560,12 +509,12 @@ class _Lighthouse:
         self._connect = partial(torchft.LighthouseClient, url, connect_timeout=timedelta(seconds=CONNECT_S))
         self._client: Any = None
         self.is_away = False  # whether no heartbeats are sent
-        self.hangs_from_s = math.inf  # when this group, if nothing else is noted before, hangs
-        self.is_closed = threading.Event()  # read where the state is asked for again and again
+        self.hangs_from_s = math.inf  # time after which this group is taken to hang, unless `note` comes before
+        self.is_closed = threading.Event()
         self._heartbeats: threading.Thread | None = None
 
     def appear(self, name: str) -> None:
-        """Send heartbeats from now on: the others wait for this member in a round.
+        """Send heartbeats from now on: the other groups wait for this one in a round.
 
         Raises:
             ConfigurationError: another group has its name.
@@ -584,10 +533,10 @@ class _Lighthouse:
 
         Args:
             own: this member.
-            is_asked: returns whether it is still waited for.
+            is_asked: returns whether this group still waits for the answer.
 
         Raises:
-            ConfigurationError: others have the name of this one, or other programs.
+            ConfigurationError: another group has the name of this one, or a member is another program.
             RuntimeError, TimeoutError: there is none yet.
         """
         self.appear(own.name)
@@ -610,33 +559,30 @@ class _Lighthouse:
                     raise
                 wait_s = RENEW_S
         self._client = client
-        members = [member for each in found.participants if (member := _member_of(each)) is not None]
-        others = {each.replica_id for each in found.participants}.difference(member.name for member in members)
-        if others and own.row.is_new:  # those that train go on
+        members = {each.replica_id: member for each in found.participants if (member := _member_of(each)) is not None}
+        others = {each.replica_id for each in found.participants}.difference(members)
+        if others and own.row.is_new:  # groups that train go on
             raise ConfigurationError(
                 f"The lighthouse {self.url} has members of another program, or of another version: "
                 f"{sorted(others)}. Start one for each training."
             )
-        if (own.name, own.failures) not in {(member.name, member.failures) for member in members}:
+        told = members.get(own.name)
+        if told is not None and told.store != own.store:
+            raise second_of(own.name)
+        if told is None or told.failures != own.failures:
             raise RuntimeError("the lighthouse has answered an older request of this group")
-        return found.quorum_id, sorted(members, key=lambda member: member.name)
+        return found.quorum_id, [members[name] for name in sorted(members)]
 
     def _refuse_second(self, own_name: str) -> None:
-        """Raise ConfigurationError if another group has the name and is alive; before the others hear of this one."""
-
-        def ages() -> list[float]:
-            return [
-                age for name, age in self.page()[1].items() if label_of(name) == label_of(own_name) and name != own_name
-            ]
-
-        began_s = time.monotonic()
-        if any(age < POLL_S for age in ages()):  # of a group that is alive, or was a moment ago
+        """Raise ConfigurationError if a living group has the name; before the other groups hear of this one."""
+        if self.page()[1].get(own_name, math.inf) < POLL_S:  # it lives, or did so a moment ago
+            began_s = time.monotonic()
             time.sleep(POLL_S)
-            if any(age < time.monotonic() - began_s for age in ages()):  # heard of meanwhile
-                raise second_of(label_of(own_name))
+            if self.page()[1].get(own_name, math.inf) < time.monotonic() - began_s:  # a heartbeat since then
+                raise second_of(own_name)
 
     def page(self) -> tuple[str, dict[str, float]]:
-        """Return the lighthouse's page, and by that the seconds since the last heartbeat of each member.
+        """Return the lighthouse's page, and the seconds since the last heartbeat of each member, read from it.
 
         Raises:
             OSError: it cannot be read.
@@ -649,8 +595,16 @@ class _Lighthouse:
             raise OSError(f"{self.url}: {error}") from error
         return page, {name: float(age) for name, age in re.findall(r"(?m)^ *(\S.*): seen ([0-9.]+)s ago", page)}
 
+    def silent(self, names: Sequence[str], own_name: str) -> list[str]:
+        """Return the members without a heartbeat for SILENT_S; none if this group is not heard either."""
+        with suppress(OSError):
+            ages = self.page()[1]
+            if ages.get(own_name, math.inf) < POLL_S:
+                return [name for name in names if ages.get(name, 0.0) > SILENT_S]
+        return []
+
     def addresses(self, own_name: str) -> list[str]:
-        """Return where the states of other members of the last round are served that are alive; with most rounds first.
+        """Return the `StateServer`s of the living other members of the last round; the most rounds first.
 
         Raises:
             OSError: the page cannot be read.
@@ -662,7 +616,7 @@ class _Lighthouse:
         return [alive[name][1] for name in in_turn]
 
     def _send_heartbeats(self, name: str) -> None:
-        """Tell the lighthouse that this member is alive, until `close`; not while it hangs."""
+        """Tell the lighthouse that this member is alive, until `close`; not while the group hangs."""
         client, has_said = None, False
         while not self.is_closed.wait(HEARTBEAT_S):
             hangs = time.monotonic() > self.hangs_from_s
@@ -683,7 +637,7 @@ class _Lighthouse:
 
 
 def _member_of(participant: Any) -> _Member | None:
-    """Return what a participant has told; None if it is of another program."""
+    """Return a participant of a quorum as a member; None if it is another program."""
     data = participant.data or {}
     if data.keys() != OWN_DATA or len(data["row"]) != len(Row._fields):
         return None
@@ -691,13 +645,13 @@ def _member_of(participant: Any) -> _Member | None:
     return _Member(participant.replica_id, *addresses, Row(*data["row"]), data["failures"])
 
 
-def second_of(label: str) -> ConfigurationError:
-    """Return the error of a group whose name another one has."""
-    return ConfigurationError(f"Another group has the name {label!r}, too. Give each one of its own: group=...")
+def second_of(name: str) -> ConfigurationError:
+    """Return the error of a group whose name another group has."""
+    return ConfigurationError(f"Another group has the name {name!r}, too. Give each group a name of its own: group=...")
 
 
 def _begin(fn: Callable[[], dict[str, Any]], name: str) -> Future[dict[str, Any]]:
-    """Call a function in a thread that keeps no process alive; an error is told in plain values."""
+    """Call a function in a thread that keeps no process alive; an error becomes an answer of plain values."""
     future = Future[dict[str, Any]]()
 
     def run() -> None:
@@ -711,80 +665,36 @@ def _begin(fn: Callable[[], dict[str, Any]], name: str) -> Future[dict[str, Any]
 
 
 def _raise_told(answer: Mapping[str, Any]) -> None:
-    """Raise the error of which `_begin` has told, on all processes of a group; RuntimeError, where it may pass."""
+    """Raise the error of an answer, on all processes of a group; RuntimeError if another attempt may succeed."""
     if "error" in answer:
         kinds = {kind.__name__: kind for kind in (ConfigurationError, DisagreementError)}
         raise kinds.get(answer["kind"], RuntimeError)(answer["error"])
 
 
-def _as_text(state: Mapping[str, Any]) -> str:
-    """Return a state without its tensors, for JSON."""
-    return base64.b64encode(packed({**state, "tensors": {}}).numpy().tobytes()).decode()
-
-
 def _turn_of(name: str, own_name: str) -> int:
-    """Return a number in an order of others that differs between groups: they do not all take the state of one."""
+    """Return a number that orders other groups, differently in each group: they do not all ask the same donor."""
     return zlib.crc32(f"{own_name} {name}".encode())
 
 
 def _unreached(members: Sequence[_Member]) -> list[_Member]:
-    """Return those to whom no connection can be made."""
+    """Return the members whose store does not accept a connection."""
 
-    def is_reached(address: str) -> bool:
-        host, _, port = address.rpartition(":")
+    def is_reached(member: _Member) -> bool:
+        host, _, port = member.store.rpartition(":")
         with suppress(OSError), socket.create_connection((host, int(port)), CONNECT_S):
             return True
         return False
 
-    addresses = {address: member for member in members for address in (member.store, member.state)}
-    with ThreadPoolExecutor(1 + len(addresses)) as pool:
-        reached = dict(zip(addresses, pool.map(is_reached, addresses), strict=True))
-    return [member for member in members if not (reached[member.store] and reached[member.state])]
+    with ThreadPoolExecutor(1 + len(members)) as pool:
+        reached = [*pool.map(is_reached, members)]
+    return [member for member, has in zip(members, reached, strict=True) if not has]
 
 
-# Forked processes -----------------------------------------------------------------------------------------------------
-# A DataLoader's workers inherit all sockets. While one of these is open there, nobody notices that it is left here.
-
-# gloo's; and what other threads have opened while it connected, as loggers do: it ends with those when one is lost.
-_of_group: set[tuple[int, int]] = set()
-
-
-def _tcp_sockets() -> set[tuple[int, int]]:
-    """Return the descriptors of TCP sockets, with their inodes."""
-    found = set()
-    for name in os.listdir("/dev/fd"):
-        with suppress(OSError):  # that of the listing itself
-            status = os.fstat(int(name))
-            if stat.S_ISSOCK(status.st_mode):
-                with socket.socket(fileno=os.dup(int(name))) as copy:
-                    if copy.family in (socket.AF_INET, socket.AF_INET6) and copy.type == socket.SOCK_STREAM:
-                        found.add((int(name), status.st_ino))
-    return found
-
-
-def _watch(descriptor: int) -> None:
-    """Let a connection fail soon after the other machine has vanished, which sends no end of it, or reads no more."""
-    with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:  # closed meanwhile
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        settings = {"TCP_KEEPIDLE": SILENT_S // 2, "TCP_KEEPINTVL": 1, "TCP_KEEPCNT": SILENT_S // 2}
-        for name, value in {**settings, "TCP_USER_TIMEOUT": 1000 * SILENT_S}.items():
-            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
-
-
-def _shut_down() -> None:
-    """End the connections of the group, on both sides; who waits on one gets an error."""
-    for descriptor, _ in _of_group & _tcp_sockets():
-        with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
-            connection.getpeername()  # not that at which gloo listens: it would end the process
-            connection.shutdown(socket.SHUT_RDWR)
-
-
-def _close_in_child() -> None:
-    for descriptor, _ in _of_group & _tcp_sockets():
-        os.close(descriptor)
-
-
-os.register_at_fork(after_in_child=_close_in_child)
+def _let_go(work: Any, group: Any) -> None:
+    """Wait for the end of abandoned work, with the last reference to its group."""
+    with suppress(RuntimeError):
+        work.wait()
+    del group
 
 
 # Surroundings ---------------------------------------------------------------------------------------------------------
@@ -800,13 +710,13 @@ def _import_torchft() -> Any:
             f"Elastic training needs torchft {TORCHFT}, here and in the lighthouse; {version} is installed. "
             'pip install "lightning-lowbw[elastic]"'
         )
-    os.environ.pop("TORCHFT_USE_OTEL", None)  # with it the import fails
-    os.environ.setdefault("RUST_LOG", "warn")  # else torchft writes a line for each request
+    os.environ.pop("TORCHFT_USE_OTEL", None)  # the import fails if it is set
+    os.environ.setdefault("RUST_LOG", "warn")  # torchft would write a line for each request
     return importlib.import_module("torchft.coordination")
 
 
 def _own_address(address: str | None, lighthouse: str) -> str:
-    """Return the given address of this host, that of the interface GLOO_SOCKET_IFNAME, or of the way to the lighthouse.
+    """Return the address of this host: the given one, or that of GLOO_SOCKET_IFNAME, or of the way to the lighthouse.
 
     Raises:
         ConfigurationError: there is none.

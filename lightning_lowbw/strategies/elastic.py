@@ -1,4 +1,4 @@
-"""A strategy whose nodes come, go and are slow: each is a Lightning run of its own, and they average now and then."""
+"""A strategy whose nodes come, go and are slow: each node is a Lightning run of its own; they average at times."""
 
 from __future__ import annotations
 
@@ -31,37 +31,40 @@ from lightning_lowbw.strategies.strategy import Strategy
 class ElasticStrategy(Strategy):
     """Local SGD between groups that come, go and are slow; each group is one Lightning run.
 
-    A group is one process, or several on a node, which Lightning sees alone, with its sampler, loggers and checkpoints
-    (give each group a `default_root_dir` of its own). In each step its processes reduce their gradients, as DDP does.
-    After a round the groups that are there average their changes, weighted by samples. Who is missing is missing; who
-    is slow, comes back, or is new takes the state of another group, and rebases its own work. A group that joins
-    begins in the present round of the others. Groups begin with the same weights, so with one seed; Lightning's own
-    sampler shuffles differently in each. A model that is sharded inside a group (`_fsdp`) is not supported.
+    A group is one process, or several processes on a node. Lightning sees one group, with its own sampler, loggers and
+    checkpoints; give each group a `default_root_dir` of its own. In each step the processes of a group reduce their
+    gradients, as DDP does. After a round the groups that are there average their changes, weighted by samples. A round
+    does not wait for a missing group. A group that is slow, comes back or is new takes the state of another group; a
+    group that joins begins in the current round of the other groups. All groups begin with the same weights, so give
+    one seed; Lightning's own sampler shuffles differently in each group. A model that is sharded inside a group
+    (`_fsdp`) is refused.
 
-    Steps and schedulers are those of the fastest group. The training ends for all with the same round, that in which
-    the fastest has taken ``Trainer(max_steps=...)``. Validation, checkpoints and the end of the fit have the weights
-    after the last round, which are the same on all groups. A group's checkpoint resumes that group; of several the one
-    with the most rounds counts.
+    If a group fails in an exchange, it cannot know whether its round has counted. It then drops its work of this round;
+    the other groups keep their work.
+
+    Steps and schedulers follow the fastest group. The training ends for all groups with the same round, in which the
+    fastest group has taken ``Trainer(max_steps=...)``. Validation, checkpoints and the end of the fit have the weights
+    after the last round, which are the same on all groups. Each group resumes from its own checkpoint; if all groups
+    start again, the checkpoint with the most rounds counts.
 
     Args:
         method: averages weights, with begin_step=0: `LocalSGD(k_steps=8, begin_step=0)`.
-        k_steps: local steps of a round; None is the method's.
+        k_steps: local steps of a round; None: the value of the method.
         round_s: seconds after which a round ends instead, with as many steps as each group has taken.
-        num_tokens: returns what a batch counts in the means; None is its number of samples, as Lightning finds it.
-        participants: the fraction of the groups that is drawn to be averaged in a round; the others keep their work.
-        min_replicas: groups that a round needs; with fewer all wait, and say so once a minute. With 1 one that is left
-            alone with the lighthouse trains on.
-        grace_s: for which a group that has ended waits for others; longer than the lighthouse's join_timeout_ms, for
-            which rounds wait.
-        group: the name of this group, which no other has, and which it keeps when it is restarted.
-        lighthouse: the address of torchft's, where groups meet, as "http://10.0.0.1:29510"; None is that of the
-            environment's TORCHFT_LIGHTHOUSE.
-        gbit_per_s: the slowest uplink of a group, which makes `timeout_s` longer where the state is large.
-        timeout_s: after which a collective between groups is lost, or longer. Not `timeout`, see below.
-        address: at which other groups reach this process; None is that of the interface GLOO_SOCKET_IFNAME, or of the
-            one that leads to the lighthouse.
-        **kwargs: as of `Strategy`, without `topology`. A group that has taken part in a round, and waits for
-            others, saves "last" of each ModelCheckpoint after `timeout` (30 minutes), and ends with an error.
+        num_tokens: returns the weight of a batch in the means; None: its number of samples, as Lightning finds it.
+        min_replicas: groups that a round needs; with fewer, all groups wait and say so once a minute. With 1, a group
+            that is alone with the lighthouse trains on.
+        grace_s: seconds for which a group that has ended waits for other groups; longer than the join_timeout_ms of the
+            lighthouse.
+        group: name of this group. No other group has it, and the group keeps it after a restart.
+        lighthouse: address of torchft's lighthouse, where groups meet, as "http://10.0.0.1:29510"; None: the address
+            in the environment's TORCHFT_LIGHTHOUSE.
+        gbit_per_s: the slowest uplink of a group; it makes `timeout_s` longer if the state is large.
+        timeout_s: the shortest timeout of a collective between groups. `timeout` is another limit, see below.
+        address: address at which other groups reach this process; None: the address of the interface
+            GLOO_SOCKET_IFNAME, or of the interface that leads to the lighthouse.
+        **kwargs: as for `Strategy`, without `topology`. A group that has taken part in a round and waits for other
+            groups saves "last" of each ModelCheckpoint after `timeout` (30 minutes), and ends with an error.
 
     Raises:
         ConfigurationError: a value is out of range, or the method communicates in every step.
@@ -72,7 +75,7 @@ class ElasticStrategy(Strategy):
         20
     """
 
-    _acts_alone = True  # there will be others
+    _acts_alone = True  # other groups will come
 
     @shows(STRATEGY_KEYWORDS)
     def __init__(
@@ -82,7 +85,6 @@ class ElasticStrategy(Strategy):
         k_steps: int | None = None,
         round_s: float | None = None,
         num_tokens: Callable[[Any], float] | None = None,
-        participants: float = 1.0,
         min_replicas: int = 2,
         grace_s: float = 20.0,
         group: str | None = None,
@@ -100,8 +102,6 @@ class ElasticStrategy(Strategy):
                 )
             self.method = self._given = self.method.replace(k_steps=k_steps)  # so that a resume compares it, too
         check_elastic(self.method)
-        if not (is_number(participants) and 0 < participants <= 1):
-            raise ConfigurationError(f"participants={participants!r}: give a fraction above 0, at most 1.")
         self._of_membership: dict[str, Any] = {"gbit_per_s": gbit_per_s, "timeout_s": timeout_s}
         for name, value in {"round_s": round_s, "grace_s": grace_s, **self._of_membership}.items():
             if (name, value) != ("round_s", None) and not (is_number(value) and value > 0):
@@ -111,9 +111,9 @@ class ElasticStrategy(Strategy):
             raise ConfigurationError(f"min_replicas={min_replicas!r}: give a number of groups, an integer >= 1.")
         self._of_membership |= {"lighthouse": lighthouse, "min_replicas": min_replicas, "address": address}
         self.group = group or socket.gethostname()
-        self.round_s, self.participants, self.grace_s = round_s, participants, grace_s
+        self.round_s, self.grace_s = round_s, grace_s
         self._num_tokens = num_tokens or extract_batch_size
-        self._options |= {"round_s": round_s, "participants": participants, "grace_s": grace_s, "group": group}
+        self._options |= {"round_s": round_s, "grace_s": grace_s, "group": group}
         self._options |= self._of_membership
 
     @property
@@ -130,7 +130,7 @@ class ElasticStrategy(Strategy):
     @property
     @override
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        # Its default is the seed of all groups, with which they would train on the same batches.
+        # With the default, the seed of all groups, they would train on the same batches.
         seed = int(os.environ.get("PL_GLOBAL_SEED", 0)) + zlib.crc32(f"{self.group}".encode())
         return {**super().distributed_sampler_kwargs, "seed": seed}
 
@@ -148,13 +148,13 @@ class ElasticStrategy(Strategy):
             )
         if checks.callbacks_of(trainer, Timer):
             raise ConfigurationError(
-                "Trainer(max_time=...), or a Timer: each group has a clock of its own, and the others would train on "
-                "without it. Give max_steps."
+                "Trainer(max_time=...), or a Timer: each group has a clock of its own, and the other groups "
+                "would train on without it. Give max_steps."
             )
         if any(isinstance(parameter, DTensor) for parameter in trainer.lightning_module.parameters()):
             raise ConfigurationError(
-                "The model is sharded, and each process of an elastic group has a whole one. Leave fully_shard out, or "
-                "take ShardedStrategy, or a name that ends with _fsdp; its nodes stay the same."
+                "The model is sharded, and each process of an elastic group needs the whole model. Leave fully_shard "
+                "out, or take ShardedStrategy, or a name that ends with _fsdp, with a fixed set of nodes."
             )
 
     @override
@@ -162,34 +162,30 @@ class ElasticStrategy(Strategy):
         self.peers = self._worker_peers = Members(self.make_membership(), self.ledger)
 
     def make_membership(self) -> Membership:
-        """Return what finds the groups; for other engines than torchft."""
+        """Return the membership that finds the groups; an engine other than torchft overrides this."""
         return TorchftMembership(name=self.group, **self._of_membership)
 
     @override
     def _make_worker(self, optimizer: Optimizer, module: pl.LightningModule, buffers: Any) -> Any:
         if len(self._trained_optimizers) > 1:
-            raise ConfigurationError(
-                f"{len(self.optimizers)} optimizers: a round of an elastic training is that of one. Return one."
-            )
+            raise ConfigurationError(f"{len(self.optimizers)} optimizers: an elastic training has one. Return one.")
         assert isinstance(self.peers, Members)
         worker = ElasticSync(
             *(self.method, optimizer, module.named_parameters(), self.peers, buffers),
             round_s=self.round_s,
-            participants=self.participants,
         )
-        worker.group = self.group
         return worker
 
     @override
     def _make_workers(self) -> None:
         super()._make_workers()
         if not self._workers:
-            raise ConfigurationError("No optimizer: a round of an elastic training is that of one. Return one.")
+            raise ConfigurationError("No optimizer: an elastic training has one. Return one.")
 
     @property
     @override
     def _num_participants(self) -> int:
-        return max(2, self.world_size)  # there will be others
+        return max(2, self.world_size)  # other groups will come
 
     @override
     def reconfigure(self, method: Method) -> None:
@@ -208,7 +204,7 @@ class ElasticStrategy(Strategy):
         if self._timeout is not None:
             worker.max_wait_s = self._timeout.total_seconds()  # no collective waits between groups, which would end
         self._num_followed = 0  # steps, of which a scheduler takes one in `frequency`
-        worker.join()  # takes the weights of the others, or waits for a first round
+        worker.join()  # takes the weights of another group, or waits for a first round
         self._follow(worker, is_in_step=False)
         if self.world_size > 1:
             self.signals.read_requests(worker, self.trainer)
@@ -257,8 +253,8 @@ class ElasticStrategy(Strategy):
                 self.trainer.save_checkpoint(os.path.join(f"{callback.dirpath}", name))
             raise TimeoutError(
                 f"Too few groups have come to the end of round {worker.num_averages + 1} in {worker.max_wait_s:g} s: "
-                "the others have ended the training, or are lost. If they come back later, start this group again "
-                "from its last checkpoint, with a longer ElasticStrategy(timeout=...)."
+                "the other groups have ended the training, or are lost. If they come back later, start this group "
+                "again from its last checkpoint, with a longer ElasticStrategy(timeout=...)."
             )
 
     @override
@@ -272,7 +268,7 @@ class ElasticStrategy(Strategy):
         """Return the schedulers in words.
 
         Raises:
-            ConfigurationError: one would not be the same on all groups.
+            ConfigurationError: a scheduler would not take the same steps on all groups.
         """
         named = []
         for config in self.trainer.lr_scheduler_configs:
@@ -303,7 +299,7 @@ class ElasticStrategy(Strategy):
         step, before, num_steps = worker.step - is_in_step, self._num_followed, worker.num_skipped
         if healed is not None:
             for config, state in zip(configs, healed["schedulers"], strict=True):
-                config.scheduler.load_state_dict(state)  # of the group that this one was healed from
+                config.scheduler.load_state_dict(state)  # state of the group whose weights this one has taken
             for group, lr in zip(worker.optimizer.param_groups, healed["lrs"], strict=True):
                 group["lr"] = lr
             before, num_steps = healed["step"], step - healed["step"]

@@ -10,7 +10,7 @@ import os
 import signal
 import tempfile
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import wait
@@ -48,55 +48,32 @@ def gives_up(at_s: float, is_taking: bool) -> bool:
     return not is_taking and time.monotonic() >= at_s
 
 
-def average(weights: torch.Tensor, rank: int, group: dist.ProcessGroup) -> torch.Tensor:
-    total = weights + rank
-    group.allreduce([total]).wait()
-    return total / group.size()
+def average(total: torch.Tensor, group: dist.ProcessGroup) -> Any:
+    return group.allreduce([total])
 
 
-def average_few(weights: torch.Tensor, rank: int, group: dist.ProcessGroup) -> torch.Tensor:
-    """As a sparse payload."""
-    return torch.cat([average(weights[:1000], rank, group), weights[1000:]])
-
-
-def die_in_the_middle(weights: torch.Tensor, rank: int, group: dist.ProcessGroup) -> torch.Tensor:
+def die_in_the_middle(total: torch.Tensor, group: dist.ProcessGroup) -> Any:
     os.kill(os.getpid(), signal.SIGKILL)
-    return weights
 
 
-def hang_in_the_middle(weights: torch.Tensor, rank: int, group: dist.ProcessGroup) -> torch.Tensor:
+def hang_in_the_middle(total: torch.Tensor, group: dist.ProcessGroup) -> Any:
     time.sleep(PATIENCE_S)
-    return weights
 
 
-def stop_in_the_middle(weights: torch.Tensor, rank: int, group: dist.ProcessGroup) -> torch.Tensor:
+def stop_in_the_middle(total: torch.Tensor, group: dist.ProcessGroup) -> Any:
     os.kill(os.getpid(), signal.SIGSTOP)
-    return average(weights, rank, group)
+    return average(total, group)
 
 
-def fork_and_fail(weights: torch.Tensor, rank: int, group: dist.ProcessGroup) -> torch.Tensor:
-    """Start a process, as a DataLoader does, that lives as long as this one; then leave the round."""
-    here = os.getpid()
-    if os.fork() == 0:
-        while os.getppid() == here:
-            time.sleep(0.1)
-        os._exit(0)
-    raise RuntimeError("a fault")
-
-
-def fail(weights: torch.Tensor, rank: int, group: dist.ProcessGroup) -> torch.Tensor:
-    raise RuntimeError("a fault")
-
-
-def fail_in_process_1(weights: torch.Tensor, rank: int, group: dist.ProcessGroup) -> torch.Tensor:
+def fail_in_process_1(total: torch.Tensor, group: dist.ProcessGroup) -> Any:
     if dist.get_rank() == 1:
         raise RuntimeError("a fault of this process only")
-    return average(weights, rank, group)
+    return average(total, group)
 
 
-def all_collectives(weights: torch.Tensor, rank: int, group: dist.ProcessGroup) -> torch.Tensor:
+def all_collectives(total: torch.Tensor, group: dist.ProcessGroup) -> Any:
     """Use each collective with the dtypes that are sent."""
-    size = group.size()
+    size, rank = group.size(), group.rank()
     for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.uint8):
         own = torch.arange(size * 5).to(dtype) + rank
         everyone = torch.stack([torch.arange(size * 5).to(dtype) + each for each in range(size)])
@@ -105,21 +82,20 @@ def all_collectives(weights: torch.Tensor, rank: int, group: dist.ProcessGroup) 
         assert torch.equal(rows, everyone)
         group.allreduce([own]).wait()
         assert torch.equal(own, everyone.sum(0).to(dtype))
-    return average(weights, rank, group)
+    return average(total, group)
 
 
 class LateClient(StateClient):
-    """Receives the state as it is a round before the others are, twice."""
+    """Receives a state that is a round old when it arrives, the first time."""
 
-    num_late = 0
+    is_late = True
 
-    def catch_up(self, address: str, asks: Mapping[str, str]) -> tuple[dict[str, Any], bool]:
-        late, _ = super().catch_up(address, asks)
-        late = {**late, "tensors": {name: tensor.clone() for name, tensor in late["tensors"].items()}}
-        while self.num_late < 2 and self.fetch(address, asks)[0]["num_averages"] == late["num_averages"]:
+    def fetch(self, address: str, asks: Mapping[str, str]) -> dict[str, Any]:
+        late = super().fetch(address, asks)
+        while self.is_late and super().fetch(address, asks)["num_averages"] == late["num_averages"]:
             time.sleep(0.05)
-        self.num_late += 1
-        return late, True
+        self.is_late = False
+        return late
 
 
 def send_slowly(connection: Any, tensor: torch.Tensor) -> None:
@@ -130,14 +106,13 @@ def send_slowly(connection: Any, tensor: torch.Tensor) -> None:
 
 @dataclass
 class Cut:
-    """`_unreached` where the paths are cut in some attempts to reach somebody, counted from 1."""
+    """`_unreached` of a group that reaches no other in its first attempts."""
 
-    attempts: Collection[int]
-    num_attempts: int = 0
+    num_attempts: int
 
     def __call__(self, members: Sequence[_Member]) -> list[_Member]:
-        self.num_attempts += bool(members)
-        return [*members] if self.num_attempts in self.attempts else _unreached(members)
+        self.num_attempts -= bool(members)
+        return [*members] if self.num_attempts >= 0 else _unreached(members)
 
 
 def run_member(
@@ -149,12 +124,12 @@ def run_member(
         options: of the membership, and of this loop: `rounds` to commit; `pause_s` between two; `act`: what happens in
             the collective of the round number `act_in`, counted from 0; `patience_s` of each process; `size` of what is
             averaged; `late_s`, by which it comes late to the first collective; `settings`; `step` of its checkpoint;
-            `constants` of the modules; `usual`, what happens in other collectives.
+            `constants` of the modules; `num_sent` elements that are averaged, by default all.
     """
     rounds, pause_s = options.pop("rounds", 10**6), options.pop("pause_s", 0.05)
     act, act_in, late_s = options.pop("act", None), options.pop("act_in", 0), options.pop("late_s", 0.0)
     patience_s = options.pop("patience_s", [PATIENCE_S] * num_processes)
-    step, members, usual_act = options.pop("step", 0), (), options.pop("usual", average)
+    step, members, num_sent = options.pop("step", 0), (), options.pop("num_sent", None)
     weights = torch.full((options.pop("size", SIZE),), float(options.pop("value", 0.0)))
 
     settings, is_new = options.pop("settings", {"processes": f"{num_processes}"}), True
@@ -188,7 +163,6 @@ def run_member(
             "num_averages": step,
             "run": "",
             "name": "plain",
-            "is_exchanging": False,
         }
 
     def heal(state: Mapping[str, Any]) -> None:
@@ -216,7 +190,7 @@ def run_member(
                 tell("gave up", time.monotonic() - began_s)
                 break
             assert quorum.rows is None or quorum.healed is None
-            assert quorum.rows is None or quorum.rows[quorum.rank][:-2] == row[:-2]
+            assert quorum.rows is None or quorum.rows[quorum.rank][:-1] == row[:-1]
             took_s, members = time.monotonic() - began_s, quorum.members
             if quorum.healed is not None:
                 heal(quorum.healed)
@@ -225,19 +199,20 @@ def run_member(
                 continue
             if quorum.rows is None:
                 with contextlib.suppress(RuntimeError):
-                    membership.collective(partial(average, torch.zeros(1), 0))
+                    membership.collective(partial(average, torch.zeros(1)))
                 membership.commit()
                 continue
-            in_it, act_in = act if act and not act_in else usual_act, act_in - 1
+            in_it, act_in = act if act and not act_in else average, act_in - 1
             time.sleep(late_s)
-            mean, late_s = weights, 0.0
+            total, late_s = weights[:num_sent] + quorum.rank, 0.0
             try:
-                mean = membership.collective(partial(in_it, weights, quorum.rank))
+                membership.collective(partial(in_it, total))
             except RuntimeError as error:
                 tell("lost", str(error)[:80])
             if membership.commit():
                 membership.serve(None)
-                weights, step, is_new = mean, step + 1, False
+                weights = torch.cat([total / len(members), weights[len(total) :]])
+                step, is_new = step + 1, False
                 membership.serve(shared)
                 tell("committed", (weights.double().sum().item(), took_s))
             else:

@@ -7,15 +7,13 @@ import pickle
 import time
 from collections.abc import Callable, Mapping
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from lightning_lowbw.comm.agreement import gather
 from lightning_lowbw.elastic.membership import GivesUp, Quorum, Row, Settings, Share, raise_refused, refusals, rounds_of
-
-T = TypeVar("T")
 
 
 class KilledError(BaseException):
@@ -120,7 +118,7 @@ class PlainMembership:
             time.sleep(0.002)
         return epoch if self.name in members else None
 
-    def collective(self, fn: Callable[[dist.ProcessGroup], T]) -> T:
+    def collective(self, begin: Callable[[dist.ProcessGroup], Any]) -> None:
         here = self.num_rounds, self.num_collectives
         self.num_collectives += 1
         if here == self.kill_in:
@@ -129,10 +127,10 @@ class PlainMembership:
         try:
             if self.has_failed:
                 raise RuntimeError("this round has failed")
-            result = fn(self.group) if self.fail_in.get(here, True) else None
+            if self.fail_in.get(here, True):
+                begin(self.group).wait()
             if here in self.fail_in:
                 raise RuntimeError("the link of this member failed")
-            return result  # type: ignore[return-value]
         except RuntimeError:
             self.has_failed = True
             self.group = None  # others that wait for this member fail

@@ -1,4 +1,4 @@
-"""The state of a group, sent to one that is behind: to the bit, in parts, one group after the other."""
+"""The state of a group, sent to a group that is behind: to the bit, one group after the other."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from torch import Tensor
 from lightning_lowbw.elastic import torchft_membership, transfer
 from lightning_lowbw.elastic.membership import Row, digest_of
 from lightning_lowbw.elastic.torchft_membership import TorchftMembership
-from lightning_lowbw.elastic.transfer import RefusedError, StateClient, StateServer, apply_, update_
+from lightning_lowbw.elastic.transfer import RefusedError, StateClient, StateServer
 from lightning_lowbw.errors import ConfigurationError, DisagreementError
 
 SETTINGS = {"method": "as here"}
@@ -33,7 +33,7 @@ class Group:
     Args:
         tensors: of the state.
         change: of the tensors, in a round.
-        steps: of a round.
+        steps: number of steps of a round.
     """
 
     def __init__(self, tensors: dict[str, Tensor], change: Callable[[], object] = bool, steps: int = 1) -> None:
@@ -41,7 +41,7 @@ class Group:
         self.server = StateServer("donor", "127.0.0.1")
         self.server.row, self.server.settings = Row(2, settings=digest_of(SETTINGS), run="r"), SETTINGS
         self.server.offer(self.state)
-        self.rounds, self.is_exchanging = 3, False
+        self.rounds = 3
         self.is_over = threading.Event()
 
     def train(self) -> None:
@@ -52,13 +52,7 @@ class Group:
             self.server.offer(self.state)
 
     def state(self) -> dict[str, Any]:
-        plain = {
-            "num_averages": self.rounds,
-            "run": "r",
-            "others": {3: (1.5, "x")},
-            "is_exchanging": self.is_exchanging,
-        }
-        return {"tensors": self.tensors, **plain}
+        return {"tensors": self.tensors, "num_averages": self.rounds, "run": "r", "others": {3: (1.5, "x")}}
 
 
 @contextmanager
@@ -73,109 +67,69 @@ def training(group: Group) -> Iterator[Group]:
         group.server.close(2.0)
 
 
-def test_what_has_changed_arrives_to_the_bit() -> None:
+def test_a_state_arrives_to_the_bit() -> None:
     generator = torch.Generator().manual_seed(1)
-    now = {
+    tensors = {
         "wide": torch.randn(3, 5, 2, 2, generator=generator).to(memory_format=torch.channels_last),
-        "half": torch.randn(9, generator=generator).bfloat16(),
+        "half": torch.tensor([-0.0, float("nan"), 7.0]).bfloat16(),
         "double": torch.randn(2, 3, generator=generator).double(),
         "scalar": torch.tensor(2.5),
         "nothing": torch.zeros(0, 4),
         "complex": torch.randn(4, dtype=torch.complex64, generator=generator),
-        "still": torch.ones(7),
     }
-    sent: dict[str, Tensor] = {}
-    received: dict[str, Tensor] = {}
-    for changed in ({"wide": (0, 1, 1, 0), "half": 3, "scalar": ()}, {"double": (1, 2), "complex": 2}, {}):
-        parts = update_(sent, now)
-        for part in parts:
-            apply_(received, part)
-        for name, tensor in now.items():
-            real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-            assert received[name].dtype == real.dtype
-            pair = [each.reshape(-1).contiguous().view(torch.uint8) for each in (received[name], real)]
-            assert torch.equal(*pair), name
-        for name, place in changed.items():
-            now[name][place] = {"wide": -0.0, "scalar": float("nan")}.get(name, 7.0)
-    assert [part.name for part in parts] == ["double", "complex"], "nothing else"
-    assert [part.values.numel() for part in parts] == [1, 2]
-    now["wide"].zero_()
-    update_(sent, now)
-    now["wide"].neg_()  # -0.0 is another number for a checksum
-    (part,) = update_(sent, now)
-    assert part.values.numel() == now["wide"].numel()
+    with training(Group(tensors, steps=1 << 30)) as group:
+        state = StateClient().fetch(group.server.address, ASKS)
+    assert state["others"] == {3: (1.5, "x")}
+    for name, tensor in tensors.items():
+        real, received = torch.view_as_real(tensor) if tensor.is_complex() else tensor, state["tensors"][name]
+        assert (received.dtype, received.shape) == (real.dtype, real.shape)
+        assert torch.equal(*(each.reshape(-1).contiguous().view(torch.uint8) for each in (received, real))), name
 
 
-def test_rounds_that_end_meanwhile_are_caught_up_with() -> None:
-    weights = torch.zeros(LARGE)
-    with training(Group({"w": weights}, lambda: weights[:100].add_(1.0), steps=3)) as group:
-        client = StateClient()
-        state, _ = client.catch_up(group.server.address, ASKS)
-        assert state["others"] == {3: (1.5, "x")}
-        assert state["tensors"]["w"][:101].tolist() == [state["num_averages"] - 3.0] * 100 + [0.0]
-        assert client.fetch(group.server.address, ASKS)[1] <= 400, "only what has changed"
-
-
-def test_who_cannot_catch_up_stops_trying() -> None:
+def test_a_state_is_of_one_round_while_the_group_trains_on() -> None:
     weights = torch.zeros(LARGE)
     with training(Group({"w": weights}, lambda: weights.add_(1.0))) as group:
-        state, is_current = StateClient().catch_up(group.server.address, ASKS)
-        assert not is_current
-        assert len({*state["tensors"]["w"][::1000].tolist()}) == 1, "of one round"
+        state = StateClient().fetch(group.server.address, ASKS)
+        assert {*state["tensors"]["w"][::1000].tolist()} == {state["num_averages"] - 3.0}
 
 
 @pytest.mark.parametrize(("name", "value"), [("settings", "other"), ("run", "other")])
 def test_who_could_not_take_part_is_given_nothing(name: str, value: str) -> None:
     with training(Group({"w": torch.zeros(3)}, steps=1 << 30)) as group:
         with pytest.raises(RefusedError) as refused:
-            StateClient().catch_up(group.server.address, {**ASKS, name: value})
+            StateClient().fetch(group.server.address, {**ASKS, name: value})
         _, row, settings = refused.value.args
         assert (settings, row.settings, row.run) == (SETTINGS, ASKS["settings"], "r")
         assert row.rounds == (3 if name == "run" else 2), "told, or completed since then"
-        assert StateClient().catch_up(group.server.address, {**ASKS, "run": "r"})[1]
+        assert StateClient().fetch(group.server.address, {**ASKS, "run": "r"})["run"] == "r"
 
 
 def stalled(address: str) -> socket.socket:
     """Ask for the state, and read only its first bytes."""
     host, _, port = address.rpartition(":")
     connection = socket.create_connection((host, int(port)))
-    transfer._tell(connection, **{**ASKS, "name": "stalled"}, has="")
+    transfer._tell(connection, **{**ASKS, "name": "stalled"})
     assert connection.recv(100)
     return connection
 
 
-def test_two_are_served_one_after_the_other_and_one_copy_is_kept() -> None:
+def test_two_are_served_one_after_the_other() -> None:
     """The first one dies in the transfer."""
     with training(Group({"w": torch.ones(LARGE)})) as group:
-        first, second, third = stalled(group.server.address), StateClient(), StateClient()
-        states: list[Any] = []
-        waited = threading.Thread(target=lambda: states.append(second.catch_up(group.server.address, ASKS)))
-        waited.start()
-        waited.join(1.5)
-        assert waited.is_alive()
+        first, states = stalled(group.server.address), list[Any]()
+        waits = threading.Thread(target=lambda: states.append(StateClient().fetch(group.server.address, ASKS)))
+        waits.start()
+        waits.join(0.5)
+        assert waits.is_alive()
         first.close()
-        waited.join(20.0)
-        assert torch.equal(states[0][0]["tensors"]["w"], torch.ones(LARGE))
-        nbytes = [client.fetch(group.server.address, ASKS)[1] for client in (second, third, third, second)]
-        assert nbytes == [0, 4 * LARGE, 0, 4 * LARGE], "nothing has changed"
-
-
-def test_a_copy_is_not_kept_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transfer, "KEEP_S", 0.0)
-    group, client = Group({"w": torch.ones(9)}), StateClient()
-    client.fetch(group.server.address, ASKS)
-    assert client.fetch(group.server.address, ASKS)[1] == 0
-    time.sleep(0.1)
-    group.server.offer(group.state)
-    assert not group.server._copy
-    assert client.fetch(group.server.address, ASKS)[1] == 36
-    group.server.close(2.0)
+        waits.join(20.0)
+        assert torch.equal(states[0]["tensors"]["w"], torch.ones(LARGE))
 
 
 def a_membership() -> TorchftMembership:
     """Return one of a group that asks, without a lighthouse."""
     membership = object.__new__(TorchftMembership)
-    membership._name, membership._process, membership._fetching, membership._is_late = "joiner", 0, None, False
+    membership._name, membership._process, membership._fetching, membership._tensors = "joiner", 0, None, {}
     membership._client, membership._told, membership._why_not = StateClient(), (ROW, SETTINGS), ""
     membership.min_replicas = 2
     lighthouse = SimpleNamespace(is_closed=threading.Event(), url="here", close=bool, appear=bool)
@@ -205,30 +159,6 @@ def test_who_leaves_in_a_transfer_costs_its_group_nothing_and_the_next_one_is_as
         assert found[0]["tensors"]["w"].tolist() == [2.0] * 9
 
 
-def test_a_transfer_that_breaks_off_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    weights, last = torch.zeros(9), torch.zeros(3)
-    group, client = Group({"w": weights, "last": last}), StateClient()
-    before, _ = client.fetch(group.server.address, ASKS)
-    weights.add_(1.0)
-    last.add_(1.0)
-    fill, sizes = transfer._fill, list[int]()
-
-    def breaking(file: Any, tensor: Tensor) -> None:
-        sizes.append(tensor.numel())
-        if len(sizes) == 3:
-            raise ConnectionError("broken")
-        fill(file, tensor)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(transfer, "_fill", breaking)
-        with pytest.raises(ConnectionError):
-            client.fetch(group.server.address, ASKS)
-    assert not any(each.any() for each in before["tensors"].values())
-    after, _ = client.fetch(group.server.address, ASKS)
-    assert all(each.all() for each in after["tensors"].values())
-    group.server.close(2.0)
-
-
 def test_a_state_that_changes_is_not_read() -> None:
     group = Group({"w": torch.zeros(3)})
     group.server.offer(None)
@@ -242,7 +172,7 @@ def test_a_state_that_changes_is_not_read() -> None:
 def test_who_closes_waits_for_a_transfer_and_not_for_who_has_the_state() -> None:
     group, client = Group({"v": torch.ones(LARGE), "w": torch.ones(LARGE)}), StateClient()
     states: list[Any] = []
-    taking = threading.Thread(target=lambda: states.append(client.catch_up(group.server.address, ASKS)))
+    taking = threading.Thread(target=lambda: states.append(client.fetch(group.server.address, ASKS)))
     taking.start()
     while not group.server._turn.locked():
         time.sleep(0.001)
@@ -250,7 +180,7 @@ def test_who_closes_waits_for_a_transfer_and_not_for_who_has_the_state() -> None
     group.server.close(20.0)
     assert time.monotonic() - began_s < 10.0
     taking.join()
-    assert states[0][0]["tensors"]["w"].equal(torch.ones(LARGE)), "also where nobody answers any more"
+    assert states[0]["tensors"]["w"].equal(torch.ones(LARGE)), "also where nobody answers any more"
 
 
 def test_a_state_is_data() -> None:
@@ -271,18 +201,9 @@ def test_a_state_that_comes_is_waited_for_whatever_the_time() -> None:
             fetch([group.server.address], lambda _: True)
 
 
-@pytest.mark.parametrize("is_exchanging", [False, True])
-def test_who_takes_the_state_while_a_round_is_exchanged_will_be_a_round_behind(is_exchanging: bool) -> None:
-    with training(Group({"w": torch.ones(5)})) as group:
-        group.is_exchanging = is_exchanging
-        membership = a_membership()
-        membership._fetch(lambda: membership._take([group.server.address]), lambda _: False)
-        assert membership._is_late == is_exchanging
-
-
 def joined(monkeypatch: pytest.MonkeyPatch, addresses: Callable[[], list[str]], row: Row = ROW) -> Any:
     """Return what a newcomer begins with, where a lighthouse knows these addresses."""
-    monkeypatch.setattr(torchft_membership, "GONE_S", 5.0)
+    monkeypatch.setattr(torchft_membership, "GONE_S", 2.0)
     membership = a_membership()
     membership._lighthouse.addresses = lambda _: addresses()  # type: ignore[method-assign]
     return membership.state_of_others(row, SETTINGS, lambda _: False)
@@ -330,7 +251,8 @@ def test_who_is_refused_ends_by_name_and_begins_no_second_training(monkeypatch: 
         assert joined(monkeypatch, there) is None, "nothing has been averaged"
 
 
-def test_who_is_ended_waits_shortly_for_a_transfer() -> None:
+def test_who_is_ended_waits_shortly_for_a_transfer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torchft_membership, "LEAVE_S", 1.0)
     with training(Group({"w": torch.ones(LARGE)})) as group:
         blocked = stalled(group.server.address)
         membership = a_membership()
@@ -338,9 +260,9 @@ def test_who_is_ended_waits_shortly_for_a_transfer() -> None:
         membership._group, membership._limit_s = None, 600.0
         began_s = time.monotonic()
         membership.close()
-        assert 0.9 * torchft_membership.LEAVE_S < time.monotonic() - began_s < 2 * torchft_membership.LEAVE_S
+        assert 0.9 < time.monotonic() - began_s < 10.0
         membership.close()  # as Lightning does, at the end and in the teardown
-        assert time.monotonic() - began_s < 2 * torchft_membership.LEAVE_S, "nothing more is waited for"
+        assert time.monotonic() - began_s < 10.0, "nothing more is waited for"
         blocked.close()
 
 
@@ -351,4 +273,4 @@ def test_what_strangers_send_does_not_end_the_serving() -> None:
         for sent in (b"", b"GET / HTTP/1.1\n", b"[]\n", b"{}\n"):
             with socket.create_connection((host, int(port)), 5.0) as stranger:
                 stranger.sendall(sent)
-        StateClient().catch_up(group.server.address, ASKS)
+        StateClient().fetch(group.server.address, ASKS)
