@@ -37,6 +37,8 @@ from tests.ranks import run_ranks
 
 PAGE = Path(__file__).with_name("results") / "lightning.md"
 YES = "yes"
+REFUSED = "refused at the start of the fit, with the methods that take it"
+SKIPPED = "after an exception the save is skipped, with one line; after a SIGTERM the checkpoint is complete"
 Cells = dict[tuple[str, str], str]  # by row and column
 BATCHES, BATCH = 4, 4  # of each rank's epoch
 LR = 0.05
@@ -112,7 +114,7 @@ class Run:
     """What a row has: the column's strategy, a folder of its own, and a fit that ends with equal replicas."""
 
     def __init__(self, column: str, folder: Path) -> None:
-        self.strategy, self.folder = COLUMNS[column], folder
+        self.column, self.strategy, self.folder = column, COLUMNS[column], folder
 
     def trainer(self, **options: Any) -> pl.Trainer:
         defaults: dict[str, Any] = {
@@ -191,14 +193,18 @@ def row(name: str) -> Callable[[Row], Row]:
 # Callbacks ------------------------------------------------------------------------------------------------------
 
 
+def averages_weights(run: Run) -> bool:
+    return bool(getattr(getattr(run.strategy(), "method", None), "averages_weights", False))
+
+
 def refused(run: Run, callback: cb.Callback) -> str | None:
     """Return what a method that averages weights says of a moving average; None with other strategies."""
-    if not getattr(getattr(run.strategy(), "method", None), "averages_weights", False):
+    if not averages_weights(run):
         return None
     try:
         run.fit(Model(), callbacks=[callback])
     except ConfigurationError:
-        return "refused at the start of the fit, with the methods that take it"
+        return REFUSED
     raise AssertionError("not refused")
 
 
@@ -319,7 +325,7 @@ def batch_size_finder(run: Run) -> None:
 
 
 @row("`OnExceptionCheckpoint`")
-def on_exception_checkpoint(run: Run) -> None:
+def on_exception_checkpoint(run: Run) -> str | None:
     def fail(trainer: pl.Trainer, module: pl.LightningModule) -> None:
         if trainer.global_step == 5:
             raise RuntimeError("on purpose")
@@ -328,9 +334,12 @@ def on_exception_checkpoint(run: Run) -> None:
     with contextlib.suppress(RuntimeError):
         run.fit(Model(), callbacks=[callback, Look(fail)])
     dist.barrier()  # after an exception no rank waits for rank 0, which writes the file
-    assert (run.folder / "left.ckpt").is_file()
+    if run.column != "ddp":
+        assert not (run.folder / "left.ckpt").exists()
+        return SKIPPED
     trainer = run.fit(Model(), ckpt_path=str(run.folder / "left.ckpt"))
     assert trainer.global_step == 2 * BATCHES, f"{trainer.global_step} steps"
+    return None
 
 
 @row("`ModelCheckpoint(save_top_k=2)`")
@@ -378,7 +387,9 @@ def save_weights_only(run: Run) -> None:
     run.fit(model := Model(), callbacks=[cb.ModelCheckpoint(run.folder, "some", save_weights_only=True)])
     dist.barrier()
     loaded = Model.load_from_checkpoint(run.folder / "some.ckpt", weights_only=True)
-    assert are_equal(loaded.parameters(), model.parameters())
+    # The last epoch's file of a method that averages weights has the last average, and the fit ends with another one.
+    assert averages_weights(run) or are_equal(loaded.parameters(), model.parameters())
+    check_equal(loaded)
     assert len(list(run.folder.iterdir())) == 1
 
 

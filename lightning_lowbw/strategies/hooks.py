@@ -204,9 +204,9 @@ class ReplicaHooks:
     # The end ------------------------------------------------------------------------------------------------------
 
     def end_training(self, trainer: pl.Trainer, peers: Peers, device: torch.device) -> None:
-        """Compare the weights that callbacks have left on all ranks."""
+        """Compare the weights that callbacks have left on all ranks; a tuner's search ends without an average."""
         for worker in self._workers:
-            if not worker.peers.are_shards:
+            if not worker.peers.are_shards and worker.replica.parameters_agree:
                 agree_on_end(worker.step, worker.by_name(), peers.group)
 
 

@@ -123,15 +123,16 @@ def test_unusual_trainings_are_no_errors(what: str) -> None:
     assert model.trainer.global_step == STEPS
 
 
+@pytest.mark.parametrize("name", ["dgc, warm-up", "local_sgd"])
 @on_ranks(2)
-def test_the_tuner_leaves_no_trace() -> None:
+def test_the_tuner_leaves_no_trace(name: str) -> None:
     """It trains on the live strategy, then puts everything back."""
     ends = []
     for tunes in (False, True):
         model = WithRate()
-        trainer: Any = make_trainer(make("dgc, warm-up"), 2, max_steps=STEPS, max_epochs=-1)
+        trainer: Any = make_trainer(make(name), 2, max_steps=STEPS, max_epochs=-1)
         if tunes:
-            Tuner(trainer).lr_find(model, make_data(2, 30), num_training=12, update_attr=False)
+            Tuner(trainer).lr_find(model, make_data(2, 30), num_training=11, update_attr=False)
         trainer.fit(model, make_data(2, STEPS))
         ends.append(same((weights_of(model), trainer.strategy.workers[0].step)))
     assert ends[0] == ends[1]
