@@ -156,7 +156,7 @@ class GradientSync(Synchronizer):
 
     @property
     def clip_factor(self) -> float:
-        """sqrt(N) while sparse: the norm of a mean of N independent gradients is 1/sqrt(N) of theirs (eq. 8)."""
+        """sqrt(N) while sparse: a mean of N independent gradients has 1/sqrt(N) of the norm of one gradient (eq. 8)."""
         return math.sqrt(self.peers.num_participants) if self.is_sparse else 1.0
 
     def metrics(self, is_due: bool) -> dict[str, float | Tensor]:
@@ -176,7 +176,7 @@ class GradientSync(Synchronizer):
         return {} if self.compressed is None else self.compressed.residuals
 
     def residual_norm(self) -> float:
-        """Return the 2-norm of what this rank has not sent yet; reads all residuals."""
+        """Return the 2-norm of this rank's residuals; reads all residuals."""
         return 0.0 if self.compressed is None else self.compressed.residuals.norm()
 
     def check_schedule(self) -> None:
@@ -314,7 +314,7 @@ class GradientSync(Synchronizer):
         if not self.is_prepared:
             self.list_gradients()
         if skip_nonfinite and self.fault is None:
-            self.check_gradients()  # what is skipped must not enter the residuals
+            self.check_gradients()  # skipped gradients must not enter the residuals
         self.is_prepared = False
         self.is_taken = self._exchange(skip_nonfinite, applies)
         self.is_exchanged = True
@@ -692,7 +692,7 @@ class GradientSync(Synchronizer):
             self.compressed.to(device)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return this rank's own state: what differs from rank to rank, and the step."""
+        """Return this rank's own state: the values that differ between ranks, and the step."""
         parameters, state = self.by_name(), self.optimizer.state
         kept = {name: parameters[name] for name in self.residuals if name in parameters}  # not what was taken out
         velocities = {name: self.correction.saved(parameter) for name, parameter in kept.items()}
