@@ -1,1 +1,1 @@
-"""What is sent: payloads, corrections and the wire formats; nothing here communicates."""
+"""Payloads, corrections and wire formats: the content of messages. Nothing here communicates."""

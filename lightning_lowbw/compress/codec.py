@@ -1,6 +1,6 @@
 """How selected elements are laid out on the wire.
 
-One message holds all sparse tensors of a step: the positions of all of them, then their values. How
+One message holds all sparse tensors of a step: the positions of all tensors, then the values. How
 many elements each tensor has is known to all ranks (`num_selected`), so it is not sent.
 
 Positions take about two bits above the entropy, in a size that all ranks know beforehand. The tensors of a step are one
@@ -50,7 +50,7 @@ from lightning_lowbw.kernels.tensors import allocate, upload
 MAX_NUMEL = 2**31 - 1  # the largest tensor
 MAX_WIDTH = 30  # low bits of an element: from any bit of a word on they lie in two
 WORD_BITS, WORD_MASK = 32, (1 << 32) - 1
-BYTE = 8  # positions for which a compiled pass has to have room, beyond those that it reads
+BYTE = 8  # a compiled pass needs room for so many positions more than it reads
 ALIGNMENT_BYTES = 4  # messages of all ranks are concatenated and are read as int32
 
 ValueName = Literal["float32", "bfloat16", "float16", "int8", "int4", "int2"]
@@ -59,7 +59,7 @@ VALUE_NAMES: tuple[str, ...] = get_args(ValueName)
 LEVELS_BLOCK = 1 << LEVELS_SHIFT  # values; the extremes of a block are 32 bits, a quarter of a bit per value
 EXTREME_BYTES = 4  # of a block: two bfloat16
 LARGEST = 0x7F7F  # the bits of the largest finite bfloat16
-PIECE = 1 << 16  # values coded at a time; what is computed for them stays in the cache
+PIECE = 1 << 16  # values coded at a time; intermediate results stay in the cache
 HALF = 16  # bits between bfloat16 and float32
 ALL = slice(None)  # tensors of a message
 LLOYD_ITERATIONS = 8  # more change the error in the third digit only, also of heavy tails
@@ -185,7 +185,7 @@ def unpack(words: Tensor, counts: Sequence[int], numels: Sequence[int], tensors:
 def _unpack_one(
     words: Tensor, fields: Tensor, code: tuple[int, int], window: tuple[int, int], positions: Tensor
 ) -> tuple[int, int]:
-    """Read positions; return how many there are, and how many of them lie outside their tensors."""
+    """Read positions; return the number of positions, and the number of positions outside their tensors."""
     (width, unary_bits), (first_bit, end_bit) = code, window
     bits = torch.tensor([1 << bit for bit in range(8)], dtype=torch.uint8, device=words.device)
     octets = words.view(torch.uint8)[first_bit // 8 : -(-end_bit // 8)]
@@ -210,13 +210,13 @@ def _per_element(fields: Tensor, column: str, count: int) -> Tensor:
 # Values ---------------------------------------------------------------------------------------------------------------
 
 
-# A value format writes all tensors of a step at once. Zero stays zero and no value changes its sign; what is decoded is
-# finite.
+# A value format writes all tensors of a step at once. Zero stays zero and no value changes its sign; decoded
+# values are finite.
 
 
 @dataclass(frozen=True)
 class FloatFormat:
-    """Values as floats of one dtype. Float16 ends at 65504 and has nothing below 6e-8: what is smaller goes as zero."""
+    """Values as floats of one dtype. Float16 ends at 65504 and has nothing below 6e-8: smaller values become zero."""
 
     dtype: torch.dtype
 
@@ -230,7 +230,7 @@ class FloatFormat:
         return values.clamp(-limit, limit).to(self.dtype).view(torch.uint8)  # a late burst would become inf
 
     def decode(self, data: Tensor, counts: Sequence[int], tensors: slice = ALL) -> Tensor:
-        """Return what has been written for some tensors, as float32; of several messages in rows."""
+        """Return the values of some tensors, as float32; several messages give one row each."""
         values = data.view(self.dtype)[..., _elements(counts, tensors)]
         if self.dtype == torch.float32:
             return values
@@ -367,7 +367,7 @@ def _two_means(blocks: Tensor, of_tensor: Sequence[int]) -> tuple[Tensor, Tensor
 
 
 def _elements(counts: Sequence[int], tensors: slice) -> slice:
-    """Return which elements are those of consecutive tensors."""
+    """Return the slice of the elements of consecutive tensors."""
     first, stop, _ = tensors.indices(len(counts))
     return slice(sum(counts[:first]), sum(counts[:stop]))
 
@@ -377,7 +377,7 @@ def _num_blocks(counts: Sequence[int]) -> list[int]:
 
 
 def _pieces(counts: Sequence[int]) -> Iterator[list[int]]:
-    """Cut tensors between blocks into pieces of at most PIECE values, what is small together, in order."""
+    """Cut tensors between blocks into pieces of at most PIECE values, small tensors together, in order."""
     together: list[int] = []
     for count in counts:
         if together and sum(together) + count > PIECE:
@@ -407,7 +407,7 @@ def _rows(counts: Sequence[int], device: torch.device) -> Tensor:
 
 
 def _slots(counts: Sequence[int], device: torch.device) -> Tensor:
-    """Return the place of each value among those of all blocks: int64, shape (sum(counts),)."""
+    """Return the place of each value in the blocks of all tensors: int64, shape (sum(counts),)."""
     shifts, first, row = [], 0, 0
     for count, blocks in zip(counts, _num_blocks(counts), strict=True):
         shifts.append(row * LEVELS_BLOCK - first)

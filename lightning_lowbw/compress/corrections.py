@@ -1,7 +1,7 @@
 """How a gradient enters the residual: error feedback for any optimizer, momentum correction for SGD, Adam and AdamW.
 
 A correction says how a gradient enters the residual (`kernels.reference.Constants`), which state of the
-optimizer is the velocity, and what is left to the optimizer's step. `torch.optim.SGD`: momentum correction, arXiv
+optimizer is the velocity, and the remaining work of the optimizer's step. `torch.optim.SGD`: momentum correction, arXiv
 1712.01887. Adam and AdamW: Adam's step on a rank's own gradient. All others: error feedback; the optimizer steps with
 the mean.
 """
@@ -33,8 +33,8 @@ class Sources(NamedTuple):
 
     Attributes:
         kinds: which fields they have.
-        constants: by group; empty where segments have others in each step.
-        objects: which must be the same ones: the rows, the parameters and the optimizer's state.
+        constants: by group; empty if the constants of segments change in each step.
+        objects: which must be the same objects: the rows, the parameters and the optimizer's state.
     """
 
     kinds: Sequence[Any] = ()
@@ -147,13 +147,13 @@ class ErrorFeedback:
         }
 
     def write_back_(self) -> None:
-        """Write into the optimizer's state what kernels have changed in copies of it."""
+        """Copy the changes that kernels made in copies back into the optimizer's state."""
         for whole, row, copy in self._copies:
             copy_in_order_(whole, row.parameter, copy)
         self._copies.clear()
 
     def step_(self, parameters: Sequence[Parameter], group: Group) -> None:
-        """Do what is left of the optimizer's step: ``w = w - lr mean``, with the mean in `.grad`."""
+        """Do the remaining part of the optimizer's step: ``w = w - lr mean``, with the mean in `.grad`."""
         self.decay_weights(parameters, group)
         # w = w - lr mean: the mean has been through the momentum, or through Adam.
         lr, gradients = self.rate_of(group), [p.grad for p in parameters if p.grad is not None]
@@ -264,7 +264,7 @@ class AdamCorrection(ErrorFeedback):
     the decay would not abate until it is sent, some 1 / density steps later, and might diverge:
     `benchmarks/weight_decay.py`.
 
-    The steps of small tensors are Adam's own. `exp_avg` and `exp_avg_sq` are those of this rank.
+    The steps of small tensors are Adam's own. `exp_avg` and `exp_avg_sq` belong to this rank.
 
     b1 is at most `LARGEST_BETA1` here, at any density: a delayed element is already a mean over steps, as momentum is.
 
@@ -340,7 +340,7 @@ class AdamCorrection(ErrorFeedback):
             square=squares["exp_avg_sq"], largest=squares.get("max_exp_avg_sq"), **self._numbers_of(row)
         )
         # All ranks of a node keep the second moment of the whole tensor.
-        # What is before this rank's part, and what is behind it.
+        # The parts before and after this rank's part.
         parts = [part for part in (slice(0, own.start), slice(own.stop, parameter.numel())) if part.start < part.stop]
         return {
             **super().segment(name),
@@ -382,7 +382,7 @@ class AdamCorrection(ErrorFeedback):
         """Return Adam's state of a parameter, made as Adam makes it at the first step."""
         state: dict[str, Any] = self.optimizer.state[parameter]
         if not state:
-            # Where torch keeps it: on the host, unless a kernel or a CUDA graph reads it.
+            # Torch keeps the count of steps on the host, unless a kernel or a CUDA graph reads it.
             is_on_device = group.get("fused") or group.get("capturable")
             device = parameter.device if is_on_device else torch.device("cpu")
             state["step"] = torch.zeros((), dtype=torch.float32, device=device)

@@ -78,7 +78,7 @@ class Row:
 
 
 class Rows(tuple[Row, ...]):
-    """The rows of a step, and what follows from them: made once for all steps with the same rows."""
+    """The rows of a step, and properties derived from these rows: made once for all steps with the same rows."""
 
     @functools.cached_property
     def parameters(self) -> list[Parameter]:
@@ -92,17 +92,17 @@ class Rows(tuple[Row, ...]):
 
     @functools.cached_property
     def compressed(self) -> list[Row]:
-        """Those of which the largest elements are sent; also empty shards."""
+        """The rows whose largest elements are sent; also rows of empty shards."""
         return [row for row in self if row.is_compressed]
 
     @functools.cached_property
     def filled(self) -> list[Row]:
-        """Those of them with elements."""
+        """The compressed rows that have elements."""
         return [row for row in self.compressed if row.parameter.numel()]
 
     @functools.cached_property
     def numels(self) -> list[int]:
-        """The elements of these."""
+        """The number of elements of each filled row."""
         return [row.parameter.numel() for row in self.filled]
 
     @functools.cached_property
@@ -122,7 +122,7 @@ class Rows(tuple[Row, ...]):
 
 
 def by_group(rows: Iterable[Row]) -> Iterator[tuple[dict[str, Any], list[Row]]]:
-    """Yield each param group with its rows; those of a group are contiguous."""
+    """Yield each param group with its rows; the rows of a group are contiguous."""
     for _, of_group in groupby(rows, key=lambda row: id(row.group)):
         mine = list(of_group)
         yield mine[0].group, mine
@@ -136,7 +136,7 @@ class Params:
         named_parameters: of the model.
 
     Attributes:
-        whole_numels: elements of the parameters of which this rank has shards.
+        whole_numels: numbers of elements of the whole parameters, for parameters whose shards this rank has.
         orders: the order of a parameter's elements in its residual, by name: that in memory.
     """
 
@@ -207,7 +207,7 @@ class Params:
             `.grad` of frozen parameters is dropped.
 
         Args:
-            what: chooses those that are compressed; None in a step that compresses none.
+            what: chooses the compressed parameters; None in a step that compresses none.
             skipped: parameters that are left out.
         """
         groups = self.optimizer.param_groups

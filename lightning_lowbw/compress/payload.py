@@ -43,8 +43,8 @@ class Payload(ABC):
         corrects: whether gradients enter the residual as the optimizer's correction says (`compress.corrections`);
             else by error feedback.
         keeps_parts: whether each rank of a node keeps back its part of every tensor only; else all of it.
-        can_be_early: whether gradients can go in several messages, of which all but the last begin in the backward
-            pass.
+        can_be_early: whether gradients can go in several messages; all but the last message begin in the
+            backward pass.
         can_be_hidden: whether its exchange sends everything when it begins, so that local steps can be taken before it
             is waited for.
         takes_weights: whether its mean can count participants unequally, as in elastic rounds.
@@ -73,10 +73,10 @@ class Payload(ABC):
 
     @abstractmethod
     def messages(self, shapes: Shapes, num_participants: int, num_parts: int = 1, *, when: Schedule) -> list[Message]:
-        """Return what is sent in one exchange of the tensors that are compressed, apart from the status.
+        """Return the messages of one exchange of the compressed tensors, apart from the status.
 
         Args:
-            shapes: of these tensors.
+            shapes: shapes of the compressed tensors.
             num_participants: N.
             num_parts: in which a node exchanges each tensor; 1 when flat.
             when: the schedule, after its warm-up.
@@ -101,7 +101,7 @@ class Payload(ABC):
         return by_default
 
     def sample(self, min_numel: int) -> Payload:
-        """Return the payload with which exchanges are timed of a few tensors that are not those of the model.
+        """Return the payload for timing exchanges of a few tensors that do not belong to the model.
 
         Args:
             min_numel: elements of the smallest tensor that is compressed.
@@ -149,7 +149,7 @@ class Payload(ABC):
             )
 
     def check_names(self, names: Iterable[str]) -> None:  # noqa: B027 - most say nothing of names
-        """Check what it says of parameters by name.
+        """Check the settings that name parameters.
 
         Args:
             names: of the model's parameters.
@@ -159,7 +159,7 @@ class Payload(ABC):
         """
 
     def check_replacement(self, before: Payload) -> None:
-        """Check that the payload can take the place of another one, from whose exchanges there are residuals.
+        """Check that the payload can replace another payload whose exchanges have left residuals.
 
         Raises:
             ConfigurationError: it cannot.

@@ -1,7 +1,7 @@
 """Which elements are sent: the k largest of a tensor in absolute value, or of each of its chunks.
 
 `Selection` does it for all tensors of an optimizer together. A threshold, from a sample and then from step to step,
-finds candidates in the pass that accumulates; the k largest of these are sent. They are exactly as many as are asked
+finds candidates in the pass that accumulates; the k largest candidates are sent. They are exactly as many as are asked
 for, in ascending order, so that all ranks send messages of one size; of equal magnitudes the first, so that the payload
 does not depend on the way it was found.
 """
@@ -81,10 +81,10 @@ class Selection:
         Args:
             segments: by the name of the parameter, all on one device; their tensors are contiguous, of any shape. Where
                 the same mapping is given again, only gradients, of the same dtypes, and constants may be others.
-            masking: whether the velocity of what is taken is cleared.
+            masking: whether the velocity of taken elements is cleared.
 
         Returns:
-            Of each segment: positions, int64, ascending, and their exact values, float32; both of shape (num_sent,).
+            For each segment: positions, int64, ascending, and their exact values, float32; both of shape (num_sent,).
         """
         if segments is not self._given:
             has_kernels = bool(segments) and dispatch.uses_triton(next(iter(segments.values())).residual.device)
@@ -134,7 +134,7 @@ class SampledSelector:
         threshold: 0 where none is known. It influences only the time, never which elements are selected.
     """
 
-    SAMPLE = 1 << 15  # elements; at density 1e-3 some 65 of them lie above the threshold
+    SAMPLE = 1 << 15  # elements; at density 1e-3 some 65 elements lie above the threshold
     SMALL = 1 << 16  # elements; below this, to look through all is as fast
     SURPLUS = 2.0  # candidates aimed at, in units of k
 
@@ -225,7 +225,7 @@ class Residuals(Mapping[str, Tensor]):
         return len(self._views)
 
     def of(self, names: Iterable[str]) -> list[Tensor | None]:
-        """Return those of some names; None where there is none yet."""
+        """Return the tensors of some names; None if a name has no tensor yet."""
         return [*map(self._views.get, names)]
 
     def ensure(self, numels: Mapping[str, int], device: torch.device) -> None:
@@ -272,11 +272,11 @@ class Residuals(Mapping[str, Tensor]):
         return torch.as_strided(buffers[0], (len(names), numel), (step, 1), starts[0])
 
     def to(self, device: torch.device) -> None:
-        """Move all of them, into one buffer; those that are there already stay."""
+        """Move all tensors into one buffer; tensors that are on the device already stay."""
         self.ensure({name: view.numel() for name, view in self._views.items()}, device)
 
     def norm(self) -> float:
-        """Return the 2-norm of all of them together; waits for the device."""
+        """Return the 2-norm of all tensors together; waits for the device."""
         norms = [view.norm().double() for view in self._views.values()]
         by_device = {norm.device: [other for other in norms if other.device == norm.device] for norm in norms}
         return math.sqrt(sum(float(torch.stack(each).square().sum()) for each in by_device.values()))
@@ -291,7 +291,7 @@ class Residuals(Mapping[str, Tensor]):
         return {name: view.to("cpu", copy=True) for name, view in self._views.items()}
 
     def load(self, state: Mapping[str, Tensor], device: torch.device | None = None) -> None:
-        """Take over what `state` returned, instead of what is there.
+        """Replace the tensors by the result of `state`.
 
         Args:
             state: by name; of any shape and dtype, kept flat and in float32.

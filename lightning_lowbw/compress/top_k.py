@@ -6,7 +6,7 @@ Therien, Lidin, Belilovsky, "Communication Efficient LLM Pre-training with Spars
 
     accumulate   e = beta e + D        (or a correction of D; `compress.corrections`)
     send         Q(the k largest of e, per tensor or chunk)
-    keep         e = e - what was sent
+    keep         e = e - the sent values
     average      the sum of what all N sent, each element divided by N, or by the number that sent it
 
 Deviation: a chunk is a number of consecutive elements of a tensor, row by row, and the rest; SparseLoCo's authors cut
@@ -45,7 +45,7 @@ class ChunkLayout:
 
     Attributes:
         num_full: whole chunks.
-        k: elements sent of each of these.
+        k: elements sent of each whole chunk.
         k_last: elements sent of the rest; of the tensor, where it is not cut into chunks.
     """
 
@@ -72,7 +72,7 @@ class TopK(Payload, key="top_k"):
         value_dtype: "float32", "bfloat16", "float16", "int8", "int4" or "int2", for the values on the wire; rounding
             errors are sent later. The integers number levels between the extremes of a block, see `compress.codec`;
             under the same names `Quantized` sends multiples of a scale.
-        min_numel: tensors with fewer elements are sent dense, all of them fused, in the same message where that is not
+        min_numel: tensors with fewer elements are sent dense, fused together, in the same message if that is not
             dear (`comm.peers.is_apart`). None: as `small_numel` says.
         exclude: names of parameters that are always sent dense; shell patterns such as ``"*.bias"``.
         decay: the factor of the residual from one round to the next, in [0, 1]; 1: no decay.
@@ -216,7 +216,7 @@ class TopK(Payload, key="top_k"):
             messages: one row for each group of equal parts and each participant: uint8, shape (groups, participants,
                 nbytes).
             numels: elements of each tensor that is not empty.
-            tensors: of which the elements are returned; consecutive ones.
+            tensors: consecutive tensors whose elements are returned.
 
         Raises:
             ValueError: a message is damaged; see `SparseCodec.decode`.
@@ -231,7 +231,7 @@ class TopK(Payload, key="top_k"):
 
 @lru_cache(maxsize=64)
 def _layouts(payload: TopK, numels: tuple[int, ...]) -> tuple[ChunkLayout, ...]:
-    """Return the layout of each tensor; once for those of every step."""
+    """Return the layout of each tensor; computed once for the tensors of every step."""
     return tuple(payload.layout(numel) for numel in numels)
 
 
