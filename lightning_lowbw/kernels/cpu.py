@@ -68,7 +68,7 @@ def multiply_add(a, b, c):
 def largest_bits(bits, size):
     """Return the largest magnitude of float32 values, all as their bits: without a sign they compare as integers.
 
-    Where the size is a constant, the loop has a fixed number of vectors.
+    If the size is a constant, the loop has a fixed number of vectors.
     """
     largest = np.int32(0)
     for i in range(size):
@@ -82,8 +82,8 @@ def collect(bits, first, least, most, positions, count, flags):
     """Write where magnitudes of a block lie between two bounds; from more than there is room for on only count.
 
     There must be room for CHUNK more than are to be found; `flags` has CHUNK bytes of any content. Eight elements make
-    a byte, and a table has the places of the ones in each byte: all eight are written, of which those that count are
-    kept. A branch at each element would be foreseen wrongly as often as there is a one.
+    a byte, and a table has the places of the ones in each byte: all eight places are written, and only
+    the valid places are kept. A branch at each element would be foreseen wrongly as often as there is a one.
 
     Source: Lemire, Boytsov and Kurz, "SIMD compression and the intersection of sorted integers", arXiv 1401.6399,
     section 4.
@@ -514,7 +514,7 @@ def decode_kernel(scales, packed, values, bits):
 def accumulate_(segment: Segment, threshold: float, most: int = sys.maxsize) -> Tensor | None:
     """Accumulate a gradient and return where the residual reaches a threshold; see `reference.accumulate_`.
 
-    What it takes beside a copy: `benchmarks/results/ops_cpu.md`.
+    Its time compared with a copy: `benchmarks/results/ops_cpu.md`.
     """
     moment, residual = segment.second_moment, segment.residual
     square, largest = (None, None) if moment is None else (moment.square, moment.largest)
@@ -580,7 +580,7 @@ def pack_(positions: Tensor, fields: Tensor, width: int, unary_bits: int, words:
 def unpack(
     words: Tensor, fields: Tensor, code: tuple[int, int], window: tuple[int, int], positions: Tensor
 ) -> tuple[int, int]:
-    """Read positions of some tensors; return how many there are, and how many of them lie outside their tensors.
+    """Read positions of some tensors; return the number of positions, and the number outside their tensors.
 
     In place:
         `positions`, int32, with room for BYTE more than are expected; not to be used where either number is wrong.

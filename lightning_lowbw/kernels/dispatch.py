@@ -84,7 +84,7 @@ def has_kernels(device: torch.device) -> bool:
 
 
 def what_is_missing(device: torch.device) -> str | None:
-    """Return what is to be installed for kernels on a device; None if nothing is, or they are disabled."""
+    """Say which package a device's kernels lack; None if nothing is missing, or the kernels are disabled."""
     if device.type in _disabled or has_kernels(device):
         return None
     if device.type == "cpu":

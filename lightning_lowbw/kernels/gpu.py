@@ -42,7 +42,7 @@ SENT_PER_TILE, LEAST_TILE_SHIFT = 128, 10  # of one participant; so the number o
 # Launches for means of 16 bits, with a sixteenth of the elements in float32 each, but LEAST_RANGE at least.
 NUM_RANGES, LEAST_RANGE = 16, 1 << 22
 ORDER_BLOCK = 64  # candidates that a program copies at a time; in a block there are a handful
-# Where torch rounds twice, in u.mul_(m).add_(g), a multiply and an add are not to become one instruction.
+# Torch rounds twice in u.mul_(m).add_(g), so a multiply and an add must not become one instruction.
 OPTIONS: dict[str, Any] = {"enable_fp_fusion": False}
 
 
@@ -82,7 +82,7 @@ def compress_many_(segments: Sequence[Segment], *, masking: bool, workspace: Wor
     Args:
         segments: at least one, all on one device; see `takes`.
         masking: see `reference.take_`.
-        workspace: what is kept between steps.
+        workspace: the state between steps.
 
     Returns:
         See `reference.compress_many_`.
@@ -197,7 +197,7 @@ def pack(
         longest: elements of the tensor that has most.
         message: int32, zeros; levels have been written.
         coded: where values are, and how.
-        residuals: of each tensor: float32, contiguous; None: what is rounded away is lost.
+        residuals: one per tensor: float32, contiguous; None: rounding errors are lost.
     """
     from lightning_lowbw.kernels.triton_kernels import pack_kernel
 
@@ -226,7 +226,7 @@ def unpack(
         messages: int32, shape (messages, words), whose rows are contiguous.
         fields: as of `pack`, and so the code; of the tensors that are read.
         window: where in the unary part their bits begin and end.
-        num_elements: of these tensors, in each message.
+        num_elements: number of elements of these tensors, in each message.
         coded: where the values of all tensors are, and how.
 
     Returns:

@@ -54,7 +54,7 @@ class SecondMoment:
         return [self.square] if self.largest is None else [self.square, self.largest]
 
     def map(self, function: Callable[[Tensor], Tensor]) -> SecondMoment:
-        """Return the same with other tensors: each is replaced by what the function makes of it."""
+        """Return the same with other tensors: each tensor is replaced by the function's result."""
         largest = None if self.largest is None else function(self.largest)
         return replace(self, square=function(self.square), largest=largest)
 
@@ -115,8 +115,8 @@ class OtherPart(Constants):
 
     Args:
         second_moment: q of this part.
-        gradient: G of it.
-        weight: w of it; None without weight decay.
+        gradient: G of this part.
+        weight: w of this part; None without weight decay.
     """
 
     second_moment: SecondMoment
@@ -129,7 +129,7 @@ class OtherPart(Constants):
     k: ClassVar[int] = 0
 
     def update_(self) -> None:
-        """Bring the second moment up to date; what is not finite counts as zero."""
+        """Bring the second moment up to date; elements that are not finite count as zero."""
         gradient = self.gradient.nan_to_num(0.0, 0.0, 0.0)
         self.second_moment.update_(decayed(gradient, self.weight, weight_decay=self.weight_decay, sign=self.sign))
 
@@ -180,7 +180,7 @@ class Segment(Constants):
         return [*(tensor for tensor in everything if tensor is not None), *own]
 
     def map(self, function: Callable[[Tensor], Tensor]) -> Segment:
-        """Return the same step on other tensors: each is replaced by what the function makes of it."""
+        """Return the same step on other tensors: each tensor is replaced by the function's result."""
         buffer, weight, second_moment = self.momentum_buffer, self.weight, self.second_moment
         return replace(
             self,
@@ -414,7 +414,7 @@ def take_(residual: Tensor, momentum_buffer: Tensor | None, positions: Tensor, *
     limit = torch.finfo(torch.float32).max
     # By `index_select` and the like, which take a third of the time that an index in brackets does.
     values = residual.index_select(0, positions).clamp_(-limit, limit).to(torch.float32)
-    # v = v * not Mask (eq. 9); what was clamped off stays in v.
+    # v = v * not Mask (eq. 9); the clamped excess stays in v.
     residual.index_add_(0, positions, values.to(residual.dtype), alpha=-1)
     if masking and momentum_buffer is not None:
         # A zero is padding (a dead tensor has fewer than k candidates): nothing was sent, so nothing is masked. No
@@ -490,7 +490,7 @@ class Arrival(NamedTuple):
     Args:
         out: where the mean goes: float32, or without a weight of 16 bits; contiguous, of any shape.
         group: row of the messages that are about it.
-        first: its first element in each of these.
+        first: its first element in each of these messages.
         num_sent: its elements there.
         weight: the weight to step by the mean, of the same shape: float32, contiguous; None: no step.
         rate: of the step.
@@ -615,7 +615,7 @@ def scales_end(numel: int) -> int:
 
 
 def write_dense_(values: Tensor, messages: Tensor, code: Code) -> None:
-    """Write vectors into their messages; what is too large for a half type as its largest number.
+    """Write vectors into their messages; a value too large for a half type becomes its largest number.
 
     In place:
         The messages; the values, which become their rounding errors.

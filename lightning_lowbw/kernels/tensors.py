@@ -38,7 +38,7 @@ def allocate(shape: int | tuple[int, ...], dtype: torch.dtype, device: torch.dev
     """Return a tensor of any content, contiguous.
 
     Where it is large and on a CPU, from numpy, which asks Linux for huge pages. torch.empty does not, and from 32 MiB
-    on the C library maps new pages at each call: the page faults then take longer than what is done with the memory.
+    on the C library maps new pages at each call: the page faults then take longer than the use of the memory.
     """
     shape = (shape,) if isinstance(shape, int) else shape
     nbytes = prod(shape) * dtype.itemsize
@@ -60,7 +60,7 @@ def upload(numbers: Iterable[Any], dtype: torch.dtype, device: torch.device) -> 
 
 
 def download(numbers: Tensor) -> Callable[[], list[float]]:
-    """Begin to copy numbers to the host; what is returned waits for that, and not for what is launched afterwards.
+    """Begin to copy numbers to the host; the returned function waits for the copy, not for later launches.
 
     It keeps the numbers alone, not the memory that they are a view of: until they are read, that may take a step.
     """
@@ -201,7 +201,7 @@ def differences(now: Sequence[Tensor], before: Sequence[Tensor]) -> list[Tensor]
 
 
 def in_flats(function: Callable[..., Tensor], *lists: Sequence[Tensor]) -> list[Tensor]:
-    """Return what an elementwise function makes of tensors, those of one dtype together: few launches.
+    """Return what an elementwise function makes of tensors, tensors of one dtype together: few launches.
 
     Args:
         function: takes flat tensors, which it may write to, and returns one.
@@ -279,7 +279,7 @@ def checksum(tensors: Iterable[Tensor], at_a_time: int = 0) -> Tensor | int:
 
     Args:
         tensors: all on one kind of device, if hashes are compared.
-        at_a_time: elements, for one hash on all kinds of devices; 0 is what is fast there.
+        at_a_time: elements, for one hash on all kinds of devices; 0: a number that is fast on the device.
 
     Returns:
         int64, a scalar; 0 where there are no elements.
@@ -363,7 +363,8 @@ class Rates:
 def part(name: str) -> Iterator[None]:
     """Name a part of a step in a profile: of `torch.profiler`, or of Nsight in `torch.autograd.profiler.emit_nvtx`.
 
-    A context, or a decorator. Where nobody looks it takes a microsecond; torch's takes ten, and calls the dispatcher.
+    A context, or a decorator. If no profiler is active it takes a microsecond; torch's takes ten, and calls
+    the dispatcher.
     """
     if torch.autograd._profiler_enabled():
         with record_function(f"lowbw: {name}"):
@@ -374,8 +375,8 @@ def part(name: str) -> Iterator[None]:
 
 # Devices -------------------------------------------------------------------------------------------------------------
 
-# Enters a stream beside the current one, on which work begins after what was on that at the fork. Its arguments: the
-# tensors that are used there, and whether the host waits for them, too.
+# Enters a stream beside the current one. Work there begins after the work that was on the current stream at the fork.
+# Arguments: the tensors that are used there, and whether the host waits for them, too.
 Fork = Callable[[tuple[Tensor, ...], bool], AbstractContextManager[Any]]
 
 
@@ -400,7 +401,7 @@ class Serial:
         return tensor.to(self.device)
 
     def download(self, numbers: Tensor) -> Callable[[], list[float]]:
-        """Begin to copy numbers to the host; what is returned waits for the copy, and returns them."""
+        """Begin to copy numbers to the host; the returned function waits for the copy, and returns them."""
         return numbers.clone().tolist  # a copy: they may be overwritten before they are read
 
     def new_future(self) -> Future[Tensor]:
@@ -426,7 +427,7 @@ class Serial:
         clock does."""
 
     def synchronize(self, *, all_streams: bool = False) -> None:
-        """Wait on the host for what is on the current stream, or on all of them."""
+        """Wait on the host for the work on the current stream, or on all streams."""
         self._module.synchronize()
 
     def rng_state(self) -> dict[str, Tensor]:

@@ -177,7 +177,7 @@ def order_kernel(
 
 @triton.jit
 def has_candidates(row, count):
-    """Return whether a tensor's largest elements are among its candidates; else they are sought in all of it."""
+    """Return whether a tensor's largest elements are among its candidates; else the whole tensor is searched."""
     return (count >= tl.load(row + K)) & (count <= tl.load(row + CAPACITY))
 
 
@@ -605,7 +605,7 @@ def apply_kernel(
     first_place: tl.int64, W: tl.constexpr, MESSAGES: tl.constexpr, STEPS: tl.constexpr, SENDERS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Average what all participants have sent for a tile of a tensor, in their order: `reference.average_many_`.
+    """Average the elements that participants sent for a tile of a tensor, in their order: `reference.average_many_`.
 
     No two programs write to one tile, and in a tile one participant comes after the other: all replicas get the same
     bits. With STEPS the weights, of dtype W, are stepped by the means, and these have gone from `out`. With SENDERS the
@@ -732,7 +732,7 @@ def num_not_finite(values):
 @triton.jit
 def nearest(value, unit, is_finite, largest):
     """Return the nearest integers in units of a scale, of halves the even one, as float32; 0 if it is not finite."""
-    shifter = 12582912.0  # 1.5 * 2^23: what is added to it loses its fraction, and is at most 127 here
+    shifter = 12582912.0  # 1.5 * 2^23: a number added to it loses its fraction, and is at most 127 here
     quotient = tl.minimum(tl.maximum(tl.math.div_rn(value, unit), -largest - 1.0), largest + 1.0)
     return tl.where(is_finite, tl.minimum(tl.maximum((quotient + shifter) - shifter, -largest), largest), 0.0)
 
