@@ -67,7 +67,7 @@ class Payload(ABC):
     fixed: ClassVar[tuple[str, ...]] = ()
 
     def __init_subclass__(cls, key: str | None = None) -> None:
-        if key is not None:  # else it is a user's own, of one of these
+        if key is not None:  # else the class is a user's own, derived from a payload here
             cls.key = key
             PAYLOADS[key] = cls
 

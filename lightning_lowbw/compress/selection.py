@@ -126,7 +126,7 @@ class SampledSelector:
     """Find the k largest of one tensor among the candidates above a threshold, and adapt the threshold to their number.
 
     The threshold aims at twice k candidates. The surplus is then dropped by an exact top-k over the candidates, so
-    what is dropped is the smallest, wherever it lies (the published implementations cut by position, or take what an
+    these are the smallest candidates, wherever they lie (the published implementations cut by position, or take what an
     unlucky sample gives: recall down to 15 %). Too few candidates: estimate anew from a sample, and in the end look
     through all.
 

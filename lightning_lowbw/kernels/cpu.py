@@ -82,8 +82,8 @@ def collect(bits, first, least, most, positions, count, flags):
     """Write where magnitudes of a block lie between two bounds; from more than there is room for on only count.
 
     There must be room for CHUNK more than are to be found; `flags` has CHUNK bytes of any content. Eight elements make
-    a byte, and a table has the places of the ones in each byte: all eight places are written, and only
-    the valid places are kept. A branch at each element would be foreseen wrongly as often as there is a one.
+    a byte, and a table has the places of the ones in each byte: all eight places are written, and the valid
+    places are kept. A branch at each element would be foreseen wrongly as often as there is a one.
 
     Source: Lemire, Boytsov and Kurz, "SIMD compression and the intersection of sorted integers", arXiv 1401.6399,
     section 4.

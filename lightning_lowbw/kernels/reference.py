@@ -406,8 +406,8 @@ def take_(residual: Tensor, momentum_buffer: Tensor | None, positions: Tensor, *
         masking: whether the velocity is cleared.
 
     Returns:
-        float32, shape (k,); for an infinity, which stays in the residual, the largest finite number. Of a float64,
-        what that rounds away stays.
+        float32, shape (k,); for an infinity, which stays in the residual, the largest finite number. The rounding
+        error of a float64 stays in the residual.
 
     Source: arXiv 1712.01887, section 3.3.
     """
@@ -659,7 +659,7 @@ class Vector(NamedTuple):
 
 
 def encode_(vector: Vector, message: Tensor, size: int, code: Code, flags: Tensor) -> None:
-    """Write signals plus residuals into a message, row by row; keep what is rounded.
+    """Write signals plus residuals into a message, row by row; keep the rounding errors.
 
     In place:
         The message, the residuals; the flags, where one is to be set.
@@ -683,10 +683,10 @@ def encode_(vector: Vector, message: Tensor, size: int, code: Code, flags: Tenso
 
 
 def combine_(vector: Vector, received: Tensor, answer: Tensor, row: int, size: int, code: Code, flags: Tensor) -> None:
-    """Average the messages about a row of the vector, in their order, and write the mean; keep what is rounded.
+    """Average the messages about a row of the vector, in their order, and write the mean; keep the rounding errors.
 
     In place:
-        The answer: uint8, shape (`code_bytes(size)`,); the residuals of the row, to which what is rounded is added
+        The answer: uint8, shape (`code_bytes(size)`,); the residuals of the row, to which rounding errors are added
         times the number of messages, because they enter the mean divided by it; the last flag.
 
     Args:

@@ -221,7 +221,7 @@ class JoinedTable:
     """Tensors that are one vector, on a device; written again only where an address or a size has changed.
 
     Attributes:
-        rows: of the tensors, in the order of their starts.
+        rows: the rows of the tensors, in the order of their starts.
         table: the same on the device: int64.
     """
 
@@ -246,7 +246,7 @@ class JoinedTable:
         """Return for each block of GPU_BLOCK elements the first tensor in it, and the one behind its last: int32.
 
         Args:
-            num_rows: in which the vector is cut, each of which has blocks of its own.
+            num_rows: the number of rows of the vector; each row has blocks of its own.
             size: elements of a row.
         """
         if (num_rows, size) not in self._spans:

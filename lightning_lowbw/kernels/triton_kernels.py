@@ -476,7 +476,7 @@ def pack_kernel(
     """Write the positions of selected elements in Elias-Fano code, as `compress.codec.pack` does, and their values.
 
     The values are rounded to V, and written from the `first_value`-th V of the message on; levels of BITS bits have
-    been written before. What is rounded away is added to the residuals, whose addresses are `residuals`: 0 for none.
+    been written before. Rounding errors are added to the residuals, whose addresses are `residuals`: 0 for none.
 
     Grid: (blocks of the longest, tensors): a grid may be long in its first axis only. Elements share words, which are
     zeros before: bits are or-ed in.
@@ -803,7 +803,7 @@ def encode_kernel(
     table, spans, message, flags, num_tensors, size: tl.int64, row_bytes: tl.int64, codes: tl.int64, largest, limit,
     tiny, V: tl.constexpr, BITS: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """Write signals plus residuals, all tensors as one vector, and keep what is rounded: `reference.encode_`. Without
+    """Write signals plus residuals, all tensors as one vector, and keep rounding errors: `reference.encode_`. Without
     residuals signals alone.
 
     Grid: (groups of BLOCKS blocks, rows of the message). `flags`, zeros before: of each tensor whether its signal has
