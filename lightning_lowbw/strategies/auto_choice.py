@@ -50,19 +50,19 @@ from lightning_lowbw.sync.synchronizer import Synchronizer
 NUM_UNTIMED, NUM_TIMED = 2, 4  # optimizer steps; the first ones allocate
 NUM_STEPS = 1 + NUM_UNTIMED + NUM_TIMED  # of the first only the end is known
 SAMPLE, SAMPLE_OF_GPU = 512, 2048  # rows of the matrix whose exchange is timed; of a smaller a GPU shows launches only
-SMALL = 64  # of those of which only the number counts
+SMALL = 64  # rows of a matrix that stands for one tensor, if only the number of tensors counts
 NUM_EXCHANGES = 4  # of each kind
 OF_AUTO = ("ddp", "dgc")  # the candidates of `sparsity="auto"`
 
 
 class AutoChoice:
-    """The choice of a fit; of several optimizers the first that steps is timed, and the others step in between.
+    """The choice of a fit. With several optimizers it times the first that steps; the other optimizers step in between.
 
     Args:
         names: of `cost_model.CANDIDATES`.
 
     Attributes:
-        chosen: what has been chosen in place of "auto"; None before that.
+        chosen: the candidate that replaces "auto"; None before the choice.
         is_timing: whether steps are timed now; then the host waits for a CUDA device after backward.
     """
 
@@ -76,7 +76,7 @@ class AutoChoice:
         self.is_timing = False
         self._optimizer: Optimizer | None = None  # whose steps are timed
         self._last: tuple[float, float] | None = None  # the clock, and the seconds waited so far
-        self._times: list[tuple[float, float]] = []  # seconds of a step, and those without what was waited
+        self._times: list[tuple[float, float]] = []  # seconds of a step, with and without the time spent waiting
         self._end = math.inf  # the number of the fit's last step
 
     def is_open(self, method: Method) -> bool:
@@ -130,12 +130,12 @@ class AutoChoice:
 
         Args:
             worker: whose optimizer has stepped.
-            workers: all of them.
+            workers: all workers of the fit.
             trainer: of the fit.
         """
         if not self.is_timing:
             return None
-        # Of several optimizers one is timed: from its step to its next one is a batch, with the steps of the others.
+        # Only one optimizer is timed: from its step to its next step is a batch, with the other optimizers' steps.
         if worker.optimizer is not (self._optimizer or worker.optimizer):
             return None
         self._optimizer = worker.optimizer
@@ -231,16 +231,16 @@ def measure(
 ) -> Measured:
     """Return `timed` with the link and the exchanges in it, on this rank.
 
-    The link is measured once; what each exchange takes on it follows from its bytes and rounds (`cost_model.predict`).
-    What it computes is timed without a network. So the number of candidates costs no round trip.
+    The link is measured once; the time of an exchange on it follows from its bytes and rounds (`cost_model.predict`).
+    The computation of an exchange is timed without a network. So the number of candidates costs no round trip.
 
     Collective: all ranks. Enters no ledger.
 
     Args:
         given: as of `cost_model.choose`.
         names: of the candidates.
-        shapes: of the tensors that are sent sparse in sparse steps, and of the others.
-        peers: who takes part.
+        shapes: of the tensors that are sent sparse in sparse steps, and of all other tensors.
+        peers: the ranks that take part.
         device: where the gradients are.
         timed: the times of steps.
         begins_early: see `cost_model.Cluster`; of this rank.
@@ -303,7 +303,7 @@ def time_work(
 
 
 def time_exchange(method: Method, sizes: Sequence[int], peers: Peers, device: torch.device) -> float:
-    """Return the seconds of an exchange of square matrices; among echoes what it computes."""
+    """Return the seconds of an exchange of square matrices; among echoes the seconds of its computation."""
     exchange = exchange_for(method.what, peers, method.when)
     assert exchange is not None
     generator = torch.Generator(device).manual_seed(0)  # the training's own goes on as if nothing had been measured

@@ -70,7 +70,7 @@ class BaseStrategy(ParallelStrategy):
     _reduction: Reduction  # of gradients, as are the buffers by the engine
     _workers: dict[int, Any]  # by id of the optimizer
     _options: dict[str, Any]  # of the constructor; "resume" is one
-    _candidates: Sequence[str] = OF_AUTO  # of what is chosen in place of "auto"
+    _candidates: Sequence[str] = OF_AUTO  # methods that may replace "auto"
 
     def _make_parts(self) -> None:
         """Make what touches Lightning."""
@@ -105,7 +105,7 @@ class BaseStrategy(ParallelStrategy):
         self._begin_state()
 
     def _begin_workers(self, trainer: pl.Trainer) -> None:
-        """Make the workers and what is called around steps, of optimizers that have been set up.
+        """Make the workers of the optimizers that have been set up, and the hooks that are called around steps.
 
         Collective: all ranks.
         """
@@ -156,7 +156,7 @@ class BaseStrategy(ParallelStrategy):
 
     @property
     def _trained_optimizers(self) -> list[Optimizer]:
-        """Those that have something to train: others have no worker."""
+        """The optimizers that have parameters; an optimizer without parameters has no worker."""
         return [optimizer for optimizer in self.optimizers if any(True for _ in parameters_of(optimizer))]
 
     def reconfigure(self, method: Method) -> None:
@@ -188,7 +188,7 @@ class BaseStrategy(ParallelStrategy):
         for callback in checks.callbacks_in(trainer):
             checks.check_package(callback, self)
         self.method = self._given
-        agree("strategy", {"class": name})  # others do other things from here on
+        agree("strategy", {"class": name})  # ranks with another class do other things from here on
         settings = checks.settings_of(trainer)
         agree(f"configuration of {name}", {**self.method.settings(), **self._options, **others, **settings})
 
@@ -230,7 +230,7 @@ class BaseStrategy(ParallelStrategy):
 
     @property
     def _equals(self) -> Peers:
-        """The ranks with the same parameters as this one: all, or those that have its shards."""
+        """The ranks with the same parameters as this rank: all ranks, or the ranks that have its shards."""
         raise NotImplementedError
 
     def _make_workers(self) -> None:
@@ -326,7 +326,7 @@ class BaseStrategy(ParallelStrategy):
             return result
 
         traceable = functools.partial(eagerly(), exchanging_closure)
-        # With a GradScaler the hooks before a step come after the closure, and what they write counts, too.
+        # With a GradScaler the hooks before a step run after the closure, and the gradients they write count, too.
         has_scaler = scaler_of(self.precision_plugin) is not None
         late = last_pre_hook(user_optimizer, worker.step_exchanged) if has_scaler else contextlib.nullcontext()
         with worker.stepping(), self._step_hooks.allowing(user_optimizer), late:
@@ -388,7 +388,7 @@ class BaseStrategy(ParallelStrategy):
         """
         trainer = self._trainer
         if trainer is not None and (self._workers or self._is_fitting) and not self._hooks.is_shown:
-            is_over = self.is_interrupted or self._is_fit_over  # others may be elsewhere
+            is_over = self.is_interrupted or self._is_fit_over  # other ranks may be elsewhere
             self._hooks.show(trainer, self._equals, self.root_device, is_over=is_over, weights_only=weights_only)
 
     def hide_anchor(self) -> None:
@@ -445,7 +445,7 @@ class BaseStrategy(ParallelStrategy):
             # gloo must not release tensors during interpreter shutdown: its thread would wait for the GIL, and abort;
             # in stock DDP, too. A barrier holds no tensor, but the work before it does until it has been released.
             time.sleep(SETTLE_S)
-            # And no rank ends before all have saved: rank 0 may have the store, and a launcher may end the others.
+            # No rank ends before all have saved: rank 0 may have the store, and a launcher may end the other ranks.
             self.barrier()
 
     # While an exception ends the fit ----------------------------------------------------------------------------

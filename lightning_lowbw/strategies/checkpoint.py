@@ -40,7 +40,7 @@ FORMAT = 4  # of the shards; 1 was that of version 0.1.0, 3 that of 0.2.0
 ALONE: Needs = "weights and optimizer"
 FOLDER_SUFFIX = ".ranks"  # no digits: Lightning reads version numbers off the names in a checkpoint folder
 PART = "checkpoint.part"  # in the folder of the shards: a checkpoint that is being written
-BEFORE = "checkpoint.before"  # the one that it replaces
+BEFORE = "checkpoint.before"  # the checkpoint that it replaces
 NAME = re.compile(r"rank-(\d+)-of-\d+-.+\.pt")
 GO_ON = (
     "give the strategy resume='weights and optimizer', which goes on from the file alone: with the step, the epoch, "
@@ -62,7 +62,7 @@ class CheckpointedStrategy(BaseStrategy):
 
     @override
     def _begin_workers(self, trainer: pl.Trainer) -> None:
-        """Give the fit an identity, which distinguishes the shards of its saves from others.
+        """Give the fit an identity, which distinguishes its shards from the shards of other fits.
 
         Collective: all ranks.
         """
@@ -120,7 +120,7 @@ class CheckpointedStrategy(BaseStrategy):
     def _save(
         self, checkpoint: dict[str, Any], filepath: _PATH, write: Callable[[dict[str, Any], _PATH], None]
     ) -> None:
-        """Write the shards, then the checkpoint that names them; then delete those of the previous checkpoint.
+        """Write the shards, then the checkpoint that names them; then delete the previous checkpoint's shards.
 
         If a rank dies or fails meanwhile, the previous checkpoint stays unchanged.
 
@@ -138,7 +138,7 @@ class CheckpointedStrategy(BaseStrategy):
             write(checkpoint, filepath)
             return
         filepath = self._path_of_rank_zero(filepath)
-        self._num_saves += 1  # the same on all ranks: Lightning saves on all of them
+        self._num_saves += 1  # the same on all ranks: Lightning saves on all ranks
         folder = folder_of(filepath)
         metadata = self._metadata()
         path = shard_path(folder, self.global_rank, metadata)
@@ -186,7 +186,7 @@ class CheckpointedStrategy(BaseStrategy):
         """Return the path of rank 0, and remove in each node what rank 0 has removed.
 
         Both may differ between ranks: names have metrics in them, and `ModelCheckpoint` removes the worst by a metric.
-        The files that count are those of rank 0.
+        Rank 0's files count.
 
         Collective: all ranks.
         """
@@ -200,7 +200,7 @@ class CheckpointedStrategy(BaseStrategy):
         return filepath
 
     def _sweep(self, folder: str, path: str) -> None:
-        """Delete earlier shards of this rank beside a checkpoint, and those of ranks that no longer exist."""
+        """Delete earlier shards of this rank beside a checkpoint, and shards of ranks that no longer exist."""
         files, name = get_filesystem(folder), path.rpartition("/")[2]
         try:
             files.invalidate_cache(folder)
@@ -307,7 +307,7 @@ class CheckpointedStrategy(BaseStrategy):
         """Return each worker's state in another world: the mean; one shard is in memory at a time.
 
         Raises:
-            ConfigurationError: on this rank; a shard is missing, damaged or another one.
+            ConfigurationError: on this rank; a shard is missing, damaged or of another save.
         """
         return [self._mean_of(number, range(metadata["num_ranks"]), load) for number in range(len(self.workers))]
 
@@ -412,7 +412,7 @@ def remove_folder(folder: str) -> None:
 
 
 def overwrite(checkpoint: Any, filepath: str, folder: str, write: Callable[[Any, str], None]) -> None:
-    """Write a checkpoint in place of the one of this name, so that at any time one of both is whole on disk.
+    """Replace the checkpoint of this name, so that at any time the old or the new checkpoint is whole on disk.
 
     It is written into the folder of the shards, and then renamed. Lightning writes files to the folder for temporary
     files first: from another disk they would be copied, and a crash or a full disk would leave a part of one. A folder

@@ -48,7 +48,7 @@ COLLECTIVE: tuple[type[pl.Callback], ...] = (Checkpoint, EarlyStopping, BatchSiz
 
 NOT_BROADCAST = frozenset({torch.int16, torch.uint16, torch.uint32, torch.uint64})  # by gloo, nor by NCCL
 MUCH = 0.5  # of the trained elements; below it a warning
-# Of the Trainer: ranks with different ones would wait for each other in different collectives, or train apart.
+# The Trainer's settings: ranks with different settings would wait in different collectives, or train apart.
 SETTINGS = (
     "max_epochs",
     "min_epochs",
@@ -147,7 +147,7 @@ def resolved(method: Method, trainer: pl.Trainer, workers: Sequence[Synchronizer
 
 
 def settings_of(trainer: pl.Trainer) -> dict[str, object]:
-    """Return the Trainer's settings on which all ranks must agree, those of its callbacks that communicate included."""
+    """Return the Trainer's settings on which all ranks must agree, with settings of callbacks that communicate."""
     shared = callbacks_of(trainer, *COLLECTIVE)
     shared += [each for each in callbacks_in(trainer) if getattr(each, "sets_method", False)]  # of this package
     timers = [(each.time_remaining(), each.time_elapsed()) for each in callbacks_of(trainer, Timer)]
@@ -193,7 +193,7 @@ def check_model(module: torch.nn.Module, compares_weights: bool = False, takes_s
     Collective: all ranks, blocking.
 
     Args:
-        module: the one that is fitted.
+        module: the module that is fitted.
         compares_weights: whether the weights must be equal already, because no broadcast makes them equal.
         takes_sparse: whether gradients may have torch's sparse layout, because none is exchanged.
 
@@ -343,7 +343,7 @@ def warn_if_seen_twice(trainer: pl.Trainer, k_steps: int) -> None:
 
 
 def refusals_of_shards(method: Method) -> list[tuple[object, str]]:
-    """Return what of a method cannot be used with a sharded model, with the reasons."""
+    """Return the settings of a method that a sharded model does not allow, with the reasons."""
     when, where = method.when, method.where
     rule, fragments = (getattr(when, name, None) for name in ("rule", "num_fragments"))
     narrows = where.algorithm not in (None, "sharded") or where.inter_dtype != "float32"

@@ -189,7 +189,7 @@ class ElasticStrategy(Strategy):
 
     @override
     def reconfigure(self, method: Method) -> None:
-        if self._workers and self._replica.settings:  # this group has come to the others
+        if self._workers and self._replica.settings:  # this group has joined the other groups
             raise ConfigurationError("All groups have one method: end them all, and start them with another one.")
         super().reconfigure(method)
 
@@ -203,7 +203,7 @@ class ElasticStrategy(Strategy):
         worker.should_stop = lambda: self.trainer.received_sigterm
         if self._timeout is not None:
             worker.max_wait_s = self._timeout.total_seconds()  # no collective waits between groups, which would end
-        self._num_followed = 0  # steps, of which a scheduler takes one in `frequency`
+        self._num_followed = 0  # steps; a scheduler takes one step in `frequency` steps
         worker.join()  # takes the weights of another group, or waits for a first round
         self._follow(worker, is_in_step=False)
         if self.world_size > 1:

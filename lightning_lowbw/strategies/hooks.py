@@ -1,9 +1,9 @@
 """What a strategy does around its steps, for methods of two kinds: chosen once, when the workers are made.
 
-`GradientHooks`: gradients are exchanged in every step, so weights are equal on all ranks. What else has to be equal is
-compared; buffers are made equal for whoever looks at them. `ReplicaHooks`: weights are averaged now and then. Whoever
-looks at them gets their mean. Both have the same methods, in the order in which a fit calls them; a strategy never
-asks which one it has.
+`GradientHooks`: gradients are exchanged in every step, so weights are equal on all ranks. Other state that must be
+equal is compared; buffers are made equal before a validation or a save. `ReplicaHooks`: weights are averaged after some
+steps. A validation or a save gets their mean. Both classes have the same methods, in the order in which a fit calls
+them; a strategy never asks which class it has.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class GradientHooks:
     Args:
         workers: of the optimizers, at any time.
         signals: of this strategy, as are the following two.
-        buffers: those of rank 0, for all.
+        buffers: sends rank 0's buffers to all ranks.
         auto: chooses a method, where the user has left that open.
 
     Attributes:
@@ -112,12 +112,12 @@ class GradientHooks:
         module = trainer.lightning_module
         trained = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
         for worker in self._workers.values():
-            if not worker.peers.are_shards:  # else one shard would raise, and the ranks with the others go on
+            if not worker.peers.are_shards:  # else one shard would raise, and the ranks with other shards go on
                 compared = trained | worker.by_name()
                 for name in getattr(module, IGNORED, ()):
                     compared.pop(name, None)
                 agree_on_end(worker.step, compared, peers.group)
-            for parameter, velocity in worker.whole_momentum().items():  # of which each rank of a node has had a part
+            for parameter, velocity in worker.whole_momentum().items():  # each rank of a node had a part
                 worker.optimizer.state[parameter][worker.correction.velocity_key] = velocity
         self.share(trainer, peers, device)
 

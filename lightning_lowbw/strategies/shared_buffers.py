@@ -2,8 +2,8 @@
 
 Validation, the end of an epoch and of the fit, and checkpoints have the buffers of rank 0, and the training goes on
 with these values, as after each broadcast of DDP. In manual optimization and with FSDP a forward pass broadcasts no
-buffers: then only the running statistics become those of rank 0, which no training step reads, so that a validation
-does not change the training.
+buffers: then rank 0 sends only the running statistics, which no training step reads, so that a validation does not
+change the training.
 
 In a dense step DDP broadcasts all buffers before the forward pass. Before a compressed step they may be larger than the
 gradients (4 MB of a moving average; 213 KB of statistics in ResNet-50): then rank 0 sends the buffers that differed
@@ -168,7 +168,7 @@ def choose_buffers(
         model: asks for a broadcast before the forward passes of stock DDP.
         shared: chooses the buffers.
         workers: returns the workers of the fit.
-        ledger: gets what is sent, and what DDP would have sent.
+        ledger: gets the bytes that are sent, and the bytes that DDP would have sent.
         level: of the topology that a message to all ranks crosses, if there is one.
     """
     # Not the model itself: as a cycle it would live on after the fit, until some thread collects it, while the backward
@@ -196,7 +196,7 @@ class LayerBuffers(Mapping[str, Tensor]):
 
     Args:
         module: that is trained.
-        has: whether the layer with a name is one of these.
+        has: whether the layer with a name is included.
     """
 
     def __init__(self, module: torch.nn.Module, has: Callable[[str], bool]) -> None:
@@ -220,7 +220,7 @@ class LayerBuffers(Mapping[str, Tensor]):
 
 
 def buffers_by_optimizer(module: torch.nn.Module, optimizers: list[Optimizer]) -> dict[int, Mapping[str, Tensor]]:
-    """Return, by id of the optimizer, the buffers of layers whose parameters it trains; all others with the first."""
+    """Return, by id of the optimizer, the buffers of layers that it trains; the first has all other buffers."""
     owner = {
         p: number for number, each in enumerate(optimizers) for group in each.param_groups for p in group["params"]
     }
