@@ -1,4 +1,4 @@
-"""What goes in a message behind the elements: the status of a step, and the tensors that are sent whole."""
+"""The end of a message, after the elements: the status of a step, and the tensors that are sent whole."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class Gathered:
         table: kept from step to step.
 
     Attributes:
-        joined: all of them: float32, 1-d.
-        flags: of each whether it has an inf or NaN: bool.
+        joined: all tensors as one: float32, 1-d.
+        flags: for each tensor, whether it has an inf or NaN: bool.
     """
 
     def __init__(self, tensors: Sequence[Tensor], table: JoinedTable) -> None:
@@ -41,7 +41,7 @@ class Gathered:
 
     @staticmethod
     def takes(tensors: Sequence[Tensor]) -> bool:
-        """Return whether kernels gather these; not what is as large as a bucket, for it would take as much memory."""
+        """Return whether kernels gather these tensors: they must fit into a bucket, because gathering copies them."""
         if not tensors or not dispatch.uses_triton(tensors[0].device):
             return False
         are_known = {tensor.dtype for tensor in tensors} <= _KINDS.keys() and all(map(Tensor.is_contiguous, tensors))
@@ -57,19 +57,20 @@ def _message(vector: Tensor) -> Tensor:
 
 
 class Beside:
-    """What goes behind the elements of a message: a status, and tensors that are sent whole.
+    """The end of a message, after the elements: a status, and tensors that are sent whole.
 
-    Whole tensors that would be dear in it (`comm.peers.is_apart`) are all-reduced, begun before it is waited for.
+    Whole tensors that would be too large for the message (`comm.peers.is_apart`) are all-reduced instead. This begins
+    before the wait for the message.
 
     Args:
-        status: see `Prepared.send`; None: there is nothing behind the elements.
-        whole: real, of any floating dtypes and layouts; read now. On two levels equal on the ranks of a node.
-        peers: who takes part.
-        device: of the message.
+        status: see `Prepared.send`; None: there is nothing after the elements.
+        whole: real tensors of any floating dtypes and layouts; read now. On two levels equal on the ranks of a node.
+        peers: the participants.
+        device: the device of the message.
 
     Attributes:
-        parts: of the message: uint8, 1-d: the status, and 1/N of this rank's part of the whole tensors in `wide_dtype`,
-            padded to the longest part of the node.
+        parts: the parts of the message: uint8, 1-d: the status, and 1/N of this rank's part of the whole tensors in
+            `wide_dtype`, padded to the longest part of the node.
     """
 
     def __init__(
@@ -93,7 +94,7 @@ class Beside:
         self.parts = [section.view(torch.uint8) for section in sections]
 
     def begin(self) -> None:
-        """Begin the all-reduce, if there is one: after the message, which has the status."""
+        """Begin the all-reduce, if there is one: after the message, because that contains the status."""
         if self._apart:
             control = constant((0.0,), torch.float32, self._apart[0].device)
             self._work = MeanWork(self._apart, control, self._peers)

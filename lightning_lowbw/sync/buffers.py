@@ -54,9 +54,9 @@ def unequal(buffers: Mapping[str, Tensor], group: dist.ProcessGroup | None, devi
     Collective: all ranks of the group, blocking; an all-reduce of two numbers for each buffer, if there are any.
 
     Args:
-        buffers: by the same names, of the same shapes on all ranks.
+        buffers: the buffers by name; with the same names and shapes on all ranks.
         group: the process group; None is the world.
-        device: of the message.
+        device: the device of the message.
     """
     are_unequal = differ([[buffer] for buffer in buffers.values()], group, device) if buffers else []
     return [name for name, is_unequal in zip(buffers, are_unequal, strict=True) if is_unequal]
@@ -69,7 +69,7 @@ class ReplicaBuffers:
     averages 1, 2, 4, 8 and so on, and before every hundredth.
 
     Args:
-        named_buffers: by name, as they are when they are looked up; ``X.running_var`` belongs to ``X.running_mean``.
+        named_buffers: looks up the current buffers by name; ``X.running_var`` belongs to ``X.running_mean``.
 
     Attributes:
         named: as given.
@@ -112,7 +112,7 @@ class ReplicaBuffers:
 
     @property
     def may_differ(self) -> bool:
-        """Whether there are any of which the ranks may have different ones; equal on all ranks."""
+        """Whether there are buffers that may differ between ranks; equal on all ranks."""
         return self.is_begun and bool(self._specs)
 
     def _averaged(self, now: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -137,7 +137,7 @@ class ReplicaBuffers:
         Collective: all ranks; as `compare`.
         """
         self.num_averages += 1
-        # Often at first, because then it shows which buffers differ.
+        # Often at first, because the first averages show which buffers differ.
         is_due = self.num_averages % CHECK_EVERY == 0 or self.num_averages & (self.num_averages - 1) == 0
         if is_due and not self.differing.issuperset(self._specs):
             self.compare(peers, device)
@@ -177,8 +177,8 @@ class ReplicaBuffers:
         self.start = self.start | starts
 
     def _unequal(self, peers: Peers, device: torch.device) -> list[str]:
-        """Return the names of the buffers that differ between ranks and were not known to."""
-        # The maximum of a checksum and of its negative tells whether all have one: with one collective.
+        """Return the names of the buffers that differ between ranks and were not known to differ."""
+        # The maxima of a checksum and of its negative show in one collective whether the checksums are equal.
         names, now = [name for name in self._specs if name not in self.differing], self.now()
         sums = [checksum([now[name]] if name in now else []) for name in names]
         bits = [torch.as_tensor(number, dtype=torch.int64, device=device) for number in sums]
@@ -211,18 +211,18 @@ class ReplicaBuffers:
         variances, squares = _squares_of_means(changes)
         if variances:
             torch._foreach_add_(variances, squares)
-        # In logical order: that in memory may be another on other ranks.
+        # In logical order: the order in memory may differ between ranks.
         return {f"{BUFFER}{name}": change.contiguous() for name, change in changes.items()}
 
     def apply(self, means: Mapping[str, Tensor], snapshots: Mapping[str, Tensor]) -> None:
-        """Take over the mean over ranks of `changes`.
+        """Apply the means over ranks of `changes`.
 
         In place:
             The buffers; their means, which are used up.
 
         Args:
-            means: by the names of `changes`; also means of parameters.
-            snapshots: of the buffers when the average was begun, if they have changed since; else empty.
+            means: the means by the names of `changes`; may contain means of parameters, too.
+            snapshots: copies of the buffers when the average was begun, if local steps went on meanwhile; else empty.
         """
         changes = {name.removeprefix(BUFFER): mean for name, mean in means.items() if name.startswith(BUFFER)}
         if not changes:
@@ -235,7 +235,7 @@ class ReplicaBuffers:
         self.start = self.start | dict(zip(changes, values, strict=True))
         now = self.now()
         buffers = [as_real(now[name]) for name in changes]
-        if snapshots:  # what has changed since the average was begun stays
+        if snapshots:  # changes since the average was begun stay
             moves = differences(values, [snapshots[name] for name in changes])
             values = wide_copies(buffers)
             torch._foreach_add_(values, moves)
@@ -261,15 +261,15 @@ class ReplicaBuffers:
     # State --------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any] | None:
-        """Return what is equal on all ranks, apart from `start`; None before `begin`."""
+        """Return the state that is equal on all ranks, without `start`; None before `begin`."""
         return {"differing": sorted(self.differing), "averages": self.num_averages} if self.is_begun else None
 
     def load_state_dict(self, state: Mapping[str, Any] | None, start: Mapping[str, Tensor]) -> None:
-        """Load what `state_dict` returned; begin anew if it is None, which is the state of another world.
+        """Load the state that `state_dict` returned; begin anew if it is None, as in a state for another world.
 
         Args:
-            state: as returned.
-            start: for this object to keep.
+            state: the returned state.
+            start: the anchor's buffers; this object keeps them.
         """
         self._specs = {} if state is None else specs_of(self.named)  # all ranks have loaded one checkpoint
         self.is_begun = state is not None
@@ -279,12 +279,12 @@ class ReplicaBuffers:
 
 
 def _renamed(name: str, suffix: str, other: str) -> str:
-    """Return the name of another buffer of the same layer; empty if the name does not end so."""
+    """Return the name of another buffer of the same layer; empty if the name does not end with the suffix."""
     return name.removesuffix(suffix) + other if name.endswith(suffix) else ""
 
 
 def _squares_of_means(changes: Mapping[str, Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-    """Return the changes of running variances, and the squares of those of their running means."""
+    """Return the changes of running variances, and the squared changes of their running means."""
     means = {name: _renamed(name, VARIANCE, MEAN) for name in changes}
     means = {name: mean for name, mean in means.items() if mean in changes}
     moves = [changes[mean] for mean in means.values()]
@@ -292,11 +292,11 @@ def _squares_of_means(changes: Mapping[str, Tensor]) -> tuple[list[Tensor], list
 
 
 def _finite_(start: Tensor) -> Tensor:
-    """Make it what changes are measured from: 0 in place of inf and NaN (a best loss), on all ranks alike."""
+    """Replace inf and NaN (an initial best loss) by 0, on all ranks alike, so that changes can be measured."""
     return start.nan_to_num_(0.0, 0.0, 0.0)
 
 
 @torch.no_grad()
 def wide_copies(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return a copy of each real view, in the dtype in which it is summed."""
+    """Return a copy of each tensor's real view, in the dtype in which it is summed."""
     return in_flats(lambda flat: flat.to(wide_dtype(flat)), list(map(as_real, tensors)))

@@ -25,15 +25,15 @@ from lightning_lowbw.kernels.tensors import checksum
 from lightning_lowbw.schedules.schedule import Schedule
 
 LAUNCHED = ("WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")  # by torchrun, srun, mpirun
-LITTLE_KEPT = 0.5  # of the elements: what is less than that is hardly meant to be kept back, and the rest to be sent
-PLAIN = (bool, int, float, str, type(None))  # what can be compared between ranks
-# What torch's optimizers keep, of which a method makes each rank's its own; other entries may be scratch space.
+LITTLE_KEPT = 0.5  # fraction of the elements: a user hardly means to keep back less than this, and to send the rest
+PLAIN = (bool, int, float, str, type(None))  # types of values that can be compared between ranks
+# Entries of torch's optimizers that a method makes different on each rank; other entries may be scratch space.
 MOMENTS = ("momentum_buffer", "exp_avg", "exp_avg_sq")
 # Optimizers that share their work between ranks: of torch, of Muon's reference code and of modded-nanogpt.
 COMMUNICATING = ("ZeroRedundancyOptimizer", "MuonWithAuxAdam", "DistAdam")
 
 
-# Of one rank ----------------------------------------------------------------------------------------------------------
+# Checks of one rank ---------------------------------------------------------------------------------------------------
 
 
 def warn_if_alone(peers: Peers) -> None:
@@ -55,7 +55,7 @@ def warn_if_mostly_sent(what: Payload, when: Schedule, peers: Peers) -> None:
     if not what.takes_density or peers.num_participants == 1 or peers.rank > 0:
         return
     stairs = when.stairs
-    densities = [1.0 - each for each in stairs if each] if stairs else [what.density]  # 0 is a dense stair, and says so
+    densities = [1.0 - each for each in stairs if each] if stairs else [what.density]  # 0 is a dense stair: it is meant
     if sent := [each for each in densities if each > 1.0 - LITTLE_KEPT]:
         given = f"sparsity={list(stairs)}" if stairs else f"density={what.density}"
         warnings.warn(
@@ -66,7 +66,7 @@ def warn_if_mostly_sent(what: Payload, when: Schedule, peers: Peers) -> None:
 
 
 def warn_if_sent_whole(what: Payload, params: Params, peers: Peers) -> None:
-    """Warn, on rank 0, if trained parameters are float64 or complex: a method that compresses sends them whole."""
+    """Warn, on rank 0, if trained parameters are float64 or complex: compression sends these whole."""
     wide = [name for name, each in params.by_name().items() if each.requires_grad and each.dtype not in DTYPES]
     if wide and not what.sends_all and peers.num_participants > 1 and peers.rank == 0:
         warnings.warn(
@@ -77,7 +77,7 @@ def warn_if_sent_whole(what: Payload, params: Params, peers: Peers) -> None:
 
 
 def warn_if_incomplete(optimizer: Optimizer, when: Schedule) -> None:
-    """Warn that sparse steps use error feedback without a correction; called on rank 0, where that is so."""
+    """Warn that sparse steps use error feedback without a correction; called on rank 0, if that is the case."""
     advice = "" if when.begin_step else "; a dense phase (rampup_begin_step > 0) helps"
     warnings.warn(
         f"{type(optimizer).__name__}: gradients are compressed with error feedback only. What is kept back "
@@ -88,7 +88,7 @@ def warn_if_incomplete(optimizer: Optimizer, when: Schedule) -> None:
 
 
 def refuse_second_weights(optimizer: Optimizer) -> None:
-    """Raise ConfigurationError where an optimizer has a second set of weights, which no average would include."""
+    """Raise ConfigurationError if an optimizer has a second set of weights, which no average would include."""
     if callable(getattr(optimizer, "train", None)) and callable(getattr(optimizer, "eval", None)):
         raise ConfigurationError(
             f"{type(optimizer).__name__} has train() and eval(), which exchange the weights for a second set that it "
@@ -98,9 +98,10 @@ def refuse_second_weights(optimizer: Optimizer) -> None:
 
 
 def refuse_shared_steps(optimizer: Optimizer) -> None:
-    """Raise ConfigurationError where an optimizer gathers results of the other ranks in its own step.
+    """Raise ConfigurationError if an optimizer gathers results of the other ranks in its own step.
 
-    Between averages each rank steps with a gradient of its own, so a gathered result would be that of one rank.
+    Between averages each rank steps with its own gradient, so a gathered result would come from the gradient of one
+    rank.
     """
     if any(cls.__name__ in COMMUNICATING for cls in type(optimizer).__mro__):
         raise ConfigurationError(
@@ -110,11 +111,11 @@ def refuse_shared_steps(optimizer: Optimizer) -> None:
         )
 
 
-# Of all ranks ---------------------------------------------------------------------------------------------------------
+# Checks between all ranks ---------------------------------------------------------------------------------------------
 
 
 def plain_values(values: Mapping[str, object]) -> dict[str, object]:
-    """Return those of some named values that can be compared between ranks; tensors of one number as that."""
+    """Return the named values that can be compared between ranks; a tensor of one element becomes a number."""
     numbers = {
         name: value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
         for name, value in values.items()
@@ -125,7 +126,7 @@ def plain_values(values: Mapping[str, object]) -> dict[str, object]:
 def _is_plain(value: object) -> bool:
     if isinstance(value, (tuple, list)):
         return all(map(_is_plain, value))
-    # A device with its number, such as "cuda:1", is another one on each rank.
+    # A device with a number, such as "cuda:1", differs between ranks.
     return isinstance(value, PLAIN) and not re.fullmatch(r"(cuda|xpu|hpu|mps|npu):\d+", str(value))
 
 
@@ -141,13 +142,13 @@ def agree_on_model(
     Collective: all ranks of the group, blocking.
 
     Args:
-        named_parameters: of the model.
-        named_buffers: those that are averaged.
+        named_parameters: the parameters of the model.
+        named_buffers: the buffers that are averaged.
         group: None is the world.
         compares_weights: whether the weights must be equal already, because no broadcast makes them equal.
 
     Raises:
-        DisagreementError: on all ranks; names, shapes, dtypes, layouts, what is frozen or weights differ.
+        DisagreementError: on all ranks; names, shapes, dtypes, layouts, `requires_grad` or weights differ.
     """
     parameters = list(named_parameters)
     with failing_together(group):  # a lazy layer has no shape yet
@@ -157,7 +158,7 @@ def agree_on_model(
         }
         settings |= {f"buffer {name}": (tuple(b.shape), str(b.dtype)) for name, b in named_buffers}
         if compares_weights:
-            plain = {name: p for name, p in parameters if type(p) is Parameter}  # a frozen weight in few bits is none
+            plain = {name: p for name, p in parameters if type(p) is Parameter}  # not frozen weights in few bits
             settings |= {f"weights of {name} (init_sync=False)": digest([p])[:8] for name, p in plain.items()}
     agree("model", settings, group)
 
@@ -174,10 +175,10 @@ def agree_on_optimizers(
     Collective: all ranks of the group, blocking.
 
     Args:
-        optimizers: of the model.
-        named_parameters: of the model.
+        optimizers: the optimizers of the model.
+        named_parameters: the parameters of the model.
         group: None is the world.
-        topic: what these are, for the message.
+        topic: the subject of the error message.
 
     Raises:
         DisagreementError: on all ranks.
@@ -201,19 +202,19 @@ def agree_on_beginning(
     compares_weights: bool,
     compares_state: bool,
 ) -> None:
-    """Check, at the first step after `attach` or after a state was loaded, that the ranks are at the same one.
+    """Check, at the first step after `attach` or after a state was loaded, that the ranks are at the same step.
 
-    Their weights are equal, except between two averages. At step 0 the optimizers' states are, too: a method makes them
-    different later, and then each rank needs its own `worker.state_dict()` to go on.
+    Their weights must be equal, except between two averages. At step 0 the states of the optimizers must be equal, too.
+    A method makes them different later, and then each rank needs its own `worker.state_dict()` to go on.
 
     Collective: all ranks of the group, blocking.
 
     Args:
-        parameters: of the optimizer, by name.
+        parameters: the parameters of the optimizer, by name.
         step: optimizer steps completed.
         group: None is the world.
-        compares_weights: whether they are equal.
-        compares_state: whether the optimizer's state is.
+        compares_weights: whether the weights must be equal.
+        compares_state: whether the optimizer's state must be equal.
 
     Raises:
         DisagreementError: on all ranks.
@@ -248,12 +249,12 @@ def _checksums(title: str, tensors: Mapping[str, object]) -> dict[str, object]:
 def compare_batches(
     batch: int, step: int, group: dist.ProcessGroup | None, settings: Mapping[str, object] = MappingProxyType({})
 ) -> None:
-    """Say which rank is where: some have left out a step, or taken one more, and would mix batches or hang.
+    """Compare the batches of the ranks: a rank that has left out a step, or taken one more, would mix batches or hang.
 
     Collective: all ranks of the group, blocking.
 
     Args:
-        batch: of the run.
+        batch: the number of the batch in the run.
         step: optimizer steps completed.
         group: None is the world.
         settings: more about this rank's place.
@@ -271,7 +272,7 @@ def compare_batches(
 def raise_at_other_batches(
     batch: int, step: int, group: dist.ProcessGroup | None, settings: Mapping[str, object] = MappingProxyType({})
 ) -> NoReturn:
-    """Do what `compare_batches` does, after all ranks have found that they are at different places."""
+    """Raise the error of `compare_batches`, after all ranks have found that they are at different places."""
     compare_batches(batch, step, group, settings)
     raise DisagreementError(f"Step {step}: the ranks were at different batches, and are not any more.")
 

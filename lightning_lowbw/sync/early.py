@@ -1,7 +1,7 @@
 """Gradients in several messages: all but the last begin while the backward pass makes the gradients of the last one.
 
-What is sent does not depend on when: a group of tensors whose gradients are not complete, as where a rank has not used
-a parameter, begins after the backward pass, before the groups that follow it.
+The content of the messages does not depend on the time: if the gradients of a group are not complete, because a rank
+has not used a parameter, the group begins after the backward pass, before the groups that follow it.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from torch import Tensor
 from lightning_lowbw.compress.params import Row
 from lightning_lowbw.sync.exchange import Pending, Step
 
-NUM_GROUPS = 8  # the last is not hidden; each costs the host some launches
+NUM_GROUPS = 8  # the last group is not hidden; each group costs the host some launches
 LEAST_NUMEL = 1 << 18  # elements of a group, below which a message is mostly latency
 
 
 def groups_of(numels: Sequence[int]) -> list[slice]:
-    """Cut tensors of such sizes into groups: consecutive ones.
+    """Cut tensors of these sizes into groups of consecutive tensors.
 
     Examples:
         >>> groups_of([LEAST_NUMEL, 2, 3])
@@ -40,7 +40,7 @@ def groups_of(numels: Sequence[int]) -> list[slice]:
 
 
 def share_begun_early(numels: Sequence[int]) -> float:
-    """Return the share of tensors of such sizes, in the order of the model, that is not in the last group."""
+    """Return the share of the elements that is not in the last group; sizes are in the order of the model."""
     *early, _ = groups_of(numels[::-1])
     return sum(sum(numels[::-1][group]) for group in early) / sum(numels)
 
@@ -50,7 +50,7 @@ class Sent:
     """A group that has been sent.
 
     Attributes:
-        gradients: as they were then: by name, with the version of each.
+        gradients: the gradients at that time, by name, each with its version.
     """
 
     pending: Pending
@@ -69,8 +69,8 @@ def watching(groups: Sequence[Sequence[Row]], begin: Callable[[Sequence[Row]], N
     """Begin groups, in their order, as soon as a backward pass has made all of their gradients.
 
     Args:
-        groups: of rows.
-        begin: is called with a group.
+        groups: the groups of rows, in order.
+        begin: is called with each group.
     """
     number_of = {row.parameter: number for number, rows in enumerate(groups) for row in rows}
     missing, waiting = [{row.parameter for row in rows} for rows in groups], list(reversed(groups))
@@ -93,17 +93,17 @@ def watching(groups: Sequence[Sequence[Row]], begin: Callable[[Sequence[Row]], N
 
 @dataclass(frozen=True)
 class JoinedMean:
-    """The means of several messages, as one: what each exchanges when it is asked for, all begin together.
+    """The means of several messages, as one; if the means need second collectives, all of these begin together.
 
     Args:
-        means: with the names of their tensors.
+        means: each mean, with the names of its tensors.
     """
 
     means: Sequence[tuple[frozenset[str], Any]]
 
     @property
     def fault(self) -> Tensor:
-        """When they are there: see `Exchange.fault`."""
+        """Whether any mean has a fault, once the means are there; see `Exchange.fault`."""
         return torch.stack([mean.fault for _, mean in self.means]).any()
 
     def dense(self) -> dict[str, Tensor]:

@@ -1,4 +1,4 @@
-"""Fragments of a model, the averages of them that have been begun, and what such an average does to the weights."""
+"""Fragments of a model, their averages in progress, and the arithmetic that applies an average to the weights."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class Sums(NamedTuple):
     Attributes:
         spare: 0.
         num_losses: ranks that have a loss.
-        loss: of these; inf where one is not positive.
-        lr: learning rates.
+        loss: the sum of their losses; inf if a loss is not positive.
+        lr: the sum of the learning rates.
         num_resized: ranks on which a buffer has another shape than was agreed on.
     """
 
@@ -50,12 +50,12 @@ def average_status(
     """Return a rank's message, to be summed over the ranks.
 
     Args:
-        sums: what is known on the host.
-        loss: of this rank, on the device; None if it has none.
-        fault: whether it has found one.
-        mark: of its step and its anchor.
+        sums: the values that the host knows.
+        loss: the loss of this rank, on the device; None if it has none.
+        fault: whether this rank has found a fault.
+        mark: the mark of its step and its anchor.
         peers: the ranks.
-        device: of the message.
+        device: the device of the message.
     """
     message = status_message(sums, fault, mark, peers.rank, peers.num_ranks, device)
     if loss is not None:
@@ -71,13 +71,13 @@ class Average:
 
     Attributes:
         step: optimizer steps completed when it was begun.
-        parameters: it is of.
+        parameters: the parameters that are averaged.
         takes_buffers: whether the buffers are averaged, too.
-        whole: of the tensors that are averaged whole, with the status; None where `changes` has the status.
-        changes: of the tensors that the payload sends: the mean changes by name, flat.
-        faults: of the parameters, and late ones.
-        snapshots: of the parameters when it was begun, where local steps go on meanwhile.
-        buffer_snapshots: of the buffers, by name; as `snapshots`.
+        whole: the message of the tensors that are averaged whole, with the status; None if `changes` has the status.
+        changes: the messages of the tensors that the payload sends: the mean changes by name, flat.
+        faults: the faults of the parameters, and late faults.
+        snapshots: copies of the parameters when it was begun, if local steps go on meanwhile.
+        buffer_snapshots: copies of the buffers, by name; as `snapshots`.
     """
 
     step: int
@@ -98,10 +98,10 @@ class Average:
 def check_marks(status: Status, average: Average, *, batch: int, step: int, group: dist.ProcessGroup | None) -> None:
     """Check that the ranks have begun an average in the same step, and from the same anchor.
 
-    Collective: all ranks of the group, where they have not.
+    Collective: all ranks of the group, if their marks differ; else nothing is communicated.
 
     Raises:
-        DisagreementError: on all ranks; they have not.
+        DisagreementError: on all ranks; their steps, batches or anchors differ.
     """
     # A rank that is at another step has other weights, too: the step is the reason.
     counts, checksums = status.differences()
@@ -135,11 +135,11 @@ def changes_of(weights: Sequence[Tensor], starts: Sequence[Tensor]) -> list[Tens
         weights: real, at most 32 bits wide.
         starts: the anchor of each; float32.
     """
-    # Nearly always all of them: then it is one launch.
+    # Nearly always all weights are float32: one launch subtracts them.
     are_whole = [weight.dtype == torch.float32 for weight in weights]
     pairs = list(compress(weights, are_whole)), list(compress(starts, are_whole))
     moved = iter(torch._foreach_sub(*pairs) if any(are_whole) else ())
-    # Of a half type one by one: it takes a copy.
+    # Weights of a half type come one by one: each takes a float32 copy.
     return [
         next(moved) if is_whole else _change_of(weight, start, weight.dtype)
         for is_whole, weight, start in zip(are_whole, weights, starts, strict=True)
@@ -147,20 +147,20 @@ def changes_of(weights: Sequence[Tensor], starts: Sequence[Tensor]) -> list[Tens
 
 
 def _change_of(now: Tensor, start: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a change, rounded as the weights are: one that has not moved has none."""
+    """Return a change, rounded as the weights are: a weight that has not moved has a change of zero."""
     return now.float() - start.to(dtype).float()
 
 
 def unsent_of(mean_change: Tensor, snapshot: Tensor, start: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return what is unsent again if an average is not applied: the weights keep this rank's change, not the mean.
+    """Return what to add to the residual if an average is not applied: the weights keep this rank's change.
 
-    It holds for the mean over participants: elements taken from one residual are put back by others.
+    Adding it restores the mean of the residuals over the participants, not the residual of each participant.
 
     Args:
-        mean_change: that has arrived; flat.
-        snapshot: of the weight when it was begun.
+        mean_change: the mean change that has arrived; flat.
+        snapshot: the weight when the average was begun.
         start: the anchor.
-        dtype: of the weight.
+        dtype: the dtype of the weight.
     """
     return mean_change - _change_of(snapshot, start, dtype).reshape(-1)
 
@@ -168,7 +168,7 @@ def unsent_of(mean_change: Tensor, snapshot: Tensor, start: Tensor, dtype: torch
 def apply_means_(
     now: list[Tensor], before: list[Tensor], means: list[Tensor], have_moved: Sequence[bool], mixing: float | None
 ) -> None:
-    """Set weights to their means; of those that have moved since the average was begun keep these steps.
+    """Set weights to their means; weights that have moved since the average was begun keep these steps.
 
     ``x = x + (mean - x at the begin)``, or with mixing ``x = mixing x + (1 - mixing) mean``.
 
@@ -177,9 +177,9 @@ def apply_means_(
 
     Args:
         now: the weights; real.
-        before: as they were when it was begun; as `means`.
+        before: the weights when the average was begun; float32 (or wider).
         means: float32 (or wider).
-        have_moved: which of them.
+        have_moved: for each weight, whether it has moved since then.
         mixing: see `EveryK`.
     """
     are_still = [not has_moved for has_moved in have_moved]
@@ -188,7 +188,7 @@ def apply_means_(
     if now and mixing is None:
         torch._foreach_sub_(means, before)
         torch._foreach_add_(now, means)
-    elif mixing is not None:  # one by one: half types are copied for it
+    elif mixing is not None:  # one by one: weights of half types are copied
         for mean, weight in zip(means, now, strict=True):
             mean.lerp_(weight.to(mean.dtype), mixing)
         copy_all_(now, means)
@@ -203,10 +203,10 @@ class Fragment:
 
     Attributes:
         parameters: in order.
-        takes_buffers: whether the buffers are averaged with them; of one fragment of a model only.
-        steps: local steps since its last average was begun; before the first, as if one had been. None before the
-            first local step.
-        moved: those of the parameters that were trained since then, in order.
+        takes_buffers: whether the buffers are averaged with them; True for one fragment of a model only.
+        steps: local steps since its last average was begun. Before its first average it counts as if there had been
+            one. None before the first local step.
+        moved: the parameters that were trained since then, in order.
         work: its average, if one has been begun and not applied.
     """
 
@@ -223,9 +223,9 @@ def make_fragments(
     """Divide parameters into fragments that send nearly equal numbers of bytes; the last one contains the buffers.
 
     Args:
-        parameters: of the optimizer.
+        parameters: the parameters of the optimizer.
         num_fragments: at most as many as there are parameters.
-        sent_bytes: returns those of a parameter.
+        sent_bytes: returns the bytes that an average sends for a parameter.
 
     Raises:
         ConfigurationError: there are fewer parameters.
@@ -243,14 +243,14 @@ def make_fragments(
 def differing(fragments: Iterable[Fragment]) -> list[Parameter]:
     """Return the parameters that may differ between ranks: those trained since their last average."""
     unequal: dict[Parameter, None] = {}
-    for fragment in fragments:  # an average in progress has not made any equal yet
+    for fragment in fragments:  # an average in progress has not made its parameters equal yet
         unequal.update(dict.fromkeys([] if fragment.work is None else fragment.work.parameters))
         unequal.update(fragment.moved)
     return list(unequal)
 
 
 def due(fragments: Sequence[Fragment], k_steps: int, delay_steps: int) -> list[Fragment]:
-    """Return the fragments of which an average is to be begun."""
+    """Return the fragments whose next average is to begin now."""
     return [fragment for fragment in fragments if (fragment.steps or 0) >= max(k_steps, delay_steps + 1)]
 
 
@@ -265,13 +265,13 @@ def note_steps(
         The fragments.
 
     Args:
-        parameters: of the optimizer, also frozen ones.
-        sent_bytes: returns those of a parameter.
+        parameters: the parameters of the optimizer, also frozen ones.
+        sent_bytes: returns the bytes that an average sends for a parameter.
     """
     for fragment in fragments:
         assert fragment.steps is not None
         fragment.steps += 1
-    # A layer that is unfrozen, or added, gets a fragment on all ranks alike: by sizes that are equal on all.
+    # A layer that is unfrozen, or added, gets the same fragment on all ranks: it depends on sizes, which are equal.
     owner = {p: fragment for fragment in fragments for p in fragment.parameters}
     new = [p for p in parameters if p not in owner]
     loads = [sum(map(sent_bytes, fragment.parameters)) for fragment in fragments] if new else []

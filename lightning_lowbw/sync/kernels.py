@@ -34,11 +34,11 @@ from lightning_lowbw.sync.gradient import GradientSync
 from lightning_lowbw.sync.synchronizer import Synchronizer
 
 _logger = logging.getLogger(LOGGER)
-PATIENCE_S = 2.0  # after which rank 0 logs what it waits for
+PATIENCE_S = 2.0  # seconds until rank 0 logs that kernels are being compiled
 COMPILING = "Kernels are compiled or loaded, here or on another rank. Compiled ones are kept for the next start."
-LONGEST_CAUSE = 200  # characters of an exception that are passed on: a compiler prints pages
+LONGEST_CAUSE = 200  # characters of an exception that reach the message: a compiler prints pages
 RATE = 0.5
-UNTRIED = ("params", "param_names", "lr")  # keys of a param group that make no other kernel
+UNTRIED = ("params", "param_names", "lr")  # keys of a param group that do not select another kernel
 
 
 def prepare_kernels(
@@ -49,7 +49,7 @@ def prepare_kernels(
     Collective: all ranks of the group, blocking.
 
     Args:
-        workers: of the optimizers, all with one method.
+        workers: the workers of the optimizers, all with one method.
         group: the process group; None is the world.
         also: payloads whose exchanges are timed, too.
 
@@ -83,9 +83,9 @@ def what_fails(workers: Sequence[Synchronizer], payloads: Sequence[Payload], dev
     if (reason := dispatch.what_is_missing(device)) is not None or not dispatch.has_kernels(device):
         return reason
     peers = workers[0].peers
-    # More participants may join a group that has one.
+    # More participants may join a group that has one participant.
     numbers = (2, 4, 8) if peers.may_grow and peers.num_participants == 1 else (max(2, peers.num_participants),)
-    # Aligned and not; sent whole; and large enough for a threshold on a CPU.
+    # An aligned size; an unaligned one; a tensor that is sent whole; one large enough for a threshold on a CPU.
     numels = [GPU_BLOCK, GPU_BLOCK + 1, 9] + [SampledSelector.SMALL + 1] * (not dispatch.uses_triton(device))
     try:
         for number, payload, worker in ((n, each, worker) for n in numbers for each in payloads for worker in workers):
@@ -107,15 +107,15 @@ def _compare(found: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
 
 
 def _exchanged(worker: Synchronizer, payload: Payload, num_participants: int, numels: Sequence[int]) -> list[Tensor]:
-    """Return what one exchange among echoes applies and keeps of small tensors, like those of a worker.
+    """Run one exchange of small tensors among echoes; return, for each, the update plus the residual.
 
-    The sum of both does not depend on which of nearly equal elements are sent. The worker does not change.
+    This sum does not depend on which of several nearly equal elements are sent. The worker does not change.
     """
     payload, device, when = payload.sample(LEAST_NUMEL), worker.device, worker.method.when
     peers = echo(num_participants)
     numbers = [torch.arange(1, numel + 1, device=device) for numel in numels]
     gradients = [(0.5 + each * 7919 % 8191 / 8192) * (each % 3 - 0.5).sign() for each in numbers]
-    if Gathered.takes(gradients):  # as whole tensors are gathered, and means inside a node
+    if Gathered.takes(gradients):  # as for whole tensors, and for means inside a node
         gathered = Gathered(gradients, JoinedTable())
         gathered.write_(gathered.joined)
     exchange = exchange_for(payload, peers, when)

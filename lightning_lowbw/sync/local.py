@@ -6,10 +6,10 @@ mini-batches, use local SGD", arXiv 1808.07217 (post-local); adaptive periods, o
 Steps 1 to `begin_step` are synchronous: gradients are all-reduced. After it each rank i steps alone, and after every k
 steps, counted from there, there is a round:
 
-    due         of which fragments an average is applied now, and of which one is begun
+    due         the fragments whose average is applied now, and the fragments whose average begins
     signal      D = x - x0, the change of the weights since the last average (or x itself, whole)
     exchange    the payload's, as for gradients; a node is one participant
-    wait        the means and the status, with which all ranks go on, or none
+    wait        the means and the status; by the status all ranks go on, or no rank does
     outer       x0 = outer(x0, mean)
     apply       x = x0, or with a delay the steps taken meanwhile are kept
 
@@ -80,14 +80,16 @@ class LocalSync(Synchronizer):
 
     Attributes:
         replica: the weights, the anchor, the residuals, and what the model shows.
-        buffers, fragments: of the replica.
-        phase: where it is in its schedule.
-        loss: the mean since the last average, for the adaptive rules.
-        measures_distance: whether averages measure `consensus_distance`; whoever reads that sets it.
-        steps_since_average: local steps since the last average was begun, of any fragment.
-        num_averages: averages done, each of a fragment.
-        has_communicated: whether all ranks have in the last step: it was synchronous, or an average began or arrived.
-        before_average: called before ranks average or apply a delayed average: others than the peers may have to agree.
+        buffers, fragments: the buffers and fragments of the replica.
+        phase: the place in its schedule.
+        loss: the mean loss since the last average, for the adaptive rules.
+        measures_distance: whether averages measure `consensus_distance`; reading that property sets it.
+        steps_since_average: local steps since the last average of any fragment was begun.
+        num_averages: averages done; each fragment's average counts.
+        has_communicated: whether all ranks communicated in the last step: it was synchronous, or an average began or
+            arrived.
+        before_average: called before ranks begin an average or apply a delayed one: ranks that are not peers may have
+            to agree, too.
     """
 
     clips_before_exchange = False
@@ -103,7 +105,7 @@ class LocalSync(Synchronizer):
     ) -> None:
         super().__init__(method, optimizer, named_parameters, peers)
         is_one = peers.num_participants == 1 and not peers.may_grow
-        # One replica is its mean. An outer optimizer steps with it all the same, on one rank alone (SNOO).
+        # One replica is its own mean. On one rank alone an outer optimizer still steps with it (SNOO).
         is_outer = method.acts_alone and peers.num_ranks == 1 and not peers.are_shards
         self._is_plain = is_one and not is_outer
         if not self._is_plain:
@@ -166,8 +168,8 @@ class LocalSync(Synchronizer):
     def consensus_distance(self) -> Tensor | None:
         """``||x_i - mean|| / ||mean||`` at the last average, of large tensors from a sample; a scalar.
 
-        None before an average, and before one that comes after the first reading: where nobody reads it, it is not
-        measured. `measures_distance` asks for it without a reading.
+        None until an average has been applied after the first reading: averages measure it only after it has been read.
+        Setting `measures_distance` turns the measurement on without a reading.
         """
         self.measures_distance = True
         return self._distance
@@ -202,10 +204,12 @@ class LocalSync(Synchronizer):
 
     @torch.no_grad()
     def exchange(self, *, skip_nonfinite: bool = False, applies: bool = False) -> bool:
-        """Make the gradients of a synchronous step the mean over ranks, of a local one the mean over the node.
+        """Make the gradients the mean: over all ranks in a synchronous step, over the node in a local step.
 
-        Inf and NaN are all-reduced as in DDP; a sparse gradient becomes dense. Collective: all ranks in synchronous
-        steps, those of a node in local ones on two levels; one all-reduce, blocking. Else nothing is communicated.
+        Inf and NaN are all-reduced as in DDP; a sparse gradient becomes dense.
+
+        Collective: all ranks in a synchronous step, the ranks of a node in a local step on two levels; one all-reduce,
+            blocking. Else nothing is communicated.
         """
         if not self.is_prepared:
             self.list_gradients()
@@ -224,7 +228,7 @@ class LocalSync(Synchronizer):
             if parameter.grad is not None and parameter.grad.layout != torch.strided:
                 parameter.grad = parameter.grad.to_dense()
         if self.is_local:
-            self._unread = None  # a schedule that was replaced; its requests go with the next average
+            self._unread = None  # left by a schedule that was replaced; the next average sends its requests
             self.begin_local()
             if self.reduces_in_node and averaged:
                 average_gradients_(averaged, self.peers.node, self.device)
@@ -238,11 +242,11 @@ class LocalSync(Synchronizer):
             self._read_status(before)
 
     def _step_status(self, before: int, used: list[float]) -> Tensor:
-        """Return this rank's status of a synchronous step; a fault is that the batches of its node differ.
+        """Return this rank's status of a synchronous step; its fault bit says that the batches of its node differ.
 
         Args:
-            before: requests that have been read in this step.
-            used: whether this rank has each gradient.
+            before: the requests that have been read in this step.
+            used: for each parameter, whether this rank has a gradient.
         """
         fault: Tensor | float = 0.0
         requests: Tensor | int = self.requests
@@ -253,7 +257,7 @@ class LocalSync(Synchronizer):
         return status_message(sums, fault, mark, self.peers.rank, self.peers.num_ranks, self.device)
 
     def _read_status(self, before: int = 0) -> int:
-        """Read what the ranks have said in the last synchronous step; return their requests, but for those `before`."""
+        """Read the status of the last synchronous step; return its requests, and note them together with `before`."""
         if self._unread is None:
             return 0
         read, self._unread = self._unread, None
@@ -292,9 +296,9 @@ class LocalSync(Synchronizer):
 
     @torch.no_grad()
     def begin_local(self) -> None:
-        """Agree on the weights from which the next changes are measured, if the coming step is local.
+        """Keep the weights from which the next changes are measured, if the next step is local.
 
-        Collective: all ranks, the first time; the buffers are compared. `exchange` calls it where the caller has not.
+        Collective: all ranks, the first time; the buffers are compared. `exchange` calls it, too.
         """
         if not self.is_local:
             return
@@ -311,10 +315,10 @@ class LocalSync(Synchronizer):
     def average_due(self) -> bool:
         """Apply and begin the averages that are due after a local step; return whether one was begun.
 
-        Collective: all ranks, where there are any; all raise NonFiniteGradientError if a rank has an inf or NaN,
-        DisagreementError if they are at different steps or batches.
+        Collective: all ranks, if averages are due. All ranks raise NonFiniteGradientError if a rank has an inf or NaN,
+            DisagreementError if they are at different steps or batches.
         """
-        # due: later than the delay after a resume with a shorter one.
+        # due: `>=`, because after a resume with a shorter delay an average is older than the delay.
         delay = self.when.delay_steps
         in_progress = [fragment for fragment in self.fragments if fragment.work is not None]
         arriving = [fragment for fragment in in_progress if (fragment.steps or 0) >= delay]
@@ -356,15 +360,16 @@ class LocalSync(Synchronizer):
         Collective: all ranks, with the same parameters, which have elements.
 
         Wire:
-            What the payload does not send, and the running statistics that differ, in float32 (or wider), with a status
-            of 5 numbers and 2 per rank; and the messages of the payload, which contain the status if they are all.
+            The parameters that the payload does not send and the running statistics that differ, in float32 or wider,
+            with a status of 5 numbers and 2 per rank; and the messages of the payload. These contain the status if
+            nothing else is sent.
         """
         average, whole, changes = self.prepare_average(parameters, takes_buffers=takes_buffers)
         return self.send_average(average, whole, changes, status)
 
     def prepare_average(self, parameters: list[Parameter], *, takes_buffers: bool) -> tuple[Average, Named, Named]:
-        """Return an average, and what is to be sent of it whole, and by the payload: the weights may move on."""
-        # signal: D = x - x0 of what the payload sends; x of the rest, and the changes of buffers.
+        """Return an average, the tensors to be sent whole, and the changes that the payload sends."""
+        # signal: D = x - x0 of the parameters that the payload sends; x of the other ones, and the changes of buffers.
         replica, is_delayed = self.replica, self.when.delay_steps > 0
         average = Average(self.step, parameters, takes_buffers=takes_buffers)
         average.snapshots = wide_copies(parameters) if is_delayed else None
@@ -377,9 +382,9 @@ class LocalSync(Synchronizer):
         return average, whole | (self.buffers.changes() if takes_buffers else {}), changes
 
     def send_average(self, average: Average, whole: Named, changes: Named, status: Tensor) -> Average:
-        """Send what `prepare_average` has returned; see `begin_average`."""
+        """Send the tensors that `prepare_average` has returned; see `begin_average`."""
         # exchange: the status is part of the message of the changes if no fragment sends anything else. Ranks at
-        # different steps must issue the same collectives, so that the difference is detected.
+        # different steps must issue the same collectives, so that the status shows the difference.
         is_alone = not whole and bool(changes) and self.replica.sends_changes_only
         if not is_alone:
             average.whole = WholeExchange(self.peers, in_memory_order=True).prepare(whole).send(status)
@@ -390,7 +395,7 @@ class LocalSync(Synchronizer):
 
     @part("end average")
     def _end_average(self, fragment: Fragment) -> None:
-        """Wait for the average of a fragment, and apply it: on all ranks, or on none."""
+        """Wait for the average of a fragment, and apply it: on all ranks, or on no rank."""
         average, num_ranks = fragment.work, self.peers.num_ranks
         assert average is not None
         # wait: the status first, because an inf of one rank must change no weight of another rank
@@ -414,9 +419,9 @@ class LocalSync(Synchronizer):
         Collective: all ranks, if buffers differ that are not averaged, or the shape of a buffer has changed.
 
         Args:
-            average: has been waited for.
-            means: of what is averaged whole, by name; used up.
-            sums: over the ranks, of the status.
+            average: the average; `wait_for_whole` has been called.
+            means: the means of the tensors that are averaged whole, by name; used up.
+            sums: the sums over the ranks in the status.
             moved: parameters that have been trained since the average was begun.
         """
         changes = average.changes.wait().mean.dense()
@@ -424,14 +429,14 @@ class LocalSync(Synchronizer):
             if sums.num_resized:
                 self.buffers.agree_on_shapes(self.peers)
             self.buffers.take_first_(self.peers)
-        # From here on nothing is communicated: an exchange that fails, fails before a weight changes.
+        # Nothing is communicated from here on: an exchange that fails does so before a weight changes.
         names = {p: self.name_of(p) for p in average.parameters}
         starts = {name: self.replica.start[p] for p, name in names.items() if name in changes}
         moves = [laid_out(changes[name], start.shape) for name, start in starts.items()]
         means |= zip(starts, torch._foreach_add(list(starts.values()), moves) if moves else (), strict=True)
         for parameter, name in names.items() if self.needs_start else ():
             if name not in changes and (dtype := as_real(parameter).dtype).itemsize < FLOAT_BYTES:
-                # It began with its anchor rounded: the rounding is no step back.
+                # The weight began as its rounded anchor: the rounding error is no change of the weight.
                 start = self.replica.start[parameter]
                 means[name].add_(start).sub_(start.to(dtype))
         self._move_weights(average, [means[name] for name in names.values()], sums.lr / self.peers.num_ranks, moved)
@@ -463,7 +468,7 @@ class LocalSync(Synchronizer):
     # Faults ---------------------------------------------------------------------------------------------------------
 
     def faults_of(self, parameters: Sequence[Parameter], step: int | None = None) -> Faults:
-        """Return the late faults, and of each parameter whether it has an inf or NaN after a step, by default this."""
+        """Return the late faults, and whether each parameter has an inf or NaN after a step (default: this one)."""
         faults, step = self.late_faults(), self.step if step is None else step
         if parameters:
             flags = are_not_finite(parameters)
@@ -472,7 +477,7 @@ class LocalSync(Synchronizer):
 
     @property
     def may_have_late_faults(self) -> bool:
-        # Those of an elastic group are part of what it tells before each round.
+        # An elastic group reports its late faults before each round.
         return self.compressed is not None and self.compressed.fault is not None and not self.peers.may_grow
 
     def to(self, device: torch.device) -> None:
@@ -490,7 +495,7 @@ class LocalSync(Synchronizer):
         """
         self.check_late_faults()
         self.replica.show()
-        self.ending.step = None  # what is evaluated and saved now is that of all ranks
+        self.ending.step = None  # all ranks evaluate and save the same weights now
         try:
             yield
         finally:
@@ -498,13 +503,13 @@ class LocalSync(Synchronizer):
 
     @torch.no_grad()
     def finish(self) -> None:
-        """End the training with one average of the steps since the last one, without a step of the outer optimizer.
+        """End the training: average the weights once more if they differ, without a step of the outer optimizer.
 
         Collective: all ranks, blocking. If weights are equal already, they are compared.
 
         Raises:
             NonFiniteGradientError: on all ranks; a rank has an inf or NaN.
-            DisagreementError: on all ranks; a rank has taken other steps, or has other weights after an average.
+            DisagreementError: on all ranks; the numbers of steps differ, or weights differ after an average.
         """
         agree("end of the training", {"worker.step": self.step}, self.peers.group)
         self._read_status()
@@ -529,7 +534,7 @@ class LocalSync(Synchronizer):
 
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's own state, without averages in progress; nothing is communicated."""
-        self.ending.step = None  # whoever has the state can go on
+        self.ending.step = None  # a training can go on from the state
         return {
             **self.equal_state(),
             "steps_since_average": self.steps_since_average,
@@ -539,7 +544,7 @@ class LocalSync(Synchronizer):
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load what `state_dict` returned, or `merge_states`: into the model, too."""
+        """Load the state that `state_dict` or `merge_states` returned, also into the model."""
         check_replica(self.replica, state, self.method)
         self.is_compared = False
         self.forget_late_faults()

@@ -1,10 +1,10 @@
 """Sharded parameters for a `Synchronizer`: flat peers that hold equal parts, each part a plain tensor.
 
 A parameter that `fully_shard` or tensor parallelism has made a `DTensor` has one shard on this rank. A `LocalView`
-presents an optimizer of such parameters as an optimizer of these shards: same class, same options, same state, plain
+presents an optimizer of such parameters as an optimizer of the shards: same class, same options, same state, plain
 tensors that share their memory. The user's own optimizer keeps its parameters and steps them itself, so that optimizers
-whose arithmetic is not elementwise (Muon) can gather whole tensors. The peers do not receive what another shard of the
-node has found (an inf or NaN, a signal), so the ranks of a node exchange that first.
+whose arithmetic is not elementwise (Muon) can gather whole tensors. The peers do not receive the
+faults (an inf or NaN) and requests of the other shards of the node, so the ranks of a node exchange these first.
 """
 
 from __future__ import annotations
@@ -28,14 +28,17 @@ from lightning_lowbw.sync.synchronizer import Synchronizer, raise_fault
 
 
 class LocalTensors:
-    """This rank's shards of parameters, each a `Parameter` that shares the shard's memory; others as they are."""
+    """This rank's shards of parameters, each a `Parameter` that shares the shard's memory.
+
+    A parameter that is not sharded stands for itself.
+    """
 
     def __init__(self) -> None:
         self._locals: dict[Parameter, Parameter] = {}
         self._users: dict[Parameter, Parameter] = {}
 
     def of(self, parameter: Parameter) -> Parameter:
-        """Return the shard of a parameter, always the same object; empty where this rank has no row of it."""
+        """Return the shard of a parameter, always the same object; empty if this rank has no row of the parameter."""
         if not isinstance(parameter, DTensor):
             return parameter
         shard = _shard_of(parameter)
@@ -55,7 +58,7 @@ class LocalTensors:
 
 
 def _shard_of(value: Any) -> Any:
-    """Return this rank's shard; what is not sharded as it is."""
+    """Return this rank's shard of a value; a value that is not sharded is returned unchanged."""
     if not isinstance(value, DTensor):
         return value
     shard: Tensor = value.to_local()
@@ -85,18 +88,18 @@ class LocalView:
         tensors: the shards, shared by all optimizers of a model.
 
     Attributes:
-        local: the twin: an instance of the optimizer's class whose `param_groups` read and write those of the user's.
-            Its `state` shares the memory of the user's; entries that either has made reach the other by `pull` and
-            `push`. It is not stepped.
+        local: the twin: an instance of the optimizer's class. Its `param_groups` read and write the groups of the
+            user's optimizer. Its `state` shares the memory of the user's state; `pull` and `push` copy new entries
+            from one state to the other. The twin is not stepped.
     """
 
     def __init__(self, optimizer: Optimizer, tensors: LocalTensors) -> None:
         self.optimizer, self._tensors = optimizer, tensors
         self._groups: dict[int, _LocalGroup] = {}
         self.local: Optimizer = object.__new__(type(optimizer))
-        # Not by its constructor, whose arguments are not known.
+        # The constructor is not called: its arguments are not known.
         vars(self.local).update(vars(optimizer))
-        vars(self.local).pop("step", None)  # a wrapper, which belongs to the user's own
+        vars(self.local).pop("step", None)  # a wrapper, which belongs to the user's optimizer
         self.local.load_state_dict = self._load_state_dict  # type: ignore[method-assign]
         self.pull()
 
@@ -108,21 +111,21 @@ class LocalView:
 
     @torch.no_grad()
     def _pull_state(self) -> None:
-        # Entries by shard, where the user's has them by parameter; other keys as they are.
+        # The twin has its entries by shard, the user's optimizer by parameter; other keys stay as they are.
         state, self.local.state, shards = dict[Any, Any](self.optimizer.state), defaultdict(dict), dict(self._pairs())
         for parameter, entry in state.items():
             self.local.state[shards.get(parameter, parameter)] = {k: _shard_of(value) for k, value in entry.items()}
 
     @torch.no_grad()
     def push(self) -> None:
-        """Give the user's optimizer what has been made in the twin's state."""
+        """Give the user's optimizer the new entries of the twin's state."""
         state: dict[Any, dict[str, Any]] = self.local.state
         for local, entry in state.items():
             parameter = self._tensors.user_of(local)
             own = self.optimizer.state[parameter]
             for key, value in entry.items():
                 if _shard_of(own.get(key)) is not value:
-                    # A count, or a scalar, is that of the whole parameter.
+                    # A count or a scalar belongs to the whole parameter.
                     is_shard = isinstance(value, Tensor) and value.dim() > 0 and value.shape == local.shape
                     own[key] = like(value, parameter) if is_shard else value
 
@@ -140,7 +143,7 @@ class LocalView:
             yield from zip(group.group["params"], group.params, strict=True)  # type: ignore[attr-defined]
 
     def drop_frozen_gradients(self) -> None:
-        """Drop gradients of what was frozen since the backward: torch would step it, each rank on its own.
+        """Drop gradients of parameters that were frozen since the backward: torch would step them on each rank alone.
 
         In place:
             `.grad` of the user's parameters.
@@ -162,7 +165,7 @@ class LocalView:
 
     @torch.no_grad()
     def push_gradients(self) -> None:
-        """Set the gradients that the user's optimizer steps with to those of the shards."""
+        """Set the gradients of the user's parameters to the gradients of the shards."""
         for parameter, local in self._pairs():
             if local.grad is None:
                 parameter.grad = None
@@ -174,7 +177,7 @@ class LocalView:
         for parameter, local in self._pairs():
             if local is not parameter:
                 local.grad = None
-        self._pull_state()  # not pushed: an optimizer may have put other values in the place of those that the twin has
+        self._pull_state()  # not pushed: the optimizer may have replaced values that the twin has
 
     def _load_state_dict(self, state_dict: dict[str, Any]) -> None:
         type(self.local).load_state_dict(self.local, state_dict)  # which makes new groups, and a new state
@@ -185,10 +188,10 @@ class LocalView:
 
 
 class _LocalGroup(MutableMapping[str, Any]):
-    """A param group whose "params" are shards; all else is read from the user's group, and written into it.
+    """A param group whose "params" are shards; all other keys are read from the user's group and written into it.
 
     Attributes:
-        params: the shards, at the last `pull`: a shard costs too much to be looked up each time it is looked at.
+        params: the shards, as of the last `pull`: looking up the shards on every access would cost too much.
     """
 
     params: list[Parameter]
@@ -216,11 +219,11 @@ class _LocalGroup(MutableMapping[str, Any]):
 
 
 class NodeShards:
-    """This rank's shards of the gradients, for the workers, and what they have made of them, for the optimizers.
+    """This rank's shards of the gradients, for the workers; and the gradients after the exchange, for the optimizers.
 
     Attributes:
         tensors: the shards of the parameters.
-        views: of the optimizers, by worker.
+        views: the views of the optimizers, by worker.
     """
 
     def __init__(self) -> None:
@@ -244,19 +247,19 @@ class NodeShards:
             return ()
         view.pull_gradients()
         worker.list_gradients()
-        worker.check_gradients()  # in each step, because what is not finite in one is a fault of all
+        worker.check_gradients()  # in each step, because an inf or NaN in one shard is a fault of all ranks
         if worker.peers.num_ranks > 1:
             agree_in_node(worker, None if self._node is None else self._node())
         return ()
 
     def give(self, worker: Synchronizer) -> None:
-        """Give the user's optimizer what a worker has made of its gradients."""
+        """Give the user's optimizer the gradients and the state that a worker has made."""
         if not worker.is_local:
             self.views[worker].push_gradients()
             self.views[worker].push()
 
     def has_mean(self, worker: Synchronizer) -> bool:
-        """Return False: what FSDP has reduced is the mean of a node."""
+        """Return False: the gradients that FSDP has reduced are the mean of a node."""
         return False
 
     def optimizer_of(self, worker: Synchronizer) -> Optimizer:
@@ -270,7 +273,7 @@ class NodeShards:
 def agree_in_node(worker: Synchronizer, node: dist.ProcessGroup | None) -> None:
     """Exchange requests, batches, and faults of the gradients, with the other shards of the node.
 
-    Collective: the ranks of the node; five numbers, which the worker's status tells the peers without a wait.
+    Collective: the ranks of the node; five numbers. The worker's status passes them to the peers without a wait.
     """
     worker.node_flags = flags(worker.requests, worker.device, worker.fault, worker.batch)
     all_reduce_(worker.node_flags, node, dist.ReduceOp.MAX)
@@ -284,7 +287,7 @@ def agree_in_world(worker: LocalSync) -> None:
     Raises:
         NonFiniteGradientError, ValueError: on all ranks; names the rank and the parameter.
     """
-    # All ranks, not the peers alone: the other shards of a node would go on where these raise.
+    # All ranks, not the peers alone: if only the peers raised, the other shards of a node would go on.
     faults = worker.faults_of([each for each in worker.parameters() if each.requires_grad])
     is_faulty, worker.requests = _any_in_world(worker, faults.any(worker.device), worker.requests)
     if is_faulty:
@@ -292,7 +295,7 @@ def agree_in_world(worker: LocalSync) -> None:
 
 
 def check_last_faults(worker: Synchronizer) -> None:
-    """Report what the last step has found after its status, to all ranks: also those with other shards than the peers.
+    """Report the faults that the last step has found after its status to all ranks, whichever shards they hold.
 
     Collective: all ranks, blocking; five numbers.
 
@@ -306,7 +309,7 @@ def check_last_faults(worker: Synchronizer) -> None:
 
 
 def _any_in_world(worker: Synchronizer, fault: Tensor, requests: int = 0) -> tuple[bool, int]:
-    """Return whether any rank has a fault, and what any of them requests; waits for the device.
+    """Return whether any rank has a fault, and the requests of all ranks; waits for the device.
 
     Raises:
         DisagreementError: on all ranks; they are at different batches.

@@ -9,14 +9,14 @@ arXiv 1905.13727, algorithms 1 and 2. With e_i the residual of rank i and M_i = 
     Q   = mean Q_i                     | an all-reduce of m r numbers
     mean = P Q^T;  e_i = M_i - P Q^T
 
-A tensor is a matrix of its first dimension and the product of the others. Those of which the two factors have more
-elements than a half of the matrix (vectors, too) are sent whole, with the factors P.
+A tensor is a matrix: its first dimension, and the product of the remaining dimensions. A tensor whose two factors have
+at least half as many elements as the matrix is sent whole, with the factors P. Vectors are sent whole, too.
 
 Deviations: Q is orthogonalized, too, as torch's hook does. It changes no mean, as only the space of the columns counts,
-but P = M Q has the square of the size of M without it, leaves the range of float32, and its columns are told apart in
-the square of their differences. A column that depends on those before it is zero in P, and in Q that of the last start,
-from which the next exchange tries again. On two levels e is kept whole, and the mean is over all ranks, of which those
-of a node have equal gradients: its factors are sent once.
+but without it P = M Q has the square of the size of M and leaves the range of float32, and its columns differ by the
+square of their differences only. A column that depends on the columns before it becomes zero in P; in Q it becomes the
+column of the last start, from which the next exchange tries again. On two levels each rank keeps all of e. The mean is
+over all ranks; the ranks of a node have equal gradients, so the factors of a node are sent once.
 
 Each rank orthogonalizes and multiplies the same received factors for itself. The replicas are equal to the bit if all
 ranks have the same libraries and the same kind of processor. Every 100 steps a comparison finds replicas that differ.
@@ -45,11 +45,11 @@ from lightning_lowbw.kernels.tensors import CPU, copy_all_, device_of, exact_pro
 from lightning_lowbw.schedules.schedule import Schedule
 from lightning_lowbw.sync.exchange import Arrived, Correction, DenseMean, LateMean, PreparedWhole, Signal, exchanges
 
-# Elements of the matrices that are multiplied together, or one matrix: on a GPU many, for few launches, with a copy of
-# 64 MiB; on a CPU one by one, because its time is that of memory.
+# Most elements of the matrices that are multiplied together; a larger matrix is multiplied alone. A GPU takes many, for
+# few launches, with a copy of 64 MiB; a CPU takes them one by one, because memory bounds its time.
 BATCH, BATCH_OF_CPU = 1 << 24, 1
 HAVE_FLOAT64 = ("cpu", "cuda")  # Apple's GPUs, and some of Intel's, have none
-DEPENDENT = 2.0**-18  # a remainder that is shorter than this part of its column may be rounding of float32
+DEPENDENT = 2.0**-18  # a remainder shorter than this part of its column may be a rounding error of float32
 PADDED = 1 << 20  # elements of factors that may be orthogonalized together with any padding: 8 MiB
 ALIGNED = 16  # rows: 64 bytes or more
 
@@ -63,7 +63,7 @@ class LowRank(Payload, key="low_rank"):
         rank: r, columns of the factors. More is closer to the gradient, and costs more bytes and time.
 
     Raises:
-        ConfigurationError: it is no number of columns.
+        ConfigurationError: `rank` is no integer >= 1.
     """
 
     rank: int = 2
@@ -97,8 +97,8 @@ class LowRankExchange:
     """Averages matrices by their factors; see the module.
 
     Args:
-        payload: what is sent; may be replaced between steps, on all ranks.
-        peers: who takes part.
+        payload: the low-rank payload; may be replaced between steps, on all ranks.
+        peers: the participants.
 
     Attributes:
         residuals: e by name: float32, flat.
@@ -111,18 +111,18 @@ class LowRankExchange:
     residuals: Residuals = field(default_factory=Residuals)
     fault: Tensor | None = None
     starts: dict[str, Tensor] = field(default_factory=dict)
-    _together: dict[tuple[str, ...], Tensor] = field(default_factory=dict)  # those of a batch, of which these are views
+    _together: dict[tuple[str, ...], Tensor] = field(default_factory=dict)  # starts of a batch; `starts` has views
 
     def prepare(self, signal: Signal, correction: Correction | None = None) -> PreparedWhole:
         """Prepare tensors of any floating dtype and shape."""
         return PreparedWhole(signal, partial(PendingLowRank, self))
 
     def ensure(self, numels: Mapping[str, tuple[int, int]], device: torch.device) -> None:
-        """Make starts where there is none yet, or one of another size: random orthogonal columns, equal on all ranks.
+        """Make the starts that are missing or have another size: random orthogonal columns, equal on all ranks.
 
         Args:
             numels: rows and columns by name.
-            device: where they are to be.
+            device: the device for the starts.
         """
         for name, shape in numels.items():
             if name not in self.starts or self.starts[name].shape != shape:
@@ -139,7 +139,7 @@ class LowRankExchange:
         return torch.stack([self.starts[name] for name in batch]) if together is None else together
 
     def keep(self, starts: dict[tuple[str, ...], Tensor]) -> None:
-        """Take over the starts of the next exchange, by the names of those that are one tensor."""
+        """Take over the starts of the next exchange; each key has the names of a batch, whose starts are one tensor."""
         for names, together in starts.items():
             self.starts.update(zip(names, together.unbind(), strict=True))
         self._together = starts
@@ -157,19 +157,19 @@ class LowRankExchange:
 
 
 class PendingLowRank(LateMean):
-    """The factors P of all matrices, with the status and what is sent whole, in progress; Q is the second message.
+    """The first message, in progress: the factors P, the status and the whole tensors. Q is the second message.
 
     In place:
-        The residuals; with the mean also the warm starts, and the signal, where it is float32 and contiguous.
+        The residuals; with the mean also the warm starts, and each signal that is float32 and contiguous.
 
     Collective: all ranks, with the same names; an all-reduce, and another one for the mean.
 
     Wire:
-        4 bytes for the (n + m) r numbers of each matrix, and for each element of what is sent whole.
+        4 bytes for each of the (n + m) r numbers of a matrix, and for each element of a tensor that is sent whole.
 
     Args:
-        exchange: that has the residuals.
-        signal: by name.
+        exchange: the exchange that has the residuals.
+        signal: the tensors by name.
         status: see `Prepared.send`.
         whole: see `Prepared.send`.
     """
@@ -180,7 +180,7 @@ class PendingLowRank(LateMean):
         payload, residuals, device = exchange.payload, exchange.residuals, next(iter(signal.values())).device
         shapes = {name: shape for name, each in signal.items() if (shape := payload.factors(each.shape))}
         self._batches = _batches(signal, shapes)
-        # M = signal + e. What does not pay as a matrix, or with another rank not any more, is sent whole.
+        # M = signal + e. A tensor whose factors save too little (at this rank) is sent whole, with its residual.
         rest = [name for name in signal if name not in shapes and name in residuals]
         residuals.ensure({name: math.prod(shapes[name][:2]) for batch in self._batches for name in batch}, device)
         self._matrices = _matrices(residuals, self._batches, shapes)
@@ -199,7 +199,7 @@ class PendingLowRank(LateMean):
         self._num_statuses, self._work = 0 if status is None else len(status), MeanWork(sent, control, exchange.peers)
 
     def _signals(self, batch: list[str], matrices: Tensor) -> Tensor:
-        """Return the signals of a batch as matrices in float32: those of the gradient where it is one, else a copy."""
+        """Return the signals of a batch as float32 matrices: a view of a single float32 gradient, else a copy."""
         tensors = [self._signal[name] for name in batch]
         return (tensors[0] if len(batch) == 1 else torch.stack(tensors)).reshape(matrices.shape).float()
 
@@ -219,13 +219,13 @@ class PendingLowRank(LateMean):
                 exchange.residuals.pop(name)
         with _in_float32(device):
             lefts = orthogonal(lefts)
-            # Q = M^T P, with M in the memory of e
+            # Q = M^T P, with M written into the memory of e
             rights = []
             for batch, matrices, left in zip(self._batches, self._matrices, lefts, strict=True):
                 matrices.add_(self._signals(batch, matrices))
                 rights.append(matrices.mT @ left)
             rights = mean_over(rights, exchange.peers, device) if rights else []
-            infinite = are_not_finite([*means, *rights]).any()  # an infinity in M is one in M Q
+            infinite = are_not_finite([*means, *rights]).any()  # an inf in M makes an inf or NaN in M Q
             exchange.fault = infinite if exchange.fault is None else exchange.fault | infinite
             # mean = P Q^T;  e = M - P Q^T
             for batch, matrices, left, right in zip(self._batches, self._matrices, lefts, rights, strict=True):
@@ -238,7 +238,7 @@ class PendingLowRank(LateMean):
                 if is_room and len(batch) > 1:
                     copy_all_(tensors, parts)
                 by_name |= zip(batch, tensors if is_room else parts, strict=True)
-            # A column of zeros, as of a gradient of zeros, is no start: from it the same would be asked for ever.
+            # A column of zeros (from a gradient of zeros) is no start: every later exchange would get zeros again.
             rights = orthogonal(rights, starts)
         exchange.keep(dict(zip(map(tuple, self._batches), rights, strict=True)))
         return DenseMean({name: by_name[name] for name in signal})
@@ -251,7 +251,7 @@ def orthogonal(batches: Sequence[Tensor], spares: Sequence[Tensor] | None = None
     """Return matrices whose columns are orthogonal and of length 1: Gram-Schmidt from the first column to the last.
 
     A column that depends on the columns before it becomes zero, or the column of the spare. A column that is not finite
-    makes no other matrix NaN.
+    does not spread NaN to other matrices.
 
     Args:
         batches: float32, shape (matrices, n, r), all with one r.
@@ -296,10 +296,10 @@ def _padded(batches: Sequence[Tensor], rows: Tensor) -> Tensor:
 
 @lru_cache(maxsize=64)
 def _rows(sizes: tuple[tuple[int, int], ...], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return which row each padded matrix has where, the first is 1, 0 is padding; and the padded places of the rows.
+    """Return the row number at each place of the padded matrices (from 1; 0 is padding), and the place of each row.
 
-    The rows of each batch begin at a multiple of `ALIGNED`: products of a library may depend on the alignment, and a
-    resume has the factors in memory of their own.
+    The rows of each batch begin at a multiple of `ALIGNED`: products of a library may depend on the alignment, and
+    after a resume each factor has its own memory.
 
     Args:
         sizes: matrices and rows of each batch.
@@ -355,7 +355,7 @@ def _matrices(
     """Return the residuals of each batch as one view, of shape (matrices, n, m)."""
 
     rows = list(map(residuals.together, batches))
-    if any(each is None for each in rows):  # some came later, or in another order
+    if any(each is None for each in rows):  # some residuals came later, or in another order
         first = [name for batch in batches for name in batch]
         order = dict.fromkeys([*first, *residuals])
         residuals.load({name: residuals[name] for name in order}, residuals[first[0]].device)
@@ -369,6 +369,6 @@ def _matrices(
 
 @contextmanager
 def _in_float32(device: torch.device) -> Iterator[None]:
-    """Round no product: autocast is turned off, under which manual optimization takes steps, and so is TF32."""
+    """Keep products in float32: turn off TF32 and autocast, under which manual optimization takes steps."""
     with torch.autocast(device.type, enabled=False), exact_products():
         yield

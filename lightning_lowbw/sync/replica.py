@@ -1,6 +1,6 @@
 """One rank's replica: its weights, the anchor, which is the last average, and the residuals of their changes.
 
-What a round does with a replica is in `sync.local`, what of it is saved is in `sync.state`.
+The round is in `sync.local`; `sync.state` saves and loads a replica.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ COPY = "anchor"  # the purpose of the side stream that copies an anchor to the h
 
 
 class Replica:
-    """What a rank keeps between averages.
+    """The state that a rank keeps between averages.
 
     Args:
-        params: of its optimizer.
-        exchange: of what the payload compresses; None if all is sent whole.
-        peers: say which part of each tensor this rank keeps.
-        named_buffers: of the model.
-        when: says how many fragments there are.
+        params: the parameters of its optimizer.
+        exchange: the exchange of the changes that the payload compresses; None if all tensors are sent whole.
+        peers: the participants; they say which part of each tensor this rank keeps.
+        named_buffers: the buffers of the model.
+        when: the schedule; it says how many fragments there are.
 
     Attributes:
         start: the anchor x0, the last average of each parameter: float32 (or wider). On the device if changes are
             measured from it; else in pinned memory of the host, to be shown.
-        velocity: of the outer optimizer.
-        buffers: of the model.
-        fragments: the parameters, by the averages that they belong to.
+        velocity: the momentum buffers of the outer optimizer.
+        buffers: the buffers of the model.
+        fragments: the parameters, grouped by the averages that they belong to.
         own: the tensors of this rank that `show` has replaced, by name, on the CPU; None if nothing is shown.
     """
 
@@ -71,7 +71,7 @@ class Replica:
 
     @property
     def residuals(self) -> Mapping[str, Tensor]:
-        """What has not been sent of this rank's changes, by name; flat."""
+        """The residuals: the changes of this rank that have not been sent, by name; flat."""
         return {} if self.exchange is None else self.exchange.residuals
 
     @property
@@ -81,10 +81,10 @@ class Replica:
 
     @property
     def is_equal(self) -> bool:
-        """Whether there is nothing to average. Any forward pass may change buffers."""
+        """Whether there is nothing to average. Buffers that may differ count as different."""
         return self._is_alone or (self.parameters_agree and not self.buffers.may_differ)
 
-    # What is sent ---------------------------------------------------------------------------------------------------
+    # Messages of an average -----------------------------------------------------------------------------------------
 
     def compresses(self, parameter: Parameter) -> bool:
         """Whether the payload sends a parameter's change; otherwise it is averaged whole."""
@@ -95,7 +95,7 @@ class Replica:
         """Whether an average consists of the payload's messages; equal on all ranks."""
         if self.exchange is None or self.buffers.may_average:
             return False
-        # One small tensor that is sent whole takes a second message, and the status goes on that.
+        # One small tensor that is sent whole needs a second message, which then contains the status.
         trained = [p for fragment in self.fragments for p in fragment.parameters if p.requires_grad and p.numel()]
         return all(map(self.compresses, trained))
 
@@ -110,10 +110,10 @@ class Replica:
         return all_reduce_bytes(real.numel() * wide_dtype(parameter).itemsize, num_participants)
 
     def keep_starts(self, *, on_host: bool) -> None:
-        """Keep the anchor of parameters that have not been trained before; of frozen ones later.
+        """Keep the anchor of each parameter that has none yet; a frozen parameter gets its anchor once it trains.
 
         Args:
-            on_host: whether it is only shown, and no change is measured from it.
+            on_host: whether the anchor is only shown, and no change is measured from it.
         """
         new = [p for p in self.params if p.requires_grad and p not in self.start]
         if on_host:
@@ -123,7 +123,7 @@ class Replica:
             self.start.update(zip(new, wide_copies(new), strict=True))
 
     def copy_to_host(self, parameters: Sequence[Parameter], values: Sequence[Tensor]) -> None:
-        """Begin to copy the anchor of parameters to the host, by a side stream; `values` stay until it is joined."""
+        """Begin to copy the anchor of parameters to the host, on a side stream; keep `values` until it is joined."""
         if not parameters:
             return
         for parameter, value in zip(parameters, values, strict=True):
@@ -136,7 +136,7 @@ class Replica:
     # Averages that are not applied ----------------------------------------------------------------------------------
 
     def drop_averages(self) -> None:
-        """Forget the averages in progress, and what the next ones would have made equal: it is.
+        """Drop the averages in progress, and mark no parameter as trained since: the weights are equal already.
 
         In place:
             The residuals; see `unapplied`.
@@ -150,10 +150,10 @@ class Replica:
             fragment.moved.clear()
 
     def unapplied(self) -> Iterator[tuple[str, Tensor]]:
-        """Wait for the averages in progress; yield what to add to each residual if they are not applied.
+        """Wait for the averages in progress; yield the tensor to add to each residual if they are not applied.
 
-        The weights keep the changes of this rank, and the next average sends them anew. So the mean over the
-        participants of residuals and changes stays the same.
+        The weights keep the changes of this rank, and the next average sends them anew. So the mean of residuals plus
+        changes over the participants stays the same.
         """
         for average in (fragment.work for fragment in self.fragments if self.residuals and fragment.work is not None):
             arrived = average.changes.wait()
@@ -166,7 +166,7 @@ class Replica:
                     keeps_parts = residual.numel() < unsent.numel()
                     yield name, unsent[self.peers.part(unsent.numel())] if keeps_parts else unsent
 
-    # What the model shows -------------------------------------------------------------------------------------------
+    # The anchor in the model ----------------------------------------------------------------------------------------
 
     def _anchored(self) -> dict[str, tuple[Tensor, Tensor]]:
         """Return the tensors of the model that have an anchor, each with its anchor, by name."""
@@ -222,8 +222,8 @@ class Replica:
         Collective: all ranks, blocking; the comparison of the buffers, and all-reduces.
 
         Args:
-            faults: of this rank.
-            group: the ranks that are told of them.
+            faults: the faults of this rank.
+            group: the ranks that are told of the faults.
 
         Raises:
             NonFiniteGradientError, ValueError: on all ranks, before anything changes; a rank has a fault.
@@ -235,7 +235,7 @@ class Replica:
         names, exchange = list(tensors), WholeExchange(self.peers, in_memory_order=True)
         of_buffers = dict[str, Tensor]()
         for bucket in fill_buckets(tuple((real.dtype, real.numel()) for real in map(as_real, tensors.values()))):
-            # Bucket by bucket: the device has room for the means of one. Each is sent with the status.
+            # Bucket by bucket: the device may have room for the means of one bucket only. Each has the status.
             arrived = exchange.prepare({names[i]: tensors[names[i]] for i in bucket.members}).send(fault).wait()
             if float(arrived.status):
                 raise_fault(first_fault(faults.first(), group))
@@ -251,8 +251,8 @@ class Replica:
     # Other places ---------------------------------------------------------------------------------------------------
 
     def to(self, device: torch.device) -> None:
-        """Move what is kept beside the model."""
-        # By parameter, which stays the same object when the model moves.
+        """Move the anchor, the momentum buffers and the residuals."""
+        # The keys stay valid: a parameter stays the same object when the model moves.
         self.start = {parameter: tensor.to(device) for parameter, tensor in self.start.items()}
         self.velocity = {parameter: tensor.to(device) for parameter, tensor in self.velocity.items()}
         self.buffers.start = {name: tensor.to(device) for name, tensor in self.buffers.start.items()}

@@ -1,7 +1,7 @@
 """The states of workers, as tensors on the CPU and primitives, and the state with which another world starts.
 
-A rank's own state is keyed by the names of parameters. Its residuals are of its part of each tensor. A rank of the same
-world loads its own state; a rank of another world cuts its part out of the mean over participants.
+A rank's own state is keyed by the names of parameters. Its residuals cover its part of each tensor. A rank of the same
+world loads its own state; a rank of another world takes its part of the mean over participants.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def check_origin(state: Mapping[str, Any], peers: Peers) -> None:
     """Check that a state is this rank's, with the parts that the rank keeps, or a result of `merge_states`.
 
     Raises:
-        ConfigurationError: it is neither, and has values of one rank.
+        ConfigurationError: the state is neither, and has values of one rank.
     """
     # A dense step leaves no values of one rank: any rank may load such a state.
     keeps = any(state.get(key) for key in ("residuals", "velocities", "local", "own"))
@@ -115,16 +115,17 @@ def check_order(parameter: Parameter, name: str, old: Order) -> None:
 
 
 def replica_state(replica: Replica, optimizer: Optimizer, k_steps: int, *, needs_start: bool) -> dict[str, Any]:
-    """Return what a replica has between averages, on the CPU and by name.
+    """Return the state of a replica, on the CPU and by name.
 
-    Averages in progress are not in it: it is as if they had never been begun, and as if they were due in the next step.
-    They are waited for if the payload has residuals.
+    Averages in progress are not included: in the state they have not begun, and are due in the next step. If the
+    payload has residuals, the call waits for these averages.
 
     Args:
-        replica: of this rank.
-        optimizer: of this rank.
+        replica: the replica of this rank.
+        optimizer: the optimizer of this rank.
         k_steps: the period.
-        needs_start: whether changes are measured from the anchor; else it is saved if the weights are not the same.
+        needs_start: whether changes are measured from the anchor. If not, the anchor is saved only if the parameters
+            may differ between ranks.
     """
     buffers, exchange, name_of = replica.buffers, replica.exchange, replica.params.name_of
     starts = replica.start if needs_start or not replica.parameters_agree else {}
@@ -154,10 +155,10 @@ def replica_state(replica: Replica, optimizer: Optimizer, k_steps: int, *, needs
 
 
 def load_replica_(replica: Replica, optimizer: Optimizer, state: Mapping[str, Any], *, needs_start: bool) -> None:
-    """Load what `replica_state` returned, among other values, and `check_replica` has checked.
+    """Load a state that contains the values of `replica_state`, after `check_replica` has checked it.
 
     In place:
-        The replica; the model's parameters and buffers; the optimizer, but what its state has left out stays.
+        The replica; the model's parameters and buffers; the optimizer, except for values that its state leaves out.
     """
     parameters, peers, exchange = replica.params.by_name(), replica.peers, replica.exchange
     device = next(iter(parameters.values())).device
@@ -175,14 +176,14 @@ def load_replica_(replica: Replica, optimizer: Optimizer, state: Mapping[str, An
         residuals = state["residuals"].items()
         parts = {name: own_part(kept, as_real(parameters[name]).numel(), of) for name, kept in residuals}
         exchange.residuals.load(parts, device)
-        if state["exchange"] is not None:  # as it is of another world
+        if state["exchange"] is not None:  # None in a state for another world
             exchange.load_state_dict(state["exchange"])
     for fragment, kept in zip(replica.fragments, state["fragments"], strict=True):
         fragment.parameters = [parameters[name] for name in kept["names"]]
         fragment.steps = kept["steps"]
         fragment.moved = {parameters[name]: None for name in kept["moved"]}
         fragment.work = None
-    # What a user's code has put into a group, and no file can hold, stays as this run has made it.
+    # A value that a user's code has put into a group, and that no file can hold, stays as this run has made it.
     given = zip(optimizer.param_groups, state["optimizer"]["param_groups"], strict=True)
     groups = [{**{key: value for key, value in own.items() if not is_loadable(value)}, **kept} for own, kept in given]
     optimizer.load_state_dict({**state["optimizer"], "param_groups": groups})
@@ -200,12 +201,12 @@ def check_replica(replica: Replica, state: Mapping[str, Any], method: Any) -> No
     """Check that a replica can go on from a state.
 
     Args:
-        replica: that is to go on.
-        state: of a replica, or merged.
-        method: that is trained with now.
+        replica: the replica that is to go on.
+        state: the state of a replica, or a merged state.
+        method: the current method.
 
     Raises:
-        ConfigurationError: it cannot.
+        ConfigurationError: the replica cannot go on from this state.
     """
     params, before = replica.params, replica.params.small_numel
     params.small_numel = state["small_numel"]  # decides which tensors are sent whole
@@ -224,7 +225,7 @@ def _check_replica(replica: Replica, state: Mapping[str, Any], method: Any) -> N
             f"The checkpoint has been written with num_fragments={len(state['fragments'])}, and this is "
             f"{num_fragments}. Resume with the same num_fragments, or {WITHOUT_RESIDUALS}."
         )
-    # Where gradients are averaged in every step weights are never compared, and would stay different.
+    # If gradients are averaged in every step, weights are never averaged: weights that differ would stay different.
     is_one_node = peers.num_participants == 1 and not peers.may_grow
     if state["own"] and peers.num_ranks > 1 and (is_one_node or method.when.is_always_synchronous):
         raise ConfigurationError(
@@ -260,7 +261,7 @@ def merge_states(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
         states: `worker.state_dict()` of every rank, in any order.
 
     Raises:
-        ConfigurationError: a state is missing, given twice, or no state of a rank, or the steps differ: unsent
+        ConfigurationError: a state is missing, given twice, or not the state of a rank, or the steps differ. Unsent
             elements would be lost, or sent twice.
     """
     seen: list[tuple[int, int, str]] = []
@@ -317,7 +318,7 @@ def merge_gradients(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def merge_replicas(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the state with which every rank of another world starts: no weights of its own, the mean momentum.
+    """Return the state with which every rank of another world starts: the anchor's weights, the mean momentum.
 
     Residuals are averaged, too, so that 1/N of the sum over the participants stays the same.
     """
@@ -327,7 +328,7 @@ def merge_replicas(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     num_states, num_parts = 0, 1
     for state in states:
         num_states, (_, num_parts) = num_states + 1, state["local_rank"]
-        # Without weights of its own a rank goes on from the anchor, which the model's file has.
+        # A rank without weights of its own goes on from the anchor, which is in the model's file.
         merged = merged or {**state, "own": {}, "buffers": {}, "layout": None, "steps_since_average": 0}
         for name, kept in state["residuals"].items():
             residuals.add(name, kept, state["start"][name].numel(), state["local_rank"])

@@ -1,13 +1,13 @@
 """Status: everything that ranks exchange apart from tensors, as one row of numbers that is summed.
 
-Some numbers are sums (the number of ranks that have a gradient, the mean loss). Then each rank has two elements of its
-own: whether it has found a fault, such as an inf in a gradient, and a mark, equal on all ranks at the same step with
-the same weights. Requests to stop or to save are the bits above the mark.
+The first numbers are sums (the number of ranks that have a gradient, the losses). After them each rank has two elements
+of its own: whether it has found a fault, such as an inf in a gradient, and a mark, equal on all ranks at the same step
+with the same weights. Requests to stop or to save are the bits above the mark.
 
-A fault is one bit. What it is, and of which tensor, is gathered only after some rank has one (`first_fault`).
+A fault is one bit. Its kind and its tensor are gathered only after some rank has reported a fault (`first_fault`).
 
-Where ranks must agree and exchange nothing else, for instance after a step whose gradients DDP reduces, they exchange
-`flags`, of which the maximum is read. That of the shards of a node becomes part of their status without a wait.
+If ranks must agree and exchange nothing else, for instance after a step whose gradients DDP reduces, they exchange
+`flags` and read the maximum. The maximum over the shards of a node becomes part of their status without a wait.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ class Status:
     """The sum of the messages of all ranks.
 
     Attributes:
-        sums: over the ranks.
+        sums: the sums over the ranks.
         is_faulty: whether any rank has found a fault.
-        marks: of each rank.
-        requests: of any rank: `STOP` and `SAVE`.
+        marks: the mark of each rank.
+        requests: the requests of all ranks together: `STOP` and `SAVE`.
     """
 
     sums: list[float]
@@ -53,7 +53,7 @@ class Status:
         """Read the sum of the ranks' messages.
 
         Raises:
-            ValueError: they contain numbers that no rank can have written; on all ranks that have received the same.
+            ValueError: the sum contains numbers that no rank can have written; on all ranks that received the same sum.
         """
         sums, faults, marks = values[: -2 * num_ranks], values[-2 * num_ranks : -num_ranks], values[-num_ranks:]
         are_whole = all(abs(value) < EXACT and value == round(value) for value in (*faults, *marks))
@@ -103,7 +103,7 @@ def status_message(
 
 
 def make_mark(count: int, weights: Iterable[Tensor] | None, requests: Tensor | int = 0) -> Tensor | int:
-    """Return a count of steps or batches, where weights are given a checksum of them, and requests, as one number."""
+    """Return as one number: a count of steps or batches, a checksum of the weights if any are given, the requests."""
     mark = count % MODULUS + MODULUS**2 * requests
     return mark if weights is None else mark + MODULUS * (checksum(weights) % MODULUS)
 
@@ -115,9 +115,9 @@ def flags(requests: int, device: torch.device, fault: Tensor | None = None, batc
     """Return a message without sums and marks: float32, shape (5,); its maximum over ranks is read by `read_flags`.
 
     Args:
-        requests: of this rank.
-        device: of the message.
-        fault: whether this rank has found one; a scalar. None counts as False.
+        requests: the requests of this rank.
+        device: the device of the message.
+        fault: whether this rank has found a fault; a scalar. None counts as False.
         batch: the number of this rank's batch.
     """
     batch %= MODULUS
@@ -129,19 +129,21 @@ def flags(requests: int, device: torch.device, fault: Tensor | None = None, batc
 
 
 def read_flags(message: Tensor) -> tuple[bool, int, bool]:
-    """Return whether any rank has a fault, the requests of all, and whether all are at one batch; waits for the
-    device."""
+    """Return whether any rank has a fault, the requests of all ranks, and whether all ranks are at the same batch.
+
+    Waits for the device.
+    """
     fault, num_stop, num_save, last, first = message.tolist()
     return bool(fault), STOP * (num_stop > 0) | SAVE * (num_save > 0), last == -first
 
 
 def flags_of_node(message: Tensor, read_before: int = 0) -> tuple[Tensor, Tensor, Tensor]:
-    """Return what a rank says for its node in its status: whether a shard has a fault, whether the batches of the
-    shards differ (positive where they do), and the requests; scalars on the device, without a wait.
+    """Return the values of a node for a status: whether a shard has a fault, whether the batches of the shards differ
+    (positive if they do), and the requests; scalars on the device, without a wait.
 
     Args:
         message: the maximum of the node's `flags`.
-        read_before: requests that have been read in this step, which the node had not when it made them.
+        read_before: requests that were read in this step, after the node had made its flags.
     """
     fault, stop, save, last, minus_first = message.unbind()
     return fault, last + minus_first, STOP * stop + (0 if read_before & SAVE else SAVE) * save
@@ -152,13 +154,14 @@ def flags_of_node(message: Tensor, read_before: int = 0) -> tuple[Tensor, Tensor
 
 @dataclass(frozen=True)
 class Fault:
-    """What a rank has found.
+    """A fault that a rank has found.
 
     Attributes:
-        rank_of_kind: of several faults that with the lowest is raised: later ones may be its consequences.
-        error: raised for it on all ranks.
-        text: of the error; says on which rank it is.
-        is_skipped: whether a step that may be skipped is skipped for it: an inf or NaN in a gradient.
+        rank_of_kind: if there are several faults, the one with the lowest number is raised: the other faults may be its
+            consequences.
+        error: the type of the error that all ranks raise.
+        text: the text of the error; says on which rank the fault is.
+        is_skipped: whether the fault makes ranks skip a step that may be skipped: an inf or NaN in a gradient.
     """
 
     rank_of_kind: int
@@ -168,7 +171,7 @@ class Fault:
 
 
 class Faults:
-    """What a rank has found, as flags on the device; described only where one is set.
+    """The faults that a rank has found, as flags on the device; a fault is described only if its flag is set.
 
     Examples:
         >>> faults = Faults()
@@ -181,18 +184,18 @@ class Faults:
         self._found: list[tuple[Tensor, Sequence[str], Callable[[str], Fault]]] = []
 
     def add(self, flags: Tensor, names: Sequence[str], describe: Callable[[str], Fault]) -> None:
-        """Add flags: bool, one of each name, of any shape; and what describes the fault of a name."""
+        """Add flags (bool, of any shape, one for each name), and a function that returns the fault of a name."""
         self._found.append((flags, names, describe))
 
     def any(self, device: torch.device) -> Tensor:
-        """Return whether one is set: bool, a scalar on the device."""
+        """Return whether any flag is set: bool, a scalar on the device."""
         return any_of((flags for flags, _, _ in self._found), device)
 
     def first(self, order: Sequence[str] = ()) -> Fault | None:
-        """Return the one with the lowest `rank_of_kind`, None if none is set; waits for the device.
+        """Return the fault with the lowest `rank_of_kind`, None if no flag is set; waits for the device.
 
         Args:
-            order: of names, for those of one kind.
+            order: the names in the order in which faults of the same kind are reported.
         """
         places = {name: place for place, name in enumerate(order)}
         found = [
@@ -215,12 +218,12 @@ def overflow(rank_of_kind: int, step: int, what: str) -> Fault:
 
 def any_of(flags: Iterable[Tensor], device: torch.device) -> Tensor:
     """Return whether any of some flags, of any shapes, is set: bool, a scalar on the device."""
-    nothing = constant((False,), torch.bool, device)  # so that there is one
+    nothing = constant((False,), torch.bool, device)  # so that there is at least one flag
     return torch.cat([nothing, *(flag.to(device).view(-1) for flag in flags)]).any()
 
 
 def first_fault(own: Fault | None, group: dist.ProcessGroup | None) -> Fault:
-    """Return the fault that all ranks raise an error for, after a status that says that a rank has one.
+    """Return the fault that all ranks raise an error for, after a status has reported a fault.
 
     Collective: all ranks of the group, blocking.
     """

@@ -24,7 +24,7 @@ from lightning_lowbw.sync.status import SAVE, STOP, Fault, Faults, Status, first
 
 
 class Configuration(Protocol):
-    """What a driver asks of a `Method`, which lies above: it makes the drivers."""
+    """The part of a `Method` that a driver reads; `Method` itself is in a layer above, because it makes the drivers."""
 
     @property
     def when(self) -> Schedule:
@@ -38,12 +38,12 @@ class Configuration(Protocol):
 
     @property
     def where(self) -> Where:
-        """Who communicates with whom."""
+        """Which ranks communicate with each other."""
         ...
 
     @property
     def acts_alone(self) -> bool:
-        """Whether it changes the training of one rank alone."""
+        """Whether the method changes the training also if there is only one rank."""
         ...
 
 
@@ -63,11 +63,11 @@ class Synchronizer:
         optimizer: the user's own.
         params: its tensors.
         peers: the participants and the ranks of the node.
-        correction: how a gradient enters the residual, where gradients are compressed.
-        compressed: the exchange of what the payload compresses; None if it sends whole tensors.
+        correction: how a gradient enters the residual, if gradients are compressed.
+        compressed: the exchange of the tensors that the payload compresses; None if it sends whole tensors.
         step: optimizer steps completed (a step that a GradScaler skips counts, as in `trainer.global_step`).
         batch: the number of the batch in the run, counted by the caller; 0 in a plain loop. Ranks that exchange in
-            different batches, because one has left out a step that the others take, raise an error.
+            different batches, because one rank has left out a step that the other ranks take, raise an error.
         stop_requested: set it on any rank to stop all ranks.
         stop_agreed: whether the last status contains a request to stop; equal on all ranks.
         save_requested: set it on any rank to save on all ranks.
@@ -77,14 +77,14 @@ class Synchronizer:
         is_prepared: whether `list_gradients` has been called for this step, and not yet `exchange`.
         is_exchanged: whether `exchange` has been called for this step.
         is_taken: whether the step is taken, as returned by the last `exchange`.
-        node_flags: of the shards of this node, for the coming status (`status.flags`, as their maximum); on the device.
-            None where the model is not sharded.
+        node_flags: the maximum of `status.flags` over the shards of this node, for the next status; on the device.
+            None if the model is not sharded.
         is_compared: whether a plain loop has compared the ranks since it began, or since it loaded a state.
         fault: after `check_gradients`, whether this rank has found a fault; a scalar. None if nothing was checked.
     """
 
     correction: ErrorFeedback | None = None
-    parameters_agree: bool = True  # whether they are the same on all ranks; known without communication
+    parameters_agree: bool = True  # whether the parameters are the same on all ranks; known without communication
     fault: Tensor | None = None
     compressed: Exchange | None
 
@@ -124,14 +124,14 @@ class Synchronizer:
 
     @property
     def device(self) -> torch.device:
-        """Where the parameters are."""
+        """The device of the parameters."""
         first: Parameter = next(each for group in self.optimizer.param_groups for each in group["params"])
         return first.device
 
     def take_shapes(self) -> None:
         """Take the shapes of the buffers that are averaged: they have been compared between the ranks."""
 
-    # What the coming step communicates, read by the strategies ------------------------------------------------------
+    # Communication of the next step, read by the strategies ---------------------------------------------------------
 
     @property
     def is_local(self) -> bool:
@@ -145,7 +145,7 @@ class Synchronizer:
 
     @property
     def reduces_in_node(self) -> bool:
-        """Whether they are all-reduced inside each node instead, and what follows is the node's."""
+        """Whether gradients are all-reduced inside each node instead; the next exchange then sends the node's mean."""
         raise NotImplementedError
 
     @property
@@ -160,7 +160,7 @@ class Synchronizer:
 
     @property
     def clip_factor(self) -> float:
-        """What the threshold of a norm is multiplied with, where gradients are clipped before the exchange."""
+        """The factor for the threshold of a norm, if gradients are clipped before the exchange."""
         raise NotImplementedError
 
     # A step, in the order of its calls ------------------------------------------------------------------------------
@@ -179,7 +179,7 @@ class Synchronizer:
         Collective: on two levels the ranks of a node, where there are such parameters; else nothing is communicated.
 
         Args:
-            reduced: parameters whose `.grad` is the mean already (by DDP): over all ranks, over the node where
+            reduced: parameters whose `.grad` is the mean already (by DDP): over all ranks, or over the node if
                 `reduces_in_node`.
         """
         raise NotImplementedError
@@ -188,41 +188,44 @@ class Synchronizer:
         """Check the listed gradients for NaN and inf, in a pass over memory; `exchange` tells all ranks the result.
 
         Needed before clipping, which spreads a NaN, and before a step that may be skipped: a residual must not have
-        taken its gradients. Where nothing is called, `exchange` checks them in the pass that accumulates them.
+        taken its gradients. Without this call `exchange` checks them in the pass that accumulates them.
         """
 
     def exchange(self, *, skip_nonfinite: bool = False, applies: bool = False) -> bool:
-        """Turn the gradients into those the optimizer steps with; return whether the step is to be taken."""
+        """Turn the gradients into the gradients that the optimizer steps with; return whether to take the step."""
         raise NotImplementedError
 
     def sending_early(self, *, begins: bool) -> AbstractContextManager[None]:
-        """Return a context for the backward pass whose gradients are exchanged next: they may go in several messages.
+        """Return a context for the backward pass whose gradients are exchanged next, perhaps in several messages.
 
-        Where they do, all but the last begin in the pass, and `list_gradients` has been called.
+        If there are several, all but the last begin in the pass, and the context has called `list_gradients`.
 
         Collective: all ranks, or none.
 
         Args:
-            begins: whether those of this rank begin in the pass; else after it, where hooks may change gradients.
+            begins: whether the messages of this rank begin in the pass; else they begin after it, because hooks may
+                change gradients.
         """
         return nullcontext()
 
     def takes_reduced(self, reduced: Collection[Parameter]) -> bool:
-        """Return whether a step is DDP's, and `exchange` has nothing to do: it is whole, and all has been reduced.
+        """Return whether DDP has reduced all gradients of a step that sends them whole: nothing is left to exchange.
 
         In place:
             `.grad` of frozen parameters is dropped.
 
         Args:
-            reduced: as of `list_gradients`, which has not been called.
+            reduced: as for `list_gradients`, which has not been called.
         """
         return False
 
     def step_exchanged(self) -> None:
-        """Step what `exchange` has left for it, directly before the optimizer's step; by hand `step` calls it.
+        """Step the parameters that `exchange` has left for this call, directly before the optimizer's step.
+
+        In a plain loop the wrapped `step` calls it.
 
         In place:
-            Parameters that the optimizer is not to step; their `.grad` is None until it has stepped.
+            These parameters. Their `.grad` is None until the optimizer has stepped, so that it leaves them alone.
         """
 
     def check_closure(self) -> None:
@@ -239,7 +242,7 @@ class Synchronizer:
             )
 
     def after_step(self) -> None:
-        """Count the step; average the replicas, if it is time."""
+        """Count the step; average the replicas if an average is due."""
         raise NotImplementedError
 
     @contextmanager
@@ -279,19 +282,19 @@ class Synchronizer:
 
     @property
     def fault_group(self) -> Any:
-        """The ranks that are told of a fault: all. Where a model is sharded, the peers are some of them."""
+        """The ranks that are told of a fault: all ranks. If a model is sharded, the peers are some of the ranks."""
         return None if self.peers.are_shards else self.peers.group
 
     @property
     def here(self) -> str:
-        """Whose gradients or weights these are, for an error on all ranks: a rank's, or a node's."""
+        """The rank or the node that the gradients or weights belong to, for an error on all ranks."""
         number, nodes, topology = self.peers.rank, self.peers.nodes, self.peers.topology
         if self.reduces_in_node and not topology.is_flat:  # groups that come and go have no topology
             number, nodes = topology.node_of(number), topology.nodes
         return f"node {number} (ranks {list(nodes[number])})" if nodes else f"rank {number}"
 
     def late_faults(self) -> Faults:
-        """Return what the last exchange has found after its status."""
+        """Return the faults that the last exchange has found after its status."""
         faults, exchange = Faults(), self.compressed
         if exchange is not None and exchange.fault is not None:
             signal = "changes of the weights" if self.method.when.averages_weights else "gradients"
@@ -301,7 +304,7 @@ class Synchronizer:
 
     @property
     def may_have_late_faults(self) -> bool:
-        """Whether the last exchange may have found something; equal on all ranks."""
+        """Whether the last exchange may have found a fault after its status; equal on all ranks."""
         raise NotImplementedError
 
     @torch.no_grad()
@@ -344,7 +347,7 @@ class Synchronizer:
         """Take in the loss of the coming step; a scalar, any device. Only adaptive rules use it. Does not wait."""
 
     def metrics(self, is_due: bool) -> dict[str, float | Tensor]:
-        """Return metrics to log after a step; those that cost a pass over memory only if `is_due`."""
+        """Return metrics to log after a step; metrics that cost a pass over memory are included only if `is_due`."""
         raise NotImplementedError
 
     def whole_momentum(self) -> dict[Parameter, Tensor]:
@@ -363,7 +366,7 @@ class Synchronizer:
         raise NotImplementedError
 
     def equal_state(self) -> dict[str, Any]:
-        """Return what is the same on all ranks: numbers, for the checkpoint itself."""
+        """Return the state that is the same on all ranks: numbers, for the checkpoint itself."""
         return {"step": self.step, "small_numel": self.params.small_numel}
 
     def load_equal_state(self, state: Mapping[str, Any]) -> None:
@@ -388,7 +391,7 @@ def raise_fault(fault: Fault) -> None:
 class Ending:
     """Whether a warning is due when a plain loop ends: its worker is deleted, or Python exits.
 
-    No rank can average then, because others may have ended already.
+    No rank can average then, because other ranks may have ended already.
 
     Attributes:
         step: the step after which the weights differ by rank and were neither averaged nor saved; None if they agree.
