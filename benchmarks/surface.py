@@ -39,6 +39,8 @@ PAGE = Path(__file__).with_name("results") / "lightning.md"
 YES = "yes"
 REFUSED = "refused at the start of the fit, with the methods that take it"
 SKIPPED = "after an exception the save is skipped, with one line; after a SIGTERM the checkpoint is complete"
+ON_EXCEPTION = "`OnExceptionCheckpoint`"
+MOVING_AVERAGES = "`StochasticWeightAveraging`", "`WeightAveraging`"  # what a method that averages weights refuses
 Cells = dict[tuple[str, str], str]  # by row and column
 BATCHES, BATCH = 4, 4  # of each rank's epoch
 LR = 0.05
@@ -193,13 +195,13 @@ def row(name: str) -> Callable[[Row], Row]:
 # Callbacks ------------------------------------------------------------------------------------------------------
 
 
-def averages_weights(run: Run) -> bool:
-    return bool(getattr(getattr(run.strategy(), "method", None), "averages_weights", False))
+def averages_weights(column: str) -> bool:
+    return bool(getattr(getattr(COLUMNS[column](), "method", None), "averages_weights", False))
 
 
 def refused(run: Run, callback: cb.Callback) -> str | None:
     """Return what a method that averages weights says of a moving average; None with other strategies."""
-    if not averages_weights(run):
+    if not averages_weights(run.column):
         return None
     try:
         run.fit(Model(), callbacks=[callback])
@@ -324,7 +326,7 @@ def batch_size_finder(run: Run) -> None:
     assert model.batch_size > 2
 
 
-@row("`OnExceptionCheckpoint`")
+@row(ON_EXCEPTION)
 def on_exception_checkpoint(run: Run) -> str | None:
     def fail(trainer: pl.Trainer, module: pl.LightningModule) -> None:
         if trainer.global_step == 5:
@@ -388,7 +390,7 @@ def save_weights_only(run: Run) -> None:
     dist.barrier()
     loaded = Model.load_from_checkpoint(run.folder / "some.ckpt", weights_only=True)
     # The last epoch's file of a method that averages weights has the last average, and the fit ends with another one.
-    assert averages_weights(run) or are_equal(loaded.parameters(), model.parameters())
+    assert averages_weights(run.column) or are_equal(loaded.parameters(), model.parameters())
     check_equal(loaded)
     assert len(list(run.folder.iterdir())) == 1
 

@@ -69,9 +69,11 @@ def warn_if_sent_whole(what: Payload, params: Params, peers: Peers) -> None:
     """Warn, on rank 0, if trained parameters are float64 or complex: compression sends these whole."""
     wide = [name for name, each in params.by_name().items() if each.requires_grad and each.dtype not in DTYPES]
     if wide and not what.sends_all and peers.num_participants > 1 and peers.rank == 0:
+        is_one = len(wide) == 1
+        which = f"Parameter {wide[0]!r} is" if is_one else f"{len(wide)} parameters, such as {wide[0]!r}, are"
         warnings.warn(
-            f"{len(wide)} parameters, such as {wide[0]!r}, are float64 or complex: they are sent whole. float32, "
-            "bfloat16 and float16 are compressed, as with Trainer(precision='32-true').",
+            f"{which} float64 or complex: {'it is' if is_one else 'they are'} sent whole. float32, bfloat16 and "
+            "float16 are compressed, as with Trainer(precision='32-true').",
             stacklevel=5,  # the caller of `Method.attach`
         )
 
