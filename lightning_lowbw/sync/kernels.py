@@ -6,6 +6,7 @@ exchange among echoes of this rank, on a few small tensors. It compiles what the
 
 from __future__ import annotations
 
+import copy
 import logging
 import threading
 from collections import defaultdict
@@ -20,6 +21,7 @@ from torch.nn import Parameter
 
 from lightning_lowbw.comm.agreement import gather
 from lightning_lowbw.comm.echoes import echo
+from lightning_lowbw.comm.peers import Peers
 from lightning_lowbw.comm.topology import Where
 from lightning_lowbw.compress.payload import Payload
 from lightning_lowbw.compress.selection import SampledSelector
@@ -111,39 +113,44 @@ def _exchanged(worker: Synchronizer, payload: Payload, num_participants: int, nu
 
     This sum does not depend on which of several nearly equal elements are sent. The worker does not change.
     """
-    payload, device, when = payload.sample(LEAST_NUMEL), worker.device, worker.method.when
+    payload, device, method = payload.sample(LEAST_NUMEL), worker.device, worker.method
     peers = echo(num_participants)
     numbers = [torch.arange(1, numel + 1, device=device) for numel in numels]
     gradients = [(0.5 + each * 7919 % 8191 / 8192) * (each % 3 - 0.5).sign() for each in numbers]
     if Gathered.takes(gradients):  # as for whole tensors, and for means inside a node
         gathered = Gathered(gradients, JoinedTable())
         gathered.write_(gathered.joined)
-    exchange = exchange_for(payload, peers, when)
+    exchange = exchange_for(payload, peers, method.when)
     assert exchange is not None
     signal = {str(number): gradient.clone() for number, gradient in enumerate(gradients)}
     mean = exchange.prepare(signal).send().wait().mean
-    if when.averages_weights:
+    if method.when.averages_weights:
         means = mean.dense()
     else:
         means = {name: torch.zeros_like(each) for name, each in signal.items()}
         mean.step_({name: (signal[name], weight, -1.0) for name, weight in means.items()})
-    results = [each.flatten() + exchange.residuals[name] for name, each in means.items()]
-    if when.averages_weights or type(payload) is not type(worker.method.what):
+    results = [each + exchange.residuals[name] for name, each in means.items()]
+    if method.when.averages_weights or type(payload) is not type(method.what):
         return results
+    return results + _stepped(worker, payload, peers, gradients)
+
+
+def _stepped(worker: Synchronizer, payload: Payload, peers: Peers, gradients: Sequence[Tensor]) -> list[Tensor]:
+    """Take steps with the options of the user's optimizer: once the kernels step the weights, once they do not."""
     kinds: dict[tuple[torch.dtype, str], dict[str, Any]] = {}
     for group in worker.optimizer.param_groups:
         options = {key: value for key, value in group.items() if key not in UNTRIED}
         kinds |= {(each.dtype, str(options)): options for each in group["params"] if each.is_floating_point()}
     method: Any = worker.method
     schedule = EveryStep(sparsity=(0.9,)) if payload.takes_density else EveryStep()
-    method = replace(method, what=payload, when=schedule, where=Where())
+    method, results = replace(method, what=payload, when=schedule, where=Where()), list[Tensor]()
     for applies in (False, True):
         groups = [
             {**options, "lr": RATE, "params": [Parameter(torch.zeros_like(each, dtype=dtype)) for each in gradients]}
             for (dtype, _), options in kinds.items()
         ]
-        optimizer = object.__new__(type(worker.optimizer))  # with the user's options; none of its methods is called
-        vars(optimizer).update(vars(worker.optimizer), param_groups=groups, state=defaultdict(dict))
+        optimizer = copy.copy(worker.optimizer)
+        vars(optimizer).update(param_groups=groups, state=defaultdict(dict))
         parameters = [parameter for group in groups for parameter in group["params"]]
         twin = GradientSync(method, optimizer, [(str(n), each) for n, each in enumerate(parameters)], peers)
         for number, parameter in enumerate(parameters):
