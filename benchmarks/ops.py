@@ -108,7 +108,7 @@ def step(state: State, select: Select, optimizer: str, gradients: list[Tensor], 
             fault=torch.zeros((), dtype=torch.bool),
         )
         positions = select(state.selectors[number], segment)
-        take_(v, u, positions, masking=not is_adam)
+        take_(v, None if is_adam else u, positions)
 
 
 def select_in_one_pass(selector: SampledSelector, segment: Segment) -> Tensor:

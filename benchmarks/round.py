@@ -26,7 +26,7 @@ from torch.nn import functional as F
 
 from benchmarks.harness import RESULTS, describe_environment
 from benchmarks.models import WORKLOADS
-from lightning_lowbw.compress.codec import make_value_format, pack, unpack
+from lightning_lowbw.compress.codec import VALUE_FORMATS, pack, unpack
 from lightning_lowbw.compress.selection import Selection
 from lightning_lowbw.compress.top_k import Compression
 from lightning_lowbw.kernels import dispatch
@@ -76,7 +76,7 @@ class Round:
         self.positions = self.select()
         self.values = self.take()
         self.counts = [values.numel() for values in self.values]
-        self.value_format = make_value_format(self.compression.value_dtype)
+        self.value_format = VALUE_FORMATS[self.compression.value_dtype]
         num_words = self.code_positions().numel()
         self.words = [message[: 4 * num_words].view(torch.int32) for message in self.messages]
         data_bytes = self.value_format.nbytes(self.counts)

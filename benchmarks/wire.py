@@ -169,7 +169,7 @@ class VirtualRanks:
             for gradient, (residual, velocity), count in zip(of_sparse, state, counts, strict=True):
                 correct_(residual, velocity, gradient, momentum=self.momentum, nesterov=self.nesterov)
                 indices = largest(residual.view(-1), count)
-                parts.append((indices, take_(residual.view(-1), velocity.view(-1), indices, masking=True)))
+                parts.append((indices, take_(residual.view(-1), velocity.view(-1), indices)))
             messages.append(codec.encode(parts, self.numels))
             sent = codec.decode(messages[-1][None], counts, self.numels)[1][0].split(counts)
             for (residual, _), (indices, exact), values in zip(state, parts, sent, strict=True):

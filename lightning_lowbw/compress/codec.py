@@ -1,7 +1,7 @@
 """How selected elements are laid out on the wire.
 
-One message holds all sparse tensors of a step: the positions of all tensors, then the values. How
-many elements each tensor has is known to all ranks (`num_selected`), so it is not sent.
+One message holds all sparse tensors of a step: the positions of all tensors, then the values. All ranks know how many
+elements each tensor has (`num_selected`), so the counts are not sent.
 
 Positions take about two bits above the entropy, in a size that all ranks know beforehand. The tensors of a step are one
 vector: position p of a tensor is p + the elements of the tensors before it. Elias-Fano coding of k ascending positions
@@ -16,27 +16,27 @@ data, so ranks would have to exchange sizes first.
 
 [unary part | low bits of every element], in words of 32, the first bit lowest.
 
-Values are floats, or a sign and a level between the extremes of a block. A level format ("int8", "int4", which are not
-those of `sync.quantized`) cuts the values of a tensor into blocks of LEVELS_BLOCK and sends of each block the
-smallest and the largest magnitude, rounded outwards to bfloat16, and of each value a sign and the number of the nearest
-of 128 or 8 levels between the two, which are equidistant in the bits of a float32. Those bits, read as an integer, are
-a logarithm in straight pieces (its exponent, then its fraction): what top-k leaves lies between a threshold and an open
-end, mostly near the threshold. A level is found with integers alone, so every machine decodes the same bits; a power
-function is not that exact. Of the forms compared this has the smallest relative error: `benchmarks/results/wire.md`.
+Values are floats, or a sign and a level between the extremes of a block. A level format ("int8", "int4";
+`sync.quantized` has other formats under these names) cuts the values of a tensor into blocks of LEVELS_BLOCK. For each
+block it sends the smallest and the largest magnitude, rounded outwards to bfloat16; for each value a sign and the
+number of the nearest of 128 or 8 levels between the two, which are equidistant in the bits of a float32. These bits,
+read as an integer, are a logarithm in straight pieces (its exponent, then its fraction): the values that top-k selects
+lie between a threshold and an open end, mostly near the threshold. A level is found with integers alone, so every
+machine decodes the same bits; a power function is not that exact. Among the formats compared, this one has the smallest
+relative error: `benchmarks/results/wire.md`.
 
-"int2" has one bit for the level. Extremes would put most values far from both; its two levels are the means of the
-smaller and of the larger values of the block, parted where the squared error is least (Lloyd, "Least squares
-quantization in PCM", 1982). Both are on the wire in place of the extremes.
+"int2" has one bit for the level. Most values would be far from both extremes; so its two levels are the means of the
+smaller and of the larger values of the block, divided where the squared error is least (Lloyd, "Least squares
+quantization in PCM", 1982). The message has both means in place of the extremes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import lru_cache
 from itertools import accumulate
-from operator import eq
-from typing import Literal, NamedTuple, get_args
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -48,13 +48,10 @@ from lightning_lowbw.kernels.table import LEVELS_SHIFT, Field
 from lightning_lowbw.kernels.tensors import allocate, upload
 
 MAX_NUMEL = 2**31 - 1  # the largest tensor
-MAX_WIDTH = 30  # low bits of an element: from any bit of a word on they lie in two
+MAX_WIDTH = 30  # low bits of an element: wherever in a word they begin, they lie in two words
 WORD_BITS, WORD_MASK = 32, (1 << 32) - 1
-BYTE = 8  # a compiled pass needs room for so many positions more than it reads
+BYTE = 8  # a compiled pass needs room for so many positions in addition
 ALIGNMENT_BYTES = 4  # messages of all ranks are concatenated and are read as int32
-
-ValueName = Literal["float32", "bfloat16", "float16", "int8", "int4", "int2"]
-VALUE_NAMES: tuple[str, ...] = get_args(ValueName)
 
 LEVELS_BLOCK = 1 << LEVELS_SHIFT  # values; the extremes of a block are 32 bits, a quarter of a bit per value
 EXTREME_BYTES = 4  # of a block: two bfloat16
@@ -82,12 +79,12 @@ class PositionLayout(NamedTuple):
     num_words: int
 
 
-@lru_cache(maxsize=64)  # of the groups of tensors that are sent together, in the stages of a warm-up
+@lru_cache(maxsize=64)  # one entry for each group of tensors that are sent together, in each stage of a warm-up
 def layout_of(counts: tuple[int, ...], numels: tuple[int, ...]) -> PositionLayout:
     """Return the layout of `counts[i]` positions in a tensor of `numels[i]` elements.
 
     Raises:
-        ValueError: a tensor has more than MAX_NUMEL elements, or fewer than are to be sent of it.
+        ValueError: a tensor has more than MAX_NUMEL elements, or fewer elements than positions.
     """
     for count, numel in zip(counts, numels, strict=True):
         if not 0 <= count <= numel <= MAX_NUMEL:
@@ -229,6 +226,10 @@ class FloatFormat:
         limit = torch.finfo(self.dtype).max
         return values.clamp(-limit, limit).to(self.dtype).view(torch.uint8)  # a late burst would become inf
 
+    def coded(self, begin: int, counts: Sequence[int]) -> CodedValues:
+        """Return where the kernels find values that begin at a byte of a message, and how these are coded."""
+        return CodedValues(self.dtype, begin // self.dtype.itemsize, 0)
+
     def decode(self, data: Tensor, counts: Sequence[int], tensors: slice = ALL) -> Tensor:
         """Return the values of some tensors, as float32; several messages give one row each."""
         values = data.view(self.dtype)[..., _elements(counts, tensors)]
@@ -264,6 +265,9 @@ class LevelFormat:
         coded = [self._encode_blocks(*each) for each in zip(of_piece, pieces, strict=True)]
         extremes, codes = (torch.cat(column) for column in zip(*coded, strict=True))
         return torch.cat([extremes.view(torch.uint8).view(-1), self._pack(codes)])
+
+    def coded(self, begin: int, counts: Sequence[int]) -> CodedValues:
+        return CodedValues(self.bits, begin // ALIGNMENT_BYTES, begin + sum(_num_blocks(counts)) * EXTREME_BYTES)
 
     def _encode_blocks(self, values: Tensor, counts: Sequence[int]) -> tuple[Tensor, Tensor]:
         """Return the extremes of every block, int16, shape (blocks, 2), and a code per value, uint8."""
@@ -312,19 +316,17 @@ class LevelFormat:
         codes, counts = self._unpack(data[..., split:], _elements(counts, tensors)), counts[tensors]
         has_zero, lowest = lowest < 0, lowest.abs()
         step = ((highest - lowest) << HALF) // (self.num_levels - 1)
-        level, row = codes & (self.num_levels - 1), _rows(counts, data.device)
+        level, row = codes & (self.num_levels - 1), _slots(counts, data.device) >> LEVELS_SHIFT
         bits = step.index_select(-1, row).mul_(level).add_((lowest << HALF).index_select(-1, row))
         magnitudes = bits.mul_((level != 0) | ~has_zero.index_select(-1, row)).view(torch.float32)
         return torch.where(codes >= self.num_levels, -magnitudes, magnitudes)
 
 
-@cache
-def make_value_format(name: str) -> FloatFormat | LevelFormat:
-    """Return a value format by its public name, one of `VALUE_NAMES`."""
-    formats: dict[str, FloatFormat | LevelFormat] = {f"int{bits}": LevelFormat(bits) for bits in (8, 4, 2)}
-    for dtype in (torch.float32, torch.bfloat16, torch.float16):
-        formats[str(dtype).removeprefix("torch.")] = FloatFormat(dtype)
-    return formats[name]
+VALUE_FORMATS: dict[str, FloatFormat | LevelFormat] = {
+    **{str(each).removeprefix("torch."): FloatFormat(each) for each in (torch.float32, torch.bfloat16, torch.float16)},
+    **{f"int{bits}": LevelFormat(bits) for bits in (8, 4, 2)},
+}
+VALUE_NAMES = tuple(VALUE_FORMATS)
 
 
 def _extremes(blocks: Tensor) -> tuple[Tensor, Tensor]:
@@ -341,7 +343,7 @@ def _extremes(blocks: Tensor) -> tuple[Tensor, Tensor]:
 def _two_means(blocks: Tensor, of_tensor: Sequence[int]) -> tuple[Tensor, Tensor]:
     """Return the bits of the means, in bfloat16, of the smaller and of the larger magnitudes of each block.
 
-    Where a block has zeros they have the lower level for themselves, and the upper one is the mean of all others.
+    In a block with zeros the lower level is the zeros', and the upper level is the mean of all other values.
 
     Args:
         blocks: as of `_extremes`.
@@ -401,33 +403,26 @@ def _blocks(values: Tensor, counts: Sequence[int]) -> Tensor:
     )
 
 
-def _rows(counts: Sequence[int], device: torch.device) -> Tensor:
-    """Return the block of each value: int64, shape (sum(counts),). A block ends with its tensor."""
-    return _slots(counts, device) >> LEVELS_SHIFT
-
-
 def _slots(counts: Sequence[int], device: torch.device) -> Tensor:
     """Return the place of each value in the blocks of all tensors: int64, shape (sum(counts),)."""
-    shifts, first, row = [], 0, 0
-    for count, blocks in zip(counts, _num_blocks(counts), strict=True):
-        shifts.append(row * LEVELS_BLOCK - first)
-        first, row = first + count, row + blocks
-    owner = torch.repeat_interleave(upload(counts, torch.int64, device), output_size=first)
-    shift = upload(shifts, torch.int64, device).index_select(0, owner)
-    return shift.add_(torch.arange(first, device=device))
+    table = upload([counts, _shifts(counts)], torch.int64, device)
+    places = torch.arange(sum(counts), device=device)
+    return places.add_(table[1].repeat_interleave(table[0], output_size=len(places)))
 
 
 def _members(counts: Sequence[int], device: torch.device) -> Tensor:
-    """Return the values of each block: int64, shape (blocks, LEVELS_BLOCK); a short one repeats its last."""
-    shifts, ends, first, row = [], [], 0, 0
-    for count, blocks in zip(counts, _num_blocks(counts), strict=True):
-        shifts.append(first - row * LEVELS_BLOCK)
-        ends.append(first + count - 1)
-        first, row = first + count, row + blocks
-    owner = torch.repeat_interleave(upload(_num_blocks(counts), torch.int64, device), output_size=row)
-    table = upload([shifts, ends], torch.int64, device)
-    slots = torch.arange(row * LEVELS_BLOCK, device=device).view(row, LEVELS_BLOCK)
-    return (slots + table[0].index_select(0, owner).unsqueeze(1)).minimum(table[1].index_select(0, owner).unsqueeze(1))
+    """Return the values of each block: int64, shape (blocks, LEVELS_BLOCK); a short block repeats its last value."""
+    blocks, lasts = _num_blocks(counts), [end - 1 for end in accumulate(counts)]
+    table = upload([blocks, _shifts(counts), lasts], torch.int64, device)
+    shift, last = table[1:].repeat_interleave(table[0], dim=1, output_size=sum(blocks)).unsqueeze(2)
+    slots = torch.arange(len(shift) * LEVELS_BLOCK, device=device).view(-1, LEVELS_BLOCK)
+    return slots.sub_(shift).minimum(last)
+
+
+def _shifts(counts: Sequence[int]) -> list[int]:
+    """Return, for each tensor, the difference between a value's place in the blocks and its number among all values."""
+    rows = accumulate(_num_blocks(counts), initial=0)
+    return [row * LEVELS_BLOCK - first for row, first, _ in zip(rows, accumulate(counts, initial=0), counts)]  # noqa: B905
 
 
 # Messages -------------------------------------------------------------------------------------------------------------
@@ -438,7 +433,7 @@ class SparseCodec:
     """[positions in Elias-Fano code | values in one of `VALUE_NAMES`], padded to four bytes.
 
     The size follows from the number of elements alone, so it is the same on all ranks. At one in a thousand an element
-    takes 12.0 bits and those of its value: 32, 16, 8.25 or 4.25.
+    takes 12.0 bits for its position and 32, 16, 8.25 or 4.25 for its value.
 
     Args:
         value_dtype: one of `VALUE_NAMES`.
@@ -450,7 +445,7 @@ class SparseCodec:
         """Return the size of a message with `counts[i]` of the `numels[i]` elements of tensor i, in bytes.
 
         Raises:
-            ValueError: a tensor has more than MAX_NUMEL elements, or fewer than are to be sent of it.
+            ValueError: a tensor has more than MAX_NUMEL elements, or fewer elements than positions.
         """
         return sum(self._sections(counts, numels))
 
@@ -460,27 +455,26 @@ class SparseCodec:
         """Pack (positions int64, ascending; values float32) of each tensor into one message: uint8, shape (nbytes,).
 
         In place:
-            `residuals`, to which the rounding errors of the value format are added: of each tensor, float32 or float64,
-            flat; None: they are lost. The sent values are `decode_values`.
+            `residuals`, to which the rounding errors of the value format are added: one per tensor, float32, flat;
+            None: the rounding errors are lost.
         """
         counts = [values.numel() for _, values in parts]
         positions, values = (joined(column) for column in zip(*parts, strict=True))
         words_bytes, data_bytes, padding_bytes = self._sections(counts, numels)
-        value_format, device = make_value_format(self.value_dtype), values.device
-        is_wide = residuals is not None and any(residual.dtype != torch.float32 for residual in residuals)
-        if dispatch.uses_triton(device) and not is_wide:
+        value_format, device = VALUE_FORMATS[self.value_dtype], values.device
+        if dispatch.uses_triton(device):
             message = torch.zeros(words_bytes + data_bytes + padding_bytes, dtype=torch.uint8, device=device)
             if not isinstance(value_format, FloatFormat):
                 message[words_bytes : words_bytes + data_bytes].copy_(value_format.encode(values, counts))
             fields, layout = fields_of(tuple(counts), tuple(numels), device), layout_of(tuple(counts), tuple(numels))
-            coded = self._coded(words_bytes, counts)
-            gpu.pack(positions, values, fields, layout[:2], max(counts), message.view(torch.int32), coded, residuals)
+            coded, words = value_format.coded(words_bytes, counts), message.view(torch.int32)
+            gpu.pack(positions, values, fields, layout[:2], max(counts), words, coded, residuals)
             return message
         words, data = pack(positions, counts, numels), value_format.encode(values, counts)
         if residuals is not None and self.value_dtype != "float32":
             errors = (values - value_format.decode(data, counts)).split(counts)
             for residual, (at, _), error in zip(residuals, parts, errors, strict=True):
-                residual.index_add_(0, at, error.to(residual.dtype))
+                residual.index_add_(0, at, error)
         return torch.cat([words.view(torch.uint8), data, data.new_zeros(padding_bytes)])
 
     def decode(
@@ -503,7 +497,7 @@ class SparseCodec:
                 positions, or a position outside its tensor. A GPU clamps such positions into their tensors.
         """
         data = self._data_of(messages, counts, numels)
-        value_format, device = make_value_format(self.value_dtype), messages.device
+        value_format, device = VALUE_FORMATS[self.value_dtype], messages.device
         layout = layout_of(tuple(counts), tuple(numels))
         if not dispatch.uses_triton(device):
             words = messages[:, : layout.num_words * ALIGNMENT_BYTES]
@@ -511,20 +505,12 @@ class SparseCodec:
             return words, value_format.decode(data, counts, tensors)
         fields = fields_of(tuple(counts), tuple(numels), device)[tensors]
         window = window_of(counts, numels, layout.width, tensors)
-        coded = self._coded(layout.num_words * ALIGNMENT_BYTES, counts)
+        coded = value_format.coded(layout.num_words * ALIGNMENT_BYTES, counts)
         words = messages.view(torch.int32)
         return gpu.unpack(words, fields, layout[:2], window, sum(counts[tensors]), coded)
 
-    def _coded(self, words_bytes: int, counts: Sequence[int]) -> CodedValues:
-        """Return where in a message the values are, and how, for kernels."""
-        value_format = make_value_format(self.value_dtype)
-        if isinstance(value_format, FloatFormat):
-            return CodedValues(value_format.dtype, 0, words_bytes // value_format.dtype.itemsize, 0)
-        bits, first_code = value_format.bits, words_bytes + sum(_num_blocks(counts)) * EXTREME_BYTES
-        return CodedValues(None, bits, words_bytes // ALIGNMENT_BYTES, first_code)
-
     def _data_of(self, messages: Tensor, counts: Sequence[int], numels: Sequence[int]) -> Tensor:
-        """Return the values in messages, coded; raises ValueError where these are not `nbytes` long."""
+        """Return the values in messages, coded; raise ValueError if the messages are not `nbytes` long."""
         words_bytes, data_bytes, padding_bytes = self._sections(counts, numels)
         if messages.shape[1] != (expected := words_bytes + data_bytes + padding_bytes):
             raise ValueError(f"A message of {messages.shape[1]} bytes; {expected} were expected.")
@@ -532,7 +518,7 @@ class SparseCodec:
 
     def _sections(self, counts: Sequence[int], numels: Sequence[int]) -> tuple[int, int, int]:
         """Return the bytes of positions, values and padding."""
-        data_bytes = make_value_format(self.value_dtype).nbytes(counts)
+        data_bytes = VALUE_FORMATS[self.value_dtype].nbytes(counts)
         return (
             layout_of(tuple(counts), tuple(numels)).num_words * ALIGNMENT_BYTES,
             data_bytes,
@@ -541,16 +527,11 @@ class SparseCodec:
 
 
 def joined(tensors: Sequence[Tensor]) -> Tensor:
-    """Return flat tensors, concatenated; no copy where they are contiguous in memory, as the parts of a split do."""
-    numel, first = sum(map(Tensor.numel, tensors)), tensors[0]
-    if _is_one_piece(tensors):
+    """Return flat tensors, concatenated; no copy if they are contiguous in memory, as the parts of a split are."""
+    first, starts = tensors[0], [each.data_ptr() for each in tensors]
+    *expected, _ = accumulate((each.nbytes for each in tensors), initial=starts[0])
+    is_one = first.untyped_storage()._cdata == tensors[-1].untyped_storage()._cdata  # so are all tensors in between
+    numel = sum(map(Tensor.numel, tensors))
+    if is_one and starts == expected and all(map(Tensor.is_contiguous, tensors)):
         return first.as_strided((numel,), (1,))
     return torch.cat(list(tensors), out=allocate(numel, first.dtype, first.device))
-
-
-def _is_one_piece(tensors: Sequence[Tensor]) -> bool:
-    first, last, starts = tensors[0], tensors[-1], [each.data_ptr() for each in tensors]
-    ends = accumulate((first.itemsize * numel for numel in map(Tensor.numel, tensors)), initial=starts[0])
-    if not (all(map(eq, starts, ends)) and all(map(Tensor.is_contiguous, tensors))):
-        return False
-    return first.untyped_storage()._cdata == last.untyped_storage()._cdata  # so are all between them

@@ -1,9 +1,9 @@
 """Which elements are sent: the k largest of a tensor in absolute value, or of each of its chunks.
 
 `Selection` does it for all tensors of an optimizer together. A threshold, from a sample and then from step to step,
-finds candidates in the pass that accumulates; the k largest candidates are sent. They are exactly as many as are asked
-for, in ascending order, so that all ranks send messages of one size; of equal magnitudes the first, so that the payload
-does not depend on the way it was found.
+finds candidates in the pass that accumulates; the k largest candidates are sent. Exactly k elements are selected, in
+ascending order, so that all ranks send messages of one size. If magnitudes are equal, the first elements are selected,
+so that the payload does not depend on the way it was found.
 """
 
 from __future__ import annotations
@@ -16,12 +16,13 @@ import torch
 from torch import Tensor
 
 from lightning_lowbw.kernels import dispatch, gpu
-from lightning_lowbw.kernels.dispatch import chunks_for, kernels_for
-from lightning_lowbw.kernels.reference import Segment, flat
-from lightning_lowbw.kernels.table import FOLLOWED, Workspace, is_supported
+from lightning_lowbw.kernels.dispatch import kernels_for
+from lightning_lowbw.kernels.reference import Segment, sample_accumulated
+from lightning_lowbw.kernels.table import FOLLOWED, Workspace
+from lightning_lowbw.kernels.tensors import flat
 
 ALIGNMENT = 64  # elements between the starts of tensors in a buffer: 256 bytes, enough for every vector load
-MIN_PER_CANDIDATE = 4  # elements: where more than one in this many is a candidate, to look through all takes no longer
+MIN_PER_CANDIDATE = 4  # elements: if more than one in this many is a candidate, searching all takes no longer
 
 
 def num_selected(numel: int, density: float) -> int:
@@ -35,10 +36,9 @@ def num_selected(numel: int, density: float) -> int:
 class Selection:
     """Compress all tensors of an optimizer in one call: correct them, find their largest elements, take these out.
 
-    The backend is chosen here: Triton's kernels, one launch of each for all tensors that they take; else, tensor by
-    tensor, a pass compiled by numba, or one in torch. All do what `kernels.reference.compress_many_` specifies, for
-    finite residuals; of one that has overflowed, which is reported in any case, the kernels send the largest finite
-    number.
+    The backend is chosen here: Triton's kernels, one launch of each for all tensors, unless these are cut into chunks;
+    else, tensor by tensor, a pass compiled by numba, or plain torch. `kernels.reference.compress_many_` specifies the
+    result.
 
     Examples:
         >>> segment = Segment(
@@ -52,19 +52,17 @@ class Selection:
 
     def __init__(self) -> None:
         self._selectors: dict[str, SampledSelector] = {}
-        self._names: tuple[str, ...] = ()  # of the tensors in the workspace
-        self._given: Mapping[str, Segment] = {}  # in the last step; and those of them that the kernels take
-        self._together: dict[str, Segment] = {}
+        self._names: tuple[str, ...] = ()  # the tensors of the workspace
         self._workspace = Workspace()
 
     @property
     def thresholds(self) -> dict[str, float]:
-        """The last threshold of each tensor, by name; 0 where none is known. Reading them waits for a GPU.
+        """The last threshold of each tensor, by name; 0 if none is known. Reading them waits for a GPU.
 
-        They influence only the time, never which elements are selected. On a GPU those that are set are estimated anew.
+        They influence only the time, never which elements are selected. A GPU estimates thresholds that were set anew.
         """
         known = {name: selector.threshold for name, selector in self._selectors.items()}
-        return known | dict(zip(self._names, self._workspace.thresholds.tolist(), strict=False))  # then other parts
+        return known | dict(zip(self._names, self._workspace.thresholds.tolist(), strict=False))  # more: other parts
 
     @thresholds.setter
     def thresholds(self, thresholds: Mapping[str, float]) -> None:
@@ -79,38 +77,29 @@ class Selection:
             The residuals and momentum buffers of all segments.
 
         Args:
-            segments: by the name of the parameter, all on one device; their tensors are contiguous, of any shape. Where
-                the same mapping is given again, only gradients, of the same dtypes, and constants may be others.
+            segments: by the name of the parameter, all on one device; their tensors are contiguous, of any shape, with
+                elements; k is at least 1. All have the same chunk.
             masking: whether the velocity of taken elements is cleared.
 
         Returns:
             For each segment: positions, int64, ascending, and their exact values, float32; both of shape (num_sent,).
         """
-        if segments is not self._given:
-            has_kernels = bool(segments) and dispatch.uses_triton(next(iter(segments.values())).residual.device)
-            self._together = {name: each for name, each in segments.items() if has_kernels and is_supported(each)}
-            self._given = segments
-        parts = self._compress_together_(self._together, masking) if self._together else {}
-        if len(parts) == len(segments):
-            return list(parts.values())
+        table = list(segments.values())
+        if table and table[0].chunk is None and dispatch.uses_triton(table[0].residual.device):
+            self._names = tuple(segments)
+            together = gpu.compress_many_(table, masking=masking, workspace=self._workspace)
+            counts = [segment.k for segment in table]
+            return list(zip(*(each.unsafe_split_with_sizes(counts) for each in together), strict=True))
+        parts = []
         for name, given in segments.items():
-            if name not in parts:
-                segment = given.map(lambda tensor: flat(tensor.detach()))
-                for other in segment.other_parts:
-                    other.update_()
-                positions = self._accumulate_(name, segment)
-                residual, velocity = segment.residual, segment.momentum_buffer if masking else None
-                kernels = kernels_for(residual) if velocity is None else kernels_for(residual, velocity)
-                values = kernels.take_(residual, velocity, positions, masking=masking)
-                parts[name] = positions, values
-        return [parts[name] for name in segments]
-
-    def _compress_together_(self, segments: Mapping[str, Segment], masking: bool) -> dict[str, tuple[Tensor, Tensor]]:
-        self._names, table = tuple(segments), list(segments.values())
-        positions, values = gpu.compress_many_(table, masking=masking, workspace=self._workspace)
-        counts = [segment.num_sent for segment in table]
-        parts = zip(*(each.unsafe_split_with_sizes(counts) for each in (positions, values)), strict=True)
-        return dict(zip(segments, parts, strict=True))
+            segment = given.map(lambda tensor: flat(tensor.detach()))
+            for other in segment.other_parts:
+                other.update_()
+            positions = self._accumulate_(name, segment)
+            residual, masked = segment.residual, segment.momentum_buffer if masking else None
+            kernels = kernels_for(*(tensor for tensor in (residual, masked) if tensor is not None))
+            parts.append((positions, kernels.take_(residual, masked, positions)))
+        return parts
 
     def _accumulate_(self, name: str, segment: Segment) -> Tensor:
         """Accumulate a gradient; return the positions of the largest elements."""
@@ -118,24 +107,26 @@ class Selection:
             return self._selectors.setdefault(name, SampledSelector()).accumulate_(segment)
         kernels_for(*segment.tensors).accumulate_(segment, 0.0)
         residual, chunk = segment.residual, segment.chunk
-        positions: Tensor = chunks_for(residual, chunk).largest(residual, segment.k, chunk, segment.k_last)
+        is_on_gpu = chunk <= gpu.LONGEST_CHUNK and dispatch.uses_triton(residual.device)
+        kernels = gpu if is_on_gpu else kernels_for(residual)
+        positions: Tensor = kernels.largest(residual, segment.k, chunk, segment.k_last)
         return positions
 
 
 class SampledSelector:
     """Find the k largest of one tensor among the candidates above a threshold, and adapt the threshold to their number.
 
-    The threshold aims at twice k candidates. The surplus is then dropped by an exact top-k over the candidates, so
-    these are the smallest candidates, wherever they lie (the published implementations cut by position, or take what an
-    unlucky sample gives: recall down to 15 %). Too few candidates: estimate anew from a sample, and in the end look
-    through all.
+    The threshold aims at twice k candidates. An exact top-k over the candidates then drops the surplus, which is the
+    smallest candidates, wherever they lie (the published implementations cut by position, or take the elements that an
+    unlucky sample gives: recall down to 15 %). If there are too few candidates, the threshold is estimated anew from a
+    sample, and in the end the whole tensor is searched.
 
     Attributes:
-        threshold: 0 where none is known. It influences only the time, never which elements are selected.
+        threshold: 0 if none is known. It influences only the time, never which elements are selected.
     """
 
     SAMPLE = 1 << 15  # elements; at density 1e-3 some 65 elements lie above the threshold
-    SMALL = 1 << 16  # elements; below this, to look through all is as fast
+    SMALL = 1 << 16  # elements; below this, searching the whole tensor is as fast
     SURPLUS = 2.0  # candidates aimed at, in units of k
 
     def __init__(self, threshold: float = 0.0) -> None:
@@ -157,13 +148,13 @@ class SampledSelector:
             kernels.accumulate_(segment, 0.0)
             return of_residual.largest(residual, k)
         stride = max(1, numel // self.SAMPLE) | 1  # odd, not to fall into step with rows of a power of two elements
-        # Each candidate has 8 bytes. A tail as heavy as Cauchy's has now and then four times what is aimed at; where
-        # there are more, mostly in the second step, another pass looks.
+        # Each candidate has 8 bytes. A tail as heavy as Cauchy's has now and then four times the candidates aimed at.
+        # If there are more, mostly in the second step, another pass searches.
         room = int(4 * self.SURPLUS * k)
         if not self.threshold > 0.0:
-            self.threshold = self._estimate(kernels.sample_accumulated(segment, stride), numel, k)
+            self.threshold = self._estimate(sample_accumulated(segment, stride), numel, k)
         positions = self._choose(residual, kernels.accumulate_(segment, self.threshold, room), k)
-        if positions is None:  # the distribution has moved; to estimate again costs less than to look through all
+        if positions is None:  # the distribution has moved; another estimate costs less than a search of the whole
             self.threshold = self._estimate(residual[::stride].abs(), numel, k)
             if self.threshold > 0.0:  # else the tensor is dead, and everything would be a candidate
                 positions = self._choose(residual, of_residual.reach(residual, self.threshold, 2 * room), k)
@@ -198,8 +189,8 @@ class SampledSelector:
 class Residuals(Mapping[str, Tensor]):
     """Residuals by the name of their parameter: flat float32 views into one buffer.
 
-    Where tensors are contiguous, a pass over all of them is a pass over one piece of memory. Tensors that come
-    later get a buffer of their own, until `to` or `load` puts all into one again.
+    A pass over all tensors is a pass over one piece of memory. Tensors that come later get a buffer of their own, until
+    `to` or `load` puts all tensors into one buffer again.
 
     Examples:
         >>> residuals = Residuals()
@@ -229,14 +220,14 @@ class Residuals(Mapping[str, Tensor]):
         return [*map(self._views.get, names)]
 
     def ensure(self, numels: Mapping[str, int], device: torch.device) -> None:
-        """Allocate zeros for the names that are not there yet, in one buffer, and move the others to the device.
+        """Allocate zeros for names without a residual, in one buffer, and move the other residuals to the device.
 
         Args:
             numels: elements of each tensor, by name.
-            device: where they are to be.
+            device: of the residuals.
 
         Raises:
-            ValueError: a residual is there with another number of elements; nothing has changed then.
+            ValueError: there is a residual with another number of elements; nothing has changed then.
         """
         views = self._views
         if device.index is None and device.type != "cpu":  # "cuda" is some "cuda:0"
@@ -261,8 +252,8 @@ class Residuals(Mapping[str, Tensor]):
         self._places |= places
 
     def together(self, names: Sequence[str]) -> Tensor | None:
-        """View residuals of one size as one tensor, of shape (names, numel); None where they do not lie at equal
-        distances in one buffer."""
+        """View residuals of one size as one tensor, of shape (names, numel); None if they do not lie at equal distances
+        in one buffer."""
         buffers, starts = zip(*(self._places[name] for name in names), strict=True)
         numel = self._views[names[0]].numel()
         step = starts[1] - starts[0] if len(names) > 1 else numel
@@ -278,8 +269,7 @@ class Residuals(Mapping[str, Tensor]):
     def norm(self) -> float:
         """Return the 2-norm of all tensors together; waits for the device."""
         norms = [view.norm().double() for view in self._views.values()]
-        by_device = {norm.device: [other for other in norms if other.device == norm.device] for norm in norms}
-        return math.sqrt(sum(float(torch.stack(each).square().sum()) for each in by_device.values()))
+        return math.sqrt(torch.stack([norm.to(norms[0].device) for norm in norms]).square().sum()) if norms else 0.0
 
     def pop(self, name: str) -> Tensor:
         """Take a residual out and return it; its memory is free again when the whole buffer is."""
@@ -287,7 +277,7 @@ class Residuals(Mapping[str, Tensor]):
         return self._views.pop(name)
 
     def state(self) -> dict[str, Tensor]:
-        """Return copies on the CPU, by name, each with memory of its own: a checkpoint holds no more than that."""
+        """Return copies on the CPU, by name, each with memory of its own: a checkpoint has no more than these."""
         return {name: view.to("cpu", copy=True) for name, view in self._views.items()}
 
     def load(self, state: Mapping[str, Tensor], device: torch.device | None = None) -> None:
@@ -295,7 +285,7 @@ class Residuals(Mapping[str, Tensor]):
 
         Args:
             state: by name; of any shape and dtype, kept flat and in float32.
-            device: where they are to be; the CPU by default.
+            device: of the residuals; the CPU by default.
         """
         numels = {name: each.numel() for name, each in state.items()}
         self._views, self._places = _allocate(numels, device or torch.device("cpu"))
@@ -306,8 +296,7 @@ class Residuals(Mapping[str, Tensor]):
 def _allocate(
     numels: Mapping[str, int], device: torch.device
 ) -> tuple[dict[str, Tensor], dict[str, tuple[Tensor, int]]]:
-    """Return flat views of zeros into a new buffer, each of which starts at a multiple of the alignment; and their
-    places."""
+    """Return flat views of zeros into a new buffer, which start at multiples of the alignment, and their places."""
     sizes = [-(-numel // ALIGNMENT) * ALIGNMENT for numel in numels.values()]
     buffer = torch.zeros(sum(sizes), dtype=torch.float32, device=device)
     views = {name: part[:numel] for (name, numel), part in zip(numels.items(), buffer.split(sizes), strict=True)}

@@ -1,9 +1,9 @@
 """Twins of `reference` for contiguous float32 on a CPU, compiled by numba: one pass over memory, the same bits.
 
-numba is optional (``pip install lightning-lowbw[cpu]``); `dispatch` imports this file where it is. A function is
-compiled at its first call, in seconds, and kept where numba keeps it. numba notices when this file changes, and no
-other: all that is compiled, with its constants, is here. Missing tensors are empty ones, so that there is one variant
-of each function.
+numba is optional (``pip install lightning-lowbw[cpu]``); `dispatch` imports this file if it is installed. A function is
+compiled at its first call, in seconds, and numba keeps it in a folder. numba notices changes of this file alone: so all
+compiled functions and their constants are here. A missing tensor is an empty one, so that there is one variant of each
+function.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, misc"
@@ -21,17 +21,8 @@ import torch
 from torch import Tensor
 
 from lightning_lowbw.kernels import reference
-from lightning_lowbw.kernels.reference import (
-    Arrival,
-    Segment,
-    largest_integer,
-    largest_scale_bits,
-    sample_accumulated,
-)
+from lightning_lowbw.kernels.reference import Arrival, Segment, largest_integer, largest_scale_bits
 from lightning_lowbw.kernels.tensors import allocate
-
-__all__ = ["accumulate_", "average_many_", "decode_blocks", "encode_blocks_", "largest", "pack_",
-           "reach", "sample_accumulated", "take_", "unpack"]  # fmt: skip
 
 T = TypeVar("T")
 MIN_PER_THREAD = 1 << 19  # elements: half a millisecond, against a tenth to start a thread
@@ -218,7 +209,10 @@ def accumulate_kernel(
 
 @inner
 def count_digits(bits, known, shift, width, counts):
-    """Count digits of the magnitudes whose higher bits are known; of the others in the upper half, without a branch."""
+    """Count digits of magnitudes: in the lower half if the higher bits are the known ones, else in the upper half.
+
+    So there is no branch.
+    """
     mask, above = (1 << width) - 1, shift + width
     for i in range(bits.size):
         magnitude = bits[i] & MAGNITUDE
@@ -242,19 +236,15 @@ def rank(counts, digit, left):
 @inner
 def select(bits, first, k, counts, positions, flags):
     """Write the positions of the k largest, of equal ones the first, where there is room for CHUNK more."""
-    counts[:] = 0
-    count_digits(bits, 0, 20, 11, counts)
-    known, left, here = rank(counts, largest_bits(bits, bits.size) >> 20, k)
-    known <<= 20
-    counts[:, : 1 << 11] = 0
-    count_digits(bits, known, 10, 10, counts)
-    digit, left, here = rank(counts, 1023, left)
-    known |= digit << 10
-    counts[:, : 1 << 11] = 0
-    count_digits(bits, known, 0, 10, counts)
-    digit, left, here = rank(counts, 1023, left)
-    least, end = np.int32(known | digit), bits.size
-    if here > left:  # of equal ones the first
+    known, left, here, highest = 0, k, 0, largest_bits(bits, bits.size) >> 20
+    for shift, width in ((20, 11), (10, 10), (0, 10)):
+        counts[:] = 0
+        count_digits(bits, known, shift, width, counts)
+        digit, left, here = rank(counts, highest, left)
+        known |= digit << shift
+        highest = 1023
+    least, end = np.int32(known), bits.size
+    if here > left:  # of equal magnitudes the first
         end = 0
         while left:
             left -= (bits[end] & MAGNITUDE) == least
@@ -321,7 +311,7 @@ def select_kernel(bits, chunk, k, k_last, positions):
 
 
 @kernel
-def take_kernel(residual, momentum_buffer, positions, limit, values):
+def take_kernel(residual, masked, positions, limit, values):
     """Take elements out of a residual, and clear the velocity there; see `reference.take_`."""
     for i in range(positions.size):
         place = positions[i]
@@ -329,8 +319,8 @@ def take_kernel(residual, momentum_buffer, positions, limit, values):
         value = limit if value > limit else -limit if value < -limit else value
         values[i] = value
         residual[place] -= value
-        if momentum_buffer.size and value != 0:
-            momentum_buffer[place] = 0
+        if masked.size and value != 0:
+            masked[place] = 0
 
 
 # The code of positions, see `compress.codec`: `fields` has a row per tensor, of `table.Field`.
@@ -339,36 +329,29 @@ def take_kernel(residual, momentum_buffer, positions, limit, values):
 @kernel
 def pack_kernel(positions, fields, width, unary_bits, words):
     """Write positions in Elias-Fano code; see `cpu.pack_`."""
-    mask = (np.int64(1) << width) - 1
+    mask, place, num_held, held = (np.int64(1) << width) - 1, unary_bits >> 5, unary_bits & 31, np.uint64(0)
     for tensor in range(fields.shape[0]):
         count, first, start = fields[tensor, 0], fields[tensor, 1], fields[tensor, 2]
         for i in range(first, first + count):
             position = positions[i] + start
             one = i + (position >> width)
             words[one >> 5] |= np.uint32(1) << np.uint32(one & 31)
-    if width == 0:
-        return
-    place, num_held = unary_bits >> 5, unary_bits & 31
-    held = np.uint64(words[place])
-    for tensor in range(fields.shape[0]):
-        count, first, start = fields[tensor, 0], fields[tensor, 1], fields[tensor, 2]
-        for i in range(first, first + count):  # a word when it is full, no word twice
-            held |= np.uint64((positions[i] + start) & mask) << np.uint64(num_held)
+            held |= np.uint64(position & mask) << np.uint64(num_held)
             num_held += width
-            if num_held >= 32:
-                words[place] = np.uint32(held & np.uint64(0xFFFFFFFF))
+            if num_held >= 32:  # a word is written when it is full; the first one has bits of the unary part, too
+                words[place] |= np.uint32(held & np.uint64(0xFFFFFFFF))
                 held >>= np.uint64(32)
                 num_held -= 32
                 place += 1
     if num_held:
-        words[place] = np.uint32(held)
+        words[place] |= np.uint32(held)
 
 
 @kernel
 def unpack_kernel(words, fields, width, unary_bits, first_bit, end_bit, positions):
     """Read positions where there is room for BYTE more; return how many there are, and how many outside a tensor.
 
-    Of positions there are the lowest 32 bits before they are finished: where they are right, no more is needed.
+    Before a position is finished, only its lowest 32 bits are kept: a valid position needs no more.
     """
     count, outside, most, octets = 0, 0, positions.size - BYTE, words.view(np.uint8)
     for start in range(first_bit // BYTE * BYTE, end_bit, BYTE):
@@ -409,8 +392,8 @@ def unpack_kernel(words, fields, width, unary_bits, first_bit, end_bit, position
 def add_below(end, mean, start, positions, values, reached, last):
     """Add the elements of all participants that lie below `end`, to means whose first is at `start`; in their order.
 
-    Positions ascend. Where a damaged message has others, they are taken for `start`, so that nothing is written beside
-    the means.
+    Positions ascend. A damaged message may have positions below `start`: these count as `start`, so that no write is
+    outside of the means.
     """
     share = np.float32(1.0 / positions.shape[0])
     for participant in range(positions.shape[0]):
@@ -564,11 +547,11 @@ def largest(values: Tensor, k: int, chunk: int | None = None, k_last: int = 0) -
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
 
-def take_(residual: Tensor, momentum_buffer: Tensor | None, positions: Tensor, *, masking: bool) -> Tensor:
+def take_(residual: Tensor, masked: Tensor | None, positions: Tensor) -> Tensor:
     """Take elements out of a residual, and clear the velocity there; see `reference.take_`."""
     values = allocate(positions.numel(), torch.float32)
-    masked = NOTHING if momentum_buffer is None or not masking else momentum_buffer.numpy()
-    take_kernel(residual.numpy(), masked, positions.numpy(), np.finfo(np.float32).max, values.numpy())
+    velocity = NOTHING if masked is None else masked.numpy()
+    take_kernel(residual.numpy(), velocity, positions.numpy(), np.finfo(np.float32).max, values.numpy())
     return values
 
 

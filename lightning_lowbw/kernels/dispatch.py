@@ -16,7 +16,7 @@ from lightning_lowbw.kernels import gpu, reference
 
 OLDEST_CAPABILITY = (7, 0)  # what Triton compiles for
 
-_disabled = set[str]()  # types of devices whose kernels are not to be used in this process
+_disabled = set[str]()  # types of devices whose kernels this process does not use
 
 
 def has_triton() -> bool:
@@ -45,22 +45,16 @@ def _import_cpu() -> ModuleType | None:
 
 
 def compiled_for(*tensors: Tensor) -> ModuleType | None:
-    """Return `cpu`, the module that numba compiles, where it takes these tensors; their dtypes are not looked at."""
+    """Return `cpu`, the module that numba compiles, if it takes these tensors, whatever their dtypes; else None."""
     if "cpu" in _disabled or not all(tensor.device.type == "cpu" and tensor.is_contiguous() for tensor in tensors):
         return None
     return _import_cpu()
 
 
 def kernels_for(*tensors: Tensor) -> ModuleType:
-    """Return the module with what selects, from `accumulate_` to `take_`, for these arguments."""
+    """Return the module to take `accumulate_`, `reach`, `largest` and `take_` from, for these tensors."""
     is_plain = all(tensor.dtype == torch.float32 for tensor in tensors)
     return (compiled_for(*tensors) if is_plain else None) or reference
-
-
-def chunks_for(values: Tensor, chunk: int) -> ModuleType:
-    """Return the module to take `largest` of each chunk from."""
-    is_short = chunk <= gpu.LONGEST_CHUNK and values.dtype == torch.float32
-    return gpu if uses_triton(values.device) and is_short else kernels_for(values)
 
 
 def averages_for(device: torch.device) -> ModuleType:
@@ -72,7 +66,7 @@ def averages_for(device: torch.device) -> ModuleType:
 
 def blocks_for(*tensors: Tensor) -> ModuleType:
     """Return the module to take `encode_blocks_` and `decode_blocks` from, for these tensors."""
-    return (None if tensors[0].dtype == torch.float64 else compiled_for(*tensors)) or reference
+    return compiled_for(*tensors) or reference
 
 
 # Before the training --------------------------------------------------------------------------------------------------

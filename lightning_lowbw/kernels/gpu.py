@@ -1,10 +1,10 @@
 """Twins of `reference` for many tensors on a GPU: a fixed number of kernel launches, and no wait for the device.
 
 `compress_many_`, whatever the number of tensors: correct and collect candidates (one launch per `Kind`), order them,
-find the k-th magnitudes digit by digit, take. Thresholds and counts stay on the device; the host never waits. All
-tensors are passed over once: gradient read, velocity and residual read and written, 20 bytes per element of float32,
-24 with weight decay, 28 with Adam's second moment. If a threshold does not fit, the same kernels search the whole
-tensor instead of its candidates, which reads five times 4 bytes per element more.
+find the k-th magnitudes digit by digit, take. Thresholds and counts stay on the device; the host never waits. There is
+one pass over all tensors: it reads the gradient, and reads and writes velocity and residual, 20 bytes per element of
+float32, 24 with weight decay, 28 with Adam's second moment. If a threshold does not fit, the same kernels search the
+whole tensor instead of its candidates, which reads five times 4 bytes per element more.
 """
 
 from __future__ import annotations
@@ -28,59 +28,61 @@ from lightning_lowbw.kernels.reference import (
     largest_scale_bits,
     scales_end,
 )
-from lightning_lowbw.kernels.table import BINS, DIGITS, GPU_BLOCK, JoinedTable, Kind, Workspace
+from lightning_lowbw.kernels.table import BINS, DIGITS, GPU_BLOCK, JoinedTable, Workspace, num_blocks_of
 from lightning_lowbw.kernels.tensors import constant, upload
 
 SELECT_BLOCK = GPU_BLOCK  # elements that a program of the selection processes at a time; `table` has room for no more
 PROGRAMS_PER_PROCESSOR = 16  # of the selection, whose number of blocks the host does not know
 LONGEST_CHUNK = 1 << 14  # elements that a program searches at once
-TENSORS = 256  # that a program looks at a time, to find its own
+TENSORS = 256  # tensors that a program looks at in one turn, to find its own
 PACK_BLOCK = 1024  # elements that a program packs
 WORDS_BLOCK = 64  # words that a program unpacks, 32 bits of each side by side
-APPLY_BLOCK = 256  # elements that a program applies at a time, of those of one participant in a tile
-SENT_PER_TILE, LEAST_TILE_SHIFT = 128, 10  # of one participant; so the number of tiles follows that of elements sent
-# Launches for means of 16 bits, with a sixteenth of the elements in float32 each, but LEAST_RANGE at least.
+APPLY_BLOCK = 256  # elements of one participant in a tile that a program applies at a time
+SENT_PER_TILE, LEAST_TILE_SHIFT = 128, 10  # elements of one participant: more elements are sent in more tiles
+# Launches for means of 16 bits, each with a sixteenth of the elements in float32, but LEAST_RANGE at least.
 NUM_RANGES, LEAST_RANGE = 16, 1 << 22
+BLOCKS = GPU_BLOCK // SCALED  # blocks with one scale that a program codes
 ORDER_BLOCK = 64  # candidates that a program copies at a time; in a block there are a handful
 # Torch rounds twice in u.mul_(m).add_(g), so a multiply and an add must not become one instruction.
 OPTIONS: dict[str, Any] = {"enable_fp_fusion": False}
 
 
 class CodedValues(NamedTuple):
-    """Where in a message the values of all tensors are.
+    """How the values of all tensors are coded, and where they are in a message.
 
     Attributes:
-        dtype: of floats; None: they are levels.
-        bits: of a level and its sign; 0: they are floats.
-        first: the place of the first float, in its own size; of levels the word where the blocks' extremes begin.
-        first_code: byte where the codes of levels begin.
+        code: a float type; or, for levels, the bits of a level and its sign.
+        first: the place of the first float, in units of its own size; for levels the word with the first extremes.
+        first_code: the byte where the codes of levels begin.
     """
 
-    dtype: torch.dtype | None
-    bits: int
+    code: Code
     first: int
     first_code: int
 
-    def constants(self) -> dict[str, Any]:
-        """Return what kernels are compiled for."""
-        import triton.language as tl
 
-        return {"V": getattr(tl, str(self.dtype or torch.float32).removeprefix("torch.")), "BITS": self.bits}
+def _kernels() -> Any:
+    """Return the module of the kernels, which imports Triton: not every machine has it."""
+    from lightning_lowbw.kernels import triton_kernels
+
+    return triton_kernels
 
 
 def compress_many_(segments: Sequence[Segment], *, masking: bool, workspace: Workspace) -> tuple[Tensor, Tensor]:
     """Correct, select and take all tensors at once; see `reference.compress_many_`.
 
-    The same elements as the reference selects. A threshold, `workspace.thresholds`, finds the candidates in the pass
-    that corrects; it aims at twice k of them and is steered by their exact number and the k-th magnitude. If they are
-    too few or too many, the whole tensor is searched. Tensors with a density above about a fiftieth are always
-    searched, because the room for candidates is bounded (`table.MOST_ROOM`).
+    The reference selects the same elements. A threshold, `workspace.thresholds`, finds the candidates in the pass that
+    corrects; it aims at twice k candidates, and the exact number of candidates and the k-th magnitude steer it. If
+    there are too few or too many candidates, the whole tensor is searched. A tensor with a density above about a
+    fiftieth is always searched, because the room for candidates is bounded (`table.MOST_ROOM`).
+
+    Deviation: of a residual that has overflowed, which its fault tells, the largest finite number is sent.
 
     In place:
         the residuals, momentum buffers, second moments and faults; `workspace`.
 
     Args:
-        segments: at least one, all on one device; see `takes`.
+        segments: at least one, all on one device, with elements, and not cut into chunks; k is at least 1.
         masking: see `reference.take_`.
         workspace: the state between steps.
 
@@ -93,63 +95,45 @@ def compress_many_(segments: Sequence[Segment], *, masking: bool, workspace: Wor
         num_sent = sum(segment.num_sent for segment in segments)
         positions = torch.empty(num_sent, dtype=torch.int64, device=device)
         values = torch.empty(num_sent, dtype=torch.float32, device=device)
-        try:
-            _correct(workspace)
-            _take(workspace, positions, values, masking)
-        except BaseException:
-            workspace.counting.zero_()  # else the next step appends behind what this one has found
-            raise
+        _correct(workspace)
+        _take(workspace, positions, values, masking)
     return positions, values
 
 
-def _types(kind: Kind) -> dict[str, Any]:
-    import triton.language as tl
-
-    names = {"G": kind.gradient, "U": kind.momentum_buffer, "W": kind.weight}
-    return {name: getattr(tl, str(dtype).removeprefix("torch.")) for name, dtype in names.items()}
-
-
-def _correct(workspace: Workspace) -> None:
+def _correct(w: Workspace) -> None:
     """Correct all tensors in place, and write down their candidates in the order of their positions."""
-    from lightning_lowbw.kernels.triton_kernels import correct_kernel, order_kernel
-
-    w = workspace
+    kernels = _kernels()
     for kind, first, num_blocks in w.launches:
-        correct_kernel[(num_blocks,)](
+        types = zip("GUW", map(kernels.type_of, (kind.gradient, kind.momentum_buffer, kind.weight)), strict=True)
+        kernels.correct_kernel[(num_blocks,)](
             w.table, w.factors, w.thresholds, w.owners, w.counting, w.block_counts, w.block_bases, w.positions,
-            w.values, first, **_types(kind), ADAM=kind.is_adam, ALIGNED=kind.is_aligned, BLOCK=GPU_BLOCK, num_warps=8,
+            w.values, first, **dict(types), ADAM=kind.is_adam, ALIGNED=kind.is_aligned, BLOCK=GPU_BLOCK, num_warps=8,
             **OPTIONS,
         )  # fmt: skip
     block_ends = w.block_counts.cumsum(0)
-    order_kernel[(w.owners.numel(),)](
+    kernels.order_kernel[(w.owners.numel(),)](
         w.table, w.owners, w.counting, w.block_counts, w.block_bases, block_ends, w.positions, w.values,
         w.ordered_positions, w.ordered_values, BLOCK=ORDER_BLOCK, num_warps=1,
     )  # fmt: skip
 
 
-def _take(workspace: Workspace, positions: Tensor, values: Tensor, masking: bool) -> None:
+def _take(w: Workspace, positions: Tensor, values: Tensor, masking: bool) -> None:
     """Take the k largest of each tensor."""
-    from lightning_lowbw.kernels.triton_kernels import (
-        choose_kernel,
-        count_kernel,
-        digits_kernel,
-        plan_kernel,
-        take_kernel,
-    )
-
-    w, num_tensors = workspace, workspace.num_tensors
+    kernels, num_tensors = _kernels(), w.num_tensors
     blocks = {"BLOCK": SELECT_BLOCK, "TENSORS": TENSORS}
     source = (w.table, w.counts, w.ordered_positions, w.ordered_values, w.ends, w.kth)
     grid = (min(w.owners.numel(), PROGRAMS_PER_PROCESSOR * _num_processors(w.table.device)),)
-    plan_kernel[(1,)](w.table, w.counting, w.counts, w.ends, w.kth, w.left, num_tensors, **blocks)
+    kernels.plan_kernel[(1,)](w.table, w.counting, w.counts, w.ends, w.kth, w.left, num_tensors, **blocks)
     for turn, (shift, bits) in enumerate(DIGITS):
         digit = {"SHIFT": shift, "BITS": bits, "IS_FIRST": turn == 0, "WIDTH": BINS}
-        digits_kernel[grid](*source, w.bins, num_tensors, **digit, **blocks)
-        choose_kernel[(num_tensors,)](w.table, w.counts, w.thresholds, w.last_kth, w.kth, w.left, w.bins, **digit)
-    count_kernel[grid](*source, *w.found, num_tensors, **blocks)
+        kernels.digits_kernel[grid](*source, w.bins, num_tensors, **digit, **blocks)
+        kernels.choose_kernel[(num_tensors,)](
+            w.table, w.counts, w.thresholds, w.last_kth, w.kth, w.left, w.bins, **digit
+        )
+    kernels.count_kernel[grid](*source, *w.found, num_tensors, **blocks)
     # One flat scan: only differences inside of a row are read. Along rows it would run on a block for each row.
     ends = w.found.view(-1).cumsum(0, dtype=torch.int32).view_as(w.found)
-    take_kernel[grid](
+    kernels.take_kernel[grid](
         *source, w.left, *w.found, *ends, positions, values, int(masking), num_tensors, **blocks, **OPTIONS,
     )  # fmt: skip
 
@@ -161,24 +145,24 @@ def _num_processors(device: torch.device) -> int:
 
 def largest(values: Tensor, k: int, chunk: int, k_last: int) -> Tensor:
     """Return the positions of the k largest |values| of each chunk; see `reference.largest`: one launch."""
-    import triton
-
-    from lightning_lowbw.kernels.triton_kernels import chunks_kernel
-
     num_full, rest = divmod(values.numel(), chunk)
     positions = torch.empty(num_full * k + (k_last if rest else 0), dtype=torch.int64, device=values.device)
     with torch.cuda.device_of(values):
-        chunks_kernel[(-(-values.numel() // chunk),)](
-            values, positions, values.numel(), chunk, k, k_last, BLOCK=triton.next_power_of_2(chunk), num_warps=8,
-        )  # fmt: skip
+        _kernels().chunks_kernel[(-(-values.numel() // chunk),)](
+            values, positions, values.numel(), chunk, k, k_last, BLOCK=_next_power_of_2(chunk), num_warps=8
+        )
     return positions
+
+
+def _next_power_of_2(number: int) -> int:
+    return 1 << (number - 1).bit_length()
 
 
 def pack(
     positions: Tensor,
     values: Tensor,
     fields: Tensor,
-    code: tuple[int, int],
+    layout: tuple[int, int],
     longest: int,
     message: Tensor,
     coded: CodedValues,
@@ -187,53 +171,50 @@ def pack(
     """Write positions and values into a message: one launch. Twin of `compress.codec.pack`.
 
     In place:
-        the front of `message`, and values that are floats; the residuals, to which rounding errors are added.
+        `message`: the positions, and values that are floats; the residuals, to which rounding errors are added.
 
     Args:
         positions: int64, shape (elements,); see `compress.codec.pack`.
         values: float32, of the same shape.
         fields: table of `Field`: int64, shape (tensors, columns).
-        code: low bits of an element, and bits of the unary part.
+        layout: low bits of an element, and bits of the unary part.
         longest: elements of the tensor that has most.
-        message: int32, zeros; levels have been written.
-        coded: where values are, and how.
+        message: int32, zeros, except levels, which have been written.
+        coded: how values are coded, and where.
         residuals: one per tensor: float32, contiguous; None: rounding errors are lost.
     """
-    from lightning_lowbw.kernels.triton_kernels import pack_kernel
-
     addresses = [0] * len(fields) if residuals is None else [residual.data_ptr() for residual in residuals]
     with torch.cuda.device_of(positions):
-        pack_kernel[(-(-longest // PACK_BLOCK), len(fields))](
+        _kernels().pack_kernel[(-(-longest // PACK_BLOCK), len(fields))](
             fields, positions, values, constant(tuple(addresses), torch.int64, positions.device), message,
-            coded.first, coded.first_code, *code, torch.finfo(coded.dtype or torch.float32).max,
-            **coded.constants(), BLOCK=PACK_BLOCK, **OPTIONS,
+            coded.first, coded.first_code, *layout, torch.finfo(_types(coded.code)[0]).max,
+            **_constants(coded.code), BLOCK=PACK_BLOCK, **OPTIONS,
         )  # fmt: skip
 
 
 def unpack(
     messages: Tensor,
     fields: Tensor,
-    code: tuple[int, int],
+    layout: tuple[int, int],
     window: tuple[int, int],
     num_elements: int,
     coded: CodedValues,
 ) -> tuple[Tensor, Tensor]:
     """Read positions and values of some tensors in several messages. Twin of `compress.codec.unpack`.
 
-    If its twin raises an error, positions are clamped into their tensors, because the next kernel writes there.
+    Positions outside of their tensors, for which its twin raises an error, are clamped: the next kernel writes there.
 
     Args:
         messages: int32, shape (messages, words), whose rows are contiguous.
-        fields: as of `pack`, and so the code; of the tensors that are read.
+        fields: see `pack`; for the tensors that are read.
+        layout: see `pack`.
         window: where in the unary part their bits begin and end.
-        num_elements: number of elements of these tensors, in each message.
-        coded: where the values of all tensors are, and how.
+        num_elements: elements of all these tensors together, in each message.
+        coded: how the values of all tensors are coded, and where they are.
 
     Returns:
         int32 and float32, both of shape (messages, num_elements).
     """
-    from lightning_lowbw.kernels.triton_kernels import ones_kernel, unpack_kernel
-
     shape = len(messages), num_elements
     positions = torch.empty(shape, dtype=torch.int32, device=messages.device)
     values = torch.empty(shape, dtype=torch.float32, device=messages.device)
@@ -243,10 +224,10 @@ def unpack(
     grid, stride = (num_blocks, len(messages)), messages.stride(0)
     num_ones = torch.empty(num_blocks * len(messages), dtype=torch.int32, device=messages.device)
     with torch.cuda.device_of(messages):
-        ones_kernel[grid](messages, num_ones, stride, *window, BLOCK=WORDS_BLOCK)
-        unpack_kernel[grid](
+        _kernels().ones_kernel[grid](messages, num_ones, stride, *window, BLOCK=WORDS_BLOCK)
+        _kernels().unpack_kernel[grid](
             fields, messages, num_ones, num_ones.cumsum(0), positions, values, stride,
-            num_elements, coded.first, coded.first_code, *code, *window, len(fields), **coded.constants(),
+            num_elements, coded.first, coded.first_code, *layout, *window, len(fields), **_constants(coded.code),
             BLOCK=WORDS_BLOCK, TENSORS=TENSORS,
         )  # fmt: skip
     return positions, values
@@ -255,18 +236,12 @@ def unpack(
 def average_many_(
     arrivals: Sequence[Arrival], positions: Tensor, values: Tensor, *, over_senders: bool = False
 ) -> None:
-    """Average the elements that all participants have sent for several tensors, or step weights by the mean: one
-    launch.
+    """Average the elements of all participants for several tensors, or step weights by the mean: one launch.
 
     See `reference.average_many_`; the same bits, but for the sign of a zero. Means of 16 bits take about `NUM_RANGES`
     launches, which sum in one workspace. Over senders the values are used up. torch's `index_add_` on CUDA is
     deterministic as well here, because its atomic adds never collide; but it needs launches per participant and tensor.
     """
-    import triton
-    import triton.language as tl
-
-    from lightning_lowbw.kernels.triton_kernels import apply_kernel
-
     outs, groups, firsts, counts, weights, rates = zip(*arrivals, strict=True)
     dtype, device, steps = outs[0].dtype, positions.device, weights[0] is not None
     _, num_messages, num_elements = positions.shape
@@ -290,18 +265,21 @@ def average_many_(
         # Gradients mostly lie where they have been before, as does the workspace.
         table = constant(tuple(zip(*columns, strict=True)), torch.int64, device)
         for first_tile, num_tiles, first_place in ranges:
-            apply_kernel[(num_tiles,)](
+            _kernels().apply_kernel[(num_tiles,)](
                 table, owners, positions, values, num_messages, num_elements, turns,
                 1.0 if over_senders else 1.0 / num_messages, first_tile, first_place,
-                W=getattr(tl, str(dtype).removeprefix("torch.")), MESSAGES=triton.next_power_of_2(num_messages),
+                W=_kernels().type_of(dtype), MESSAGES=_next_power_of_2(num_messages),
                 STEPS=steps or is_half, SENDERS=over_senders, BLOCK=APPLY_BLOCK, **OPTIONS,
             )  # fmt: skip
 
 
 @lru_cache(maxsize=64)
 def _tiles(shapes: tuple[tuple[int, int], ...]) -> tuple[list[tuple[int, int]], list[int]]:
-    """Return the tiles of tensors, given the elements of each and about how many are sent: of each tensor the size of a
-    tile (as a shift) and its first one; and how many it has."""
+    """Return for each tensor the size of its tiles (as a shift) and its first tile; and its number of tiles.
+
+    Args:
+        shapes: for each tensor its elements, and about how many elements are sent.
+    """
     tiles: list[tuple[int, int]] = []
     numbers: list[int] = []
     for numel, count in shapes:
@@ -313,8 +291,8 @@ def _tiles(shapes: tuple[tuple[int, int], ...]) -> tuple[list[tuple[int, int]], 
 
 @lru_cache(maxsize=64)
 def _ranges(shapes: tuple[tuple[int, int], ...]) -> tuple[list[tuple[int, int, int]], list[int], int]:
-    """Return ranges of tiles (the first, their number, the elements before it), the elements before each tensor, and
-    the most of a range."""
+    """Return ranges of tiles (the first tile, the number of tiles, the elements before them), the elements before each
+    tensor, and the elements of the largest range."""
     tiles, numbers = _tiles(shapes)
     *places, total = accumulate((numel for numel, _ in shapes), initial=0)
     of_tensors = zip(places, tiles, numbers, strict=True)
@@ -334,49 +312,65 @@ def _tile_owners(shapes: tuple[tuple[int, int], ...], device: torch.device) -> T
 
 
 def encode_(table: JoinedTable, message: Tensor, size: int, code: Code, flags: Tensor) -> None:
-    """Write signals plus residuals, all tensors as one vector; see `reference.encode_`: one launch, the same bits.
+    """Write signals plus residuals, all tensors as one vector, into a message; keep the rounding errors: one launch.
+
+    Twin of `sync.quantized.InRanges`.
+
+    In place:
+        The message; the residuals, if the table has some; the flags of tensors with an inf or NaN, and the last flag if
+        a residual has one.
 
     Args:
-        table: of the tensors.
-        message: with rows that are next to each other.
-        size, code, flags: see there.
+        table: the signals and residuals; beyond the end of the vector are zeros.
+        message: uint8, shape (rows, bytes of `size` values), with rows next to each other.
+        size: elements of a row.
+        code: of the values.
+        flags: bool, shape (tensors + 1,).
     """
-    from lightning_lowbw.kernels.triton_kernels import encode_kernel
-
     with torch.cuda.device_of(message):
-        encode_kernel[_blocks(size), len(message)](
+        _kernels().encode_kernel[num_blocks_of(size), len(message)](
             table.table, table.spans(len(message), size), message, flags.view(torch.uint8), len(table.rows), size,
-            message.stride(0), *_numbers(size, code), **_constants(code), **OPTIONS,
+            message.stride(0), *_numbers(size, code), **_constants(code), BLOCKS=BLOCKS, **OPTIONS,
         )  # fmt: skip
 
 
 def combine_(
     table: JoinedTable, received: Tensor, answer: Tensor, row: int, size: int, code: Code, flags: Tensor
 ) -> None:
-    """Average the messages about a row of the vector, and write the mean; see `reference.combine_`: one launch."""
-    from lightning_lowbw.kernels.triton_kernels import combine_kernel
+    """Average the messages about a row of the vector, in their order, and write the mean: one launch.
 
+    In place:
+        The answer: uint8, one row. The residuals of the row, to which rounding errors are added times the number of
+        messages, because residuals enter the mean divided by it; the last flag.
+
+    Args:
+        received: uint8, shape (messages, bytes of a row).
+        row: of the vector.
+        table, size, code, flags: see `encode_`.
+    """
     with torch.cuda.device_of(answer):
-        combine_kernel[_blocks(size), 1](
+        _kernels().combine_kernel[num_blocks_of(size), 1](
             table.table, table.spans(len(received), size), received, answer, flags.view(torch.uint8), len(table.rows),
-            len(received), row, size, received.stride(0), *_numbers(size, code), **_constants(code), **OPTIONS,
+            len(received), row, size, received.stride(0), *_numbers(size, code), **_constants(code), BLOCKS=BLOCKS,
+            **OPTIONS,
         )  # fmt: skip
 
 
 def decode_(table: JoinedTable, messages: Tensor, size: int, code: Code, *, num_messages: int) -> None:
-    """Read the rows of a vector into tensors; see `reference.decode_`: one launch. Of a code, float32 is one, too."""
-    from lightning_lowbw.kernels.triton_kernels import decode_kernel
+    """Read the rows of a vector, or the mean of several messages about each row, into the signals: one launch.
 
+    Args:
+        messages: uint8, shape (rows times num_messages, bytes of a row); the messages about a row are adjacent.
+        code: see `encode_`; also float32.
+        num_messages: about each row.
+        table, size: see `encode_`.
+    """
     num_rows = len(messages) // num_messages
     with torch.cuda.device_of(messages):
-        decode_kernel[_blocks(size), num_rows](
+        _kernels().decode_kernel[num_blocks_of(size), num_rows](
             table.table, table.spans(num_rows, size), messages, num_messages, 1.0 / num_messages, size,
-            messages.stride(0), scales_end(size), **_constants(code), SHARES=num_messages > 1, **OPTIONS,
+            messages.stride(0), scales_end(size), **_constants(code), SHARES=num_messages > 1, BLOCKS=BLOCKS, **OPTIONS,
         )  # fmt: skip
-
-
-def _blocks(size: int) -> int:
-    return -(-size // GPU_BLOCK)
 
 
 def _numbers(size: int, code: Code) -> tuple[int, float, int, float]:
@@ -386,7 +380,12 @@ def _numbers(size: int, code: Code) -> tuple[int, float, int, float]:
     return scales_end(size), float(largest_integer(code)), largest_scale_bits(code), torch.finfo(torch.float32).tiny
 
 
+def _types(code: Code) -> tuple[torch.dtype, int]:
+    """Return the dtype of values that are floats, and the bits of integers and levels; 0 for floats."""
+    return (code, 0) if isinstance(code, torch.dtype) else (torch.float32, code)
+
+
 def _constants(code: Code) -> dict[str, Any]:
     """Return what the kernels of a code are compiled for."""
-    dtype, bits = (code, 0) if isinstance(code, torch.dtype) else (None, code)
-    return {**CodedValues(dtype, bits, 0, 0).constants(), "BLOCKS": GPU_BLOCK // SCALED}
+    dtype, bits = _types(code)
+    return {"V": _kernels().type_of(dtype), "BITS": bits}

@@ -1,8 +1,8 @@
 """The arithmetic of deep gradient compression on one tensor, in plain torch: the specification of every faster twin.
 
-Source: Lin et al., "Deep Gradient Compression", arXiv 1712.01887. The numbers of equations below are those of the
-PaddlePaddle Fleet document, which follows the paper. Nothing here communicates; thresholds are those of
-`compress.selection`.
+Source: Lin et al., "Deep Gradient Compression", arXiv 1712.01887. The equations below have the numbers of the
+PaddlePaddle Fleet document, which follows the paper. Nothing here communicates. `compress.selection` finds the
+thresholds.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import struct
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,9 +21,9 @@ from lightning_lowbw.kernels.tensors import as_real, flat
 
 SCALED, HALF = 128, 16  # values with one scale; bits between bfloat16 and float32
 AT_ONCE_ON_CPU = 1 << 16  # elements whose chunks are searched together; their keys of 8 bytes stay in the cache
-AT_ONCE = 1 << 24  # elsewhere: few launches, and the keys take 128 MiB
+AT_ONCE = 1 << 24  # the same on other devices: few launches, and the keys take 128 MiB
 
-# These classes are not frozen: one that is takes several times as long to make, of each tensor in each step.
+# These classes are not frozen: a frozen one takes several times as long to make, for each tensor in each step.
 
 
 @dataclass(kw_only=True)
@@ -48,15 +48,10 @@ class SecondMoment:
     eps: float
     corrections: tuple[float, float]
 
-    @property
-    def tensors(self) -> list[Tensor]:
-        """Those that are there."""
-        return [self.square] if self.largest is None else [self.square, self.largest]
-
     def map(self, function: Callable[[Tensor], Tensor]) -> SecondMoment:
         """Return the same with other tensors: each tensor is replaced by the function's result."""
-        largest = None if self.largest is None else function(self.largest)
-        return replace(self, square=function(self.square), largest=largest)
+        made: dict[str, Any] = {name: function(tensor) for name, tensor in _tensors_of(self).items()}
+        return replace(self, **made)
 
     def update_(self, gradient: Tensor) -> Tensor:
         """Take a gradient in; return s, which the velocity is divided by.
@@ -65,25 +60,25 @@ class SecondMoment:
             q, and the largest.
 
         Args:
-            gradient: g; float32 or wider, with Adam's own weight decay.
+            gradient: g; float32, with Adam's own weight decay.
 
         Returns:
             float32.
         """
-        square = self.square.to(gradient.dtype)  # itself, where it is as wide
+        square = self.square.float()
         # q = beta2 q + (1 - beta2) share g^2
         square.mul_(self.beta2).addcmul_(gradient, gradient, value=(1.0 - self.beta2) * self.share)
         if square is not self.square:
             self.square.copy_(square)
         if self.largest is not None:
             self.largest.copy_(torch.maximum(self.largest, self.square))  # AMSGrad's
-            square = self.largest.to(gradient.dtype)
+            square = self.largest.float()
         slope, least = self.line
-        return square.sqrt().mul_(slope).add_(least).to(torch.float32)
+        return square.sqrt().mul_(slope).add_(least)
 
     @property
     def line(self) -> tuple[float, float]:
-        """What sqrt(q) is multiplied with, and what is added, to give s."""
+        """The factor of sqrt(q) in s, and the constant that is added to it."""
         first, second = self.corrections
         return first / math.sqrt(second), self.eps * first
 
@@ -111,7 +106,7 @@ class Constants:
 
 @dataclass(kw_only=True)
 class OtherPart(Constants):
-    """A part of a tensor that another rank of the node accumulates, and whose second moment is kept here too.
+    """A part of a tensor that another rank of the node accumulates; this rank keeps the second moment of the part, too.
 
     Args:
         second_moment: q of this part.
@@ -122,7 +117,7 @@ class OtherPart(Constants):
     second_moment: SecondMoment
     gradient: Tensor
     weight: Tensor | None
-    # What a segment has, and this has not.
+    # Fields of a segment that a part of another rank lacks.
     residual: ClassVar[None] = None
     momentum_buffer: ClassVar[None] = None
     fault: ClassVar[None] = None
@@ -139,21 +134,21 @@ class Segment(Constants):
     """One tensor of a compress step: a row of the table that every backend takes.
 
     All of its tensors are flat, contiguous and of one length, in the order of the parameter's elements in memory (see
-    `kernels.tensors`). Whoever has a velocity that is laid out unlike the parameter gives a copy, and writes it back.
+    `kernels.tensors`). If a velocity is laid out unlike the parameter, the caller gives a copy, and writes it back.
 
     Args:
-        residual: v, the unsent gradient; float32, float64 where the parameter is.
-        momentum_buffer: u; None without momentum; float32, bfloat16 or float16, as are the following.
+        residual: v, the unsent gradient; float32.
+        momentum_buffer: u; None without momentum; float32, bfloat16 or float16, like the tensors below.
         gradient: G, this rank's mean gradient, clipped; it is read only.
         weight: w, the parameter; None without weight decay.
         k: elements to send: of the tensor, in [0, numel], or of each whole chunk, in [0, chunk].
-        chunk: the largest are sought among this many consecutive elements; None: in the whole tensor.
-        k_last: with a chunk, the elements to send of the rest behind the last whole one.
+        chunk: the number of consecutive elements whose largest are sent; None: the whole tensor.
+        k_last: with a chunk, the elements to send of the rest behind the last whole chunk.
         second_moment: gives the s of `correct_`; None for 1.
         fault: set if G has inf or NaN, which then count as zeros, or v has some afterwards, because the sum of finite
-            numbers may overflow: bool, a scalar; None: no check, and they enter v.
-        other_parts: of the tensor, where second moments of these are kept: not for `accumulate_`, but for
-            `compress_many_`.
+            numbers may overflow: bool, a scalar; None: no check, and inf and NaN enter v.
+        other_parts: other parts of the tensor whose second moments are kept here; `compress_many_` updates them, and
+            `accumulate_` does not.
     """
 
     residual: Tensor
@@ -174,22 +169,19 @@ class Segment(Constants):
 
     @property
     def tensors(self) -> list[Tensor]:
-        """Those that are there."""
-        everything = (self.residual, self.momentum_buffer, self.gradient, self.weight)
-        own = [] if self.second_moment is None else self.second_moment.tensors
-        return [*(tensor for tensor in everything if tensor is not None), *own]
+        """All tensors of the segment that are not None, except the fault."""
+        own = {} if self.second_moment is None else _tensors_of(self.second_moment)
+        return [*_tensors_of(self).values(), *own.values()]
 
     def map(self, function: Callable[[Tensor], Tensor]) -> Segment:
         """Return the same step on other tensors: each tensor is replaced by the function's result."""
-        buffer, weight, second_moment = self.momentum_buffer, self.weight, self.second_moment
-        return replace(
-            self,
-            residual=function(self.residual),
-            momentum_buffer=None if buffer is None else function(buffer),
-            gradient=function(self.gradient),
-            weight=None if weight is None else function(weight),
-            second_moment=None if second_moment is None else second_moment.map(function),
-        )
+        moment = self.second_moment
+        made: dict[str, Any] = {name: function(tensor) for name, tensor in _tensors_of(self).items()}
+        return replace(self, **made, second_moment=None if moment is None else moment.map(function))
+
+
+def _tensors_of(values: Segment | SecondMoment) -> dict[str, Tensor]:
+    return {name: each for name, each in vars(values).items() if isinstance(each, Tensor) and name != "fault"}
 
 
 def correct_(
@@ -207,7 +199,7 @@ def correct_(
 
     Plain: ``u = m u + g; v = v + u`` (eq. 7). Nesterov: ``u = m u + g; v = v + g + m u``.
     Without a buffer: ``v = v + g``, which is error feedback. With a divisor, for Adam: ``u = m u + (1 - d) g;
-    v = v + u / s``. With `ahead`, a: ``g - a v`` takes the place of g. Where g contains the decay c w, and a is c lr,
+    v = v + u / s``. With `ahead`, a: ``g - a v`` takes the place of g. If g contains the decay c w, and a is c lr, then
     this is the decay of ``w - lr v``, the weight after the residual has been applied.
 
     Deviation: the paper's Nesterov form is ``u = m (u + g); v = v + u + g``. Its velocity is m times torch's
@@ -271,8 +263,8 @@ def are_not_finite(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def decayed(gradient: Tensor, weight: Tensor | None, *, weight_decay: float, sign: float) -> Tensor:
-    """Return ``g = sign G + c w`` (eq. 12): float32 or wider, because c w would be lost in a narrow G."""
-    gradient = gradient.to(torch.promote_types(gradient.dtype, torch.float32))
+    """Return ``g = sign G + c w`` (eq. 12): float32, because c w would be lost in a narrow G."""
+    gradient = gradient.float()
     if sign < 0:
         gradient = -gradient
     return gradient if weight is None else gradient.add(weight, alpha=weight_decay)
@@ -289,11 +281,11 @@ def accumulate_(segment: Segment, threshold: float, most: int = sys.maxsize) -> 
 
     Args:
         segment: flat.
-        threshold: at or below 0 nothing is compared, and nothing is returned.
-        most: positions that are of use; room is made for no more.
+        threshold: at or below 0 nothing is compared, and no position is returned.
+        most: the largest number of positions that is of use; there is room for no more.
 
     Returns:
-        The positions where |v| reaches the threshold: int64, ascending; None where they are more than `most`.
+        The positions where |v| reaches the threshold: int64, ascending; None if there are more than `most`.
 
     Source: arXiv 1712.01887, section 3.2; the decay as in PaddlePaddle Fleet.
     """
@@ -337,26 +329,33 @@ def reach(values: Tensor, threshold: float, most: int = sys.maxsize) -> Tensor |
     Args:
         values: flat.
         threshold: above 0.
-        most: None is returned where they are more.
+        most: None is returned if there are more positions.
     """
     positions = (values.abs() >= threshold).nonzero().squeeze(1)
     return positions if positions.numel() <= most else None
 
 
 def largest(values: Tensor, k: int, chunk: int | None = None, k_last: int = 0) -> Tensor:
-    """Return the positions of the k largest |values|, of all or of each chunk; of equal ones the first. NaN is largest.
+    """Return the positions of the k largest |values|, of all or of each chunk; of equal values the first.
+
+    NaN counts as the largest.
 
     Args:
-        values: flat; float32 or float64.
+        values: flat, float32.
         k: in [0, numel], or of each whole chunk, in [0, chunk].
         chunk: this many consecutive elements; None: all.
-        k_last: with a chunk, of the rest behind the last whole one, in [0, rest].
+        k_last: with a chunk, the number of positions in the rest behind the last whole chunk, in [0, rest].
 
     Returns:
         int64, ascending.
     """
     if chunk is None:
-        return _largest_of_all(values, k)
+        # As integers the bits of floats are in the order of magnitudes, NaN behind infinity.
+        magnitudes = values.abs().view(torch.int32)
+        least = magnitudes.topk(k, sorted=False).values.amin() if k else 0
+        larger = (magnitudes > least).nonzero().squeeze(1)[:k]
+        equal = (magnitudes == least).nonzero().squeeze(1)[: k - larger.numel()]
+        return torch.cat([larger, equal]).sort().values
     at_once = AT_ONCE_ON_CPU if values.device.type == "cpu" else AT_ONCE
     size, split = max(1, at_once // chunk) * chunk, values.numel() // chunk * chunk
     rows = values[:split].split(size)
@@ -364,63 +363,45 @@ def largest(values: Tensor, k: int, chunk: int | None = None, k_last: int = 0) -
     return torch.cat([*positions, _largest_of_rows(values[split:].unsqueeze(0), k_last) + split])
 
 
-def _largest_of_all(values: Tensor, k: int) -> Tensor:
-    # As integers the bits of floats are in the order of magnitudes, NaN behind infinity.
-    magnitudes = values.abs()
-    if magnitudes.dtype == torch.float32:
-        magnitudes = magnitudes.view(torch.int32)
-    least = magnitudes.topk(k, sorted=False).values.amin() if k else 0
-    larger = (magnitudes > least).nonzero().squeeze(1)[:k]
-    equal = (magnitudes == least).nonzero().squeeze(1)[: k - larger.numel()]
-    return torch.cat([larger, equal]).sort().values
-
-
 def _largest_of_rows(rows: Tensor, k: int) -> Tensor:
-    """Search rows of a matrix together, and without waiting for a GPU."""
-    magnitudes, length = rows.abs(), rows.shape[1]
-    if magnitudes.dtype == torch.float32:
-        # `topk` takes any of equal ones. So no two keys are equal: magnitude first, then how far it is from the end.
-        from_end = torch.arange(length - 1, -1, -1, device=rows.device)
-        keys = magnitudes.view(torch.int32).to(torch.int64).bitwise_left_shift_(32).add_(from_end)
-        found = keys.topk(k, sorted=False).indices
-    else:  # no room for both in 64 bits
-        found = magnitudes.sort(descending=True, stable=True).indices[:, :k]
+    """Search the rows of a matrix together, without waiting for a GPU."""
+    length = rows.shape[1]
+    # `topk` takes any of equal keys. So no two keys are equal: the magnitude first, then the distance from the end.
+    from_end = torch.arange(length - 1, -1, -1, device=rows.device)
+    keys = rows.abs().view(torch.int32).to(torch.int64).bitwise_left_shift_(32).add_(from_end)
     firsts = torch.arange(len(rows), device=rows.device).mul_(length).unsqueeze(1)
-    return found.sort().values.add_(firsts).view(-1)
+    return keys.topk(k, sorted=False).indices.sort().values.add_(firsts).view(-1)
 
 
-def take_(residual: Tensor, momentum_buffer: Tensor | None, positions: Tensor, *, masking: bool) -> Tensor:
+def take_(residual: Tensor, masked: Tensor | None, positions: Tensor) -> Tensor:
     """Take elements out of a residual, and clear the velocity there: momentum factor masking.
 
-    ``v = v * not Mask; u = u * not Mask`` (eq. 9). Rounding errors of the wire format are put back into v by
-    `compress.codec`: sent + residual is the corrected gradient, to the bit where a value was rounded by less than a
-    factor of two (so float32 subtracts it exactly), as all formats of `compress.codec` do in their range.
+    ``v = v * not Mask; u = u * not Mask`` (eq. 9). `compress.codec` puts the rounding errors of the wire format back
+    into v: sent + residual is the corrected gradient, to the bit where a value was rounded by less than a factor of two
+    (so float32 subtracts it exactly), as all formats of `compress.codec` do in their range.
 
     In place:
-        `residual` and, when `masking`, `momentum_buffer`; both flat.
+        `residual` and `masked`.
 
     Args:
-        residual: v; float32 or float64.
-        momentum_buffer: u, the same shape; None without momentum.
+        residual: v; flat, float32.
+        masked: u, the velocity that is cleared, of the same shape; None: no velocity is cleared.
         positions: distinct; int64, shape (k,).
-        masking: whether the velocity is cleared.
 
     Returns:
-        float32, shape (k,); for an infinity, which stays in the residual, the largest finite number. The rounding
-        error of a float64 stays in the residual.
+        float32, shape (k,); for an infinity, which stays in the residual, the largest finite number.
 
     Source: arXiv 1712.01887, section 3.3.
     """
     limit = torch.finfo(torch.float32).max
     # By `index_select` and the like, which take a third of the time that an index in brackets does.
-    values = residual.index_select(0, positions).clamp_(-limit, limit).to(torch.float32)
-    # v = v * not Mask (eq. 9); the clamped excess stays in v.
-    residual.index_add_(0, positions, values.to(residual.dtype), alpha=-1)
-    if masking and momentum_buffer is not None:
+    values = residual.index_select(0, positions).clamp_(-limit, limit)
+    residual.index_add_(0, positions, values, alpha=-1)  # v = v * not Mask (eq. 9); the clamped excess stays in v
+    if masked is not None:
         # A zero is padding (a dead tensor has fewer than k candidates): nothing was sent, so nothing is masked. No
         # boolean index: on a GPU it would wait for the device.
-        velocities = momentum_buffer.index_select(0, positions).masked_fill_(values != 0, 0)
-        momentum_buffer.index_copy_(0, positions, velocities)
+        velocities = masked.index_select(0, positions).masked_fill_(values != 0, 0)
+        masked.index_copy_(0, positions, velocities)
     return values
 
 
@@ -428,15 +409,15 @@ def compress_many_(segments: Sequence[Segment], *, masking: bool) -> tuple[Tenso
     """Correct, select and take, tensor by tensor: `accumulate_`, `largest`, `take_`.
 
     In place:
-        the residuals, momentum buffers, second moments (also those of other parts) and faults.
+        the residuals, momentum buffers, second moments (also the second moments of other parts) and faults.
 
     Args:
         segments: at least one.
-        masking: see `take_`.
+        masking: whether the velocity of taken elements is cleared.
 
     Returns:
-        Positions (int64; ascending within a tensor; of equal magnitudes the first) and values (float32), those of all
-        tensors, concatenated: shapes (sum of num_sent,).
+        Positions (int64; ascending within a tensor; of equal magnitudes the first) and values (float32) of all tensors,
+        concatenated: shapes (sum of num_sent,).
     """
     positions, values = [], []
     for segment in segments:
@@ -444,16 +425,17 @@ def compress_many_(segments: Sequence[Segment], *, masking: bool) -> tuple[Tenso
             other.update_()
         accumulate_(segment, 0.0)
         positions.append(largest(segment.residual, segment.k, segment.chunk, segment.k_last))
-        values.append(take_(segment.residual, segment.momentum_buffer, positions[-1], masking=masking))
+        masked = segment.momentum_buffer if masking else None
+        values.append(take_(segment.residual, masked, positions[-1]))
     return torch.cat(positions), torch.cat(values)
 
 
 def scatter_mean_(out: Tensor, parts: Sequence[tuple[Tensor, Tensor]], *, over_senders: bool = False) -> None:
     """Average sparse vectors, one per rank, into a dense one: ``out = 1/N sum_k sparse_k`` (eq. 7).
 
-    The sum runs in rank order, so that all replicas get the same bits; equal indices of two ranks add up; N counts
-    all ranks, also those that sent nothing here. Or, with `over_senders`, those that have sent this element: a zero is
-    what a rank sends that has nothing to send of a dead chunk.
+    The sum runs in rank order, so that all replicas get the same bits; equal indices of two ranks add up. N counts all
+    ranks, also a rank that sent no element here. With `over_senders` N counts the ranks that sent this element: a zero
+    does not count, because a rank with fewer than k elements that are not zero pads its message with zeros.
 
     In place:
         `out`, which is overwritten.
@@ -463,19 +445,13 @@ def scatter_mean_(out: Tensor, parts: Sequence[tuple[Tensor, Tensor]], *, over_s
         parts: (indices int64, values) of each rank, in rank order; indices are distinct within a rank.
     """
     out.zero_()
-    _add_mean_(out, parts, over_senders)
-
-
-def _add_mean_(out: Tensor, parts: Sequence[tuple[Tensor, Tensor]], over_senders: bool) -> None:
-    # As DDP does, each addend is divided first: the same bits for one sender, and no overflow in the sum.
-    if not over_senders:
-        add_(out, parts, 1.0 / len(parts))
-        return
-    add_(out, [(indices, (values != 0).to(out.dtype)) for indices, values in parts], 1.0)
-    shares = [(indices, values / out.index_select(0, indices).clamp_(min=1.0)) for indices, values in parts]
-    for indices, _ in parts:
-        out.index_fill_(0, indices, 0.0)
-    add_(out, shares, 1.0)
+    share = 1.0 / len(parts)  # as DDP does, each addend is divided first: the same bits for one sender, no overflow
+    if over_senders:
+        add_(out, [(indices, (values != 0).to(out.dtype)) for indices, values in parts], 1.0)
+        parts = [(indices, values / out.index_select(0, indices).clamp_(min=1.0)) for indices, values in parts]
+        share = 1.0
+        out.zero_()
+    add_(out, parts, share)
 
 
 def add_(out: Tensor, parts: Sequence[tuple[Tensor, Tensor]], share: float) -> None:
@@ -488,12 +464,12 @@ class Arrival(NamedTuple):
     """A tensor, or a part of one, for which messages have been received.
 
     Args:
-        out: where the mean goes: float32, or without a weight of 16 bits; contiguous, of any shape.
-        group: row of the messages that are about it.
-        first: its first element in each of these messages.
-        num_sent: its elements there.
+        out: the tensor that the mean is written to: float32, or 16 bits without a weight; contiguous, of any shape.
+        group: the row of the messages about this tensor.
+        first: the place of the tensor's first element in each message of the row.
+        num_sent: the number of the tensor's elements in each message.
         weight: the weight to step by the mean, of the same shape: float32, contiguous; None: no step.
-        rate: of the step.
+        rate: the rate of the step.
     """
 
     out: Tensor
@@ -507,34 +483,30 @@ class Arrival(NamedTuple):
 def average_many_(
     arrivals: Sequence[Arrival], positions: Tensor, values: Tensor, *, over_senders: bool = False
 ) -> None:
-    """Average the elements that all participants have sent for several tensors; see `scatter_mean_`. Or step weights by
-    the mean.
+    """Average the elements that all participants have sent for several tensors, or step weights by the mean.
+
+    See `scatter_mean_`.
 
     In place:
-        `out` of all, which is overwritten. With a weight: the weight where anything has been sent,
-        ``w = w - rate mean``; `out` is a workspace, whose content is undefined afterwards.
+        `out` of each arrival, which is overwritten. With a weight: the weight, ``w = w - rate mean``; `out` is a
+        workspace, whose content is undefined afterwards.
 
     Args:
-        arrivals: with weights or without, and of one dtype, all alike. Of 16 bits they are summed in float32.
+        arrivals: all with a weight or all without, and all of one dtype. Means of 16 bits are summed in float32.
         positions: in `out`: int32, ascending for each tensor, shape (groups, participants, elements).
         values: float32, of the same shape; summed in the order of the participants.
         over_senders: see `scatter_mean_`.
     """
     for arrival in arrivals:
-        mine = slice(arrival.first, arrival.first + arrival.num_sent)
-        indices = positions[arrival.group, :, mine].long()
-        parts = list(zip(indices, values[arrival.group, :, mine], strict=True))
+        own = slice(arrival.first, arrival.first + arrival.num_sent)
+        parts = list(zip(positions[arrival.group, :, own].long(), values[arrival.group, :, own], strict=True))
         out = flat(arrival.out)
-        if arrival.weight is None:
-            mean = out.float()
-            scatter_mean_(mean, parts, over_senders=over_senders)
-            if mean is not out:
-                out.copy_(mean)
-            continue
-        touched, weight = indices.flatten(), flat(arrival.weight.detach())
-        out[touched] = 0.0
-        _add_mean_(out, parts, over_senders)
-        weight[touched] = weight[touched].add_(out[touched], alpha=-arrival.rate)
+        mean = out.float()
+        scatter_mean_(mean, parts, over_senders=over_senders)
+        if arrival.weight is not None:
+            flat(arrival.weight.detach()).add_(mean, alpha=-arrival.rate)  # where nothing was sent, zero
+        elif mean is not out:
+            out.copy_(mean)
 
 
 # Integers with a scale per block, see `sync.quantized` ---------------------------------------------------------
@@ -548,7 +520,7 @@ def largest_integer(bits: int) -> int:
 def largest_scale_bits(bits: int) -> int:
     """Return the bits of the largest scale, a bfloat16: the largest integer times it is finite in float32."""
     limit = torch.finfo(torch.float32).max / largest_integer(bits)
-    number: int  # without a tensor, which would be a fake one where torch only traces
+    number: int  # without a tensor, which would be a fake one if torch only traces
     (number,) = struct.unpack("<i", struct.pack("<f", limit))
     return number >> HALF
 
@@ -557,19 +529,19 @@ def encode_blocks_(values: Tensor, scales: Tensor, packed: Tensor, bits: int) ->
     """Write vectors as integers with scales.
 
     The scale of a block is its largest magnitude in units of the largest integer, rounded upwards to bfloat16. A value
-    that is not finite in float32 makes its whole block not finite.
+    that is not finite makes its whole block not finite.
 
     In place:
-        The values become their rounding errors: value minus integer times scale. And what is written.
+        `scales` and `packed`; `values`, which become their rounding errors: value minus integer times scale.
 
     Args:
-        values: float32 or wider, shape (vectors, numel).
+        values: float32, shape (vectors, numel).
         scales: bfloat16, shape (vectors, blocks).
-        packed: the nearest integers in units of the scales: uint8, shape (vectors, bytes); of 4 bits two to a byte, the
-            first lower.
+        packed: the nearest integers in units of the scales: uint8, shape (vectors, bytes); two integers of 4 bits share
+            a byte, the first has the lower bits.
         bits: 8 or 4.
     """
-    blocks, largest = _blocks_of(values.to(torch.float32)), largest_integer(bits)
+    blocks, largest = _blocks_of(values), largest_integer(bits)
     exact = blocks.abs().amax(2) / largest
     rounded = ((exact.view(torch.int32) + 0xFFFF) >> HALF).clamp_(max=largest_scale_bits(bits)) << HALF
     scale = torch.where(exact.isfinite(), rounded.view(torch.float32), exact)
@@ -601,132 +573,9 @@ def _blocks_of(vectors: Tensor) -> Tensor:
 
 # Tensors as one vector, in few bits per value, see `sync.quantized` ---------------------------------------------------
 
-Code = int | torch.dtype  # bits of integers with scales, or a half type
-
-
-def code_bytes(numel: int, code: Code) -> int:
-    """Return the bytes of a vector in a code: for integers [scales of all blocks | integers]."""
-    return numel * code.itemsize if isinstance(code, torch.dtype) else scales_end(numel) + -(-numel * code // 8)
+Code = int | torch.dtype  # bits of integers with scales, or a float type
 
 
 def scales_end(numel: int) -> int:
     """Return where in a message the integers begin: behind a bfloat16 for each block."""
     return -(-numel // SCALED) * torch.bfloat16.itemsize
-
-
-def write_dense_(values: Tensor, messages: Tensor, code: Code) -> None:
-    """Write vectors into their messages; a value too large for a half type becomes its largest number.
-
-    In place:
-        The messages; the values, which become their rounding errors.
-
-    Args:
-        values: float32, shape (vectors, numel).
-        messages: uint8, shape (vectors, `code_bytes`).
-        code: of the values.
-    """
-    if isinstance(code, torch.dtype):
-        limit = torch.finfo(code).max
-        sent = values.clamp(-limit, limit).to(code)
-        messages.copy_(sent.view(torch.uint8))
-        values.sub_(sent)
-        return
-    split = scales_end(values.shape[1])
-    scales = values.new_empty((len(values), split // torch.bfloat16.itemsize), dtype=torch.bfloat16)
-    encode_blocks_(values, scales, messages[:, split:], code)
-    messages[:, :split] = scales.view(torch.uint8)
-
-
-def read_dense(messages: Tensor, numel: int, code: Code) -> Tensor:
-    """Return what `write_dense_` has written: float32, shape (vectors, numel)."""
-    if isinstance(code, torch.dtype):
-        return messages.clone(memory_format=torch.contiguous_format).view(code).float()
-    split = scales_end(numel)
-    scales = messages[:, :split].clone(memory_format=torch.contiguous_format).view(torch.bfloat16)
-    return decode_blocks(scales, messages[:, split:], numel, code)
-
-
-class Vector(NamedTuple):
-    """Tensors as one vector; the kernels have a `table.JoinedTable` for it.
-
-    Attributes:
-        signals: float32, bfloat16 or float16; with elements.
-        residuals: of the same sizes, float32.
-    """
-
-    signals: Sequence[Tensor]
-    residuals: Sequence[Tensor]
-
-
-def encode_(vector: Vector, message: Tensor, size: int, code: Code, flags: Tensor) -> None:
-    """Write signals plus residuals into a message, row by row; keep the rounding errors.
-
-    In place:
-        The message, the residuals; the flags, where one is to be set.
-
-    Args:
-        vector: of all tensors; beyond its end are zeros.
-        message: uint8, shape (rows, `code_bytes(size)`).
-        size: elements of a row.
-        code: of the values.
-        flags: bool, shape (tensors + 1,): of each whether its signal has an inf or NaN; and, last, whether one is left
-            in a residual.
-    """
-    signals, residuals = vector
-    added = [flat(residual) + flat(signal) for signal, residual in zip(signals, residuals, strict=True)]
-    sizes = [part.numel() for part in added]
-    values = torch.nn.functional.pad(torch.cat(added), (0, len(message) * size - sum(sizes)))
-    write_dense_(values.view(-1, size), message, code)
-    flags |= torch.stack([~tensor.isfinite().all() for tensor in (*signals, values)])
-    for residual, unsent in zip(residuals, values[: sum(sizes)].split(sizes), strict=True):
-        residual.copy_(unsent.view_as(residual))
-
-
-def combine_(vector: Vector, received: Tensor, answer: Tensor, row: int, size: int, code: Code, flags: Tensor) -> None:
-    """Average the messages about a row of the vector, in their order, and write the mean; keep the rounding errors.
-
-    In place:
-        The answer: uint8, shape (`code_bytes(size)`,); the residuals of the row, to which rounding errors are added
-        times the number of messages, because they enter the mean divided by it; the last flag.
-
-    Args:
-        received: uint8, shape (messages, `code_bytes(size)`).
-        row: which one.
-        vector, size, code, flags: see `encode_`.
-    """
-    mean = torch.zeros((1, size), dtype=torch.float32, device=received.device)
-    for message in read_dense(received, size, code):
-        mean += message
-    mean /= len(received)
-    write_dense_(mean, answer.unsqueeze(0), code)
-    mean *= len(received)
-    flags[-1] |= ~mean.isfinite().all()
-    start = 0
-    for residual in vector.residuals:
-        begin, end = max(start, row * size), min(start + residual.numel(), (row + 1) * size)
-        if begin < end:
-            flat(residual)[begin - start : end - start] += mean[0, begin - row * size : end - row * size]
-        start += residual.numel()
-
-
-def decode_(vector: Vector, messages: Tensor, size: int, code: Code, *, num_messages: int) -> None:
-    """Read the rows of a vector into the signals, or of several messages about each row the mean.
-
-    In place:
-        The signals, rounded to their dtypes.
-
-    Args:
-        messages: uint8, shape (rows times num_messages, `code_bytes(size)`).
-        num_messages: about a row, one after the other.
-        vector, size, code: see `encode_`.
-    """
-    values = read_dense(messages, size, code).view(-1, num_messages, size)
-    if num_messages > 1:
-        shares, values = values * (1.0 / num_messages), torch.zeros_like(values[:, :1])
-        for number in range(num_messages):
-            values += shares[:, number : number + 1]
-    values = values.flatten()
-    start = 0
-    for signal in vector.signals:
-        signal.copy_(values[start : start + signal.numel()].view_as(signal))
-        start += signal.numel()

@@ -1,4 +1,4 @@
-"""The table of a compress step's segments on a device: one row per tensor, and the room the kernels work in.
+"""The table of a compress step's segments on a device: one row per tensor, and the workspace of the kernels.
 
 The kernels of `gpu` run over all tensors at once and find them by this table. It is built once, and written again only
 when an address, a length or a factor has changed. On a CPU the segments themselves are the table.
@@ -19,16 +19,16 @@ from lightning_lowbw.kernels.tensors import device_of, upload
 
 GPU_BLOCK = 2048  # elements per program
 SURPLUS, MARGIN = 2, 32  # candidates aimed at: 2 k, and some more, or a small k might be missed by chance
-ROOM = 4  # for candidates, in units of those aimed at: in its first steps a residual grows fast
+ROOM = 4  # room for candidates, in units of the candidates aimed at: in its first steps a residual grows fast
 # In units of the tensor's elements. A candidate takes 16 bytes of room: so the room is a byte per parameter at most.
 # Without a bound it is 8 bytes at a sparsity of 0.9375, as much as a model and its gradient, in the middle of the run.
 MOST_ROOM = 1 / 16
 FREE_ROOM = 256  # candidates, 4 KiB: so much every tensor may have
 LEAST_ROOM = 1.5  # in units of the candidates aimed at; if there is less, the whole tensor is searched
-DIGITS = ((22, 9), (11, 11), (0, 11))  # of a magnitude, from the highest: the first bit, and how many
-BINS = 1 << 11  # of the widest digit
-# Of the growth of the k-th magnitude from one step to the next. It becomes less; a threshold that does not follow has
-# four times as many candidates in the next step, for some times 1 / density steps.
+DIGITS = ((22, 9), (11, 11), (0, 11))  # the digits of a magnitude, from the highest: first bit, number of bits
+BINS = 1 << 11  # values of the widest digit
+# The share of the k-th magnitude's growth that the threshold follows: from one step to the next this grows less. A
+# threshold that does not follow has four times as many candidates in the next step, for some times 1 / density steps.
 FOLLOWED = 0.8
 LEVELS_SHIFT = 7  # values of a block of levels, see `compress.codec`
 ALIGNMENT_BYTES, ALIGNMENT_NUMEL = 16, 8  # of the widest load; elements in it, of the narrowest dtype
@@ -38,7 +38,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 class TableRow(NamedTuple):
     """The description of a tensor for the kernels: addresses in bytes, 0 for a missing tensor; the rest in elements.
 
-    That of the gradient is written into the table alone: it may be another in each step.
+    The address of the gradient is written into the table alone: it may change in each step.
     """
 
     residual: int
@@ -53,7 +53,7 @@ class TableRow(NamedTuple):
     numel: int
     k: int
     aim: int  # candidates wanted
-    capacity: int  # candidates there is room for; 0: all of the tensor is looked through
+    capacity: int  # candidates there is room for; 0: the whole tensor is searched
     first_block: int
     first_candidate: int
     first_output: int
@@ -71,7 +71,7 @@ class Factors(NamedTuple):
     sign: float
     undamped: float  # 1 - dampening
     beta2: float
-    of_square: float  # what a squared gradient is multiplied with in the second moment
+    of_square: float  # the factor of a squared gradient in the second moment
     slope: float  # of `SecondMoment.line`
     least: float
 
@@ -80,20 +80,20 @@ class Field(NamedTuple):
     """A tensor of a message, see `compress.codec`; in elements."""
 
     num_sent: int
-    first: int  # of those that are sent, of all tensors
-    start: int  # of its elements, of all tensors
+    first: int  # the number of its first sent element, counted over all tensors
+    start: int  # the number of its first element, counted over all tensors
     numel: int
-    first_block: int  # of its values, where they are levels; of all tensors
+    first_block: int  # the number of the first block of its levels, counted over all tensors
 
 
 class Arrived(NamedTuple):
     """The description of a tensor, or a part of one, for which messages have been received."""
 
-    out: int  # address, as that of the weight; 0 without
-    weight: int
-    group: int  # of messages
-    first: int  # element in each message of the group
-    num_sent: int  # elements there
+    out: int  # address
+    weight: int  # address; 0 without a weight
+    group: int  # the row of messages
+    first: int  # the place of its first element in each message of the row
+    num_sent: int  # its elements in each message
     shift: int  # a tile has 2^shift elements
     first_tile: int
     rate: int  # of the step: the bits of a float32
@@ -106,11 +106,11 @@ class JoinedRow(NamedTuple):
     residual: int  # float32; 0 without
     start: int  # in the vector
     numel: int
-    dtype: int  # of the signal: which of `DTYPES`
+    dtype: int  # of the signal: its number in `DTYPES`
 
     @classmethod
     def of(cls, signal: Tensor, part: slice, start: int, residual: Tensor | None = None) -> JoinedRow:
-        """Return the row of a part of a contiguous tensor: by its address, for views of hundreds take milliseconds."""
+        """Return the row of a part of a contiguous tensor: by its address, because hundreds of views take long."""
         address = signal.data_ptr() + part.start * signal.itemsize
         return cls(address, _address(residual), start, part.stop - part.start, DTYPES.index(signal.dtype))
 
@@ -126,16 +126,16 @@ class Kind(NamedTuple):
 
 
 class Workspace:
-    """The state of `compress_many_` between steps: thresholds, the device's table of the tensors, and workspace.
+    """The state of `compress_many_` between steps: thresholds, the device's table of the tensors, and room for results.
 
     On the device it takes 8 KiB per tensor, and about a byte per parameter at most, mostly far less.
 
-    The table is written again when an address has changed (gradients may come to lie elsewhere in every step), the
-    factors when one has, the rest only when the tensors themselves or their k have.
+    The table is written again when an address has changed (gradients may move in every step), the factors when one has
+    changed, the remaining state only when the tensors or their k have changed.
 
     Attributes:
-        thresholds: magnitude that somewhat more than 2 k elements reach, per tensor; float32, on the device; 0 where
-            none is known. They influence the time, never which elements are selected: no checkpoint need keep them.
+        thresholds: magnitude that somewhat more than 2 k elements reach, per tensor; float32, on the device; 0 if none
+            is known. They influence the time, never which elements are selected: no checkpoint need keep them.
         counts: elements that have reached the threshold in the last step, per tensor; int32, on the device.
     """
 
@@ -143,18 +143,18 @@ class Workspace:
         self.thresholds = torch.empty(0, dtype=torch.float32)
         self.rows: list[TableRow] = []  # of the segments, then of other parts
         self.kinds: list[Kind] = []
-        self._made_of: list[tuple[Any, ...]] = []  # rows and kinds
+        self._sizes: list[tuple[int, int, int]] = []  # addresses of residuals, elements and k
         self._gradients: list[int] = []  # their addresses
         self._segments: list[Segment | OtherPart] = []  # of the last step
-        self._tensors: list[Tensor] = []  # of these, without gradients; their addresses, and the ends of gradients'
-        self._addresses: tuple[list[int], ...] = ()
+        self._tensors: list[Tensor] = []  # all tensors of the segments, without gradients
+        self._addresses: tuple[list[int], ...] = ()  # of `_tensors`; and how gradients are aligned
         self._constants: list[tuple[Any, ...]] = []  # of the factors
 
     def update(self, segments: Sequence[Segment]) -> None:
         """Take over the tensors of this step.
 
         Args:
-            segments: in one that was given before only the gradient, not its dtype, and factors may be others.
+            segments: if a segment was given before, only its gradient, in the same dtype, and its factors may differ.
         """
         device = segments[0].residual.device
         others = [other for segment in segments for other in segment.other_parts]
@@ -165,7 +165,7 @@ class Workspace:
         is_again = len(everything) == len(self._segments) and all(map(is_, everything, self._segments))
         if not (is_again and ([each.data_ptr() for each in self._tensors], ends) == self._addresses):
             self._describe(everything, gradients, device)
-            self._segments = [] if others else everything  # those have views of the gradients
+            self._segments = [] if others else everything  # other parts have views of the gradients
             self._tensors = [each for segment in everything for each in _tensors(segment) if each is not None]
             self._addresses = [each.data_ptr() for each in self._tensors], ends
         if gradients != self._gradients:
@@ -178,24 +178,19 @@ class Workspace:
         self._constants = constants
 
     def _describe(self, everything: list[Segment | OtherPart], gradients: list[int], device: torch.device) -> None:
-        made_of = [_made_of(*each) for each in zip(everything, gradients, strict=True)]
-        if made_of != self._made_of:
-            kinds = [_kind(*each) for each in zip(everything, gradients, strict=True)]
-            rows = _rows(everything, kinds)
-            if [_key_of(row) for row in rows] != [_key_of(row) for row in self.rows] or kinds != self.kinds:
-                self._allocate(rows, kinds, device)
-            self.rows, self.kinds, self._made_of = rows, kinds, made_of
-            self._host, self._gradients = np.array(rows, dtype=np.int64), []  # so that it is written again
+        kinds = [_kind(*each) for each in zip(everything, gradients, strict=True)]
+        rows = _rows(everything, kinds)
+        sizes = [(row.residual, row.numel, row.k) for row in rows]
+        if sizes != self._sizes:
+            self.thresholds, self.last_kth = torch.zeros(2, len(rows), dtype=torch.float32, device=device)
+        if sizes != self._sizes or kinds != self.kinds:
+            self._allocate(rows, kinds, device)
+        if rows != self.rows:
+            self._host, self._gradients = np.array(rows, dtype=np.int64), []  # so that the table is written again
+        self.rows, self.kinds, self._sizes = rows, kinds, sizes
 
     def _allocate(self, rows: Sequence[TableRow], kinds: Sequence[Kind], device: torch.device) -> None:
-        numbers = {_key_of(row): number for number, row in enumerate(self.rows)}
-        kept = {new: numbers[_key_of(row)] for new, row in enumerate(rows) if _key_of(row) in numbers}
-        thresholds = torch.zeros(len(rows), dtype=torch.float32, device=device)
-        if kept:
-            olds = self.thresholds[upload(kept.values(), torch.int64, self.thresholds.device)]
-            thresholds[upload(kept, torch.int64, device)] = olds.to(device)
-        self.thresholds, self.last_kth = thresholds, torch.zeros_like(thresholds)
-        num_blocks = [_num_blocks(row.numel) for row in rows]
+        num_blocks = [num_blocks_of(row.numel) for row in rows]
         # (kind, its first block, its number of blocks); the blocks of a kind are consecutive
         self.launches: list[tuple[Kind, int, int]] = []
         owners: list[Tensor] = []
@@ -207,18 +202,18 @@ class Workspace:
         self.counts, self.counting = torch.zeros(2, len(rows), dtype=torch.int32, device=device)
         self.block_counts = torch.empty_like(self.owners)
         self.block_bases = torch.empty_like(self.owners)
-        # Of the selection, whose blocks are at most as many.
+        # For the selection, which has at most as many blocks.
         self.ends = torch.empty(len(rows), dtype=torch.int64, device=device)
         self.kth, self.left = torch.empty(2, len(rows), dtype=torch.int32, device=device)
         self.bins = torch.zeros(len(rows), BINS, dtype=torch.int32, device=device)
-        self.found = torch.zeros(2, self.owners.numel(), dtype=torch.int32, device=device)  # greater ones, and ties
+        self.found = torch.zeros(2, self.owners.numel(), dtype=torch.int32, device=device)  # greater values, and ties
         room = sum(row.capacity for row in rows)
         self.positions, self.ordered_positions = torch.empty(2, room, dtype=torch.int32, device=device)
         self.values, self.ordered_values = torch.empty(2, room, dtype=torch.float32, device=device)
 
 
 class JoinedTable:
-    """Tensors that are one vector, on a device; written again only where an address or a size has changed.
+    """Tensors that are one vector, on a device; written again only if an address or a size has changed.
 
     Attributes:
         rows: the rows of the tensors, in the order of their starts.
@@ -243,7 +238,7 @@ class JoinedTable:
         return self
 
     def spans(self, num_rows: int, size: int) -> Tensor:
-        """Return for each block of GPU_BLOCK elements the first tensor in it, and the one behind its last: int32.
+        """Return for each block of GPU_BLOCK elements its first tensor, and the tensor behind its last: int32.
 
         Args:
             num_rows: the number of rows of the vector; each row has blocks of its own.
@@ -259,49 +254,20 @@ class JoinedTable:
         return self._spans[num_rows, size]
 
 
-def _key_of(row: TableRow) -> tuple[int, int, int]:
-    """Return what a threshold belongs to."""
-    return row.residual or row.square, row.numel, row.k
-
-
-def _num_blocks(numel: int) -> int:
+def num_blocks_of(numel: int) -> int:
+    """Return the number of blocks of GPU_BLOCK elements."""
     return -(-numel // GPU_BLOCK)
 
 
-def is_supported(segment: Segment) -> bool:
-    """Return whether the kernels take a segment: in their dtypes, with elements, and not cut into chunks.
-
-    Its tensors are contiguous and of one size, and the second moment has the dtype of the momentum buffer, as Adam's.
-    """
-    buffer, weight = segment.momentum_buffer, segment.weight  # one by one: this is asked of all tensors in every step
-    return (
-        segment.chunk is None
-        and segment.k > 0
-        and segment.gradient.dtype in DTYPES
-        and (buffer is None or buffer.dtype in DTYPES)
-        and (weight is None or weight.dtype in DTYPES)
-        and (segment.second_moment is None or buffer is not None)
-        and segment.residual.numel() > 0
-    )
-
-
 def _tensors(segment: Segment | OtherPart) -> tuple[Tensor | None, ...]:
-    """Return those whose addresses are in a `TableRow`, in its order; without the gradient, another in each step."""
+    """Return the tensors whose addresses are in a `TableRow`, in its order; without the gradient."""
     moment, weight = segment.second_moment, None if segment.weight_decay == 0 else segment.weight
     square, largest = (None, None) if moment is None else (moment.square, moment.largest)
     return segment.residual, segment.momentum_buffer, None, weight, square, largest, segment.fault
 
 
-def _made_of(segment: Segment | OtherPart, gradient: int) -> tuple[Any, ...]:
-    """Return all that `_rows` and `_kind` make of a segment, given the address of its gradient."""
-    tensors = [None if each is None else (each.data_ptr(), each.dtype) for each in _tensors(segment)]
-    dtypes = segment.gradient.dtype, None if segment.weight is None else segment.weight.dtype
-    numbers = segment.gradient.numel(), segment.k, segment.nesterov
-    return tensors, dtypes, gradient % ALIGNMENT_BYTES, numbers
-
-
 def _kind(segment: Segment | OtherPart, gradient: int) -> Kind:
-    """Return what the kernel is compiled for that corrects a tensor, or keeps a second moment up to date."""
+    """Return the kind of the kernel that corrects a tensor, or updates a second moment."""
     moment, buffer, weight = segment.second_moment, segment.momentum_buffer, segment.weight
     addresses = [gradient, *map(_address, _tensors(segment)[:6])]
     squares = torch.float32 if moment is None else moment.square.dtype
@@ -318,7 +284,7 @@ _NUMBERS = attrgetter("momentum", "weight_decay", "ahead", "sign", "dampening")
 
 
 def _constants(segment: Segment | OtherPart) -> tuple[Any, ...]:
-    """Return all that `_factors` makes of a segment."""
+    """Return the numbers that `_factors` is computed from."""
     moment = segment.second_moment
     of_moment = None if moment is None else (moment.beta2, moment.share, moment.eps, moment.corrections)
     return _NUMBERS(segment), of_moment
@@ -347,7 +313,7 @@ def _rows(segments: Sequence[Segment | OtherPart], kinds: Sequence[Kind]) -> lis
         for number, segment in enumerate(segments):
             if kinds[number] == kind:
                 first_blocks[number] = num_blocks
-                num_blocks += _num_blocks(segment.gradient.numel())
+                num_blocks += num_blocks_of(segment.gradient.numel())
     rows: list[TableRow] = []
     first_candidate = first_output = 0
     for segment, first_block in zip(segments, first_blocks, strict=True):

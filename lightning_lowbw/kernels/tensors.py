@@ -1,13 +1,13 @@
-"""Tensors of any layout, number and device: their order, lists of them in one call each, memory, copies, streams.
+"""Tensors of any layout, number and device: their order, lists of tensors in one call each, memory, copies, streams.
 
 The order of a parameter's elements is their order in memory. So a pass over a channels_last or transposed parameter,
-its gradient and its optimizer state needs no copy of them. All ranks must have it laid out alike; DDP compares the
+its gradient and its optimizer state copies nothing. All ranks must have the parameter laid out alike; DDP compares the
 strides when it starts.
 
-What depends on the kind of device is in two classes, of which `device_of` returns one. `Cuda` (AMD's, too) computes on
-streams, beside the host. `Serial` has one queue of work, for which every copy to the host waits: the CPU, whose queue
-is always empty, and any other accelerator, such as Apple's and Intel's. Where these have no collectives of their own,
-messages go through the host, see `comm.collectives`.
+Two classes differ by kind of device; `device_of` returns an instance. `Cuda` (AMD's, too) computes on streams, beside
+the host. `Serial` has one queue of work, and every copy to the host waits for this queue: the CPU, whose queue is
+always empty, and any other accelerator, such as Apple's and Intel's. If such an accelerator has no collectives of its
+own, messages go through the host, see `comm.collectives`.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ NUM_SAMPLED = 1 << 16  # elements of a tensor from which its distance is estimat
 def allocate(shape: int | tuple[int, ...], dtype: torch.dtype, device: torch.device = CPU) -> Tensor:
     """Return a tensor of any content, contiguous.
 
-    Where it is large and on a CPU, from numpy, which asks Linux for huge pages. torch.empty does not, and from 32 MiB
-    on the C library maps new pages at each call: the page faults then take longer than the use of the memory.
+    A large one on a CPU comes from numpy, which asks Linux for huge pages. torch.empty does not, and from 32 MiB on the
+    C library maps new pages at each call: the page faults then take longer than the use of the memory.
     """
     shape = (shape,) if isinstance(shape, int) else shape
     nbytes = prod(shape) * dtype.itemsize
@@ -49,7 +49,7 @@ def allocate(shape: int | tuple[int, ...], dtype: torch.dtype, device: torch.dev
 
 @lru_cache(maxsize=64)
 def constant(numbers: tuple[Any, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return what `upload` does, once for the same numbers: it is not to be written to."""
+    """Return the result of `upload`, one tensor for the same numbers: no caller may write to it."""
     return upload(numbers, dtype, device)
 
 
@@ -62,18 +62,18 @@ def upload(numbers: Iterable[Any], dtype: torch.dtype, device: torch.device) -> 
 def download(numbers: Tensor) -> Callable[[], list[float]]:
     """Begin to copy numbers to the host; the returned function waits for the copy, not for later launches.
 
-    It keeps the numbers alone, not the memory that they are a view of: until they are read, that may take a step.
+    It keeps a copy of the numbers, not the memory that they are a view of: they may be read a step later.
     """
     return device_of(numbers.device).download(numbers)
 
 
 def as_real(tensor: Tensor) -> Tensor:
-    """View a complex tensor as real, with a last dimension of 2; any other as it is."""
+    """View a complex tensor as real, with a last dimension of 2; return any other tensor as it is."""
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
 def order_of(tensor: Tensor) -> Order:
-    """Return its dimensions, the slowest in memory first; as they are for a contiguous one, or one with gaps."""
+    """Return the dimensions, the slowest in memory first; in logical order for a tensor with gaps."""
     if tensor.is_contiguous() or has_gaps(tensor):
         return tuple(range(tensor.dim()))
     return _by_stride(tensor.shape, tensor.stride())[0]
@@ -139,10 +139,10 @@ def copy_in_order_(tensor: Tensor, parameter: Tensor, values: Tensor) -> None:
 def copy_all_(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
     """Copy each source into its target, of the same shape; any dtypes and layouts.
 
-    One call of `torch._foreach_copy_` for each pair of dtypes: where sources of one dtype have targets of several, it
-    writes all of these in the dtype of the first, on a GPU, in releases until early 2026 (pytorch issue 173383). It
-    copies all of a list one by one where the strides of one pair differ: such a pair is copied by itself. Dimensions of
-    one element may have any stride: those are flattened.
+    One call of `torch._foreach_copy_` for each pair of dtypes: if sources of one dtype have targets of several dtypes,
+    it writes all targets in the dtype of the first, on a GPU, in releases until early 2026 (pytorch issue 173383). It
+    copies a whole list one by one if the strides of one pair differ: such a pair is copied by itself. Dimensions of one
+    element may have any stride: such tensors are flattened.
 
     In place:
         `targets`.
@@ -163,17 +163,17 @@ def copy_all_(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
 
 
 def split_front(vector: Tensor, sizes: list[int]) -> tuple[Tensor, ...]:
-    """Return views of the front of a vector, one after the other; of hundreds without what autograd notes of views."""
+    """Return views of the front of a vector, one after the other, without autograd's bookkeeping of each view."""
     return vector[: sum(sizes)].unsafe_split_with_sizes(sizes) if sizes else ()
 
 
 @contextmanager
 def exact_products() -> Iterator[None]:
-    """Multiply matrices of float32 in float32, also where TF32, or bfloat16 on a CPU, is allowed for them."""
+    """Multiply matrices of float32 in float32, also if TF32, or bfloat16 on a CPU, is allowed."""
     before, of_backends = "highest", list[tuple[Any, str]]()
     try:
         before = torch.get_float32_matmul_precision()
-    except RuntimeError:  # it was set of a backend by name, as from torch 2.9 on
+    except RuntimeError:  # it was set for a backend by name, as from torch 2.9 on
         backends: Any = torch.backends
         matmuls = backends.cuda.matmul, backends.mkldnn.matmul
         of_backends = [(matmul, matmul.fp32_precision) for matmul in matmuls]
@@ -191,7 +191,7 @@ def exact_products() -> Iterator[None]:
 
 
 def differences(now: Sequence[Tensor], before: Sequence[Tensor]) -> list[Tensor]:
-    """Return ``now - before`` of each: exactly 0 where they are equal, also where both are infinite.
+    """Return ``now - before`` of each tensor: exactly 0 where both are equal, also where both are infinite.
 
     Args:
         now: real, any floating dtypes and shapes.
@@ -201,14 +201,14 @@ def differences(now: Sequence[Tensor], before: Sequence[Tensor]) -> list[Tensor]
 
 
 def in_flats(function: Callable[..., Tensor], *lists: Sequence[Tensor]) -> list[Tensor]:
-    """Return what an elementwise function makes of tensors, tensors of one dtype together: few launches.
+    """Return the results of an elementwise function on tensors, tensors of one dtype together: few launches.
 
     Args:
-        function: takes flat tensors, which it may write to, and returns one.
-        lists: of tensors of the same shapes, from which it takes its arguments; dtypes and devices of the first decide.
+        function: takes a flat tensor for each list, which it may write to, and returns a flat tensor.
+        lists: tensors of the same shapes; the first list has the dtypes and devices by which tensors are grouped.
 
     Returns:
-        Of each: parts of one tensor for each dtype and device, laid out as those of the first list.
+        One result for each tensor of the first list, laid out like it: parts of one tensor for each dtype and device.
     """
     results = list(lists[0])
     kinds = [(tensor.dtype, tensor.device) for tensor in lists[0]]
@@ -226,13 +226,13 @@ def in_flats(function: Callable[..., Tensor], *lists: Sequence[Tensor]) -> list[
 
 
 def _joined(flats: list[Tensor]) -> Tensor:
-    """Concatenate flat tensors, of which there are some, into memory of `allocate`."""
+    """Concatenate flat tensors, at least one, into memory of `allocate`."""
     dtype = reduce(torch.promote_types, {flat.dtype for flat in flats})
     return torch.cat(flats, out=allocate(sum(flat.numel() for flat in flats), dtype, flats[0].device))
 
 
 def relative_distance(weights: Sequence[Tensor], means: Sequence[Tensor]) -> Tensor:
-    """Return ``||weights - mean|| / ||mean||`` of all tensors together, of large ones from a sample.
+    """Return ``||weights - mean|| / ||mean||`` of all tensors together; large tensors are sampled.
 
     Args:
         weights: real, at least one, any floating dtypes, shapes and layouts.
@@ -252,7 +252,7 @@ def relative_distance(weights: Sequence[Tensor], means: Sequence[Tensor]) -> Ten
 
 
 def _sample(tensor: Tensor, like: Tensor, stride: int) -> Tensor:
-    """Return every `stride`-th element in the order of another tensor; without keeping a copy of them all."""
+    """Return every `stride`-th element in the order of another tensor; no copy of the whole is kept."""
     ordered = in_order(tensor, like)
     if stride == 1:
         return flat(ordered)
@@ -274,20 +274,20 @@ def saved(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def checksum(tensors: Iterable[Tensor], at_a_time: int = 0) -> Tensor | int:
     """Return a hash of the bits of some tensors in their order in memory, on their device. Cheaper than `digest`.
 
-    An element in another place, a matrix with the other sign, or roundings that add up to nothing change it, which the
-    sum of the bits would not show.
+    An element in another place, a matrix with the other sign, or roundings that add up to nothing change the hash; a
+    sum of the bits would be the same.
 
     Args:
         tensors: all on one kind of device, if hashes are compared.
         at_a_time: elements, for one hash on all kinds of devices; 0: a number that is fast on the device.
 
     Returns:
-        int64, a scalar; 0 where there are no elements.
+        int64, a scalar; 0 if there are no elements.
     """
     alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for tensor in tensors:
         bits = flat_in_order(*[as_real(tensor)] * 2)
-        if bits.itemsize != 4:  # of others, views as integers are those of a chunk
+        if bits.itemsize != 4:  # else each chunk is viewed as integers
             bits = bits.view({1: torch.int8, 2: torch.int16}.get(bits.itemsize, torch.int32))
         alike.setdefault((bits.device, bits.dtype), []).append(bits)
     hashes: dict[torch.device, list[Tensor]] = {}
@@ -311,7 +311,7 @@ def checksum(tensors: Iterable[Tensor], at_a_time: int = 0) -> Tensor | int:
 
 
 def _chunks(flats: Iterable[Tensor], length: int) -> Iterator[list[Tensor]]:
-    """Yield all elements in lists of at most so many; small tensors together, for fewer launches."""
+    """Yield all elements in lists of at most `length` elements; small tensors together, for fewer launches."""
     waiting: list[Tensor] = []
     num_waiting = 0
     length = max(1, length)
@@ -328,9 +328,9 @@ def _chunks(flats: Iterable[Tensor], length: int) -> Iterator[list[Tensor]]:
 
 
 def _weights(num: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return odd numbers without a pattern, one for each place: the same on all ranks."""
+    """Return odd numbers without a pattern, one for each place; all ranks have the same numbers."""
     numbers = torch.arange(1, num + 1, dtype=dtype, device=device)
-    for factor in (0x2C1B3C6D, 0x297A2D39):  # of a well-known hash of integers
+    for factor in (0x2C1B3C6D, 0x297A2D39):  # from a well-known hash of integers
         numbers = numbers.mul_(factor)
         numbers = numbers ^ (numbers >> 15)
     return numbers | 1
@@ -375,8 +375,8 @@ def part(name: str) -> Iterator[None]:
 
 # Devices -------------------------------------------------------------------------------------------------------------
 
-# Enters a stream beside the current one. Work there begins after the work that was on the current stream at the fork.
-# Arguments: the tensors that are used there, and whether the host waits for them, too.
+# Enters a stream beside the current one. Its work begins after the work that was on the current stream at the fork.
+# Arguments: the tensors that the side stream uses, and whether the host waits for these tensors, too.
 Fork = Callable[[tuple[Tensor, ...], bool], AbstractContextManager[Any]]
 
 
@@ -387,8 +387,8 @@ class Serial:
         device: of torch.
 
     Attributes:
-        is_synchronous: whether what has been called has been done, so that the host's clock times it.
-        gloo_sums: whether gloo takes its tensors where it sums or broadcasts; it never gathers those of a GPU.
+        is_synchronous: whether an operation has been done when its call returns, so that the host's clock times it.
+        gloo_sums: whether gloo sums and broadcasts tensors of the device; it never gathers tensors of a GPU.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -405,26 +405,25 @@ class Serial:
         return numbers.clone().tolist  # a copy: they may be overwritten before they are read
 
     def new_future(self) -> Future[Tensor]:
-        """Return a future of a tensor, whose `wait` is a wait of the current stream where there are streams."""
+        """Return a future of a tensor, whose `wait` is a wait of the current stream if there are streams."""
         return Future()
 
     def fork(self, purpose: str) -> Fork:
-        """Mark what is on the current stream; return how to enter the side stream of a purpose after that."""
-        return lambda tensors, on_host: nullcontext()  # a copy to the host waits for what was computed before
+        """Mark the end of the current stream; return how to enter the side stream of a purpose after that mark."""
+        return lambda tensors, on_host: nullcontext()  # a copy to the host waits for all earlier work
 
     def aside(self, purpose: str) -> AbstractContextManager[Any]:
-        """Return the context in which work is queued on the side stream of a purpose, whatever is on others."""
+        """Return the context in which work is queued on the side stream of a purpose; it waits for no other stream."""
         return nullcontext()
 
     def join(self, purpose: str, *, on_host: bool = False) -> None:
         """Let the current stream, or the host, wait for the work on the side stream of a purpose."""
 
     def keep(self, tensor: Tensor) -> None:
-        """Do not use the memory of a tensor of another stream again before the current one has done with it."""
+        """Keep the memory of a tensor of another stream until the current stream no longer uses the tensor."""
 
     def timing_event(self) -> Any:
-        """Return an event on the current stream, between two of which the device measures the time; None: the host's
-        clock does."""
+        """Return an event on the current stream: the device measures the time between two; None: the host does."""
 
     def synchronize(self, *, all_streams: bool = False) -> None:
         """Wait on the host for the work on the current stream, or on all streams."""
@@ -435,13 +434,13 @@ class Serial:
         return {} if self.is_synchronous else {self.device.type: self._module.get_rng_state()}
 
     def set_rng_state(self, states: Mapping[str, Any]) -> None:
-        """Load what `rng_state` returned; of another type of device it is left out."""
+        """Load the result of `rng_state`, unless it is the state of another type of device."""
         if self.device.type in states:
             self._module.set_rng_state(states[self.device.type])
 
 
 class Cuda:
-    """A GPU of torch.cuda: work is asynchronous, and ordered by streams and events. Its methods are those of `Serial`.
+    """A GPU of torch.cuda: work is asynchronous, and ordered by streams and events. `Serial` documents the methods.
 
     Args:
         device: of torch.
@@ -478,7 +477,7 @@ class Cuda:
             if on_host:  # gloo reads from the host
                 ready.synchronize()
             stream.wait_event(ready)
-            for tensor in tensors:  # whose memory is not to be used again before this stream has done with it
+            for tensor in tensors:  # keep their memory until this stream no longer uses them
                 tensor.record_stream(stream)
             return _cuda.stream(stream)
 
@@ -515,15 +514,15 @@ class Cuda:
 
 @cache
 def device_of(device: torch.device) -> Serial | Cuda:
-    """Return what code asks a device of torch."""
+    """Return the object for a device of torch; always the same one."""
     return Cuda(device) if device.type == "cuda" else Serial(device)
 
 
 def side_stream(device: torch.device, purpose: str) -> Any:
     """Return the CUDA stream of a device for a purpose, always the same one.
 
-    On two levels there are more than the 8 queues that CUDA has by default. Streams that share one may wait for each
-    other; `CUDA_DEVICE_MAX_CONNECTIONS`, at most 32, gives more (not measured).
+    On two levels there are more streams than the 8 queues that CUDA has by default. Streams that share a queue may wait
+    for each other; `CUDA_DEVICE_MAX_CONNECTIONS`, at most 32, gives more queues (not measured).
     """
     if (device, purpose) not in _streams:
         _streams[device, purpose] = _cuda.Stream(device)

@@ -37,6 +37,11 @@ FOLLOWED = tl.constexpr(table.FOLLOWED)
 LARGEST_FINITE = tl.constexpr((2 - 2.0**-23) * 2.0**127)  # of float32
 
 
+def type_of(dtype):
+    """Return Triton's name of a dtype of torch."""
+    return getattr(tl, str(dtype).removeprefix("torch."))
+
+
 def kernel(function):
     """Let Triton compile a kernel for each set of constexprs and dtypes, and for nothing else.
 
@@ -67,7 +72,7 @@ def pointers(row, column, offsets, dtype: tl.constexpr, ALIGNED: tl.constexpr):
     """Return pointers to elements of a tensor of a row; ALIGNED: see `table.Kind`."""
     result = tl.load(row + column).to(tl.pointer_type(dtype)) + offsets
     if ALIGNED:
-        # What comes from a table could start anywhere: without hints there are no loads of 16 bytes.
+        # An address from a table could be any number: without hints there are no loads of 16 bytes.
         result = tl.multiple_of(result, 16)
     return result
 
@@ -77,14 +82,14 @@ def correct_kernel(
     table, factors, thresholds, owners, counts, block_counts, block_bases, positions, values, first,
     G: tl.constexpr, U: tl.constexpr, W: tl.constexpr, ADAM: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Do `reference.accumulate_` to a block, with its roundings, and append its candidates to those of its tensor.
+    """Do `reference.accumulate_` to a block, with its roundings, and append its candidates to its tensor's candidates.
 
     The blocks of a tensor append in any order; `block_bases` and `block_counts` say where each has come to lie.
     `counts` goes on counting when the capacity is used up.
 
     G, U, W: dtypes of gradient, buffer (and second moment), weight; ADAM: whether there are second moments.
 
-    Grid: (blocks of one group, the first of which is `first`,).
+    Grid: (blocks of one kind,), from `first` on.
     """
     block = first + tl.program_id(0)
     tensor = tl.load(owners + block)
@@ -97,8 +102,8 @@ def correct_kernel(
         numel = tl.multiple_of(numel, 8)  # no load is cut in two by the end
     inside = offsets < numel
     momentum = tl.load(factors + MOMENTUM)
-    # Where there is no buffer, no weight, no flag, its address is 0: it reads as zeros, and is not written. There is no
-    # residual of another part (`reference.OtherPart`).
+    # A missing buffer, weight or flag has the address 0: it reads as zeros, and is not written. Another part
+    # (`reference.OtherPart`) has no residual.
     has_residual = tl.load(row + RESIDUAL) != 0
     has_buffer = tl.load(row + MOMENTUM_BUFFER) != 0
     has_weight = tl.load(row + WEIGHT) != 0
@@ -183,11 +188,11 @@ def has_candidates(row, count):
 
 @kernel
 def plan_kernel(table, counting, counts, ends, kth, left, num_tensors, BLOCK: tl.constexpr, TENSORS: tl.constexpr):
-    """Share the selection out in blocks: the first `ends[t]` are those of the tensors up to t.
+    """Divide the selection into blocks: the first `ends[t]` blocks belong to the tensors up to t.
 
-    Grid: (1,). `counts` becomes `counting`, and this zeros, for the next step. `kth` and `left` are set to where
-    `choose_kernel` starts: no digit is known, and k are to be found. TENSORS are looked at a time: their number, which
-    need not be that of every step, makes no further variant.
+    Grid: (1,). `counts` becomes `counting`, which becomes zeros for the next step. `kth` and `left` become the start of
+    `choose_kernel`: no digit is known, and k elements are wanted. A turn looks at TENSORS tensors: so another number of
+    tensors needs no other variant.
     """
     total = tl.full([], 0, tl.int64)
     for start in range(0, num_tensors, TENSORS):
@@ -224,7 +229,7 @@ def owner_of(work, ends, num_tensors, TENSORS: tl.constexpr):
 
 @triton.jit
 def own_share(ends, num_tensors):
-    """Return the first block of the selection that is this program's, and the end of its blocks, which are adjacent."""
+    """Return the first block of the selection that this program takes, and the end of its adjacent blocks."""
     total = tl.load(ends + num_tensors - 1)
     share = (total + tl.num_programs(0) - 1) // tl.num_programs(0)
     start = tl.program_id(0) * share
@@ -233,8 +238,10 @@ def own_share(ends, num_tensors):
 
 @triton.jit
 def looked_at(block, row, count, positions, values, BLOCK: tl.constexpr):
-    """Return positions and values of a block, counted in its tensor, of the tensor's candidates or of all of it; and
-    which are there."""
+    """Return the positions and values of a block of the tensor's candidates, or of the whole tensor; and a mask.
+
+    `block` is counted in its tensor.
+    """
     is_short = has_candidates(row, count)
     offsets = block * BLOCK + tl.arange(0, BLOCK)
     inside = offsets < tl.where(is_short, count, tl.load(row + NUMEL))
@@ -258,11 +265,12 @@ def digits_kernel(
     SHIFT: tl.constexpr, BITS: tl.constexpr, IS_FIRST: tl.constexpr, BLOCK: tl.constexpr, TENSORS: tl.constexpr,
     WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Count the digits of magnitudes, BITS bits from bit SHIFT on, of those whose higher bits are those of `kth`.
+    """Count the digits of magnitudes, BITS bits from bit SHIFT on, if their higher bits are equal to the bits of `kth`.
 
-    All elements have a first digit, and these are much the same: a program adds up those of its blocks before it writes
-    them. Few have the digits that are known, and they differ in the next: each is added by itself, without a histogram
-    of 2^BITS bins in every block; those of a block at once where all are equal, as zeros are.
+    All elements have a first digit, and the first digits are much the same: a program adds up the histograms of its
+    blocks before it writes them. Few elements have the known digits, and they differ in the next digit: each is added
+    by itself, without a histogram of 2^BITS bins in every block; or all elements of a block at once if their digits are
+    equal, as with zeros.
 
     Grid: (any number,). `bins`: shape (tensors, WIDTH), zeros before.
     """
@@ -302,11 +310,12 @@ def choose_kernel(
     table, counts, thresholds, last_kth, kth, left, bins,
     SHIFT: tl.constexpr, BITS: tl.constexpr, IS_FIRST: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Find a digit of the k-th magnitude of a tensor, and how many of those that have it are to be taken.
+    """Find a digit of the k-th magnitude of a tensor, and how many of the elements with this digit are to be taken.
 
-    The first turn gives a tensor that had no fitting threshold a new one, because its digits tell how many elements
-    reach what. The last one, SHIFT 0, steers the others, as `compress.selection.SampledSelector` does: along the power
-    law through the threshold and the k-th magnitude, and by how much this has grown since the last step (`last_kth`).
+    The first turn estimates a new threshold if the tensor's threshold did not fit: the histogram tells how many
+    elements reach which magnitude. The last turn, SHIFT 0, steers a threshold that did fit, as
+    `compress.selection.SampledSelector` does: along the power law through the threshold and the k-th magnitude, and by
+    the growth of the k-th magnitude since the last step (`last_kth`).
 
     Grid: (tensors,). Leaves zeros in `bins`.
     """
@@ -329,7 +338,7 @@ def choose_kernel(
     aim = tl.load(row + AIM).to(tl.float32)
     is_short = has_candidates(row, count)
     if IS_FIRST:
-        # Of the elements of one digit, those that reach x fall as a power of x.
+        # Among the elements of one digit, the number that reaches x falls as a power of x.
         of_aim = tl.maximum(tl.sum((reached >= aim).to(tl.int32), 0) - 1, 0)
         low = (of_aim << SHIFT).to(tl.float32, bitcast=True)
         high = ((of_aim + 1) << SHIFT).to(tl.float32, bitcast=True)
@@ -453,7 +462,8 @@ def chunks_kernel(values, positions, numel: tl.int64, chunk: tl.int64, k, k_last
 def level_of(words, extremes, first_code, element, inside, BITS: tl.constexpr):
     """Return values that are a sign and a level, as `compress.codec.LevelFormat.decode` does.
 
-    `extremes`: words with those of the elements' blocks; `first_code`: byte of the message where the codes begin.
+    `extremes`: the words with the extremes of the elements' blocks; `first_code`: the byte of the message where the
+    codes begin.
     """
     both = tl.load(words + extremes, mask=inside, other=0)
     lowest, highest = (both << 16) >> 16, both >> 16
@@ -525,9 +535,9 @@ def ones_of(words, first_bit, end_bit, BLOCK: tl.constexpr):
 def ones_kernel(
     messages, num_ones, message_words: tl.int64, first_bit: tl.int64, end_bit: tl.int64, BLOCK: tl.constexpr
 ):
-    """Count the ones in each block of words, for `unpack_kernel`, which then knows what comes before a block.
+    """Count the ones in each block of words, so that `unpack_kernel` knows the number of ones before a block.
 
-    Grid: as there.
+    Grid: see `unpack_kernel`.
     """
     message = tl.program_id(1).to(tl.int64)
     _, is_one = ones_of(messages + message * message_words, first_bit, end_bit, BLOCK)
@@ -542,10 +552,10 @@ def unpack_kernel(
 ):  # fmt: skip
     """Read the positions of some tensors in several messages, as `compress.codec.unpack` does, and the values.
 
-    Grid: (blocks of words, messages). Of these tensors are the bits from `first_bit` to `end_bit` of the unary part,
-    with as many ones as `num_elements`; `ends` is the running sum of `num_ones`, which `ones_kernel` has counted. A
-    message has `message_words` words. A position outside of its tensor becomes the nearest one inside, one that is
-    missing 0, because the next kernel writes there.
+    Grid: (blocks of words, messages). The bits from `first_bit` to `end_bit` of the unary part belong to these tensors,
+    with `num_elements` ones; `ends` is the running sum of `num_ones`, which `ones_kernel` has counted. A message has
+    `message_words` words. A position outside of its tensor becomes the nearest one inside, and a missing position
+    becomes 0, because the next kernel writes there.
     """
     block, message = tl.program_id(0), tl.program_id(1).to(tl.int64)
     num_blocks = tl.num_programs(0)
@@ -559,7 +569,7 @@ def unpack_kernel(
     in_block = (tl.cumsum(per_word, 0) - per_word)[:, None] + tl.cumsum(is_one, 1) - is_one
     is_read = (is_one != 0) & (begin + in_block < num_elements)
     first = tl.load(fields + FIELD_FIRST)
-    element = first + begin + in_block  # among those of all tensors
+    element = first + begin + in_block  # among the elements of all tensors
     low = unary_bits + element * width
     lower = tl.load(words + (low >> 5), mask=is_read, other=0).to(tl.uint32, bitcast=True).to(tl.int64)
     has_upper = is_read & ((low & 31) + width > 32)
@@ -608,11 +618,12 @@ def apply_kernel(
     """Average the elements that participants sent for a tile of a tensor, in their order: `reference.average_many_`.
 
     No two programs write to one tile, and in a tile one participant comes after the other: all replicas get the same
-    bits. With STEPS the weights, of dtype W, are stepped by the means, and these have gone from `out`. With SENDERS the
-    values are divided by the number of participants that sent the element, which is counted in `out`; else by `scale`.
+    bits. With STEPS the weights, of dtype W, are stepped by the means, and `out` becomes zeros. With SENDERS the values
+    are divided by the number of participants that sent the element, which is counted in `out`; else they are multiplied
+    by `scale`.
 
-    Grid: (tiles,), from `first_tile` on. `out` has memory for these alone: `first_place` elements before what the table
-    says. `positions`, `values`: shape (groups, messages, elements).
+    Grid: (tiles,), from `first_tile` on. `out` has memory for these tiles alone: it begins `first_place` elements
+    before the address in the table. `positions`, `values`: shape (groups, messages, elements).
     """
     tile = first_tile + tl.program_id(0)
     tensor = tl.load(owners + tile)
@@ -681,8 +692,8 @@ FLOAT32, BFLOAT16, FLOAT16 = (tl.constexpr(number) for number in range(len(table
 
 @triton.jit
 def places_of(size, first_row, BLOCKS: tl.constexpr):
-    """Return the blocks of a program in its row of the vector, the columns of their values there, shape (BLOCKS,
-    SCALED), which of these exist, and their places in the vector."""
+    """Return the blocks of a program in its row of the vector; and the columns of their values there, shape (BLOCKS,
+    SCALED), a mask of the columns that exist, and the places of the values in the vector."""
     blocks = tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)
     columns = blocks[:, None] * SCALED + tl.arange(0, SCALED)[None, :]
     return blocks, columns, columns < size, (first_row + tl.program_id(1)) * size + columns
@@ -690,14 +701,14 @@ def places_of(size, first_row, BLOCKS: tl.constexpr):
 
 @triton.jit
 def span_of(spans, first_row):
-    """Return the first tensor of a program, and the one behind its last; mostly there is one."""
+    """Return the first tensor of a program, and the tensor behind its last; mostly there is one."""
     span = spans + 2 * ((first_row + tl.program_id(1)) * tl.num_programs(0) + tl.program_id(0))
     return tl.load(span), tl.load(span + 1)
 
 
 @triton.jit
 def offsets_in(row, places, exists):
-    """Return where places of the vector are in a tensor, and which are."""
+    """Return the offsets of places of the vector in a tensor, and a mask of the places inside the tensor."""
     offsets = places - tl.load(row + JOINED_START)
     return offsets, exists & (offsets >= 0) & (offsets < tl.load(row + JOINED_NUMEL))
 
@@ -742,10 +753,10 @@ def write_dense(
     values, message, blocks, columns, size, codes, largest, limit, tiny, V: tl.constexpr, BITS: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """Write values into a row of a message, in bytes: `reference.write_dense_`; return their rounding errors.
+    """Write values into a row of a message, in bytes, as `sync.quantized` does; return their rounding errors.
 
-    Beyond the size they are zeros. Integers begin at the byte `codes`, behind the scales, which are bfloat16 and may
-    begin at an odd byte. `largest`: integer, or number of a half type; `limit`: the bits of the largest scale.
+    Beyond the size the values are zeros. Integers begin at the byte `codes`, behind the scales, which are bfloat16 and
+    may begin at an odd byte. `largest`: integer, or number of a half type; `limit`: the bits of the largest scale.
     """
     if BITS == 0:
         sent = tl.where(values == values, tl.minimum(tl.maximum(values, -largest), largest), values)
@@ -803,10 +814,9 @@ def encode_kernel(
     table, spans, message, flags, num_tensors, size: tl.int64, row_bytes: tl.int64, codes: tl.int64, largest, limit,
     tiny, V: tl.constexpr, BITS: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """Write signals plus residuals, all tensors as one vector, and keep rounding errors: `reference.encode_`. Without
-    residuals signals alone.
+    """Write signals plus residuals, all tensors as one vector, and keep rounding errors: `gpu.encode_`.
 
-    Grid: (groups of BLOCKS blocks, rows of the message). `flags`, zeros before: of each tensor whether its signal has
+    Grid: (groups of BLOCKS blocks, rows of the message). `flags`, zeros before: for each tensor whether its signal has
     an inf or NaN; and, last, whether one is left in a residual.
     """
     blocks, columns, exists, places = places_of(size, 0, BLOCKS)
@@ -836,7 +846,7 @@ def combine_kernel(
     row_bytes: tl.int64, codes: tl.int64, largest, limit, tiny, V: tl.constexpr, BITS: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """Average the messages about this rank's row of the vector, and write the mean: `reference.combine_`.
+    """Average the messages about this rank's row of the vector, and write the mean: `gpu.combine_`.
 
     Grid: (groups of BLOCKS blocks, 1). The last flag: see `encode_kernel`.
     """
@@ -862,7 +872,7 @@ def decode_kernel(
     table, spans, message, num_messages, share, size: tl.int64, row_bytes: tl.int64, codes: tl.int64, V: tl.constexpr,
     BITS: tl.constexpr, SHARES: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """Read the rows of a vector, or of several messages about each of them the mean (SHARES): `reference.decode_`.
+    """Read the rows of a vector, or the mean of several messages about each row (SHARES): `gpu.decode_`.
 
     Grid: (groups of BLOCKS blocks, rows of the vector).
     """

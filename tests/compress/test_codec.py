@@ -12,10 +12,9 @@ from torch import Tensor
 from lightning_lowbw.compress.codec import (
     ALIGNMENT_BYTES,
     MAX_NUMEL,
-    VALUE_NAMES,
+    VALUE_FORMATS,
     SparseCodec,
     layout_of,
-    make_value_format,
     pack,
     unpack,
 )
@@ -98,7 +97,7 @@ def test_sizes_that_cannot_be_are_refused() -> None:
 # Messages -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("value_dtype", VALUE_NAMES)
+@pytest.mark.parametrize("value_dtype", VALUE_FORMATS)
 @pytest.mark.parametrize("sizes", [[(1, 1)], [(16, 16384), (1, 5), (7, 7), (129, 10**5)], [(2, 9), (0, 3), (5, 31)]])
 def test_what_comes_out_is_what_the_values_became(value_dtype: str, sizes: list[tuple[int, int]]) -> None:
     counts, numels, parts = [count for count, _ in sizes], [numel for _, numel in sizes], []
@@ -106,7 +105,7 @@ def test_what_comes_out_is_what_the_values_became(value_dtype: str, sizes: list[
         values = torch.randn(numel)
         indices = largest(values, count)
         parts.append((indices, values[indices]))
-    codec, value_format = SparseCodec(value_dtype), make_value_format(value_dtype)
+    codec, value_format = SparseCodec(value_dtype), VALUE_FORMATS[value_dtype]
     message = codec.encode(parts, numels)
     assert message.dtype == torch.uint8  # gloo takes no 16-bit integers
     assert message.shape == (codec.nbytes(counts, numels),)

@@ -14,7 +14,7 @@ LEVELS = ["int8", "int4", "int2"]
 
 def code(name: str, values: Tensor) -> Tensor:
     """What the receivers get."""
-    counts, value_format = [values.numel()], codec.make_value_format(name)
+    counts, value_format = [values.numel()], codec.VALUE_FORMATS[name]
     data = value_format.encode(values, counts)
     assert data.dtype == torch.uint8
     assert data.shape == (value_format.nbytes(counts),)
@@ -115,7 +115,7 @@ def test_the_error_of_what_top_k_leaves(name: str) -> None:
 
 def test_nbytes() -> None:
     counts = [1, codec.LEVELS_BLOCK, codec.LEVELS_BLOCK + 1]  # 1 + 1 + 2 blocks of 4 bytes, 258 values
-    sizes = {name: codec.make_value_format(name).nbytes(counts) for name in codec.VALUE_NAMES}
+    sizes = {name: codec.VALUE_FORMATS[name].nbytes(counts) for name in codec.VALUE_NAMES}
     levels = {"int8": 16 + 258, "int4": 16 + 129, "int2": 16 + 65}
     assert sizes == {"float32": 4 * 258, "bfloat16": 2 * 258, "float16": 2 * 258, **levels}
 
@@ -124,6 +124,6 @@ def test_nbytes() -> None:
 @pytest.mark.parametrize("name", codec.VALUE_NAMES)
 def test_a_gpu_decodes_the_same_bits(name: str) -> None:
     values, counts = tail(), [700, 300, 1000]
-    value_format = codec.make_value_format(name)
+    value_format = codec.VALUE_FORMATS[name]
     data = value_format.encode(values.cuda(), counts)
     assert value_format.decode(data, counts).cpu().equal(value_format.decode(data.cpu(), counts))

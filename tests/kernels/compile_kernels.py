@@ -96,7 +96,7 @@ def main() -> None:
                 for over_senders in (False, True)
             ),
             *(
-                (f"{name}, {code},", kernel, {**gpu._constants(code), **more}, {})
+                (f"{name}, {code},", kernel, {**gpu._constants(code), "BLOCKS": gpu.BLOCKS, **more}, {})
                 for code in (8, 4, torch.bfloat16, torch.float16)
                 for name, kernel, more in (
                     ("encode", triton_kernels.encode_kernel, {}),

@@ -8,21 +8,21 @@ from __future__ import annotations
 import copy
 from dataclasses import replace
 from itertools import accumulate
-from typing import Any
 
 import pytest
 import torch
 
+from lightning_lowbw.comm.echoes import echo
 from lightning_lowbw.comm.peers import fill_
 from lightning_lowbw.compress.codec import SparseCodec, layout_of
-from lightning_lowbw.compress.selection import SampledSelector, Selection
+from lightning_lowbw.compress.selection import SampledSelector
 from lightning_lowbw.kernels import dispatch, gpu, reference
 from lightning_lowbw.kernels.gpu import SELECT_BLOCK
-from lightning_lowbw.kernels.reference import Code, Vector
 from lightning_lowbw.kernels.table import GPU_BLOCK, JoinedRow, JoinedTable, Workspace
 from lightning_lowbw.kernels.tensors import copy_all_
 from lightning_lowbw.sync.beside import Gathered
 from lightning_lowbw.sync.kernels import what_fails
+from lightning_lowbw.sync.quantized import Quantized, QuantizedExchange
 from tests.kernels.bits import BFLOAT16, FLOAT16, FLOAT32, equal_bits
 from tests.kernels.segments import FORMS, LARGE, check, draw_parts, make, redraw
 from tests.kernels.workers import METHODS, make_worker
@@ -61,19 +61,6 @@ def test_ties_of_many_candidates() -> None:
     workspace.update([segment])
     workspace.thresholds.fill_(1.0)
     check([segment], workspace)
-    assert missed(workspace) == []
-
-
-def test_a_threshold_that_is_no_number_costs_time_only() -> None:
-    segments = [make(*LARGE, momentum=0.9) for _ in range(3)]
-    workspace = Workspace()
-    check(segments, workspace)
-    redraw(segments)
-    workspace.thresholds[1] = float("nan")
-    check(segments, workspace)
-    assert missed(workspace) == [1]
-    redraw(segments)
-    check(segments, workspace)
     assert missed(workspace) == []
 
 
@@ -143,9 +130,8 @@ def test_tensors_come_and_go() -> None:
     a, b, c = (make(*LARGE, momentum=0.9) for _ in range(3))
     workspace = Workspace()
     check([a, b], workspace)
-    known = workspace.thresholds.tolist()
     workspace.update([c, b, a])
-    assert workspace.thresholds.tolist() == [0.0, known[1], known[0]]
+    assert workspace.thresholds.tolist() == [0.0] * 3
     check([c, b, a], workspace)
     check([replace(c, k=9), a], workspace)
     check([a, b, c], workspace)
@@ -236,77 +222,58 @@ def test_a_position_behind_the_end_becomes_the_last(monkeypatch: pytest.MonkeyPa
 
 # Tensors as one vector ------------------------------------------------------------------------------------------------
 
-# Many in one block, none in the last ones, and one over several blocks.
-NUMELS = [3, 0, 130, 1, 2 * GPU_BLOCK + 7, 64, 0, 900, 5, GPU_BLOCK, 1]
-Parts = list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]  # a tensor, its signal in the midst of it, the residual
+NUMELS = [3, 130, 1, 2 * GPU_BLOCK + 7, 64, 900, 5, GPU_BLOCK, 1]  # many in one block, and one over several blocks
+Parts = list[tuple[torch.Tensor, torch.Tensor]]  # a tensor, and its signal in the midst of it
 
 
 def draw_vector(dtypes: tuple[torch.dtype, ...], scale: float) -> Parts:
-    """Return parts of tensors: signals that begin anywhere, of magnitudes from tiny to large, zeros and halves."""
+    """Return signals that begin anywhere, with magnitudes from tiny to large, zeros and halves."""
     parts = []
     for number, numel in enumerate(NUMELS):
         dtype = dtypes[number % len(dtypes)]
         whole = (torch.randn(numel + 3) * 10.0 ** torch.randint(-6, 4, (numel + 3,)) * scale).to(dtype).to(DEVICE)
         whole[::5] = 0.0
-        parts.append((whole, whole[2 : 2 + numel], (0.1 * scale * torch.randn(numel)).to(DEVICE)))
-    parts[4][1][:600], parts[4][2][:600] = torch.arange(600) % 255 - 127, 0.5  # with a scale of about 1
+        parts.append((whole, whole[2 : 2 + numel]))
+    parts[3][1][:600] = (torch.arange(600) % 255 - 127) / 2  # with a scale of about 1
     return parts
 
 
-def table_of(parts: Parts) -> JoinedTable:
-    starts = accumulate(NUMELS, initial=0)
-    rows = [
-        JoinedRow.of(whole, slice(2, 2 + signal.numel()), start, residual)
-        for (whole, signal, residual), start in zip(parts, starts, strict=False)
-    ]
-    return JoinedTable().update(rows, torch.device(DEVICE))
-
-
-CODES: list[Code] = [8, 4, BFLOAT16, FLOAT16]
 NOT_FINITE: dict[str, list[tuple[int, int, float]]] = {
     "": [],
-    "three": [(0, 1, float("inf")), (4, 9, float("nan")), (9, 5, -float("inf"))],
+    "three": [(0, 1, float("inf")), (3, 9, float("nan")), (7, 5, -float("inf"))],
 }
 
 
 @pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered")  # by numpy, in Triton's interpreter
 @pytest.mark.parametrize("not_finite", NOT_FINITE)
-@pytest.mark.parametrize("code", CODES, ids=str)
+@pytest.mark.parametrize("value_dtype", ["int8", "int4", "bfloat16", "float16"])
 @pytest.mark.parametrize("dtypes", [(FLOAT32,), (FLOAT32, BFLOAT16, FLOAT16)], ids=["float32", "mixed"])
-def test_a_vector_of_tensors(dtypes: tuple[torch.dtype, ...], code: Code, not_finite: str) -> None:
-    """Encoded, combined and decoded as by the reference, to the bit, with the flags of those that are not finite."""
-    numel = sum(NUMELS)
-    tiny = 1e-28 if BFLOAT16 in (*dtypes, code) else 1e-38  # the interpreter does not make subnormal ones of bfloat16
-    for num_rows, size, scale in ((1, numel, 1.0), (3, numel // 3 + 1, tiny), (4, numel // 4 + 5, 6.0)):
-        parts = draw_vector(dtypes, scale)
-        for number, place, value in NOT_FINITE[not_finite]:
-            parts[number][1][place] = value
-        twins = copy.deepcopy(parts)
-        found, wholes = [], []
-        for module, mine in ((gpu, parts), (reference, twins)):
-            there = [each for each in mine if each[1].numel()]
-            vector: Any = Vector([each[1] for each in there], [each[2] for each in there])
-            vector = table_of(mine) if module is gpu else vector
-            flags = torch.zeros(len(NUMELS if module is gpu else there) + 1, dtype=torch.bool, device=DEVICE)
-            room = torch.full((num_rows, reference.code_bytes(size, code) + 4), 7, dtype=torch.uint8, device=DEVICE)
-            message = room[:, :-4]
-            module.encode_(vector, message, size, code, flags)
-            sent = message.clone()
-            if num_rows > 1:
-                module.combine_(vector, message.clone(), message[1], 1, size, code, flags)
-            received = message if num_rows > 1 else room.repeat(3, 1)[:, :-4]
-            module.decode_(vector, received, size, code, num_messages=len(received) // num_rows)
-            assert bool((room[:, -4:] == 7).all())
-            if module is gpu:  # of tensors without elements none is set
-                assert not flags[1]
-                flags = flags[[*(number for number, each in enumerate(NUMELS) if each), -1]]
-            messages = [each if not not_finite else reference.read_dense(each, size, code) for each in (sent, message)]
-            found.append([*messages, flags, *(each for _, *both in there for each in both)])  # a NaN has many bits
-            wholes.append([whole for whole, *_ in mine])
-        for one, other in zip(*found, strict=True):
-            assert equal_bits(*(each.nan_to_num(9.0) if each.is_floating_point() else each for each in (one, other)))
-        assert bool(found[0][2].any()) == bool(not_finite)
-        assert all(a.nan_to_num(9.0).equal(b.nan_to_num(9.0)) for a, b in zip(*wholes, strict=True))  # also beside
+def test_an_exchange_in_few_bits(
+    dtypes: tuple[torch.dtype, ...], value_dtype: str, not_finite: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two rounds among echoes have the bits of plain torch: residuals, means, and which signals are not finite."""
+    tiny = 1e-28 if BFLOAT16 in dtypes or value_dtype == "bfloat16" else 1e-38  # the interpreter: no subnormal bfloat16
+    for num_participants, scale in ((2, 1.0), (3, tiny), (4, 6.0)):
+        both = [QuantizedExchange(Quantized(value_dtype=value_dtype), echo(num_participants)) for _ in range(2)]
+        for _ in range(2):
+            parts, found = draw_vector(dtypes, scale), list[list[torch.Tensor]]()
+            for number, place, value in NOT_FINITE[not_finite]:
+                parts[number][1][place] = value
+            bad = [number for number, (_, signal) in enumerate(parts) if not signal.isfinite().all()]
+            for exchange, uses_kernels in zip(both, (True, False), strict=True):
+                monkeypatch.setattr(dispatch, "uses_triton", lambda device, uses_kernels=uses_kernels: uses_kernels)
+                mine = copy.deepcopy(parts)
+                prepared = exchange.prepare({str(number): signal for number, (_, signal) in enumerate(mine)})
+                means = prepared.send().wait().mean.dense()
+                assert prepared.faults is None or prepared.faults[1].nonzero().flatten().tolist() == bad
+                assert (prepared.faults is not None) == uses_kernels
+                assert exchange.fault is not None
+                kept = [*exchange.residuals.values(), exchange.fault]
+                found.append([*means.values(), *kept, *(whole for whole, _ in mine)])
+            for one, other in zip(*found, strict=True):  # a NaN has many bits
+                assert equal_bits(
+                    *(each.nan_to_num(9.0) if each.is_floating_point() else each for each in (one, other))
+                )
 
 
 @pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered")  # by numpy, in Triton's interpreter
@@ -316,12 +283,12 @@ def test_what_is_sent_whole_is_gathered_and_written(dtypes: tuple[torch.dtype, .
     table = JoinedTable()
     for _ in range(2):
         parts = draw_vector(dtypes, 1.0)
-        tensors, beside = [signal for _, signal, _ in parts if signal.numel()], [whole.clone() for whole, *_ in parts]
+        tensors, beside = [signal for _, signal in parts], [whole.clone() for whole, _ in parts]
         gathered = Gathered(tensors, table)
         joined, sizes = torch.empty(sum(map(torch.numel, tensors)), device=DEVICE), [*map(torch.numel, tensors)]
         fill_(joined, sizes, tensors, 1.0)
         assert equal_bits(gathered.joined + 0.0, joined + 0.0)  # of zeros the sign may differ
-        assert all(equal_bits(whole, before) for (whole, *_), before in zip(parts, beside, strict=True))
+        assert all(equal_bits(whole, before) for (whole, _), before in zip(parts, beside, strict=True))
         assert not gathered.flags.any()
         mean, twins = joined * 0.7, [tensor.clone() for tensor in tensors]
         copy_all_(twins, [*mean.split(sizes)])
@@ -381,13 +348,3 @@ def test_the_trial_before_a_training(optimizer: str, name: str, monkeypatch: pyt
     worker, device = make_worker(METHODS[name], optimizer, DEVICE), torch.device(DEVICE)
     assert what_fails([worker], [worker.method.what], device) is None
     assert dispatch.uses_triton(device)
-
-
-def test_thresholds_are_those_of_the_last_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dispatch, "uses_triton", lambda device: True)
-    selection = Selection()
-    for names in ("ab", "bc"):
-        selection.compress_({name: make(*LARGE) for name in names}, masking=True)
-        assert set(selection.thresholds) == set(names)
-    selection.thresholds = {"a": 1.0}
-    assert selection.thresholds == {"a": 1.0}

@@ -63,7 +63,6 @@ def test_the_largest_are_those_of_a_stable_sort(module: ModuleType, kind: str) -
             if numel <= 1000 * chunk:  # the slow twin goes from chunk to chunk
                 sizes = chunk, k, min(k_last, numel % chunk)
                 assert module.largest(values, k, chunk, sizes[2]).equal(by_sorting_chunks(values, *sizes)), sizes
-    assert reference.largest(values.double(), 9, 64, 7).equal(by_sorting_chunks(values, 64, 9, 7))
 
 
 @pytest.mark.parametrize("threshold", [0.7, float("nan"), 1e39, 1e-45, 1e-60])
@@ -88,7 +87,7 @@ def test_accumulating_tells_the_same(module: ModuleType) -> None:
         factors = {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1, "sign": -1.0}
         given = {"gradient": gradient, "weight": weight, "k": 1, **factors}
         segments = [Segment(residual=v.clone(), momentum_buffer=u.clone(), **given) for _ in range(4)]  # type: ignore[arg-type]
-        sample = module.sample_accumulated(segments[0], 7)
+        sample = reference.sample_accumulated(segments[0], 7)
         assert equal_bits(segments[0].residual, v)
         for segment, threshold in zip(segments, (0.0, 1e-45, 2.0, float("nan")), strict=True):
             found = module.accumulate_(segment, threshold)

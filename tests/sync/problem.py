@@ -21,7 +21,7 @@ from torch.optim import SGD, AdamW, Optimizer
 from lightning_lowbw import DGC, Method
 from lightning_lowbw.comm.agreement import digest
 from lightning_lowbw.comm.peers import part_of
-from lightning_lowbw.compress.codec import make_value_format
+from lightning_lowbw.compress.codec import VALUE_FORMATS
 from lightning_lowbw.namespaces import LOGGER
 from tests.oracle import OracleDGC, OracleLocalSGD, OracleSparseLoCo
 from tests.ranks import run_ranks
@@ -410,7 +410,7 @@ def with_base(choices: Mapping[str, Any]) -> dict[str, Any]:
 
 def by_sparse_replicas(name: str, nodes: Nodes, make: Make, **choices: Any) -> OracleSparseLoCo:
     """As `by_replicas`; each rank of a node keeps a part."""
-    value_format = make_value_format(choices.pop("value_dtype", "float32"))
+    value_format = VALUE_FORMATS[choices.pop("value_dtype", "float32")]
 
     def quantise(values: Tensor) -> Tensor:
         return value_format.decode(value_format.encode(values, [values.numel()]), [values.numel()])
