@@ -386,7 +386,10 @@ def cost_of(method: Method, shapes: Shapes, cluster: Cluster, step_s: float, oth
     added_s += max(0.0, exchange_s - when.delay_steps * step_s) / when.k_steps
     # Residuals of all elements, or of this rank's part.
     residuals = 0.0 if what.sends_all else 1.0 / num_local if what.keeps_parts else 1.0
-    kept_bytes = FLOAT_BYTES * numel * (when.num_copies(keeps_start=not what.sends_all) + residuals)
+    # A hidden average has two copies. Changes are measured from an anchor; an outer optimizer has a velocity, too.
+    has_outer = when.outer != "none"
+    has_anchor = has_outer or (when.averages_weights and not what.sends_all)
+    kept_bytes = FLOAT_BYTES * numel * (2 * (when.delay_steps > 0) + has_outer + has_anchor + residuals)
     return Cost(added_s, sent.node_bytes / when.k_steps, kept_bytes)
 
 

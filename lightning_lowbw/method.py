@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
@@ -100,7 +100,7 @@ class Method:
     @property
     def acts_alone(self) -> bool:
         """Whether the method changes the training of a single rank: by outer steps, if it averages whole weights."""
-        return self.when.acts_alone and self.what.sends_all
+        return self.when.outer != "none" and self.what.sends_all
 
     @property
     def inter_dtype(self) -> torch.dtype | None:
@@ -110,7 +110,8 @@ class Method:
     @property
     def exchanges_gradients(self) -> bool:
         """Whether gradients, or their means in a node, are ever exchanged: in synchronous steps, or inside nodes."""
-        return self.when.exchanges_gradients or self.where.topology != "flat"
+        is_synchronous = not self.averages_weights or self.when.begin_step != 0 or self.when.is_always_synchronous
+        return is_synchronous or self.where.topology != "flat"
 
     @property
     def compresses_gradients(self) -> bool:
@@ -178,7 +179,7 @@ class Method:
         optimizer: Optimizer,
         named_parameters: Iterable[tuple[str, Parameter]],
         peers: Peers,
-        named_buffers: Mapping[str, Tensor] | None = None,
+        named_buffers: Callable[[], Mapping[str, Tensor]] = dict,
     ) -> Synchronizer:
         """Return this rank's worker for an optimizer, which is called for each step; see `Synchronizer`.
 
@@ -186,7 +187,7 @@ class Method:
             ConfigurationError: the optimizer or the peers cannot be used.
         """
         if self.averages_weights:
-            return LocalSync(self, optimizer, named_parameters, peers, named_buffers or {})
+            return LocalSync(self, optimizer, named_parameters, peers, named_buffers)
         return GradientSync(self, optimizer, named_parameters, peers)
 
     def attach(
@@ -226,8 +227,8 @@ class Method:
         method, buffers = self.at(topology), named_buffers or {}
         agree("method", method.settings(), process_group)  # the messages of different methods have different sizes
         peers = method.make_peers(process_group, is_hidden=method.hides_averages)
-        make = partial(method.make_synchronizer, optimizer, peers=peers, named_buffers=buffers)
-        return attach(make, optimizer, named_parameters, process_group, buffers)
+        make = partial(method.make_synchronizer, optimizer, peers=peers, named_buffers=partial(dict, buffers))
+        return attach(make, optimizer, named_parameters, process_group)
 
 
 def as_method(method: Method | Mapping[str, Any], topology: TopologyChoice | None = None) -> Method:

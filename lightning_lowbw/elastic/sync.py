@@ -223,7 +223,7 @@ class ElasticSync(LocalSync):
     Args:
         method: `EveryK` with `Whole` or `TopK`; see `check_elastic`.
         members: the processes of all members.
-        named_buffers: floating buffers are averaged; other buffers belong to each member.
+        named_buffers: returns the buffers by name; floating ones are averaged, the other ones belong to each member.
         round_s: seconds after which a round ends, instead of the method's `k_steps`.
 
     Attributes:
@@ -248,14 +248,14 @@ class ElasticSync(LocalSync):
         optimizer: Optimizer,
         named_parameters: Iterable[tuple[str, Parameter]],
         members: Members,
-        named_buffers: Mapping[str, Tensor] | None = None,
+        named_buffers: Callable[[], Mapping[str, Tensor]] = dict,
         *,
         round_s: float | None = None,
     ) -> None:
         check_elastic(method)
         self.members, self.membership = members, members.membership
         self.round_s = round_s
-        super().__init__(method, optimizer, named_parameters, members, named_buffers or {})
+        super().__init__(method, optimizer, named_parameters, members, named_buffers)
         self.buffers.is_elastic = True
         (self._all,) = self.fragments
         self.tokens = self.tokens_seen = 0.0

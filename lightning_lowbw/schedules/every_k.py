@@ -19,8 +19,8 @@ nearly equal sizes, for any model.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Literal, cast, get_args
 
 import torch
@@ -130,22 +130,9 @@ class EveryK(Schedule, key="k"):
         return self.rule == "fixed" and self.k_steps == 1
 
     @property
-    def acts_alone(self) -> bool:
-        return self.outer != "none"
-
-    @property
-    def exchanges_gradients(self) -> bool:
-        """Whether there are synchronous steps."""
-        return self.begin_step != 0 or self.is_always_synchronous
-
-    @property
     def needs_loss(self) -> bool:
         """Whether the next k follows from the loss."""
         return self.rule in ("fleet", "adacomm")
-
-    @property
-    def steps_to_first(self) -> int:
-        return max(1, self.k_steps // self.num_fragments_of(MOST_FRAGMENTS))
 
     def steps_to_loss(self, num_participants: int, num_steps: float) -> float | None:
         is_measured = self.rule == "fixed" and 2 <= num_participants <= MOST_REPLICAS and 1 < self.k_steps <= MOST_K
@@ -166,10 +153,6 @@ class EveryK(Schedule, key="k"):
                 "fragments, cannot change during a training. Change k_steps, or a delay to another value above 0; or "
                 "attach the method anew."
             )
-
-    def num_copies(self, *, keeps_start: bool) -> int:
-        has_outer = self.outer != "none"
-        return 2 * (self.delay_steps > 0) + has_outer + (has_outer or keeps_start)  # plus the velocity; a delay: two
 
     @property
     def _outer_rates(self) -> tuple[float, float]:
@@ -351,72 +334,7 @@ def steps_before(fragment: int, num_fragments: int, k_steps: int) -> int:
     return k_steps - round((fragment + 1) * k_steps / num_fragments)
 
 
-# The place in the schedule -------------------------------------------------------------------------------------------
-
-
-class Phase:
-    """Whether steps are local, and the period; equal on all ranks, known without communication."""
-
-    def __init__(self) -> None:
-        self._local_since: int | None = None  # the step from which on steps are local, once that has come
-        self._period: Period | None = None
-
-    def _begin(self, when: EveryK) -> int | None:
-        """Return the first local step; None while it is not known."""
-        if self._local_since is None and isinstance(when.begin_step, int):
-            return when.begin_step
-        return self._local_since
-
-    def check(self, when: EveryK) -> None:
-        """Raise ConfigurationError if a part of the run is to be synchronous, and its length is not known."""
-        if isinstance(when.begin_step, float):
-            raise ConfigurationError(
-                f"begin_step={when.begin_step}: how many steps the run has is not known here; give a number of steps."
-            )
-
-    def is_local(self, when: EveryK, step: int) -> bool:
-        """Return whether the coming step is after the synchronous ones."""
-        begin = self._begin(when)
-        return not when.is_always_synchronous and begin is not None and step >= begin
-
-    def k_steps(self, when: EveryK) -> int:
-        """Return the period of local steps."""
-        return when.k_steps if when.rule == "fixed" else (self._period or Period(when.k_steps)).k
-
-    def begin_local(self, when: EveryK) -> None:
-        """Keep the step from which on steps are local, whatever becomes of the schedule."""
-        self._local_since = self._begin(when)
-
-    def adapt(self, when: EveryK, lr: float, loss: float, *, has_losses: bool) -> None:
-        """Choose the period after an average, by the rule.
-
-        Args:
-            lr: the mean over ranks.
-            loss: the mean since the last average, over the ranks that have a loss.
-            has_losses: whether all ranks that must have a loss have one.
-
-        Raises:
-            ConfigurationError: on all ranks; the rule needs a loss.
-        """
-        if when.rule == "fixed":
-            return
-        if when.rule != "qsr" and not has_losses:
-            raise ConfigurationError(
-                f"rule={when.rule!r} chooses k by the training loss, and there was none: return it from "
-                "training_step, or call worker.observe_loss(loss) in a loop of your own; or use rule='qsr'."
-            )
-        self._period = when.next_period(self._period or Period(when.k_steps), lr, loss)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state, which is the same on all ranks."""
-        # A dictionary: a checkpoint holds only tensors and primitives.
-        period = None if self._period is None else asdict(self._period)
-        return {"local_since": self._local_since, "period": period}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load what `state_dict` returned, among other values."""
-        self._local_since = state["local_since"]
-        self._period = None if state["period"] is None else Period(**state["period"])
+# The loss of the adaptive rules ---------------------------------------------------------------------------------------
 
 
 class RunningLoss:

@@ -88,16 +88,9 @@ class EveryStep(Schedule, key="step"):
         """Whether the numbers are still to be chosen, and steps are dense."""
         return isinstance(self.sparsity, str) and self.sparsity == AUTO
 
-    def is_dense(self, step: int) -> bool:
-        return self.density(step, otherwise=0.0) == 1.0
-
     @property
     def begin_step(self) -> int:
         return self.rampup_begin_step
-
-    @property
-    def end_of_warm_up(self) -> int:
-        return self.rampup_begin_step + self.rampup_step
 
     @property
     def stairs(self) -> tuple[float, ...]:

@@ -14,15 +14,24 @@ SCHEDULES: dict[str, type[Schedule]] = {}
 class Schedule:
     """When the ranks communicate: the base of frozen dataclasses, which are registered when they are defined.
 
-    The defaults are those of a schedule that exchanges gradients in every step from the first step on.
+    By default a schedule exchanges gradients in every step, from the first step on.
 
     Attributes:
         key: the name in a file, ``{every: step}``; an argument of the class statement.
         averages_weights: whether ranks step alone and average their weights; else they exchange gradients.
+        k_steps: steps from one exchange to the next.
+        delay_steps: steps during which an exchange is in progress.
+        outer: the outer optimizer of averages.
+        budget, pretrained: for the choice of a schedule that `is_auto`, as in `EveryStep`.
     """
 
     key: ClassVar[str]
-    averages_weights: ClassVar[bool] = False
+    averages_weights = False
+    k_steps = 1
+    delay_steps = 0
+    outer = "none"
+    budget = 0.05
+    pretrained = False
 
     def __init_subclass__(cls, key: str | None = None) -> None:
         if key is not None:  # else a user's subclass of a schedule
@@ -30,18 +39,8 @@ class Schedule:
             SCHEDULES[key] = cls
 
     @property
-    def exchanges_gradients(self) -> bool:
-        """Whether gradients are ever exchanged between all ranks."""
-        return not self.averages_weights
-
-    @property
     def is_always_synchronous(self) -> bool:
         """Whether weights would be averaged after every step, so that gradients are averaged instead, as in DDP."""
-        return False
-
-    @property
-    def acts_alone(self) -> bool:
-        """Whether the schedule changes the training of a single rank, without communication."""
         return False
 
     @property
@@ -50,29 +49,9 @@ class Schedule:
         return False
 
     @property
-    def budget(self) -> float:
-        """For the choice: the fraction of a step that an exchange may take."""
-        return 0.05
-
-    @property
-    def pretrained(self) -> bool:
-        """For the choice: whether the weights are trained already."""
-        return False
-
-    @property
     def begin_step(self) -> int | float:
         """The last step that is DDP's, as in `EveryK`."""
         return 0
-
-    @property
-    def end_of_warm_up(self) -> int:
-        """The step from which on all exchanges have the same size."""
-        return 0
-
-    @property
-    def steps_to_first(self) -> int:
-        """The steps from `begin_step` to the first exchange that is not DDP's."""
-        return 1
 
     @property
     def stairs(self) -> tuple[float, ...]:
@@ -87,20 +66,6 @@ class Schedule:
             otherwise: the payload's own density, for a schedule without stairs.
         """
         return otherwise
-
-    def is_dense(self, step: int) -> bool:
-        """Return whether the exchange of a step is DDP's, whatever the payload is."""
-        return False
-
-    @property
-    def k_steps(self) -> int:
-        """Steps from one exchange to the next."""
-        return 1
-
-    @property
-    def delay_steps(self) -> int:
-        """Steps during which an exchange is in progress."""
-        return 0
 
     def steps_to_loss(self, num_participants: int, num_steps: float) -> float | None:
         """Return the optimizer steps to DDP's loss, divided by DDP's, for averages of weights; None: not measured.
@@ -122,11 +87,3 @@ class Schedule:
                 f"{self} in place of {before}: averages of weights and exchanges of gradients cannot replace one "
                 "another during a training. Attach the method anew."
             )
-
-    def num_copies(self, *, keeps_start: bool) -> int:
-        """Return how many copies of the weights each rank keeps; for the cost model.
-
-        Args:
-            keeps_start: whether the payload sends changes, for which the anchor is kept on the device.
-        """
-        return 0

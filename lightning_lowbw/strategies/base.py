@@ -37,7 +37,7 @@ from lightning_lowbw.strategies.hooks import GradientHooks, Hooks, ReplicaHooks
 from lightning_lowbw.strategies.shared_buffers import SharedBuffers, buffers_by_optimizer
 from lightning_lowbw.strategies.signals import Signals
 from lightning_lowbw.strategies.step_hooks import Reduction, StepHooks, parameters_of, scaler_of
-from lightning_lowbw.sync.checks import warn_if_mostly_sent, warn_if_sent_whole
+from lightning_lowbw.sync.checks import warn_of_compression
 from lightning_lowbw.sync.kernels import prepare_kernels
 from lightning_lowbw.sync.local import LocalSync
 from lightning_lowbw.sync.plain_loop import eagerly, last_pre_hook
@@ -219,8 +219,7 @@ class BaseStrategy(ParallelStrategy):
                     worker.method = method
             for worker in self.workers:
                 worker.check_schedule()
-                warn_if_mostly_sent(self.method.what, self.method.when, worker.peers)
-                warn_if_sent_whole(self.method.what, worker.params, worker.peers)
+                warn_of_compression(self.method.what, self.method.when, worker.params, worker.peers)
             # The choice of a schedule times the exchange of int8, too.
             prepare_kernels(self.workers, also=[Quantized()] if self.auto.is_open(self.method) else [])
             if self._num_participants > 1 and not self.is_search(self.trainer):
@@ -242,7 +241,7 @@ class BaseStrategy(ParallelStrategy):
         with failing_together():
             buffers = buffers_by_optimizer(module, optimizers)
             for optimizer in optimizers:
-                self._workers[id(optimizer)] = self._make_worker(optimizer, module, buffers.get(id(optimizer)))
+                self._workers[id(optimizer)] = self._make_worker(optimizer, module, buffers[id(optimizer)])
 
     def _make_worker(self, optimizer: Optimizer, module: pl.LightningModule, buffers: Any) -> Synchronizer:
         raise NotImplementedError

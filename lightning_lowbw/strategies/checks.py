@@ -388,8 +388,10 @@ def numels_of(workers: Iterable[Synchronizer]) -> tuple[list[int], list[int]]:
 
 def warn_of_schedule(method: Method, trainer: pl.Trainer, workers: Sequence[Synchronizer]) -> None:
     """Warn where the run ends before its method has done anything but DDP; tell what sparse steps do."""
-    begin, after = method.when.begin_step, method.when.steps_to_first
+    begin, after = method.when.begin_step, 1
     if method.averages_weights:
+        fragments = max(len(worker.fragments) for worker in workers)  # type: ignore[attr-defined]  # all are replicas
+        after = max(1, method.when.k_steps // fragments)
         does, instead = "average", ", and after it each rank alone"
     elif method.compresses_gradients and not method.when.is_auto:
         does, instead = "compressed step", ""

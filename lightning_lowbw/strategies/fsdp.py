@@ -47,13 +47,7 @@ from lightning_lowbw.strategies.checkpoint import GO_ON, CheckpointedStrategy, L
 from lightning_lowbw.strategies.keywords import Needs, as_timeout, written
 from lightning_lowbw.strategies.shared_buffers import SharedBuffers, buffers_of
 from lightning_lowbw.strategies.step_hooks import scaler_of
-from lightning_lowbw.sync.local_view import (
-    LocalTensors,
-    LocalView,
-    NodeShards,
-    agree_in_world,
-    check_last_faults,
-)
+from lightning_lowbw.sync.local_view import LocalTensors, LocalView, NodeShards
 from lightning_lowbw.sync.synchronizer import Synchronizer
 
 # Of a LightningModule that is sharded itself: its weights are gathered before each of these.
@@ -224,7 +218,6 @@ class ShardedStrategy(CheckpointedStrategy, ModelParallelStrategy):
         worker: Any = self.method.make_synchronizer(view.local, named, self._equals, buffers)
         worker.params.whole_numels = {shard_of(parameter): parameter.numel() for parameter in module.parameters()}
         vars(worker.params).pop("small_numel", None)  # computed from the sizes of shards, for the fragments
-        worker.before_average = agree_in_world
         self._shards.views[worker] = view
         return worker
 
@@ -303,9 +296,6 @@ class ShardedStrategy(CheckpointedStrategy, ModelParallelStrategy):
     @override
     def finish(self) -> None:
         self._look()
-        for worker in self.replicas:
-            if not worker.replica.is_equal:
-                agree_in_world(worker)
         super().finish()
         self._share_in_node()
 
@@ -315,11 +305,6 @@ class ShardedStrategy(CheckpointedStrategy, ModelParallelStrategy):
         super().agree_on_metrics()
 
     # The end, validation and checkpoints ------------------------------------------------------------------------
-
-    @override
-    def _check_late_fault(self, worker: Synchronizer) -> None:
-        if worker.peers.num_ranks > 1:
-            check_last_faults(worker)
 
     @override
     def on_validation_end(self) -> None:

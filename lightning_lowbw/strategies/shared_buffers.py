@@ -15,7 +15,8 @@ Shapes are compared at the start of a fit, and wherever the ranks compare their 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, ItemsView, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -25,7 +26,6 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
-from typing_extensions import override
 
 from lightning_lowbw.comm.collectives import Level, TrafficLedger, broadcast_, broadcast_flat_
 from lightning_lowbw.sync.buffers import IGNORED, agree_on_specs, unequal
@@ -191,36 +191,13 @@ def choose_buffers(
     model._distributed_broadcast_coalesced = broadcast_chosen  # type: ignore[method-assign]
 
 
-class LayerBuffers(Mapping[str, Tensor]):
-    """The buffers of some layers of a module by name, as they are when they are looked up.
+def buffers_by_optimizer(
+    module: torch.nn.Module, optimizers: list[Optimizer]
+) -> dict[int, Callable[[], Mapping[str, Tensor]]]:
+    """Return, by id of the optimizer, what returns the current buffers of the layers that the optimizer trains.
 
-    Args:
-        module: that is trained.
-        has: whether the layer with a name is included.
+    The first optimizer has all other buffers.
     """
-
-    def __init__(self, module: torch.nn.Module, has: Callable[[str], bool]) -> None:
-        self._module, self._has = module, has
-
-    def _now(self) -> dict[str, Tensor]:
-        return {name: each for name, each in buffers_of(self._module).items() if self._has(name.rpartition(".")[0])}
-
-    def __getitem__(self, name: str) -> Tensor:
-        return self._now()[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._now())
-
-    def __len__(self) -> int:
-        return len(self._now())
-
-    @override
-    def items(self) -> ItemsView[str, Tensor]:  # in one pass over the module
-        return self._now().items()
-
-
-def buffers_by_optimizer(module: torch.nn.Module, optimizers: list[Optimizer]) -> dict[int, Mapping[str, Tensor]]:
-    """Return, by id of the optimizer, the buffers of layers that it trains; the first has all other buffers."""
     owner = {
         p: number for number, each in enumerate(optimizers) for group in each.param_groups for p in group["params"]
     }
@@ -229,7 +206,8 @@ def buffers_by_optimizer(module: torch.nn.Module, optimizers: list[Optimizer]) -
         for prefix, layer in module.named_modules()
     }
 
-    def of(number: int) -> LayerBuffers:
-        return LayerBuffers(module, lambda prefix: owners.get(prefix, 0) == number)
+    def buffers_now(number: int) -> dict[str, Tensor]:
+        named = buffers_of(module).items()
+        return {name: each for name, each in named if owners.get(name.rpartition(".")[0], 0) == number}
 
-    return {id(optimizer): of(number) for number, optimizer in enumerate(optimizers)}
+    return {id(optimizer): partial(buffers_now, number) for number, optimizer in enumerate(optimizers)}

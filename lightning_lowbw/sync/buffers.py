@@ -6,7 +6,7 @@ compared at the start of a fit, and again where a rank notices that a shape has 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -69,55 +69,42 @@ class ReplicaBuffers:
     averages 1, 2, 4, 8 and so on, and before every hundredth.
 
     Args:
-        named_buffers: looks up the current buffers by name; ``X.running_var`` belongs to ``X.running_mean``.
+        now: returns the current buffers by name; ``X.running_var`` belongs to ``X.running_mean``.
 
     Attributes:
-        named: as given.
+        now: as given.
         differing: the names of the buffers that were found to differ between ranks; equal on all ranks.
         start: the anchor's buffers by name, equal on all ranks: the averaged buffers, from which changes are measured
             (float32 or wider), and the values of rank 0 after the last average.
         is_begun: whether the averaged buffers have a start.
         is_elastic: whether members come and go: then all floating buffers are averaged, and integers are not sent.
         num_averages: averages begun.
+        specs: the shapes and dtypes on which all ranks have agreed, by name.
     """
 
-    def __init__(self, named_buffers: Mapping[str, Tensor]) -> None:
-        self.named = named_buffers
+    def __init__(self, now: Callable[[], Mapping[str, Tensor]]) -> None:
+        self.now = now
         self.differing: frozenset[str] = frozenset()
         self.start: dict[str, Tensor] = {}
         self.is_begun = self.is_elastic = False
         self.num_averages = 0
-        self._specs: dict[str, Spec] = {}  # on which all ranks have agreed
+        self.specs: dict[str, Spec] = {}
 
     # Names --------------------------------------------------------------------------------------------------------
 
-    def now(self) -> dict[str, Tensor]:
-        """Return the buffers as they are now."""
-        return dict(self.named.items())
-
     def changed(self) -> list[str]:
         """Return the names of the buffers of this rank that have another shape than was agreed on, are new or gone."""
-        now = specs_of(self.named)
-        return [name for name in (self._specs | now) if self._specs.get(name) != now.get(name)]
+        now = specs_of(self.now())
+        return [name for name in (self.specs | now) if self.specs.get(name) != now.get(name)]
 
     def is_averaged(self, name: str) -> bool:
         """Return whether a buffer is averaged once it differs between ranks."""
-        _, dtype = self._specs[name]
+        _, dtype = self.specs[name]
         return (dtype.is_floating_point or dtype.is_complex) and (self.is_elastic or name.endswith((MEAN, VARIANCE)))
-
-    @property
-    def may_average(self) -> bool:
-        """Whether there are buffers that averages may include; equal on all ranks."""
-        return any(map(self.is_averaged, self._specs))
-
-    @property
-    def may_differ(self) -> bool:
-        """Whether there are buffers that may differ between ranks; equal on all ranks."""
-        return self.is_begun and bool(self._specs)
 
     def _averaged(self, now: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the buffers that an average includes, in one order on all ranks."""
-        names = [name for name in self._specs if name in self.differing and self.is_averaged(name)]
+        names = [name for name in self.specs if name in self.differing and self.is_averaged(name)]
         return {name: now[name] for name in names if name in self.start and name in now}
 
     # Agreement ----------------------------------------------------------------------------------------------------
@@ -139,16 +126,12 @@ class ReplicaBuffers:
         self.num_averages += 1
         # Often at first, because the first averages show which buffers differ.
         is_due = self.num_averages % CHECK_EVERY == 0 or self.num_averages & (self.num_averages - 1) == 0
-        if is_due and not self.differing.issuperset(self._specs):
+        if is_due and not self.differing.issuperset(self.specs):
             self.compare(peers, device)
-
-    def take_shapes(self) -> None:
-        """Take the shapes that the buffers have now: they are known to be equal on all ranks."""
-        self._specs = specs_of(self.named)
 
     def agree_on_shapes(self, peers: Peers) -> None:
         """Take the shapes that the buffers have now, which must be the same on all ranks; see `agree_on_specs`."""
-        self._specs = agree_on_specs(self.named, peers.group)
+        self.specs = agree_on_specs(self.now(), peers.group)
 
     def compare(self, peers: Peers, device: torch.device) -> None:
         """Find the buffers that differ between ranks.
@@ -164,13 +147,13 @@ class ReplicaBuffers:
         """
         if self.is_elastic:
             self.agree_on_shapes(peers)
-        unequal = list(self._specs) if self.is_elastic else self._unequal(peers, device)
+        unequal = list(self.specs) if self.is_elastic else self._unequal(peers, device)
         # If means differ, the variances get the variance between them.
         variances = {_renamed(name, MEAN, VARIANCE) for name in unequal}
-        self.differing |= {*unequal, *variances.intersection(self._specs)}
+        self.differing |= {*unequal, *variances.intersection(self.specs)}
         now = self.now()
         # Buffers that are equal start with their values; buffers that differ start with the values of rank 0, once.
-        fresh = [name for name in self._specs if self.is_averaged(name) and name in now]
+        fresh = [name for name in self.specs if self.is_averaged(name) and name in now]
         fresh = [name for name in fresh if name not in self.differing or name not in self.start]
         starts = dict(zip(fresh, wide_copies([now[name] for name in fresh]), strict=True))
         broadcast_flat_([starts[name] for name in fresh if name in self.differing], peers.broadcast_)
@@ -179,7 +162,7 @@ class ReplicaBuffers:
     def _unequal(self, peers: Peers, device: torch.device) -> list[str]:
         """Return the names of the buffers that differ between ranks and were not known to differ."""
         # The maxima of a checksum and of its negative show in one collective whether the checksums are equal.
-        names, now = [name for name in self._specs if name not in self.differing], self.now()
+        names, now = [name for name in self.specs if name not in self.differing], self.now()
         sums = [checksum([now[name]] if name in now else []) for name in names]
         bits = [torch.as_tensor(number, dtype=torch.int64, device=device) for number in sums]
         message = torch.stack([*upload([bool(self.changed())], torch.int64, device), *bits])
@@ -253,7 +236,7 @@ class ReplicaBuffers:
             The buffers.
         """
         now = {} if self.is_elastic else self.now()
-        taken = {name: now[name] for name in self._specs if name in self.differing and name in now}
+        taken = {name: now[name] for name in self.specs if name in self.differing and name in now}
         taken = {name: buffer for name, buffer in taken.items() if not self.is_averaged(name)}
         broadcast_flat_(taken.values(), peers.broadcast_)
         self.start = self.start | {name: buffer.detach().clone() for name, buffer in taken.items()}
@@ -271,7 +254,7 @@ class ReplicaBuffers:
             state: the returned state.
             start: the anchor's buffers; this object keeps them.
         """
-        self._specs = {} if state is None else specs_of(self.named)  # all ranks have loaded one checkpoint
+        self.specs = {} if state is None else specs_of(self.now())  # all ranks have loaded one checkpoint
         self.is_begun = state is not None
         self.start = {} if state is None else dict(start)
         self.differing = frozenset(() if state is None else state["differing"])

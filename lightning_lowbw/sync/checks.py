@@ -50,13 +50,18 @@ def warn_if_alone(peers: Peers) -> None:
     )
 
 
-def warn_if_mostly_sent(what: Payload, when: Schedule, peers: Peers) -> None:
-    """Warn, on rank 0, if most of the elements are sent: perhaps a density was given as a sparsity, or the reverse."""
-    if not what.takes_density or peers.num_participants == 1 or peers.rank > 0:
+def warn_of_compression(what: Payload, when: Schedule, params: Params, peers: Peers) -> None:
+    """Warn, on rank 0, if a payload compresses little.
+
+    Either most of the elements are sent: perhaps a density was given as a sparsity, or the reverse. Or trained
+    parameters are float64 or complex: these are sent whole.
+    """
+    if what.sends_all or peers.num_participants == 1 or peers.rank > 0:
         return
     stairs = when.stairs
     densities = [1.0 - each for each in stairs if each] if stairs else [what.density]  # 0 is a dense stair: it is meant
-    if sent := [each for each in densities if each > 1.0 - LITTLE_KEPT]:
+    sent = [each for each in densities if each > 1.0 - LITTLE_KEPT]
+    if sent and what.takes_density:
         given = f"sparsity={list(stairs)}" if stairs else f"density={what.density}"
         warnings.warn(
             f"{given}: {', '.join(f'{100.0 * each:.4g} %' for each in sent)} of the elements are sent. Sparsity is the "
@@ -64,11 +69,8 @@ def warn_if_mostly_sent(what: Payload, when: Schedule, peers: Peers) -> None:
             stacklevel=5,  # the caller of `Method.attach`
         )
 
-
-def warn_if_sent_whole(what: Payload, params: Params, peers: Peers) -> None:
-    """Warn, on rank 0, if trained parameters are float64 or complex: compression sends these whole."""
     wide = [name for name, each in params.by_name().items() if each.requires_grad and each.dtype not in DTYPES]
-    if wide and not what.sends_all and peers.num_participants > 1 and peers.rank == 0:
+    if wide:
         is_one = len(wide) == 1
         which = f"Parameter {wide[0]!r} is" if is_one else f"{len(wide)} parameters, such as {wide[0]!r}, are"
         warnings.warn(
@@ -134,7 +136,6 @@ def _is_plain(value: object) -> bool:
 
 def agree_on_model(
     named_parameters: Iterable[tuple[str, Parameter]],
-    named_buffers: Iterable[tuple[str, Tensor]] = (),
     group: dist.ProcessGroup | None = None,
     *,
     compares_weights: bool = False,
@@ -145,7 +146,6 @@ def agree_on_model(
 
     Args:
         named_parameters: the parameters of the model.
-        named_buffers: the buffers that are averaged.
         group: None is the world.
         compares_weights: whether the weights must be equal already, because no broadcast makes them equal.
 
@@ -158,7 +158,6 @@ def agree_on_model(
             f"parameter {name}": (tuple(p.shape), str(p.dtype), p.stride(), "trains" if p.requires_grad else "frozen")
             for name, p in parameters
         }
-        settings |= {f"buffer {name}": (tuple(b.shape), str(b.dtype)) for name, b in named_buffers}
         if compares_weights:
             plain = {name: p for name, p in parameters if type(p) is Parameter}  # not frozen weights in few bits
             settings |= {f"weights of {name} (init_sync=False)": digest([p])[:8] for name, p in plain.items()}

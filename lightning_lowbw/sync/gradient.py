@@ -137,7 +137,8 @@ class GradientSync(Synchronizer):
     @property
     def reduces_in_backward(self) -> bool:
         """Whether the coming step is a dense one, whose gradients are all-reduced during backward, as DDP does."""
-        return self.compressed is None or self.peers.num_participants == 1 or self.when.is_dense(self.step)
+        is_dense = self.when.density(self.step, otherwise=0.0) == 1.0  # whatever the payload is
+        return self.compressed is None or self.peers.num_participants == 1 or is_dense
 
     @property
     def reduces_in_node(self) -> bool:
@@ -636,10 +637,6 @@ class GradientSync(Synchronizer):
 
     def _describe_sum(self, name: str) -> Fault:
         return overflow(5, self.step, f"the gradient of {name!r} on {self.here}, added to the residual,")
-
-    @property
-    def may_have_late_faults(self) -> bool:
-        return bool(self.residuals)  # not by the flags, which ranks have for different parameters
 
     # The end of a step, and of the training -------------------------------------------------------------------------
 

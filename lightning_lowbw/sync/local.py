@@ -1,4 +1,4 @@
-"""Every k steps: each rank steps on its own gradient, and the weights are averaged after k of them.
+"""Every k steps: each rank steps with its own gradient, and the weights are averaged after k steps.
 
 Source: Stich, "Local SGD converges fast and communicates little", arXiv 1805.09767; Lin et al., "Don't use large
 mini-batches, use local SGD", arXiv 1808.07217 (post-local); adaptive periods, outer optimizers: `schedules.every_k`.
@@ -24,6 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from functools import partial
 from typing import Any, cast
 
@@ -38,7 +39,7 @@ from lightning_lowbw.compress.payload import FLOAT_BYTES
 from lightning_lowbw.errors import ConfigurationError
 from lightning_lowbw.kernels.reference import are_not_finite
 from lightning_lowbw.kernels.tensors import Rates, as_real, device_of, download, laid_out, part, relative_distance
-from lightning_lowbw.schedules.every_k import EveryK, Phase, RunningLoss, steps_before
+from lightning_lowbw.schedules.every_k import EveryK, Period, RunningLoss, steps_before
 from lightning_lowbw.sync.buffers import wide_copies
 from lightning_lowbw.sync.checks import (
     agree_on_end,
@@ -81,15 +82,12 @@ class LocalSync(Synchronizer):
     Attributes:
         replica: the weights, the anchor, the residuals, and what the model shows.
         buffers, fragments: the buffers and fragments of the replica.
-        phase: the place in its schedule.
         loss: the mean loss since the last average, for the adaptive rules.
         measures_distance: whether averages measure `consensus_distance`; reading that property sets it.
         steps_since_average: local steps since the last average of any fragment was begun.
         num_averages: averages done; each fragment's average counts.
         has_communicated: whether all ranks communicated in the last step: it was synchronous, or an average began or
             arrived.
-        before_average: called before ranks begin an average or apply a delayed one: ranks that are not peers may have
-            to agree, too.
     """
 
     clips_before_exchange = False
@@ -101,7 +99,7 @@ class LocalSync(Synchronizer):
         optimizer: Optimizer,
         named_parameters: Iterable[tuple[str, Parameter]],
         peers: Peers,
-        named_buffers: Mapping[str, Tensor],
+        named_buffers: Callable[[], Mapping[str, Tensor]],
     ) -> None:
         super().__init__(method, optimizer, named_parameters, peers)
         is_one = peers.num_participants == 1 and not peers.may_grow
@@ -114,10 +112,11 @@ class LocalSync(Synchronizer):
             refuse_shared_steps(optimizer)
         self.steps_since_average = self.num_averages = 0
         self.has_communicated = False
-        self.before_average: Callable[[LocalSync], None] = lambda _: None
         self._reduced: frozenset[Parameter] = frozenset()
         self._unread: Callable[[], Status] | None = None  # waits for the status of the last synchronous step
-        self.phase, self.loss = Phase(), RunningLoss()
+        self._local_since: int | None = None  # the first local step, once that has come
+        self._period: Period | None = None  # of an adaptive rule, once an average has been applied
+        self.loss = RunningLoss()
         self._rate_of = Rates()
         method.what.check_names(self.params.names())
         self.compressed = exchange_for(method.what, peers, method.when)
@@ -128,8 +127,8 @@ class LocalSync(Synchronizer):
         self._distance: Tensor | None = None
         self.measures_distance = False
 
-    def take_shapes(self) -> None:
-        self.buffers.take_shapes()
+    def agree_on_buffers(self) -> None:
+        self.buffers.agree_on_shapes(self.peers)
 
     # Read by the strategies -----------------------------------------------------------------------------------------
 
@@ -140,7 +139,12 @@ class LocalSync(Synchronizer):
 
     @property
     def is_local(self) -> bool:
-        return not self._is_plain and self.phase.is_local(self.when, self.step)
+        return self._is_local_at(self.step)
+
+    def _is_local_at(self, step: int) -> bool:
+        begin = self.when.begin_step if self._local_since is None else self._local_since
+        is_after = isinstance(begin, int) and step >= begin
+        return is_after and not (self._is_plain or self.when.is_always_synchronous)
 
     @property
     def reduces_in_backward(self) -> bool:
@@ -153,7 +157,9 @@ class LocalSync(Synchronizer):
     @property
     def k_steps(self) -> int:
         """The period in use; 1 while synchronous."""
-        return self.phase.k_steps(self.when) if self.is_local else 1
+        if not self.is_local:
+            return 1
+        return self.when.k_steps if self.when.rule == "fixed" or self._period is None else self._period.k
 
     @property
     def parameters_agree(self) -> bool:  # type: ignore[override]
@@ -187,7 +193,11 @@ class LocalSync(Synchronizer):
                 f"SparseAdam in step {self.step}, which averages gradients: it takes sparse ones only, and the mean is "
                 "dense. Give begin_step=0, on one level, or another optimizer."
             )
-        self.phase.check(self.when)
+        if isinstance(self.when.begin_step, float):
+            raise ConfigurationError(
+                f"begin_step={self.when.begin_step}: how many steps the run has is not known here; give a number of "
+                "steps."
+            )
 
     def observe_loss(self, loss: Tensor) -> None:
         if self.when.needs_loss:
@@ -238,7 +248,7 @@ class LocalSync(Synchronizer):
         read = download(average_gradients_(averaged, self.peers, self.device, message_of))
         self._unread = lambda: Status.read(read(), self.peers.num_ranks)
         self.peers.count_dense(sum(p.nbytes for p in averaged))
-        if self.phase.is_local(self.when, self.step + 1):  # a local step has no status
+        if self._is_local_at(self.step + 1):  # a local step has no status
             self._read_status(before)
 
     def _step_status(self, before: int, used: list[float]) -> Tensor:
@@ -302,7 +312,8 @@ class LocalSync(Synchronizer):
         """
         if not self.is_local:
             return
-        self.phase.begin_local(self.when)
+        if self._local_since is None:
+            self._local_since = self.step
         for number, fragment in enumerate(self.fragments):
             if fragment.steps is None:
                 fragment.steps = steps_before(number, len(self.fragments), self.k_steps)
@@ -323,12 +334,12 @@ class LocalSync(Synchronizer):
         in_progress = [fragment for fragment in self.fragments if fragment.work is not None]
         arriving = [fragment for fragment in in_progress if (fragment.steps or 0) >= delay]
         if arriving or due(self.fragments, self.k_steps, delay):
-            self.before_average(self)
+            self._agree_with_shards()
         for fragment in arriving:
             self._end_average(fragment)
         begun = due(self.fragments, self.k_steps, delay)
         for fragment in begun:
-            fragment.work = self._begin_checked(fragment)
+            fragment.work = self._begin_average(fragment)
             if not delay:
                 self._end_average(fragment)  # an average that has not arrived has changed nothing
             fragment.steps = self.steps_since_average = 0
@@ -337,8 +348,24 @@ class LocalSync(Synchronizer):
         self.has_communicated = bool(arriving or begun)
         return bool(begun)
 
-    def _begin_checked(self, fragment: Fragment) -> Average:
-        """Begin the average of a fragment, with a status that tells all ranks whether they may apply it."""
+    def _agree_with_shards(self) -> None:
+        """Agree on requests, and report faults of the weights, before an average of a sharded model.
+
+        Collective: all ranks; as `agree_in_world`.
+        """
+        if self.peers.are_shards:
+            faults = self.faults_of([each for each in self.params if each.requires_grad])
+            self.requests = self.agree_in_world(faults, self.requests)
+
+    @part("begin average")
+    def _begin_average(self, fragment: Fragment) -> Average:
+        """Begin the average of a fragment, with a status that tells all ranks whether they may apply it.
+
+        Wire:
+            The parameters that the payload does not send and the running statistics that differ, in float32 or wider,
+            with a status of 5 numbers and 2 per rank; and the messages of the payload. These contain the status if
+            nothing else is sent.
+        """
         if fragment.takes_buffers:
             self.buffers.begin_average(self.peers, self.device)
         parameters = [p for p in fragment.parameters if p in fragment.moved and p.numel()]
@@ -349,26 +376,17 @@ class LocalSync(Synchronizer):
         is_resized = fragment.takes_buffers and bool(self.buffers.changed())
         own = SPARE, 0.0, 0.0, self._lr, float(is_resized)
         status = average_status(Sums(*own), self.loss.mean(), faults.any(self.device), mark, self.peers, self.device)
-        average = self.begin_average(parameters, status, takes_buffers=fragment.takes_buffers)
+        average, whole, changes = self.prepare_average(parameters, takes_buffers=fragment.takes_buffers)
         average.faults = faults
-        return average
-
-    @part("begin average")
-    def begin_average(self, parameters: list[Parameter], status: Tensor, *, takes_buffers: bool) -> Average:
-        """Send the signal of some parameters, and of the buffers.
-
-        Collective: all ranks, with the same parameters, which have elements.
-
-        Wire:
-            The parameters that the payload does not send and the running statistics that differ, in float32 or wider,
-            with a status of 5 numbers and 2 per rank; and the messages of the payload. These contain the status if
-            nothing else is sent.
-        """
-        average, whole, changes = self.prepare_average(parameters, takes_buffers=takes_buffers)
         return self.send_average(average, whole, changes, status)
 
     def prepare_average(self, parameters: list[Parameter], *, takes_buffers: bool) -> tuple[Average, Named, Named]:
-        """Return an average, the tensors to be sent whole, and the changes that the payload sends."""
+        """Return an average, the tensors to be sent whole, and the changes that the payload sends.
+
+        Args:
+            parameters: have elements.
+            takes_buffers: whether the buffers are averaged, too.
+        """
         # signal: D = x - x0 of the parameters that the payload sends; x of the other ones, and the changes of buffers.
         replica, is_delayed = self.replica, self.when.delay_steps > 0
         average = Average(self.step, parameters, takes_buffers=takes_buffers)
@@ -382,7 +400,10 @@ class LocalSync(Synchronizer):
         return average, whole | (self.buffers.changes() if takes_buffers else {}), changes
 
     def send_average(self, average: Average, whole: Named, changes: Named, status: Tensor) -> Average:
-        """Send the tensors that `prepare_average` has returned; see `begin_average`."""
+        """Send the tensors that `prepare_average` has returned.
+
+        Collective: all ranks, with the same parameters.
+        """
         # exchange: the status is part of the message of the changes if no fragment sends anything else. Ranks at
         # different steps must issue the same collectives, so that the status shows the difference.
         is_alone = not whole and bool(changes) and self.replica.sends_changes_only
@@ -396,11 +417,11 @@ class LocalSync(Synchronizer):
     @part("end average")
     def _end_average(self, fragment: Fragment) -> None:
         """Wait for the average of a fragment, and apply it: on all ranks, or on no rank."""
-        average, num_ranks = fragment.work, self.peers.num_ranks
+        average = fragment.work
         assert average is not None
         # wait: the status first, because an inf of one rank must change no weight of another rank
         means, numbers = average.wait_for_whole()
-        status = Status.read(numbers.tolist(), num_ranks)
+        status = Status.read(numbers.tolist(), self.peers.num_ranks)
         sums = Sums(*status.sums)
         check_marks(status, average, batch=self.batch, step=self.step, group=self.peers.group)
         if status.is_faulty:
@@ -408,8 +429,23 @@ class LocalSync(Synchronizer):
         self.apply_average(average, means, sums, fragment.moved)
         fragment.work = None
         self.agree_on(status.requests)
-        loss = sums.loss / max(sums.num_losses, 1.0)
-        self.phase.adapt(self.when, sums.lr / num_ranks, loss, has_losses=sums.num_losses >= num_ranks)
+        self._adapt_period(sums)
+
+    def _adapt_period(self, sums: Sums) -> None:
+        """Choose the period after an average, by the rule.
+
+        Raises:
+            ConfigurationError: on all ranks; the rule needs the loss of every rank.
+        """
+        when, num_ranks = self.when, self.peers.num_ranks
+        if when.needs_loss and sums.num_losses < num_ranks:
+            raise ConfigurationError(
+                f"rule={when.rule!r} chooses k by the training loss, and there was none: return it from "
+                "training_step, or call worker.observe_loss(loss) in a loop of your own; or use rule='qsr'."
+            )
+        if when.rule != "fixed":
+            period, loss = self._period or Period(when.k_steps), sums.loss / max(sums.num_losses, 1.0)
+            self._period = when.next_period(period, sums.lr / num_ranks, loss)
 
     def apply_average(
         self, average: Average, means: dict[str, Tensor], sums: Sums, moved: Collection[Parameter] = ()
@@ -475,11 +511,6 @@ class LocalSync(Synchronizer):
             faults.add(flags, list(map(self.name_of, parameters)), partial(nonfinite_weight, self.peers, step))
         return faults
 
-    @property
-    def may_have_late_faults(self) -> bool:
-        # An elastic group reports its late faults before each round.
-        return self.compressed is not None and self.compressed.fault is not None and not self.peers.may_grow
-
     def to(self, device: torch.device) -> None:
         self.replica.to(device)
 
@@ -511,6 +542,8 @@ class LocalSync(Synchronizer):
             NonFiniteGradientError: on all ranks; a rank has an inf or NaN.
             DisagreementError: on all ranks; the numbers of steps differ, or weights differ after an average.
         """
+        if not self.replica.is_equal:
+            self._agree_with_shards()
         agree("end of the training", {"worker.step": self.step}, self.peers.group)
         self._read_status()
         self.replica.hide()
@@ -525,12 +558,16 @@ class LocalSync(Synchronizer):
     # State ----------------------------------------------------------------------------------------------------------
 
     def equal_state(self) -> dict[str, Any]:
-        return {**super().equal_state(), **self.phase.state_dict(), "num_averages": self.num_averages}
+        # A dictionary: a checkpoint holds only tensors and primitives.
+        period = None if self._period is None else asdict(self._period)
+        here = {"local_since": self._local_since, "period": period, "num_averages": self.num_averages}
+        return super().equal_state() | here
 
     def load_equal_state(self, state: Mapping[str, Any]) -> None:
         super().load_equal_state(state)
         self._unread = None
-        self.phase.load_state_dict(state)
+        self._local_since = state["local_since"]
+        self._period = None if state["period"] is None else Period(**state["period"])
 
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's own state, without averages in progress; nothing is communicated."""

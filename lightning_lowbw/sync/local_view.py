@@ -21,10 +21,8 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from lightning_lowbw.comm.collectives import WeakGroup, all_reduce_
-from lightning_lowbw.sync.checks import raise_at_other_batches
-from lightning_lowbw.sync.local import LocalSync
-from lightning_lowbw.sync.status import first_fault, flags, read_flags
-from lightning_lowbw.sync.synchronizer import Synchronizer, raise_fault
+from lightning_lowbw.sync.status import flags
+from lightning_lowbw.sync.synchronizer import Synchronizer
 
 
 class LocalTensors:
@@ -35,7 +33,6 @@ class LocalTensors:
 
     def __init__(self) -> None:
         self._locals: dict[Parameter, Parameter] = {}
-        self._users: dict[Parameter, Parameter] = {}
 
     def of(self, parameter: Parameter) -> Parameter:
         """Return the shard of a parameter, always the same object; empty if this rank has no row of the parameter."""
@@ -45,16 +42,11 @@ class LocalTensors:
         local = self._locals.get(parameter)
         if local is None:
             local = self._locals[parameter] = Parameter(shard, requires_grad=parameter.requires_grad)
-            self._users[local] = parameter
         elif local.data_ptr() != shard.data_ptr() or local.device != shard.device:  # loaded, or moved
             local.data = shard
         if local.requires_grad != parameter.requires_grad:
             local.requires_grad_(parameter.requires_grad)
         return local
-
-    def user_of(self, local: Parameter) -> Parameter:
-        """Return the parameter of a shard."""
-        return self._users.get(local, local)
 
 
 def _shard_of(value: Any) -> Any:
@@ -95,7 +87,7 @@ class LocalView:
 
     def __init__(self, optimizer: Optimizer, tensors: LocalTensors) -> None:
         self.optimizer, self._tensors = optimizer, tensors
-        self._groups: dict[int, _LocalGroup] = {}
+        self._groups: list[_LocalGroup] = []
         self.local: Optimizer = object.__new__(type(optimizer))
         # The constructor is not called: its arguments are not known.
         vars(self.local).update(vars(optimizer))
@@ -106,12 +98,16 @@ class LocalView:
     @torch.no_grad()
     def pull(self) -> None:
         """Take in the user's state, param groups that were added, and shards that have moved."""
-        self.local.param_groups = [self.group_of(group) for group in self.optimizer.param_groups]  # type: ignore[misc]
+        known = {id(each.group): each for each in self._groups}  # the twin of a param group is always the same object
+        self._groups = [known.get(id(group)) or _LocalGroup(group) for group in self.optimizer.param_groups]
+        for each in self._groups:
+            each.params = [self._tensors.of(parameter) for parameter in each.group["params"]]
+        self.local.param_groups = [*self._groups]  # type: ignore[list-item]
         self._pull_state()
 
     @torch.no_grad()
     def _pull_state(self) -> None:
-        # The twin has its entries by shard, the user's optimizer by parameter; other keys stay as they are.
+        # The twin has its entries by shard, the user's optimizer has them by parameter; other keys stay as they are.
         state, self.local.state, shards = dict[Any, Any](self.optimizer.state), defaultdict(dict), dict(self._pairs())
         for parameter, entry in state.items():
             self.local.state[shards.get(parameter, parameter)] = {k: _shard_of(value) for k, value in entry.items()}
@@ -119,9 +115,9 @@ class LocalView:
     @torch.no_grad()
     def push(self) -> None:
         """Give the user's optimizer the new entries of the twin's state."""
-        state: dict[Any, dict[str, Any]] = self.local.state
-        for local, entry in state.items():
-            parameter = self._tensors.user_of(local)
+        for parameter, local in self._pairs():
+            if not (entry := self.local.state.get(local, {})):
+                continue
             own = self.optimizer.state[parameter]
             for key, value in entry.items():
                 if _shard_of(own.get(key)) is not value:
@@ -129,18 +125,10 @@ class LocalView:
                     is_shard = isinstance(value, Tensor) and value.dim() > 0 and value.shape == local.shape
                     own[key] = like(value, parameter) if is_shard else value
 
-    def group_of(self, group: dict[str, Any]) -> _LocalGroup:
-        """Return the twin of a param group, always the same object, with its shards as they are now."""
-        known = self._groups.get(id(group))
-        if known is None or known.group is not group:
-            known = self._groups[id(group)] = _LocalGroup(group)
-        known.params = [self._tensors.of(parameter) for parameter in group["params"]]
-        return known
-
     def _pairs(self) -> Iterator[tuple[Parameter, Parameter]]:
         """Yield the user's parameters with their shards."""
-        for group in self.local.param_groups:
-            yield from zip(group.group["params"], group.params, strict=True)  # type: ignore[attr-defined]
+        for each in self._groups:
+            yield from zip(each.group["params"], each.params, strict=True)
 
     def drop_frozen_gradients(self) -> None:
         """Drop gradients of parameters that were frozen since the backward: torch would step them on each rank alone.
@@ -277,46 +265,3 @@ def agree_in_node(worker: Synchronizer, node: dist.ProcessGroup | None) -> None:
     """
     worker.node_flags = flags(worker.requests, worker.device, worker.fault, worker.batch)
     all_reduce_(worker.node_flags, node, dist.ReduceOp.MAX)
-
-
-def agree_in_world(worker: LocalSync) -> None:
-    """Exchange requests, and faults of the weights, between all ranks before an average.
-
-    Collective: all ranks, blocking; five numbers.
-
-    Raises:
-        NonFiniteGradientError, ValueError: on all ranks; names the rank and the parameter.
-    """
-    # All ranks, not the peers alone: if only the peers raised, the other shards of a node would go on.
-    faults = worker.faults_of([each for each in worker.parameters() if each.requires_grad])
-    is_faulty, worker.requests = _any_in_world(worker, faults.any(worker.device), worker.requests)
-    if is_faulty:
-        raise_fault(first_fault(faults.first(), worker.fault_group))
-
-
-def check_last_faults(worker: Synchronizer) -> None:
-    """Report the faults that the last step has found after its status to all ranks, whichever shards they hold.
-
-    Collective: all ranks, blocking; five numbers.
-
-    Raises:
-        NonFiniteGradientError, ValueError: on all ranks; names the rank and the parameter.
-    """
-    faults = worker.late_faults()
-    if _any_in_world(worker, faults.any(worker.device))[0]:
-        raise_fault(first_fault(faults.first(), worker.fault_group))
-    worker.forget_late_faults()
-
-
-def _any_in_world(worker: Synchronizer, fault: Tensor, requests: int = 0) -> tuple[bool, int]:
-    """Return whether any rank has a fault, and the requests of all ranks; waits for the device.
-
-    Raises:
-        DisagreementError: on all ranks; they are at different batches.
-    """
-    message = flags(requests, worker.device, fault, worker.batch)
-    all_reduce_(message, op=dist.ReduceOp.MAX)
-    is_faulty, requests, is_same_batch = read_flags(message)
-    if not is_same_batch:
-        raise_at_other_batches(worker.batch, worker.step, None)
-    return is_faulty, requests

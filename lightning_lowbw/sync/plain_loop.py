@@ -33,8 +33,7 @@ from lightning_lowbw.sync.checks import (
     agree_on_optimizers,
     warn_if_alone,
     warn_if_incomplete,
-    warn_if_mostly_sent,
-    warn_if_sent_whole,
+    warn_of_compression,
 )
 from lightning_lowbw.sync.kernels import prepare_kernels
 from lightning_lowbw.sync.status import any_of
@@ -66,7 +65,6 @@ def attach(
     optimizer: Optimizer,
     named_parameters: Iterable[tuple[str, Parameter]],
     process_group: dist.ProcessGroup | None,
-    buffers: Mapping[str, Tensor],
 ) -> Synchronizer:
     """Return this rank's worker for an optimizer, whose steps become steps of the method; see `Method.attach`.
 
@@ -75,7 +73,6 @@ def attach(
         optimizer: the worker's optimizer.
         named_parameters: the parameters of the model.
         process_group: the group of the worker's peers.
-        buffers: the buffers of the model, if they are averaged.
     """
     with failing_together(process_group):
         names = names_of(named_parameters)
@@ -87,9 +84,9 @@ def attach(
             )
         named = [(name, parameter) for parameter, name in names.items()]
         worker = make(named)
-    agree_on_model(worker.by_name().items(), buffers.items(), process_group)
+    agree_on_model(worker.by_name().items(), process_group)
     agree_on_optimizers([optimizer], named, process_group)
-    worker.take_shapes()
+    worker.agree_on_buffers()
     _tell(worker)
     prepare_kernels([worker], process_group)
     _wrap_step(worker)
@@ -113,8 +110,7 @@ def _tell(worker: Synchronizer) -> None:
             "gradients during the backward pass: this would train as DDP. Attach to a model that is not wrapped.",
             stacklevel=4,  # the caller of `Method.attach`
         )
-    warn_if_mostly_sent(method.what, method.when, peers)
-    warn_if_sent_whole(method.what, worker.params, peers)
+    warn_of_compression(method.what, method.when, worker.params, peers)
     if correction is not None and peers.rank == 0 and peers.num_participants > 1:
         if method.what.corrects and not correction.is_complete:
             warn_if_incomplete(worker.optimizer, method.when)
@@ -199,11 +195,16 @@ def _take_step(worker: Synchronizer, step: Callable[..., Any], args: tuple[Any, 
             worker.check_closure()
             worker.is_prepared = worker.is_exchanged = False  # an earlier call had other gradients
             result = closure()
-            _exchange_once(worker)
-            worker.step_exchanged()
+            exchange_to_step()
             return result
 
         return functools.partial(eagerly(), exchanging_closure)
+
+    def exchange_to_step() -> bool:
+        is_taken = _exchange(worker, scaling)
+        if is_taken:
+            worker.step_exchanged()
+        return is_taken
 
     with nullcontext() if worker.is_stepping else worker.stepping():
         scaling = _unscale(worker)
@@ -212,24 +213,20 @@ def _take_step(worker: Synchronizer, step: Callable[..., Any], args: tuple[Any, 
             args = (exchanging(args[0]), *args[1:])
         elif kwargs.get("closure") is not None:
             kwargs = {**kwargs, "closure": exchanging(kwargs["closure"])}
-        elif _pre_hooks(worker):  # their changes of the param groups count in this step
+        elif worker.optimizer._optimizer_step_pre_hooks or torch_optimizer._global_optimizer_pre_hooks:
+            # Their changes of the param groups count in this step. They see the local gradient if that is clipped.
             if worker.clips_before_exchange and scaling is None and not worker.is_exchanged:
-                last: Callable[[], Any] = functools.partial(_exchange_to_step, worker)  # hooks see the local gradient
+                late = last_pre_hook(worker.optimizer, exchange_to_step, must_call=True)
             else:
-                is_taken, last = _exchange_checked(worker, scaling), worker.step_exchanged
-            late = last_pre_hook(worker.optimizer, last, must_call=is_taken)
+                is_taken = _exchange(worker, scaling)
+                late = last_pre_hook(worker.optimizer, worker.step_exchanged, must_call=is_taken)
         else:
-            is_taken = _exchange_to_step(worker, scaling)
+            is_taken = exchange_to_step()
         with late:
             result = step(*args, **kwargs) if is_taken else None
         if scaling is not None:
             vars(worker.optimizer).update(scaling)  # the scaler deletes them
     return result
-
-
-def _pre_hooks(worker: Synchronizer) -> list[Callable[..., Any]]:
-    own: dict[int, Callable[..., Any]] = worker.optimizer._optimizer_step_pre_hooks
-    return [*torch_optimizer._global_optimizer_pre_hooks.values(), *own.values()]
 
 
 @contextmanager
@@ -256,25 +253,16 @@ def last_pre_hook(optimizer: Optimizer, function: Callable[[], Any], *, must_cal
         )
 
 
-def _exchange_to_step(worker: Synchronizer, scaling: Mapping[str, Any] | None = None) -> bool:
-    """Exchange, and prepare the optimizer's step; return whether the step is to be taken."""
-    is_taken = _exchange_checked(worker, scaling)
-    if is_taken:
-        worker.step_exchanged()
-    return is_taken
+def _exchange(worker: Synchronizer, scaling: Mapping[str, Any] | None) -> bool:
+    """Exchange, unless that has been done by hand; return whether the step is to be taken.
 
-
-def _exchange_checked(worker: Synchronizer, scaling: Mapping[str, Any] | None) -> bool:
-    """Exchange; return whether the step is to be taken: under a GradScaler only if the means are finite."""
-    is_taken = _exchange_once(worker, skip_nonfinite=scaling is not None)
-    return is_taken and (scaling is None or not bool(any_of(are_not_finite(_gradients(worker)), worker.device)))
-
-
-def _exchange_once(worker: Synchronizer, *, skip_nonfinite: bool = False) -> bool:
-    if worker.is_exchanged:  # by hand
-        return worker.is_taken
-    applies = not (skip_nonfinite or has_step_hooks(worker.optimizer))  # hooks may read the gradients
-    return worker.exchange(skip_nonfinite=skip_nonfinite, applies=applies)
+    Under a GradScaler the step is taken only if the means are finite.
+    """
+    has_scaler = scaling is not None
+    if not worker.is_exchanged:
+        applies = not (has_scaler or has_step_hooks(worker.optimizer))  # hooks may read the gradients
+        worker.exchange(skip_nonfinite=has_scaler, applies=applies)
+    return worker.is_taken and not (has_scaler and any_of(are_not_finite(_gradients(worker)), worker.device))
 
 
 def has_step_hooks(optimizer: Optimizer, but: Collection[Callable[..., Any]] = ()) -> bool:

@@ -5,7 +5,7 @@ The round is in `sync.local`; `sync.state` saves and loads a replica.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -34,7 +34,7 @@ class Replica:
         params: the parameters of its optimizer.
         exchange: the exchange of the changes that the payload compresses; None if all tensors are sent whole.
         peers: the participants; they say which part of each tensor this rank keeps.
-        named_buffers: the buffers of the model.
+        named_buffers: returns the current buffers of the model, by name.
         when: the schedule; it says how many fragments there are.
 
     Attributes:
@@ -51,7 +51,7 @@ class Replica:
         params: Params,
         exchange: Exchange | None,
         peers: Peers,
-        named_buffers: Mapping[str, Tensor],
+        named_buffers: Callable[[], Mapping[str, Tensor]],
         when: EveryK,
     ) -> None:
         self.params, self.exchange, self.peers, self._when = params, exchange, peers, when
@@ -82,7 +82,8 @@ class Replica:
     @property
     def is_equal(self) -> bool:
         """Whether there is nothing to average. Buffers that may differ count as different."""
-        return self._is_alone or (self.parameters_agree and not self.buffers.may_differ)
+        may_differ = self.buffers.is_begun and bool(self.buffers.specs)
+        return self._is_alone or (self.parameters_agree and not may_differ)
 
     # Messages of an average -----------------------------------------------------------------------------------------
 
@@ -93,7 +94,7 @@ class Replica:
     @property
     def sends_changes_only(self) -> bool:
         """Whether an average consists of the payload's messages; equal on all ranks."""
-        if self.exchange is None or self.buffers.may_average:
+        if self.exchange is None or any(map(self.buffers.is_averaged, self.buffers.specs)):
             return False
         # One small tensor that is sent whole needs a second message, which then contains the status.
         trained = [p for fragment in self.fragments for p in fragment.parameters if p.requires_grad and p.numel()]

@@ -164,7 +164,7 @@ def load_replica_(replica: Replica, optimizer: Optimizer, state: Mapping[str, An
     device = next(iter(parameters.values())).device
     replica.buffers.load_state_dict(state.get("layout"), loaded(state["buffers"], device))
     # Frozen parameters that were never trained are absent: the model's file has them.
-    targets: dict[str, Tensor] = {**parameters, **dict(replica.buffers.named.items())}
+    targets: dict[str, Tensor] = {**parameters, **replica.buffers.now()}
     for name, own in state["own"].items():
         if name in targets and targets[name].shape == own.shape:  # else a buffer, which the next average compares
             targets[name].copy_(own)

@@ -8,10 +8,12 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import LBFGS, Optimizer
 
+from lightning_lowbw.comm.collectives import all_reduce_
 from lightning_lowbw.comm.peers import Peers
 from lightning_lowbw.comm.topology import Where
 from lightning_lowbw.compress.corrections import ErrorFeedback
@@ -19,32 +21,40 @@ from lightning_lowbw.compress.params import Params
 from lightning_lowbw.compress.payload import Payload
 from lightning_lowbw.errors import ConfigurationError
 from lightning_lowbw.schedules.schedule import Schedule
+from lightning_lowbw.sync.checks import raise_at_other_batches
 from lightning_lowbw.sync.exchange import Exchange, WholeExchange
-from lightning_lowbw.sync.status import SAVE, STOP, Fault, Faults, Status, first_fault, overflow, status_message
+from lightning_lowbw.sync.status import (
+    SAVE,
+    STOP,
+    Fault,
+    Faults,
+    Status,
+    first_fault,
+    flags,
+    overflow,
+    read_flags,
+    status_message,
+)
 
 
 class Configuration(Protocol):
-    """The part of a `Method` that a driver reads; `Method` itself is in a layer above, because it makes the drivers."""
+    """The part of a `Method` that a driver reads; `Method` itself is in a layer above, because it makes the drivers.
+
+    Attributes:
+        when: the schedule.
+        what: the payload.
+        where: which ranks communicate with each other.
+        acts_alone: whether the method changes the training also if there is only one rank.
+    """
 
     @property
-    def when(self) -> Schedule:
-        """The schedule."""
-        ...
-
+    def when(self) -> Schedule: ...
     @property
-    def what(self) -> Payload:
-        """The payload."""
-        ...
-
+    def what(self) -> Payload: ...
     @property
-    def where(self) -> Where:
-        """Which ranks communicate with each other."""
-        ...
-
+    def where(self) -> Where: ...
     @property
-    def acts_alone(self) -> bool:
-        """Whether the method changes the training also if there is only one rank."""
-        ...
+    def acts_alone(self) -> bool: ...
 
 
 class Synchronizer:
@@ -128,8 +138,8 @@ class Synchronizer:
         first: Parameter = next(each for group in self.optimizer.param_groups for each in group["params"])
         return first.device
 
-    def take_shapes(self) -> None:
-        """Take the shapes of the buffers that are averaged: they have been compared between the ranks."""
+    def agree_on_buffers(self) -> None:
+        """Check that the buffers that are averaged have the same shapes on all ranks."""
 
     # Communication of the next step, read by the strategies ---------------------------------------------------------
 
@@ -302,30 +312,49 @@ class Synchronizer:
             faults.add(exchange.fault, [""] * exchange.fault.numel(), lambda _: overflow(3, self.step, what))
         return faults
 
-    @property
-    def may_have_late_faults(self) -> bool:
-        """Whether the last exchange may have found a fault after its status; equal on all ranks."""
-        raise NotImplementedError
-
     @torch.no_grad()
     def check_late_faults(self) -> None:
         """Report the faults that the last exchange has found after its status.
 
-        Collective: all ranks, blocking; an all-reduce of two numbers per rank, if there are residuals.
+        Collective: all ranks, blocking; an all-reduce of two numbers per rank, if there are residuals. If a model is
+            sharded: as `agree_in_world`.
 
         Raises:
             NonFiniteGradientError: on all ranks; a residual of a rank has an inf or NaN.
         """
-        peers = self.peers
-        if peers.num_ranks == 1 or not self.may_have_late_faults:
+        peers, exchange, faults = self.peers, self.compressed, self.late_faults()
+        if peers.num_ranks == 1 or peers.may_grow:  # an elastic group reports its faults before each round
             return
-        faults = self.late_faults()
-        message = status_message((), faults.any(self.device), 0, peers.rank, peers.num_ranks, self.device)
-        numbers = WholeExchange(peers).prepare({}).send(message).wait().status.tolist()
-        status = Status.read(numbers, peers.num_ranks)
-        if status.is_faulty:
-            raise_fault(first_fault(faults.first(), self.fault_group))
+        # All ranks have flags of an average, or no rank has. After a step a rank has flags of its own gradients.
+        averages_weights = self.method.when.averages_weights
+        if peers.are_shards:
+            self.agree_in_world(faults)
+        elif exchange is not None and (exchange.fault is not None if averages_weights else exchange.residuals):
+            message = status_message((), faults.any(self.device), 0, peers.rank, peers.num_ranks, self.device)
+            numbers = WholeExchange(peers).prepare({}).send(message).wait().status.tolist()
+            if Status.read(numbers, peers.num_ranks).is_faulty:
+                raise_fault(first_fault(faults.first(), self.fault_group))
         self.forget_late_faults()
+
+    def agree_in_world(self, faults: Faults, requests: int = 0) -> int:
+        """Return the requests of all ranks, whichever shards of a model they hold, if no rank has a fault.
+
+        All ranks, not the peers alone: if only the peers raised, the other shards of a node would go on.
+
+        Collective: all ranks, blocking; five numbers.
+
+        Raises:
+            NonFiniteGradientError, ValueError: on all ranks; names the rank and the parameter.
+            DisagreementError: on all ranks; they are at different batches.
+        """
+        message = flags(requests, self.device, faults.any(self.device), self.batch)
+        all_reduce_(message, op=dist.ReduceOp.MAX)
+        is_faulty, requests, is_same_batch = read_flags(message)
+        if not is_same_batch:
+            raise_at_other_batches(self.batch, self.step, None)
+        if is_faulty:
+            raise_fault(first_fault(faults.first(), self.fault_group))
+        return requests
 
     def forget_late_faults(self) -> None:
         """Forget the flags of the last exchange: all ranks have been told, or the residuals are replaced."""

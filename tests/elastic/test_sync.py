@@ -681,7 +681,10 @@ def test_settings_that_could_not_be_read_are_not_named_as_others() -> None:
 
 def test_buffers_that_are_never_sent_may_differ(store: dist.Store) -> None:
     buffers = [{"mean": torch.zeros(3), "seen": torch.arange(n + 1)} for n in range(2)]
-    members = [Member(store, n, METHODS["local_sgd"], options={"named_buffers": buffers[n]}) for n in range(2)]
+    members = [
+        Member(store, n, METHODS["local_sgd"], options={"named_buffers": partial(buffers.__getitem__, n)})
+        for n in range(2)
+    ]
     train(members)
     assert_equal_anchors(members)
 

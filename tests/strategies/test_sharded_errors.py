@@ -149,7 +149,7 @@ def take_steps(method: lowbw.Method, skips: bool = False) -> list[Any]:
     rank, found, parameter = dist.get_rank(), list[Any](), torch.nn.Parameter(torch.ones(8))
     mesh = make_node_mesh(Topology(NODES), rank, "cpu", None)
     peers = Peers(mesh.peers(), nodes=NODES)
-    worker = method.make_synchronizer(SGD([parameter], lr=0.1, momentum=0.9), [("shard", parameter)], peers, {})
+    worker = method.make_synchronizer(SGD([parameter], lr=0.1, momentum=0.9), [("shard", parameter)], peers)
     for step in range(4):
         worker.batch = step + (skips and rank == 1 and step > 0)
         if rank == 3 and step == 1:

@@ -36,7 +36,7 @@ from lightning_lowbw.method import Method
 from lightning_lowbw.presets import DGC, LocalSGD, PowerSGD, QuantizedGradients
 from lightning_lowbw.strategies.step_hooks import exchange_unscaled_
 from lightning_lowbw.sync import low_rank
-from lightning_lowbw.sync.buffers import ReplicaBuffers, wide_copies
+from lightning_lowbw.sync.buffers import ReplicaBuffers, specs_of, wide_copies
 from lightning_lowbw.sync.early import NUM_GROUPS
 from lightning_lowbw.sync.gradient import GradientSync
 from lightning_lowbw.sync.local import LocalSync
@@ -316,9 +316,9 @@ def fake_buffers(model: str) -> dict[str, Tensor]:
 
 def know_what_differs(buffers: ReplicaBuffers) -> None:
     """Let the ranks have compared their buffers, as before averages 1, 2 and 4: the counts of batches are equal."""
-    floating = {name: each for name, each in buffers.named.items() if each.is_floating_point()}
+    floating = {name: each for name, each in buffers.now().items() if each.is_floating_point()}
     buffers.is_begun, buffers.num_averages, buffers.differing = True, 4, frozenset(floating)
-    buffers.take_shapes()
+    buffers.specs = specs_of(buffers.now())
     buffers.start = dict(zip(floating, wide_copies(list(floating.values())), strict=True))
 
 
@@ -376,7 +376,7 @@ def count_average(
         parameters = fake_parameters(model)
         named = [(str(i), each) for i, each in enumerate(parameters)]
         buffers = fake_buffers(model) if has_buffers else {}
-        worker = LocalSync(method, SGD(parameters, lr=0.1, momentum=0.9), named, peers, buffers)
+        worker = LocalSync(method, SGD(parameters, lr=0.1, momentum=0.9), named, peers, lambda: buffers)
         know_what_differs(worker.buffers)
         worker.measures_distance = is_logged
         for step in range(2 * K_STEPS + 1):  # the first average makes what is kept
@@ -403,7 +403,8 @@ def count_local_step(
     with torch.no_grad(), FakeTensorMode(), Operations(count) as operations:
         parameters = fake_parameters("ResNet-50")
         named = [(str(i), each) for i, each in enumerate(parameters)]
-        worker = LocalSync(LocalSGD(8, begin_step), SGD(parameters, lr=0.1), named, peers, fake_buffers("ResNet-50"))
+        buffers = fake_buffers("ResNet-50")
+        worker = LocalSync(LocalSGD(8, begin_step), SGD(parameters, lr=0.1), named, peers, lambda: buffers)
         know_what_differs(worker.buffers)
         for _ in range(3):
             for parameter in parameters:
@@ -607,7 +608,7 @@ def test_the_anchor_takes_no_memory_of_the_device_while_it_is_shown(monkeypatch:
     with torch.no_grad(), FakeTensorMode(), Operations(count) as operations:
         parameters = fake_parameters("ResNet-50")
         named = [(str(i), each) for i, each in enumerate(parameters)]
-        worker = LocalSync(LocalSGD(4, 0, outer="nesterov"), SGD(parameters, lr=0.1), named, Peers(), {})
+        worker = LocalSync(LocalSGD(4, 0, outer="nesterov"), SGD(parameters, lr=0.1), named, Peers(), dict)
         with worker.stepping():
             worker.exchange()
         operations.clear()

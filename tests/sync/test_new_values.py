@@ -90,11 +90,8 @@ class Falling(Schedule, key="falling"):
 
     begin_step: int = 1
 
-    def is_dense(self, step: int) -> bool:
-        return step < self.begin_step
-
     def density(self, step: int, otherwise: float = 1.0) -> float:
-        return 1.0 if self.is_dense(step) else 0.5**step
+        return 1.0 if step < self.begin_step else 0.5**step
 
 
 for _registry, _key in ((PAYLOADS, "rounded"), (SCHEDULES, "falling")):  # not for the other tests of this process

@@ -50,7 +50,7 @@ DIFFERENCES = {
     "shape": ("model", "parameter 0.weight", "(12, 8)", "(14, 8)"),
     "names": ("model", "parameter 1.weight", "nothing"),
     "frozen": ("model", "parameter 0.bias", "trains", "frozen"),
-    "buffers": ("running_mean: rank 0 has ((12,), 'torch.float32'), rank 1 has ((12,), 'torch.float64')",),
+    "buffers": ("running_mean: rank 0 has ((12,), torch.float32), rank 1 has ((12,), torch.float64)",),
     "class": ("optimizers", "SGD", "Adam"),
     "lr": ("optimizers", "optimizer 0, param group 0, lr: rank 0 has 0.1, rank 1 has 0.2"),
     "a tensor's lr": ("lr: rank 0 has 0.5, rank 1 has 1.0",),
@@ -69,7 +69,7 @@ def test_models_and_optimizers_that_differ_are_named(what: str) -> None:
     if is_other and what == "frozen":
         model[0].requires_grad_(False)
     if is_other and what == "buffers":
-        model[1].double()
+        model[1].running_mean = model[1].running_mean.double()
     optimizer: Any = (Adam if is_other and what == "class" else SGD)(model.parameters(), lr=0.1)
     if what == "a tensor's lr":
         optimizer = AdamW(model.parameters(), lr=torch.tensor(0.5 * (1 + is_other)), foreach=False)
