@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -111,8 +110,8 @@ def digest(tensors: Iterable[Tensor]) -> str:
 def gather(value: T, topic: str, group: dist.ProcessGroup | None = None) -> list[T]:
     """Return a plain value of each rank, in their order.
 
-    Collective: all ranks of the group, blocking; no communication if torch.distributed is not
-    initialised: there is one rank then.
+    Collective: all ranks of the group, blocking; no communication if there is one rank, or torch.distributed is not
+    initialised.
 
     Args:
         value: the value of this rank.
@@ -122,7 +121,7 @@ def gather(value: T, topic: str, group: dist.ProcessGroup | None = None) -> list
     Raises:
         DisagreementError: on all ranks; some ranks are at another call of this function, and have sent its value.
     """
-    if not dist.is_initialized():
+    if not dist.is_initialized() or dist.get_world_size(group) == 1:
         return [value]
     gathered = [(topic, value)] * dist.get_world_size(group)
     dist.all_gather_object(gathered, (topic, value), group=group)
@@ -133,20 +132,3 @@ def gather(value: T, topic: str, group: dist.ProcessGroup | None = None) -> list
             "callbacks, the same settings, and the same code."
         )
     return [value for _, value in gathered]
-
-
-def gather_json(value: Any) -> list[Any]:
-    """Return a value of each rank, as `gather` does, but as JSON, which unlike a pickle cannot run code.
-
-    Collective: all ranks, blocking.
-    """
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return [value]
-    device = torch.device("cuda") if dist.get_backend() == "nccl" else torch.device("cpu")
-    message = torch.tensor(list(json.dumps(value).encode()), dtype=torch.uint8, device=device)
-    sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(dist.get_world_size())]
-    dist.all_gather(sizes, torch.tensor([message.numel()], device=device))
-    longest = max(map(int, sizes))
-    received = [message.new_zeros(longest) for _ in sizes]
-    dist.all_gather(received, torch.nn.functional.pad(message, (0, longest - message.numel())))
-    return [json.loads(bytes(each[: int(size)].tolist())) for each, size in zip(received, sizes, strict=True)]

@@ -9,12 +9,12 @@ from typing import Any, NamedTuple, Protocol
 
 import torch.distributed as dist
 
+from lightning_lowbw.comm.agreement import MAX_DIFFERENCES
 from lightning_lowbw.errors import DisagreementError
 
 Share = Callable[[], Mapping[str, Any]]  # returns the state for a member that is behind; see `Membership.serve`
-GivesUp = Callable[[bool], bool]  # see `Membership.quorum`
+GivesUp = Callable[[], bool]  # see `Membership.quorum`
 Settings = Mapping[str, str]  # what has to be the same on all members, by name
-MAX_DIFFERENCES = 8  # lines of an error
 
 
 class Row(NamedTuple):
@@ -24,7 +24,6 @@ class Row(NamedTuple):
         rounds: completed rounds; 0 for a member that has to take the state of another member.
         step: completed optimizer steps.
         tokens: tokens of its work, on all its processes.
-        faults: number of its processes that have left an inf or NaN.
         anchor: checksum of its anchor.
         state_bytes: size of the state that a member that is behind takes, for all processes of a group.
         settings: digest of its `Settings`.
@@ -38,7 +37,6 @@ class Row(NamedTuple):
     rounds: int = 0
     step: int = 0
     tokens: float = 0.0
-    faults: float = 0.0
     anchor: float = 0.0
     state_bytes: float = 0.0
     settings: str = ""
@@ -50,33 +48,27 @@ class Row(NamedTuple):
 
 @dataclass(frozen=True)
 class Quorum:
-    """The members of a round.
+    """The members of a round, or the state that this group has taken instead of a round.
 
     Attributes:
-        step: completed rounds, by `rounds_of` the members; the same on all after they have taken the state.
         rank: rank of this group among the members.
         members: names in the order of their ranks; the same on all members.
-        healed: the state of a member with `step` rounds if this group had another number of rounds; else None. Only the
-            first process of the group may have the tensors.
-        rows: rows of the members, in the order of their ranks; None if a member takes a state, so that its row is out
-            of date. A group that takes the state may be the only member; the other groups run a round without it.
+        rows: rows of the members, in the order of their ranks.
+        healed: the state of a member, if this group was behind; then `rows` is empty, and there are other members only
+            if these wait for this group. Only the first process of the group may have the tensors.
     """
 
-    step: int
     rank: int
     members: tuple[str, ...]
+    rows: tuple[Row, ...] = ()
     healed: Mapping[str, Any] | None = None
-    rows: tuple[Row, ...] | None = None
 
     @property
-    def is_for_round(self) -> bool:
-        """Whether no member takes a state or has ended."""
-        return self.rows is not None and not any(row.has_ended for row in self.rows)
-
-    @property
-    def have_one_anchor(self) -> bool:
-        """Whether all members measure their work from the same weights."""
-        return len({row.anchor for row in self.rows or ()}) == 1
+    def weights(self) -> list[float]:
+        """The weight of each member in the mean, by its tokens; empty without work, or after the training."""
+        total = sum(row.tokens for row in self.rows)
+        has_ended = any(row.has_ended for row in self.rows)
+        return [row.tokens / total for row in self.rows] if total and not has_ended else []
 
 
 class Membership(Protocol):
@@ -114,11 +106,13 @@ class Membership(Protocol):
     def quorum(self, row: Row, settings: Settings, gives_up: GivesUp) -> Quorum | None:
         """Wait for the members of the next round, at least `min_replicas`; None if this group has given up.
 
+        The members have the same state. A group that is behind takes the state of a member, see `latest_of`.
+
         Args:
             row: row of this group; the same on all its processes.
             settings: settings of this group, whose digest is in the row.
-            gives_up: returns whether to stop waiting. It is asked about once a second and told whether this group
-                receives a state, which ends by itself if nothing arrives. One process decides for its group.
+            gives_up: returns whether to stop waiting. It is asked about once a second. One process decides for its
+                group.
 
         Raises:
             DisagreementError: this group is refused; the other groups go on.
@@ -137,12 +131,8 @@ class Membership(Protocol):
         """
         ...
 
-    def commit(self, is_ok: bool = True) -> bool:
-        """Return whether the round counts: no process of this group has failed in it. Other groups may differ.
-
-        Args:
-            is_ok: whether this process wants the round to count.
-        """
+    def commit(self) -> bool:
+        """Return whether the round counts: no process of this group has failed in it. Other groups may differ."""
         ...
 
     def note(self, longest_s: float) -> None:
@@ -186,17 +176,27 @@ def rounds_of(rows: Mapping[str, Row]) -> int:
     return max(rows[name].rounds for name in deciders(rows)) or max(row.rounds for row in rows.values())
 
 
+def latest_of(rows: Mapping[str, Row]) -> list[str]:
+    """Return the members that are not behind: they have the rounds that count, and the anchor of most such members."""
+    latest = {name: row.anchor for name, row in rows.items() if row.rounds == rounds_of(rows)}
+    judges = [latest[name] for name in deciders(rows) if name in latest] or [*latest.values()]
+    usual = max(judges, key=judges.count)
+    return [name for name, anchor in latest.items() if anchor == usual]
+
+
 def refusals(rows: Mapping[str, Row]) -> dict[str, str]:
     """Return the members that cannot take part, each with the name of a member that it differs from; the same on all.
 
-    If the members that decide have no majority, no member can take part.
+    Before the first average the members also compare their weights. If the members that decide have no majority, no
+    member can take part.
     """
-    judges = deciders(rows)
-    digests = [rows[name].settings for name in judges]
-    usual = max(digests, key=digests.count)
-    judge = judges[digests.index(usual)]
-    refused = {name: judge for name, row in rows.items() if row.settings != usual}
-    if 2 * digests.count(usual) <= len(digests):
+    judges, have_begun = deciders(rows), any(row.rounds for row in rows.values())
+    told = {name: (row.settings, 0.0 if have_begun else row.anchor) for name, row in rows.items()}
+    of_judges = [told[name] for name in judges]
+    usual = max(of_judges, key=of_judges.count)
+    judge = judges[of_judges.index(usual)]
+    refused = {name: judge for name in rows if told[name] != usual}
+    if 2 * of_judges.count(usual) <= len(judges):
         other = next(name for name in judges if name in refused)
         return {**dict.fromkeys(rows, other), **refused}
     run = run_of({name: row for name, row in rows.items() if name not in refused})
@@ -206,19 +206,22 @@ def refusals(rows: Mapping[str, Row]) -> dict[str, str]:
 
 def raise_refused(own: Row, own_settings: Settings, row: Row, settings: Settings | None, name: str) -> None:
     """Raise DisagreementError with the differences from another member, whose row, settings and name are given last."""
+    if own.settings == row.settings and not own.rounds:
+        raise DisagreementError(
+            f"The groups begin with different weights: their checksum is {own.anchor:.0f} here and {row.anchor:.0f} in "
+            f"group {name!r}. Begin with the same weights: seed_everything with one number, or load one file."
+        )
     if own.settings == row.settings:
         raise DisagreementError(
             f"This group is in run {own.run!r}, of {own.rounds} rounds; group {name!r} trains in run {row.run!r}. To "
-            "take part in that one, start without a checkpoint of the first. To go on with the first, end all groups, "
-            "and start them again: the others, too, with a checkpoint of it, or with none."
+            f"take part in run {row.run!r}, start without a checkpoint of run {own.run!r}. To go on with run "
+            f"{own.run!r}, end all groups, and start them again, each with a checkpoint of that run, or with none."
         )
     if settings is None:
         raise DisagreementError(f"This group has other settings than group {name!r}, which could not be read there.")
     names = [key for key in {**own_settings, **settings} if own_settings.get(key) != settings.get(key)]
     lines = [f"  {key}: {own_settings.get(key, 'nothing')} here, {settings.get(key, 'nothing')} there" for key in names]
-    if len(lines) > MAX_DIFFERENCES:
-        lines[MAX_DIFFERENCES:] = [f"  and {len(lines) - MAX_DIFFERENCES} more"]
     raise DisagreementError(
         f"This group has other settings than group {name!r}, and cannot take part. Make them the same:\n"
-        + "\n".join(lines)
+        + "\n".join(lines[:MAX_DIFFERENCES])
     )

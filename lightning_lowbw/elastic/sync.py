@@ -52,8 +52,8 @@ from lightning_lowbw.comm.collectives import (
     broadcast_flat_,
 )
 from lightning_lowbw.comm.peers import Peers
-from lightning_lowbw.elastic.membership import GivesUp, Membership, Quorum, Row, Settings, deciders, digest_of, run_of
-from lightning_lowbw.errors import ConfigurationError, DisagreementError
+from lightning_lowbw.elastic.membership import GivesUp, Membership, Quorum, Row, Settings, digest_of, run_of
+from lightning_lowbw.errors import ConfigurationError
 from lightning_lowbw.kernels.reference import are_not_finite
 from lightning_lowbw.kernels.tensors import CPU, as_real, checksum, copies, copy_all_, order_of
 from lightning_lowbw.method import Method
@@ -70,7 +70,6 @@ EARLY_S = 0.5  # a member that has joined asks for its first quorum so long befo
 END_S = 0.2  # between two last quorums
 SETTLE_S = 10.0  # limit for a hidden round before a save or a validation
 EQUAL = ("run", "num_averages", "tokens_seen", "contributed")  # attributes that are the same on all members
-BEHIND = 0  # rounds in the row of a member that has to take the state of another member
 
 
 # Communication ------------------------------------------------------------------------------------------------------
@@ -92,7 +91,7 @@ class MemberCollectives(Collectives):
     def __init__(self, membership: Membership, ledger: TrafficLedger) -> None:
         super().__init__(None, ledger, "inter")
         self._membership = membership
-        self.begin(Quorum(0, 0, ("",)))
+        self.begin(Quorum(0, ("",)))
 
     def begin(self, quorum: Quorum) -> None:
         """Begin a round of these members; a group is alone before the first round."""
@@ -114,9 +113,6 @@ class MemberCollectives(Collectives):
         self._run(lambda group: group.allgather([list(rows.unbind())], [sent]), nbytes)
         received = rows.to(message.device)
         return TensorWork(received if out is None else out.copy_(received.view(out.shape)))
-
-    def all_gather(self, message: Tensor, out: Tensor | None = None) -> Tensor:
-        return self.begin_all_gather(message, out).wait()
 
     def _run(self, begin: Callable[[dist.ProcessGroup], Any], nbytes: int) -> None:
         if self.num_ranks == 1 or self.has_failed:
@@ -176,7 +172,7 @@ class Members(Peers):
     begin_sum_ = begin_all_reduce_
 
     def begin_gather(self, message: Tensor) -> TensorWork:
-        received = self.members.all_gather(message)
+        received = self.members.begin_all_gather(message).wait()
         shape = self.num_local_ranks, self.num_participants, message.numel()
         return TensorWork(self.node.all_gather(received.view(-1)).view(shape))
 
@@ -198,7 +194,7 @@ class _Work:
         step: completed optimizer steps.
         steps: steps of the round.
         tokens: tokens of these steps.
-        change: change of each tensor; None if the work does not count.
+        lr: largest learning rate.
         residuals: residuals before the exchange.
         prepared: arguments of `send_average`.
     """
@@ -206,12 +202,12 @@ class _Work:
     step: int
     steps: int
     tokens: float
-    change: list[Tensor] | None
+    lr: float
     residuals: Mapping[str, Tensor]
     prepared: tuple[Average, Named, Named]
 
 
-Exchanged = tuple[Quorum | None, Average | None]  # the average is None if the quorum is not for a round
+Exchanged = tuple[Quorum | None, Average | None]  # the average is None if nothing is averaged
 
 
 # One member -----------------------------------------------------------------------------------------------------------
@@ -237,7 +233,6 @@ class ElasticSync(LocalSync):
         healed: the result of another member's `share`, which the caller is to apply; None if there is nothing.
         should_stop: returns whether this process is asked to stop; then it does not wait for a quorum.
         max_wait_s: limit for the wait for other groups, after the first round.
-        has_lost_others: whether that limit has passed: the caller is to save and to end.
         run: the training to which the rounds belong; before the first round, the training that it would begin.
         num_skipped: steps that the last round has added to `step`: taken by the fastest member and not by this one.
     """
@@ -269,13 +264,9 @@ class ElasticSync(LocalSync):
         self.num_skipped = 0
         self.should_stop: Callable[[], bool] = lambda: False
         self.max_wait_s = math.inf
-        self.has_lost_others = False
         self.run = uuid.uuid4().hex[:12]
         self._ends_s = math.inf  # when the round ends, unless it ends after steps
         self._is_new = True  # whether it has been in no round yet
-        self._has_faults = False  # whether local steps have left an inf or NaN
-        self._is_apart = False  # whether other members of as many rounds have another anchor
-        self._is_warned = False  # that a round has few steps
         # Whether other members may have counted the work already: after a failed exchange, or that of a checkpoint.
         self._is_unsure = True
         self._hidden: tuple[_Work, Future[Exchanged]] | None = None  # a round in the background
@@ -351,14 +342,8 @@ class ElasticSync(LocalSync):
         self.settle()
         ends_s = time.monotonic() + grace_s
         while self.is_complete and not self._any_in_node(time.monotonic() >= ends_s)[0]:
-            quorum = self._next_quorum(lambda _: time.monotonic() >= ends_s)
-            if quorum is None:
-                return
-            self.members.members.begin(quorum)
-            self._wait_for_members()
-            self.membership.commit(False)
-            has_failed = self._any_in_node(self.members.members.has_failed)[0]
-            if not has_failed and self.contributed.keys() <= {*quorum.members}:
+            quorum = self._next_quorum(lambda: time.monotonic() >= ends_s)
+            if quorum is None or (self._try_round(quorum) and self.contributed.keys() <= {*quorum.members}):
                 return
             time.sleep(END_S)
 
@@ -383,6 +368,9 @@ class ElasticSync(LocalSync):
 
         Args:
             quorum: the quorum, if this member has one already.
+
+        Raises:
+            TimeoutError: the other members have not come in `max_wait_s`.
         """
         while quorum is None or not self._try_round(quorum):
             self._restart_if_not_finite()
@@ -390,11 +378,15 @@ class ElasticSync(LocalSync):
             if quorum is None:
                 break
         asked = self._agree_on_requests()
-        self.has_lost_others = quorum is None and not any(asked)
+        if quorum is None and not any(asked):
+            raise TimeoutError(
+                f"Too few groups have come to the end of round {self.num_averages + 1} in {self.max_wait_s:g} s: the "
+                "other groups have ended the training, or are lost. If they come back later, start this group again "
+                "from its last checkpoint, with a longer ElasticStrategy(timeout=...)."
+            )
         if quorum is None:
             self._repeat_last_step()
-            return False
-        return True
+        return quorum is not None
 
     def _begin_clock(self) -> None:
         self._ends_s = math.inf if self.round_s is None else time.monotonic() + self.round_s
@@ -420,39 +412,30 @@ class ElasticSync(LocalSync):
         """Begin to wait for other groups: without limit before the first round, then for `max_wait_s`."""
         self._late_s = time.monotonic() + (self.max_wait_s if self.num_averages else math.inf)
 
-    def _gives_up(self, is_taking: bool) -> bool:
-        is_late = not is_taking and time.monotonic() >= self._late_s
-        return bool(self.requests) or self.should_stop() or is_late
+    def _gives_up(self) -> bool:
+        return bool(self.requests) or self.should_stop() or time.monotonic() >= self._late_s
 
     def _next_quorum(self, gives_up: GivesUp) -> Quorum | None:
         settings = self._all_settings()
-        row = self._row(settings)
         with self.members.ledger.waiting(CPU):
-            return self.membership.quorum(row, settings, gives_up)
+            return self._ask(self._row(settings), settings, gives_up)
+
+    def _ask(self, row: Row, settings: Settings, gives_up: GivesUp) -> Quorum | None:
+        """Ask for a quorum with a row that lacks the checksum of the anchor, which takes a pass over memory."""
+        anchor = int(checksum(self.replica.start.values(), at_a_time=CHUNK)) % ANCHORS
+        return self.membership.quorum(row._replace(anchor=float(anchor)), settings, gives_up)
 
     def _try_round(self, quorum: Quorum) -> bool:
         """Try a round; return whether local steps follow: else it is repeated, maybe with the state of another member.
 
         Local steps follow a round that counts, and a state that was taken in the middle of the other members' round.
         """
-        members = self.members.members
-        members.begin(quorum)
         if quorum.healed is not None:
             self._heal(quorum.healed)
-        if not quorum.is_for_round and len(quorum.members) == 1:
-            return self.is_complete or not self._is_over()
-        if not quorum.is_for_round:  # a member that has taken the state has another row now
-            self._wait_for_members()
-            self.membership.commit(not self.is_complete)  # without a wait for the other members
-            return self.is_complete
-        if not self._weights_of(quorum):
-            self._wait_for_members()
-            if self._any_in_node(members.has_failed)[0]:  # the rows may be out of date: of a request that was given up
-                self.membership.commit(False)
-                return False
-            self._compare(quorum)
-        work, lr = self._begin(), self._lr
-        counts, _ = self._conclude(work, lambda: self._exchange(quorum, work, lr))
+            is_awaited = len(quorum.members) > 1
+            return self.is_complete or not (is_awaited or self._is_over())
+        work = self._begin()
+        counts = self._conclude(work, quorum, self._exchange(quorum, work))
         self._begin_clock()
         return counts
 
@@ -460,64 +443,59 @@ class ElasticSync(LocalSync):
         """Begin a round with the present work; the steps that follow belong to the next round."""
         if resized := self.buffers.changed():
             raise ConfigurationError(
-                f"Step {self.step}: the module has registered, removed or resized buffers since the fit began, and a "
-                f"member that is behind takes them in one shape: {', '.join(resized)}. Give them "
-                "their size before the fit, or name them in the module's _ddp_params_and_buffers_to_ignore."
+                f"Step {self.step}: the module has registered, removed or resized buffers since the fit began: "
+                f"{', '.join(resized)}. Give them their size before the fit, or name them in the module's "
+                "_ddp_params_and_buffers_to_ignore."
             )
         trained = [p for p in self._all.parameters if p.requires_grad and p.numel()]  # the same on all members
         prepared = self.prepare_average(trained, takes_buffers=True)
-        change = self._work() if self.tokens else None
-        residuals = copies(self.replica.residuals)
-        work = _Work(self.step, self._steps, self.tokens, change, residuals, prepared)
+        work = _Work(self.step, self._steps, self.tokens, self._lr, copies(self.replica.residuals), prepared)
         if self.step >= self.last_step:  # a state without steps would say that the training has ended
             self.membership.serve(None)
         self.tokens, self._all.steps, self.steps_since_average = 0.0, 0, 0
         return work
 
-    def _exchange(self, quorum: Quorum | None, work: _Work, lr: float) -> Exchanged:
-        """Exchange the work of a round, if the quorum is for a round."""
-        weights = [] if quorum is None else self._weights_of(quorum)
-        if quorum is None or not weights:
-            return quorum, None
+    def _exchange(self, quorum: Quorum | None, work: _Work) -> Average | None:
+        """Exchange the work of a round; without any work, only wait for the members."""
+        if quorum is None or quorum.healed is not None:
+            return None
         self.members.members.begin(quorum)
+        weights = quorum.weights
+        if not weights:
+            self.members.members.begin_all_gather(torch.zeros(1))
+            return None
         self.members.weights = weights if len({*weights}) > 1 else ()
         # The rows have told everything but the learning rate.
-        status = average_status(Sums(lr=lr), None, 0.0, 0, self.peers, self.device)
-        return quorum, self.send_average(*work.prepared, status)
+        status = average_status(Sums(lr=work.lr), None, 0.0, 0, self.peers, self.device)
+        return self.send_average(*work.prepared, status)
 
-    def _conclude(self, work: _Work, exchanged: Callable[[], Exchanged]) -> tuple[bool, Quorum | None]:
-        """Apply a round if it counts; else restore the work. Return whether it counts, and a quorum without a round."""
-        is_hidden = self.members.members.is_hidden
-        quorum, average = exchanged()
-        self.members.members.is_hidden = False
-        may_count = average is not None or not is_hidden
-        counts = quorum is not None and may_count and self.membership.commit(quorum.have_one_anchor)
-        if quorum is not None and counts:
+    def _conclude(self, work: _Work, quorum: Quorum | None, average: Average | None) -> bool:
+        """Apply a round if it counts; else restore the work. Return whether it counts."""
+        if quorum is not None and quorum.healed is None and self.membership.commit():
             self._is_unsure = False
             self._end_round(quorum, average, work)
-        else:
-            self._is_unsure = self._is_unsure or average is not None
-            self._set_residuals(work.residuals)
-            self.tokens += work.tokens
-            self._all.steps = self._steps + work.steps
-            self.steps_since_average += work.steps
-            self.membership.serve(self.shared_state)
-        return counts, None if average is not None else quorum
+            return True
+        self._is_unsure = self._is_unsure or average is not None
+        self._set_residuals(work.residuals)
+        self.tokens += work.tokens
+        self._all.steps = self._steps + work.steps
+        self.steps_since_average += work.steps
+        self.membership.serve(self.shared_state)
+        return False
 
     # A round that is hidden by local steps ----------------------------------------------------------------------------
 
     def _begin_hidden(self) -> None:
         """Begin a round in a thread, with the weights as they are now."""
         self._restart_if_not_finite()
-        settings, lr = self._all_settings(), self._lr
-        row, work, result = self._row(settings, hashes=False), self._begin(), Future[Exchanged]()
+        settings = self._all_settings()
+        row, work, result = self._row(settings), self._begin(), Future[Exchanged]()
 
         def run() -> None:
             try:
                 with torch.no_grad(), torch.cuda.device_of(torch.empty(0, device=self.device)):
-                    told = row._replace(anchor=float(self._checksum()))
-                    quorum = self.membership.quorum(told, settings, self._gives_up)
-                    result.set_result(self._exchange(quorum, work, lr))
+                    quorum = self._ask(row, settings, self._gives_up)
+                    result.set_result((quorum, self._exchange(quorum, work)))
             except BaseException as error:  # noqa: BLE001 - raised by the wait for the round
                 result.set_exception(error)
 
@@ -532,9 +510,7 @@ class ElasticSync(LocalSync):
             return False
         self.healed, self.num_skipped, self._late_s = None, 0, time.monotonic() + SETTLE_S
         with torch.inference_mode(False), torch.no_grad():  # tensors made here outlive an evaluation
-            counts, quorum = self._arrived()
-        if quorum is not None and not counts:
-            self.membership.commit(False)  # the other members may wait for this one
+            self._arrived()
         self._repeat_last_step()
         return True
 
@@ -548,45 +524,24 @@ class ElasticSync(LocalSync):
         return True
 
     def _arrived(self) -> tuple[bool, Quorum | None]:
-        """Wait for the hidden round, and apply it; see `_conclude`."""
+        """Wait for the hidden round, and apply it if it counts. Return whether it does, and a quorum with a state."""
         assert self._hidden is not None
         (work, result), self._hidden = self._hidden, None
         self.membership.note(math.inf)
+        with self.members.ledger.waiting(CPU):
+            quorum, average = result.result()
+        self.members.members.is_hidden = False
+        return self._conclude(work, quorum, average), None if quorum is None or quorum.healed is None else quorum
 
-        def exchanged() -> Exchanged:
-            with self.members.ledger.waiting(CPU):
-                return result.result()
-
-        return self._conclude(work, exchanged)
-
-    def _weights_of(self, quorum: Quorum) -> list[float]:
-        """Return the weight of each member in the mean, by its tokens; an empty list if nothing is averaged."""
-        rows = quorum.rows or () if quorum.is_for_round and quorum.have_one_anchor else ()
-        total = sum(row.tokens for row in rows)
-        return [row.tokens / total for row in rows] if total else []
-
-    def _wait_for_members(self) -> None:
-        """Wait for the members, which may still receive the state or connect to this one."""
-        self.members.members.all_gather(torch.zeros(1))
-
-    def _checksum(self) -> int:
-        return int(checksum(self.replica.start.values(), at_a_time=CHUNK)) % ANCHORS
-
-    def _row(self, settings: Settings, *, hashes: bool = True) -> Row:
-        """Return the row of this member; without the checksum of its anchor if `hashes` is False, which is quick."""
-        anchor = self._checksum() if hashes else 0
-        state_bytes = sum(tensor.nbytes for tensor in self._shared_tensors().values())
-        numbers = [self.tokens, float(self._has_faults), anchor, state_bytes]
-        of_group = torch.tensor(numbers, dtype=torch.float64).to(self.device)
-        self.members.node.all_reduce_(of_group)
-        tokens, faults, anchor, state_bytes = of_group.tolist()
+    def _row(self, settings: Settings) -> Row:
+        """Return the row of this member; see `_ask`."""
+        tokens = torch.tensor([self.tokens], dtype=torch.float64).to(self.device)
+        self.members.node.all_reduce_(tokens)
         return Row(
-            rounds=BEHIND if self._is_apart else self.num_averages,
+            rounds=self.num_averages,
             step=self.step,
-            tokens=tokens,
-            faults=faults,
-            anchor=anchor,
-            state_bytes=state_bytes,
+            tokens=float(tokens),
+            state_bytes=float(self.members.num_local_ranks * sum(t.nbytes for t in self._shared_tensors().values())),
             settings=digest_of(settings),
             run=self.run,
             is_new=self._is_new,
@@ -605,30 +560,6 @@ class ElasticSync(LocalSync):
         settings |= {f"buffer {name}": f"{t.dtype} of shape {[*t.shape]}" for name, t in floating}
         return {name: f"{value}" for name, value in {**settings, **self.settings}.items()}
 
-    def _compare(self, quorum: Quorum) -> None:
-        """Note whether this member has another anchor than most of the members that decide: then it is behind.
-
-        Raises:
-            DisagreementError: on the members with other weights before the first average.
-        """
-        rows = dict(zip(quorum.members, quorum.rows or (), strict=True))
-        name = quorum.members[quorum.rank]
-        anchors = [rows[judge].anchor for judge in deciders(rows)]
-        usual = max(anchors, key=anchors.count)
-        self._is_apart = rows[name].anchor != usual
-        if self._is_apart:
-            _logger.warning(
-                "After round %d this group (%r) has other weights than most groups, and takes their weights. If this "
-                "repeats and no rounds were lost, its processor rounds differently: use the same kind for all groups.",
-                *(self.num_averages, name),
-            )
-        if not self.num_averages and (self._is_apart or 2 * anchors.count(usual) <= len(anchors)):
-            checksums = {name: int(row.anchor) for name, row in rows.items()}
-            raise DisagreementError(
-                f"The groups begin with different weights; checksums of these are {checksums}. Begin with the same on "
-                "all: seed_everything with one number, or load one file."
-            )
-
     def _end_round(self, quorum: Quorum, average: Average | None, work: _Work) -> None:
         """Apply the average of a round that counts; nothing is communicated.
 
@@ -637,34 +568,18 @@ class ElasticSync(LocalSync):
             average: its average; None if there was no work.
             work: the work with which it was begun; this member may have taken steps since.
         """
-        members, told, weights = quorum.members, quorum.rows or (), self._weights_of(quorum)
-        for name, row in zip(members, told, strict=True):
-            if row.faults:
-                _logger.warning(
-                    "Member %r had an inf or NaN after step %d: its work is left out. If this repeats, lower the "
-                    "learning rate or clip the gradients, and start the groups again from their checkpoints.",
-                    *(name, self.step),
-                )
-        self._is_new, self._has_faults = False, False
+        rows, weights = dict(zip(quorum.members, quorum.rows, strict=True)), quorum.weights
+        self._is_new = False
         if not self.num_averages:
-            self.run = run_of(dict(zip(members, told, strict=True)))
+            self.run = run_of(rows)
         self.membership.serve(None)
-        latest = int(max(*(row.step for row in told), work.step))  # the row is older than the steps that hid the quorum
-        num_steps = latest - work.step + work.steps
+        latest = max(row.step for row in rows.values())
         before, self.step = self.step, int(min(self.step + latest - work.step, self.last_step))
         self.num_skipped += self.step - before
         if average is None:
             self._offer()
             return
-        if num_steps < self.when.outer_gain and latest != self.last_step and not self._is_warned:
-            self._is_warned = True
-            _logger.warning(
-                "Round %d has %d steps, and the outer momentum moves the weights up to %.1f times as far as these: the "
-                "training may diverge. Let a round have at least %d steps, or give a lower outer_lr.",
-                *(self.num_averages + 1, num_steps, self.when.outer_gain, math.ceil(self.when.outer_gain)),
-            )
-        weight = weights[quorum.rank]
-        if not weight:
+        if not weights[quorum.rank]:
             self._set_residuals(work.residuals)  # this member has sent no work
         means, numbers = average.wait_for_whole()
         sums = Sums(*Status.read(numbers.tolist(), self.peers.num_ranks).sums)
@@ -672,10 +587,9 @@ class ElasticSync(LocalSync):
         self.apply_average(average, means, sums, self._all.moved)
         if latest >= self.last_step:  # steps since the begin of the round come after the end
             self._all.steps = 0
-        counted = list(compress(zip(members, told, strict=True), weights))
-        self.tokens_seen += sum(row.tokens for _, row in counted)
+        self.tokens_seen += sum(row.tokens for row in rows.values())
         # A new mapping: the old one may be shared.
-        self.contributed = self.contributed | {name: self.num_averages for name, _ in counted}
+        self.contributed = self.contributed | dict.fromkeys(compress(rows, weights), self.num_averages)
         self._offer()
 
     # The work of this member: the change that has not been averaged ---------------------------------------------------
@@ -685,9 +599,6 @@ class ElasticSync(LocalSync):
         buffers = self.buffers.now()
         now = [*(p.detach() for p in self.replica.start), *(buffers[name] for name in self.buffers.start)]
         return list(map(as_real, now)), [*self.replica.start.values(), *self.buffers.start.values()]
-
-    def _work(self) -> list[Tensor]:
-        return [now.to(anchor.dtype) - anchor for now, anchor in zip(*self._tensors(), strict=True)]
 
     def _add_(self, work: Sequence[Tensor] | None) -> None:
         """Set the weights to the anchor plus this work."""
@@ -699,7 +610,11 @@ class ElasticSync(LocalSync):
         """Go on from the anchor if local steps have left an inf or NaN, without their tokens and momentum."""
         flags = [are_not_finite(self._tensors()[0]), self.late_faults().any(self.device)]
         if self._any_in_node(any_of(flags, self.device))[0]:
-            self._has_faults = True
+            _logger.warning(
+                "Step %d has left an inf or NaN: the work of this group in this round is left out. If this repeats, "
+                "lower the learning rate or clip the gradients, and start the groups again from their checkpoints.",
+                self.step,
+            )
             self._add_(None)
             self.optimizer.state.clear()
             self.tokens = 0.0
@@ -723,7 +638,6 @@ class ElasticSync(LocalSync):
             "step": self.step,
             "steps": self._steps,
             "left_s": self._left_s,
-            "is_new": self._is_new,
             "others": self._others,
         }
 
@@ -738,14 +652,13 @@ class ElasticSync(LocalSync):
         Work that other members may have counted already is dropped, with its tokens and the residuals; see the module.
         Work that began at the weights of another run is dropped, too.
         """
-        # The checkpoint may belong to an old run, which groups that begin anew cannot know.
-        log = _logger.warning if shared["is_new"] and not self.num_averages else _logger.info
         if self._is_unsure or shared["run"] != self.run:
             if self.tokens:
                 _logger.warning("Work of %g tokens is dropped: other groups may have counted it already.", self.tokens)
             self.tokens = 0.0
             self._set_residuals({})
-        work = self._work() if self.tokens else None
+        changes = [now.to(anchor.dtype) - anchor for now, anchor in zip(*self._tensors(), strict=True)]
+        work = changes if self.tokens else None
         self.membership.serve(None)
         starts = {self.name_of(p): (p, start) for p, start in self.replica.start.items()}
         self.replica.velocity = {p: torch.empty_like(start) for p, start in map(starts.__getitem__, shared["velocity"])}
@@ -755,14 +668,15 @@ class ElasticSync(LocalSync):
             if self.members.num_local_ranks > 1:
                 broadcast_flat_([tensor], self.members.node.broadcast_)
         self._add_(work)
-        self._is_unsure = self._is_apart = False
+        self._is_unsure = False
         self._wait_from_now()
         self._ends_s = time.monotonic() + shared["left_s"]
         for key in (*EQUAL, "step"):
             setattr(self, key, shared[key])
         self._all.steps, self.healed = shared["steps"], shared["others"]
         self._offer()
-        log("This group has taken the state after round %d of run %r.", self.num_averages, self.run)
+        # A warning: the state may come from an old checkpoint of a group that begins together with this one.
+        _logger.warning("This group has taken the state after round %d of run %r.", self.num_averages, self.run)
 
     def _named(self, tensors: Mapping[Parameter, Tensor]) -> dict[str, Tensor]:
         return {self.name_of(parameter): tensor for parameter, tensor in tensors.items()}
@@ -808,18 +722,11 @@ def check_elastic(method: Method) -> None:
         ConfigurationError: they cannot.
     """
     when: Any = method.when
-    if not method.averages_weights or when.is_always_synchronous or when.begin_step != 0:
+    is_fixed = method.averages_weights and not when.is_always_synchronous and when.begin_step == 0
+    is_whole = is_fixed and when.rule == "fixed" and when.mixing is None and when.num_fragments == 1
+    if not (is_whole and method.what.takes_weights and method.where.topology == "flat"):
         raise ConfigurationError(
-            f"{method}: it communicates in every step, or in the first ones, so that one missing or slow group would "
-            "stop all. Take a method that averages weights, with begin_step=0, as LocalSGD(k_steps=8, begin_step=0)."
-        )
-    if when.rule != "fixed" or when.mixing is not None or when.num_fragments != 1:
-        raise ConfigurationError(
-            f"{when}: a round of an elastic training ends with one average, of all tensors, with which all go on. "
-            "Leave out rule, mixing and num_fragments."
-        )
-    if not method.what.takes_weights or method.where.topology != "flat":
-        raise ConfigurationError(
-            f"{method}: elastic rounds send Whole or TopK, and each group is a node. Leave out "
-            "other payloads, and topology."
+            f"{method}: an elastic round ends with one average of all weights, sent by Whole or TopK, and each group "
+            "is a node. If a step communicated, one missing or slow group would stop all groups. Take "
+            "LocalSGD(k_steps=8, begin_step=0), without rule, mixing, num_fragments and topology."
         )

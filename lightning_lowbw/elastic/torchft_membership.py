@@ -27,7 +27,6 @@ a few attempts one group ends with an error that names both.
 
 from __future__ import annotations
 
-import base64
 import html
 import http.client
 import importlib
@@ -42,22 +41,24 @@ import threading
 import time
 import urllib.request
 import zlib
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 from urllib.parse import urlsplit
 
+import torch
 import torch.distributed as dist
 
-from lightning_lowbw.comm.agreement import gather_json
-from lightning_lowbw.elastic.membership import GivesUp, Quorum, Row, Settings, Share, raise_refused, refusals, rounds_of
-from lightning_lowbw.elastic.transfer import CONNECT_S, POLL_S, RefusedError, StateClient, StateServer, packed, unpacked
+from lightning_lowbw.comm.agreement import gather
+from lightning_lowbw.elastic.membership import GivesUp, Quorum, Row, Settings, Share, latest_of, raise_refused, refusals
+from lightning_lowbw.elastic.transfer import CONNECT_S, POLL_S, RefusedError, StateClient, StateServer
 from lightning_lowbw.errors import ConfigurationError, DisagreementError
 from lightning_lowbw.namespaces import LOGGER
 
+T = TypeVar("T")
 _logger = logging.getLogger(LOGGER)
 
 TORCHFT = "0.2.0"  # other releases speak another protocol
@@ -144,28 +145,26 @@ class TorchftMembership:
     ) -> None:
         lighthouse = str(lighthouse or os.environ.get(LIGHTHOUSE, "")).rstrip("/")
         if not re.fullmatch(r"(https?://)?[^/:]+:\d+", lighthouse):
-            kind = "an IPv6 address, and groups meet by IPv4: " if lighthouse.count(":") > 2 else ""
             raise ConfigurationError(
-                f"lighthouse={lighthouse!r}: {kind}give its address with the port, or set {LIGHTHOUSE}=http://10.0.0.1:29510."
+                f"lighthouse={lighthouse!r}: give its IPv4 address with the port, or set {LIGHTHOUSE}=http://10.0.0.1:29510."
             )
         torchft = _import_torchft()
         self.min_replicas, self.gbit_per_s, self.timeout_s = min_replicas, gbit_per_s, timeout_s
-        self._lighthouse = _Lighthouse(torchft, lighthouse if "//" in lighthouse else f"http://{lighthouse}")
-        self._address = _own_address(address, self._lighthouse.url)
+        url = lighthouse if "//" in lighthouse else f"http://{lighthouse}"
+        self._address = _own_address(address, url)
         self._process = dist.get_rank()
-        (self._name, *_) = gather_json(name or socket.gethostname())
+        (self._name, *_) = gather(name or socket.gethostname(), "name")
+        self._lighthouse = _Lighthouse(torchft, url, self._name)
         self._key: tuple[Any, ...] = ()  # the members for which the group was made
         self._group: Any = None
         self._num_failures = 0
         self._limit_s = timeout_s  # timeout of a collective of this round
         self._longest_s = 0.0  # longest step
         self._num_cut = 0  # attempts to connect, the last ones in a row, in which a member was not reached
-        self._began_s = self._said_s = 0.0  # when this group began to wait; when it has last said so
-        self._client, self._why_not = StateClient(), ""  # receives the states; why the last one did not come
+        self._began_s = self._says_s = 0.0  # when this group began to wait; when it logs that it waits
+        self._client = StateClient()  # receives the states
         self._has_taken = False  # a state since the last round: if it is behind again, the members wait for it
         self._told: tuple[Row, Settings] = Row(), {}  # as given to `quorum`
-        self._fetching: Future[dict[str, Any]] | None = None  # goes on if this group stops to wait for it
-        self._tensors: Mapping[str, Any] = {}  # of the state that `_fetching` has received
         if self._process == 0:
             self._server = StateServer(self._name, self._address)
             listener = socket.create_server((self._address, 0))  # not at other addresses of the host
@@ -173,7 +172,7 @@ class TorchftMembership:
             options: dict[str, Any] = {"is_master": True, "wait_for_workers": False}
             self._store = dist.TCPStore(self._address, port, master_listen_fd=listener.detach(), **options)
 
-    def state_of_others(self, row: Row, settings: Settings, gives_up: GivesUp) -> Mapping[str, Any] | None:
+    def state_of_others(self, row: Row, settings: Settings, gives_up: GivesUp) -> dict[str, Any] | None:
         """See `Membership`. The lighthouse's page lists the members of the last round."""
         self._told = row, settings
         with suppress(RuntimeError):  # there is none, or this group has given up
@@ -189,7 +188,7 @@ class TorchftMembership:
         self._longest_s = longest_s
 
     def quorum(self, row: Row, settings: Settings, gives_up: GivesUp) -> Quorum | None:
-        self._began_s = self._said_s = time.monotonic()
+        self._begin_to_wait()
         self._told = row, settings
         if self._process == 0:
             self._server.row, self._server.settings = row, dict(settings)
@@ -200,42 +199,64 @@ class TorchftMembership:
                 if answer is None:
                     self._fail()  # other members may wait for this group; and the next request has another number
                     return None
-                return self._join(*answer, gives_up)
+                if (quorum := self._join(*answer, gives_up)) is not None:
+                    return quorum
+                continue
             except RuntimeError as error:  # on all processes
                 told = f"{error}"
             self._fail()  # not inside `except`: the error refers to the group
             self._say_if_due(told)
             time.sleep(RETRY_S)
 
+    def _begin_to_wait(self) -> None:
+        self._began_s = time.monotonic()
+        self._says_s = self._began_s + WARN_S / 6
+
     def _say_if_due(self, error: str = "") -> None:
-        """Log once a minute that this group waits; the first time after an error soon."""
-        now_s, is_first = time.monotonic(), self._said_s == self._began_s
-        if now_s - self._said_s < (WARN_S / 6 if error and is_first else WARN_S):
+        """Log that this group waits: after ten seconds, then once a minute."""
+        now_s = time.monotonic()
+        if now_s < self._says_s:
             return
-        self._said_s = now_s
+        self._says_s = now_s + WARN_S
         _logger.warning(
             "Waiting for %.0f s now for a round of at least %d members, at the lighthouse %s. Last attempt: %s",
             *(now_s - self._began_s, self.min_replicas, self._lighthouse.url, error or "has no answer yet"),
         )
 
-    def _await(
-        self, answer: Future[dict[str, Any]] | None, gives_up: Callable[[], bool], progress: Callable[[], str]
-    ) -> dict[str, Any] | None:
-        """Return, on all processes, what a thread of process 0 answers; None if a process has given up.
+    def _call(self, fn: Callable[[], T], gives_up: GivesUp, progress: Callable[[], str]) -> T | None:
+        """Call a function in a thread of process 0; return its result on all processes, None if a process gives up.
+
+        In a thread, because torchft and sockets would keep the process from handling a signal.
 
         Args:
-            answer: of process 0: plain values, for JSON, or an error in the form of `_begin`.
+            fn: returns a value to be sent to the other processes.
             gives_up: asked about once a second.
-            progress: returns it in words.
+            progress: returns the progress in words.
+
+        Raises:
+            RuntimeError, ConfigurationError, DisagreementError: on all processes, if the function raises an error.
         """
+        result = Future[T | Exception]()
+
+        def run() -> None:
+            try:
+                result.set_result(fn())
+            except Exception as error:  # noqa: BLE001 - raised below
+                result.set_result(_for_all(error))
+
+        if self._process == 0:
+            threading.Thread(target=run, name="lowbw-call", daemon=True).start()
         while True:
-            is_done = answer is not None and bool(wait([answer], POLL_S).done)
+            is_done = self._process == 0 and bool(wait([result], POLL_S).done)
             self._say_if_due(progress())
-            answers = gather_json((answer.result() if answer is not None and is_done else None, gives_up()))
+            answers = gather((result.result() if is_done else None, gives_up()), "wait")
             if any(has_given_up for _, has_given_up in answers):
                 return None
-            if (found := answers[0][0]) is not None:
-                return dict(found)
+            found, _ = answers[0]
+            if isinstance(found, Exception):
+                raise found
+            if found is not None:
+                return found
 
     def collective(self, begin: Callable[[dist.ProcessGroup], Any]) -> None:
         """See `Membership`. A member without heartbeats fails it: a stopped process keeps its connections open."""
@@ -248,7 +269,7 @@ class TorchftMembership:
             while not work.is_completed():
                 with suppress(RuntimeError):  # an error of the work itself is raised below
                     work.wait(timedelta(seconds=POLL_S))
-                silent = [] if work.is_completed() else self._lighthouse.silent(members, self._name)
+                silent = [] if work.is_completed() else self._lighthouse.silent(members)
                 if silent:
                     # A gloo group can be destroyed only after its work has ended, which may take its whole timeout.
                     threading.Thread(target=_let_go, args=(work, self._group), daemon=True).start()
@@ -260,13 +281,9 @@ class TorchftMembership:
         finally:
             self.note(self._longest_s)
 
-    def commit(self, is_ok: bool = True) -> bool:
-        """See `Membership`.
-
-        Args:
-            is_ok: False lets the round fail.
-        """
-        if not all(gather_json(is_ok and self._group is not None)):
+    def commit(self) -> bool:
+        """See `Membership`."""
+        if not all(gather(self._group is not None, "commit")):
             self._fail()
             return False
         self._has_taken = False
@@ -295,17 +312,17 @@ class TorchftMembership:
             DisagreementError: on all processes; this group differs from the other groups, which go on without it.
         """
         row, settings = self._told
-        # In a thread: the process would handle a signal only after torchft has returned.
-        request = _begin(lambda: self._request(row, self._num_failures), "lowbw-quorum") if self._process == 0 else None
         ends_s = self._began_s + POLL_S  # until then this group does not give up: the other groups are on their way
-        answer = self._await(request, lambda: time.monotonic() >= ends_s and gives_up(False), lambda: "")
+        told, num_failures = row._replace(is_late=self._has_taken), self._num_failures
+
+        def request() -> tuple[int, list[_Member]]:
+            own = _Member(self._name, f"{self._address}:{self._store.port}", self._server.address, told, num_failures)
+            return self._lighthouse.quorum(own, lambda: num_failures == self._num_failures)
+
+        answer = self._call(request, lambda: time.monotonic() >= ends_s and gives_up(), lambda: "")
         if answer is None:
             return None
-        _raise_told(answer)
-        members = [
-            _Member(name, store, state, Row(*told), failures)
-            for name, store, state, told, failures in answer["members"]
-        ]
+        number, members = answer
         by_name = {member.name: member for member in members}
         refused = refusals({member.name: member.row for member in members})
         if self._name in refused:
@@ -315,15 +332,7 @@ class TorchftMembership:
         if refused:
             named = ", ".join(sorted(refused))
             _logger.warning("Refused because of other settings or another run: %s. The error there says why.", named)
-        return answer["number"], [member for member in members if member.name not in refused]
-
-    def _request(self, row: Row, num_failures: int) -> dict[str, Any]:
-        """Return the number of the next quorum and its members, in the same order for all; as plain values."""
-        is_late = self._has_taken and not self._fetching
-        told = row._replace(is_late=is_late)
-        own = _Member(self._name, f"{self._address}:{self._store.port}", self._server.address, told, num_failures)
-        number, members = self._lighthouse.quorum(own, lambda: num_failures == self._num_failures)
-        return {"number": number, "members": members}
+        return number, [member for member in members if member.name not in refused]
 
     def _settings_of(self, member: _Member) -> Settings | None:
         """Return the settings of another group that differ from those here; None if the group is not reached."""
@@ -334,98 +343,100 @@ class TorchftMembership:
                 return dict(refused.args[-1])
         return None
 
-    def _join(self, number: int, members: Sequence[_Member], gives_up: GivesUp) -> Quorum:
-        """Connect to the members of a quorum that are not behind; or take the state of one.
+    def _join(self, number: int, members: Sequence[_Member], gives_up: GivesUp) -> Quorum | None:
+        """Connect to the members of a quorum that are not behind, or take the state of one.
+
+        Returns:
+            None if this group has waited for another one that has taken a state, and is to ask for the next quorum.
 
         Raises:
             RuntimeError: on all processes; it was not possible.
-            ConfigurationError: on all processes; see `_check_path`.
+            ConfigurationError: on all processes; see `_unreached`.
         """
-        latest = rounds_of({member.name: member.row for member in members})
+        rows = {member.name: member.row for member in members}
+        names = latest_of(rows)
         (own,) = (member for member in members if member.name == self._name)
-        up_to_date = [member for member in members if member.row.rounds == latest]
-        donors = [member.state for member in sorted(up_to_date, key=lambda member: _turn_of(member.name, self._name))]
-        taker = next((member for member in members if member not in up_to_date and member.row.is_late), None)
-        members = [member for member in members if member in up_to_date or member is taker]
+        donors = sorted((m for m in members if m.name in names), key=lambda m: _turn_of(m.name, self._name))
+        take = partial(self._take, [donor.state for donor in donors])
+        taker = next((member for member in members if member.name not in names and member.row.is_late), None)
+        members = [member for member in members if member.name in names or member is taker]
         if own not in members:
             self._lighthouse.is_away = True  # no heartbeats: the members do not wait for this group meanwhile
             self._disconnect()  # from the members of an earlier round, which `commit` would count as this one
-            healed = self._fetch(lambda: self._take(donors), gives_up)
-            return Quorum(latest, 0, (own.name,), healed)
+            return Quorum(0, (own.name,), healed=self._fetch(take, gives_up))
         if len(members) < self.min_replicas:
-            raise RuntimeError(f"up to date are {[member.name for member in up_to_date]}")
+            raise RuntimeError(f"up to date are {names}")
         key = tuple((member.name, member.store, member.failures) for member in members)
         if key != self._key:
             # Not the number alone: a lighthouse that is restarted counts its quorums from 1 again.
-            path = f"{number}/{latest}/{zlib.crc32(repr(key).encode())}/{self._process}"
+            path = f"{number}/{rows[names[0]].rounds}/{zlib.crc32(repr(key).encode())}/{self._process}"
             self._disconnect()
-            told = "", ""
+            error: Exception | None = None
             try:
-                self._check_path(own, [member for member in members if member is not own])
-                self._connect(members, up_to_date[0].store, path, members.index(own))
-            except (ConfigurationError, RuntimeError) as raised:
-                told = type(raised).__name__, f"{raised}"
-            for kind, error in sorted(gather_json(told)):  # a ConfigurationError before a RuntimeError
-                if kind:
-                    _raise_told({"error": error, "kind": kind})
+                self._connect(members, next(m.store for m in members if m is not taker), path, members.index(own))
+                self._num_cut = 0
+            except RuntimeError as raised:
+                error = self._unreached(own, members) or RuntimeError(f"{raised}")
+            errors = [each for each in gather(error, "connection") if each is not None]
+            if errors:
+                raise min(errors, key=lambda each: isinstance(each, RuntimeError))  # a ConfigurationError first
             self._key = key
         self._limit_s = max(self.timeout_s, timeout_s_of(max(m.row.state_bytes for m in members), self.gbit_per_s))
         self._group._set_default_timeout(timedelta(seconds=self._limit_s))
-        # The other members wait for the taker in the next collective.
-        given = self._fetch(lambda: self._take(donors), gives_up) if own is taker else None
-        rows = tuple(member.row for member in members) if taker is None else None
-        return Quorum(latest, members.index(own), tuple(member.name for member in members), given, rows)
+        rank, names = members.index(own), [member.name for member in members]
+        if taker is None:
+            return Quorum(rank, tuple(names), tuple(rows[name] for name in names))
+        healed = self._fetch(take, gives_up) if own is taker else None
+        with suppress(RuntimeError):  # the other members wait here for the state to arrive
+            self.collective(lambda group: group.allreduce([torch.zeros(1)]))
+        self.commit()
+        return None if healed is None else Quorum(rank, tuple(names), healed=healed)
 
-    def _check_path(self, own: _Member, others: Sequence[_Member]) -> None:
-        """Check that this process reaches the other members.
+    def _unreached(self, own: _Member, members: Sequence[_Member]) -> Exception | None:
+        """Return an error with the members whose store does not accept a connection; None if all stores accept one.
 
-        Raises:
-            RuntimeError: it does not.
-            ConfigurationError: nor has it in the attempts before: CUT_ATTEMPTS, and one more for each member that it
-                reaches, one if this group trains already, and one if its name comes first. So the group with the
-                fewest connections ends, a newcomer before a group that trains, and only one group of a pair.
+        The error is a ConfigurationError after CUT_ATTEMPTS such attempts in a row, one more for each member that this
+        group reaches, and one more if it comes first: a group that trains before a newcomer, then by name. So the group
+        with the fewest connections ends, and only one group of a pair.
         """
-        cut = _unreached(others)
+        cut = [member for member in members if member is not own and not _accepts(member.store)]
         self._num_cut = self._num_cut + 1 if cut else 0
         if not cut:
-            return
+            return None
         named = ", ".join(f"{member.name!r} at {member.store}" for member in cut)
         told = (
             f"Group {own.name!r} at {own.store} does not reach group {named}, although all reach the lighthouse, and "
             f"no round is possible with both. {OPEN_PORTS}"
         )
         is_first = all((own.row.is_new, own.name) < (member.row.is_new, member.name) for member in cut)
-        if self._num_cut >= CUT_ATTEMPTS + len(others) - len(cut) + (not own.row.is_new) + is_first:
-            raise ConfigurationError(told)
+        if self._num_cut >= CUT_ATTEMPTS + len(members) - 1 - len(cut) + is_first:
+            return ConfigurationError(told)
         _logger.warning("Attempt %d to begin a round: %s", self._num_cut, told)
-        raise RuntimeError(told)
+        return RuntimeError(told)
 
     # The state of other groups ----------------------------------------------------------------------------------------
 
     def _fetch(self, take: Callable[[], dict[str, Any]], gives_up: GivesUp) -> dict[str, Any]:
-        """Call `take` in a thread of process 0, or wait for an earlier call; only process 0 has the tensors.
+        """Return the state that `take` returns on process 0; the other processes get it without tensors.
 
         Raises:
             RuntimeError: on all processes, as all errors; there is no state, or this group has given up for now.
             DisagreementError: this group is refused.
             ConfigurationError: no group that trains is reached.
         """
-        self._began_s = self._said_s = time.monotonic()
-        if self._process == 0 and self._fetching is None:
-            self._fetching = _begin(lambda: {"state": self._as_text(take())}, "lowbw-fetch")
-        answer = self._await(self._fetching, lambda: gives_up(True), lambda: self._why_not or self._client.progress)
-        if answer is None:
-            raise RuntimeError("given up")
-        self._fetching, self._why_not = None, ""
-        _raise_told(answer)
-        tensors, self._tensors = self._tensors, {}
-        self._has_taken = True
-        return {**unpacked(base64.b64decode(answer["state"])), "tensors": tensors}
+        self._begin_to_wait()
+        tensors: dict[str, Any] = {}
 
-    def _as_text(self, state: Mapping[str, Any]) -> str:
-        """Keep the tensors of a state here, and return everything else as text, for JSON."""
-        self._tensors = state["tensors"]
-        return base64.b64encode(packed({**state, "tensors": {}}).numpy().tobytes()).decode()
+        def take_apart() -> dict[str, Any]:
+            state = take()
+            tensors.update(state.pop("tensors"))
+            return state
+
+        state = self._call(take_apart, gives_up, lambda: self._client.progress)
+        if state is None:
+            raise RuntimeError("given up")
+        self._has_taken = True
+        return {**state, "tensors": tensors}
 
     def _insist(self) -> dict[str, Any]:
         """Return the state of a group that trains; repeat after any failure while such a group lives.
@@ -438,17 +449,17 @@ class TorchftMembership:
         while True:
             addresses = None
             try:
-                addresses = self._lighthouse.addresses(self._name)
+                addresses = self._lighthouse.addresses()
                 return self._take(addresses)
             except OSError as error:
-                self._why_not, now_s = f"{error}", time.monotonic()
+                self._client.progress, now_s = f"{error}", time.monotonic()
             reached_s = now_s if addresses is None else max(reached_s, self._client.reached_s)
             if now_s > reached_s + GONE_S:
                 raise ConfigurationError(
-                    f"Groups train, and this one does not reach them: {self._why_not}. {OPEN_PORTS}"
+                    f"Groups train, and this one does not reach them: {self._client.progress}. {OPEN_PORTS}"
                 )
             if self._lighthouse.is_closed.wait(RETRY_S):
-                raise RuntimeError(self._why_not)
+                raise RuntimeError(self._client.progress)
 
     def _take(self, addresses: Sequence[str]) -> dict[str, Any]:
         """Return the state of the first group that gives it.
@@ -470,7 +481,7 @@ class TorchftMembership:
             except Exception as error:  # noqa: BLE001 - whatever it is, another training is there
                 failed.append(f"{address}: {error!r}")
             else:
-                self._lighthouse.appear(self._name)  # it is in their next round
+                self._lighthouse.is_away = False  # this group is in their next round
                 return state
         raise OSError("; ".join(failed)) if failed else RuntimeError("no other group has completed a round")
 
@@ -504,29 +515,15 @@ class _Lighthouse:
     anybody that reaches its port.
     """
 
-    def __init__(self, torchft: Any, url: str) -> None:
-        self.url = url
+    def __init__(self, torchft: Any, url: str, name: str) -> None:
+        self.url, self._name = url, name
         self._connect = partial(torchft.LighthouseClient, url, connect_timeout=timedelta(seconds=CONNECT_S))
         self._client: Any = None
-        self.is_away = False  # whether no heartbeats are sent
+        self.is_away = True  # whether no heartbeats are sent, so that the other groups do not wait for this one
         self.hangs_from_s = math.inf  # time after which this group is taken to hang, unless `note` comes before
         self.is_closed = threading.Event()
-        self._heartbeats: threading.Thread | None = None
-
-    def appear(self, name: str) -> None:
-        """Send heartbeats from now on: the other groups wait for this one in a round.
-
-        Raises:
-            ConfigurationError: another group has its name.
-            OSError: the page cannot be read.
-        """
-        self.is_away = False
-        if self._heartbeats is None:
-            self._refuse_second(name)
-            self._heartbeats = threading.Thread(
-                target=self._send_heartbeats, args=(name,), name="lowbw-heartbeats", daemon=True
-            )
-            self._heartbeats.start()
+        self._heartbeats = threading.Thread(target=self._send_heartbeats, name="lowbw-heartbeats", daemon=True)
+        self._heartbeats.start()
 
     def quorum(self, own: _Member, is_asked: Callable[[], bool]) -> tuple[int, list[_Member]]:
         """Wait for the next quorum; return its number and members, in the same order for all.
@@ -539,21 +536,15 @@ class _Lighthouse:
             ConfigurationError: another group has the name of this one, or a member is another program.
             RuntimeError, TimeoutError: there is none yet.
         """
-        self.appear(own.name)
+        self.is_away = False
         client, self._client = self._client, None
         client = client or self._connect()
-        ask = partial(
-            client.quorum,
-            replica_id=own.name,
-            address=own.state,
-            store_address=own.store,
-            step=own.row.rounds,  # for the lighthouse's page
-            data={"row": list(own.row), "failures": own.failures},
-        )
+        data = {"row": list(own.row), "failures": own.failures}
+        of_own = {"replica_id": own.name, "address": own.state, "store_address": own.store, "data": data}
         wait_s, found = WAIT_S, None
         while found is None:
-            try:
-                found = ask(timeout=timedelta(seconds=wait_s))
+            try:  # the lighthouse's page shows the step
+                found = client.quorum(timeout=timedelta(seconds=wait_s), step=own.row.rounds, **of_own)
             except TimeoutError:
                 if not is_asked():
                     raise
@@ -568,18 +559,12 @@ class _Lighthouse:
             )
         told = members.get(own.name)
         if told is not None and told.store != own.store:
-            raise second_of(own.name)
+            raise ConfigurationError(
+                f"Another group has the name {own.name!r}, too. Give each group a name of its own: group=..."
+            )
         if told is None or told.failures != own.failures:
             raise RuntimeError("the lighthouse has answered an older request of this group")
         return found.quorum_id, [members[name] for name in sorted(members)]
-
-    def _refuse_second(self, own_name: str) -> None:
-        """Raise ConfigurationError if a living group has the name; before the other groups hear of this one."""
-        if self.page()[1].get(own_name, math.inf) < POLL_S:  # it lives, or did so a moment ago
-            began_s = time.monotonic()
-            time.sleep(POLL_S)
-            if self.page()[1].get(own_name, math.inf) < time.monotonic() - began_s:  # a heartbeat since then
-                raise second_of(own_name)
 
     def page(self) -> tuple[str, dict[str, float]]:
         """Return the lighthouse's page, and the seconds since the last heartbeat of each member, read from it.
@@ -595,15 +580,15 @@ class _Lighthouse:
             raise OSError(f"{self.url}: {error}") from error
         return page, {name: float(age) for name, age in re.findall(r"(?m)^ *(\S.*): seen ([0-9.]+)s ago", page)}
 
-    def silent(self, names: Sequence[str], own_name: str) -> list[str]:
+    def silent(self, names: Sequence[str]) -> list[str]:
         """Return the members without a heartbeat for SILENT_S; none if this group is not heard either."""
         with suppress(OSError):
             ages = self.page()[1]
-            if ages.get(own_name, math.inf) < POLL_S:
+            if ages.get(self._name, math.inf) < POLL_S:
                 return [name for name in names if ages.get(name, 0.0) > SILENT_S]
         return []
 
-    def addresses(self, own_name: str) -> list[str]:
+    def addresses(self) -> list[str]:
         """Return the `StateServer`s of the living other members of the last round; the most rounds first.
 
         Raises:
@@ -611,11 +596,11 @@ class _Lighthouse:
         """
         page, ages = self.page()
         members = re.findall(r"<b>(.*)</b> <br/>\s*Step: ([0-9]+) <br/>\s*Manager: (\S+) <br/>", page)
-        alive = {name: each for name, *each in members if name != own_name and ages.get(name, GONE_S) < CONNECT_S}
-        in_turn = sorted(alive, key=lambda name: (-int(alive[name][0]), _turn_of(name, own_name)))
+        alive = {name: each for name, *each in members if name != self._name and ages.get(name, GONE_S) < CONNECT_S}
+        in_turn = sorted(alive, key=lambda name: (-int(alive[name][0]), _turn_of(name, self._name)))
         return [alive[name][1] for name in in_turn]
 
-    def _send_heartbeats(self, name: str) -> None:
+    def _send_heartbeats(self) -> None:
         """Tell the lighthouse that this member is alive, until `close`; not while the group hangs."""
         client, has_said = None, False
         while not self.is_closed.wait(HEARTBEAT_S):
@@ -627,13 +612,12 @@ class _Lighthouse:
                 continue
             with suppress(RuntimeError, TimeoutError):
                 client, used = None, client or self._connect()
-                used.heartbeat(name, timeout=timedelta(seconds=CONNECT_S))
+                used.heartbeat(self._name, timeout=timedelta(seconds=CONNECT_S))
                 client = used
 
     def close(self) -> None:
         self.is_closed.set()
-        if self._heartbeats is not None:
-            self._heartbeats.join()
+        self._heartbeats.join()
 
 
 def _member_of(participant: Any) -> _Member | None:
@@ -645,30 +629,9 @@ def _member_of(participant: Any) -> _Member | None:
     return _Member(participant.replica_id, *addresses, Row(*data["row"]), data["failures"])
 
 
-def second_of(name: str) -> ConfigurationError:
-    """Return the error of a group whose name another group has."""
-    return ConfigurationError(f"Another group has the name {name!r}, too. Give each group a name of its own: group=...")
-
-
-def _begin(fn: Callable[[], dict[str, Any]], name: str) -> Future[dict[str, Any]]:
-    """Call a function in a thread that keeps no process alive; an error becomes an answer of plain values."""
-    future = Future[dict[str, Any]]()
-
-    def run() -> None:
-        try:
-            future.set_result(fn())
-        except Exception as error:  # noqa: BLE001 - see `_raise_told`
-            future.set_result({"error": f"{error}", "kind": type(error).__name__})
-
-    threading.Thread(target=run, name=name, daemon=True).start()
-    return future
-
-
-def _raise_told(answer: Mapping[str, Any]) -> None:
-    """Raise the error of an answer, on all processes of a group; RuntimeError if another attempt may succeed."""
-    if "error" in answer:
-        kinds = {kind.__name__: kind for kind in (ConfigurationError, DisagreementError)}
-        raise kinds.get(answer["kind"], RuntimeError)(answer["error"])
+def _for_all(error: Exception) -> Exception:
+    """Return an error for all processes of a group: RuntimeError if another attempt may succeed."""
+    return error if isinstance(error, (ConfigurationError, DisagreementError)) else RuntimeError(f"{error}")
 
 
 def _turn_of(name: str, own_name: str) -> int:
@@ -676,18 +639,12 @@ def _turn_of(name: str, own_name: str) -> int:
     return zlib.crc32(f"{own_name} {name}".encode())
 
 
-def _unreached(members: Sequence[_Member]) -> list[_Member]:
-    """Return the members whose store does not accept a connection."""
-
-    def is_reached(member: _Member) -> bool:
-        host, _, port = member.store.rpartition(":")
-        with suppress(OSError), socket.create_connection((host, int(port)), CONNECT_S):
-            return True
-        return False
-
-    with ThreadPoolExecutor(1 + len(members)) as pool:
-        reached = [*pool.map(is_reached, members)]
-    return [member for member, has in zip(members, reached, strict=True) if not has]
+def _accepts(address: str) -> bool:
+    """Return whether a connection to an address is accepted."""
+    host, _, port = address.rpartition(":")
+    with suppress(OSError), socket.create_connection((host, int(port)), CONNECT_S):
+        return True
+    return False
 
 
 def _let_go(work: Any, group: Any) -> None:

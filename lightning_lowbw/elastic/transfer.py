@@ -1,11 +1,11 @@
 """The transfer of a group's state to a group that is behind, while the sending group trains on.
 
 A group offers its state after each round. A thread copies the state and sends the copy to a group that asks for it.
-Each transfer has a connection of its own:
+Each transfer has a connection of its own; the next group that asks waits until the transfer has ended:
 
     group that is behind                 group that trains
        |-- run, settings ------------------->|
-       |<-- one line: busy, or refused ------|   busy: another group is served; it asks again in a second
+       |<-- one line: refused ---------------|   or, if the group may take part:
        |<-- one line, plain values, tensors -|   a thread copies the state and sends the copy
 
 A group with other settings or of another run is refused; the answer holds the settings and the run of the sender.
@@ -36,7 +36,7 @@ _logger = logging.getLogger(LOGGER)
 
 CONNECT_S = 5.0  # limit for a connection to the lighthouse, or to another group
 STALL_S = 20.0  # a connection on which nothing moves for this long is lost
-COPY_S = 300.0  # limit for the answer: the sending group copies a large state before it answers
+ANSWER_S = 600.0  # limit for the answer: the sending group serves other groups, and copies a large state, before
 POLL_S = 1.0
 CHUNK_BYTES = 1 << 18  # sent at a time, each within STALL_S
 MAX_QUESTION_BYTES, MAX_ANSWER_BYTES = 1 << 16, 1 << 26  # of one line
@@ -85,7 +85,7 @@ class _Handler(socketserver.StreamRequestHandler):
         server.reply(json.loads(self.rfile.readline(MAX_QUESTION_BYTES)), self.connection)
 
 
-class StateServer(socketserver.ThreadingTCPServer):
+class StateServer(socketserver.TCPServer):
     """Sends the state of this group to the groups that ask for it, one after the other.
 
     Args:
@@ -98,7 +98,7 @@ class StateServer(socketserver.ThreadingTCPServer):
         settings: settings of this group at its last quorum.
     """
 
-    daemon_threads, request_queue_size = True, 64
+    request_queue_size = 64
 
     def __init__(self, name: str, address: str) -> None:
         super().__init__((address, 0), _Handler)
@@ -106,61 +106,54 @@ class StateServer(socketserver.ThreadingTCPServer):
         self.row, self.settings = Row(), dict[str, str]()
         self._name, self._is_closed = name, False
         self._shared: Share | None = None
-        self._unchanged = threading.Lock()  # held while the state is copied
-        self._turn = threading.Lock()  # held by the transfer in progress
+        self._changes = threading.Condition()  # held while the state is copied
         threading.Thread(target=self.serve_forever, name="lowbw-state", daemon=True).start()
 
     def offer(self, shared: Share | None) -> None:
         """Offer the state from now on; None: the state is about to change and may not be read."""
-        with self._unchanged:
+        with self._changes:
             self._shared = shared
+            self._changes.notify_all()
 
     def reply(self, asks: Mapping[str, str], connection: socket.socket) -> None:
-        """Refuse the group that asks, let it ask again, or send it the state."""
-        if asks["settings"] != self.row.settings:
-            _tell(connection, refused=[self._name, self.row, self.settings])
-        elif not self._turn.acquire(blocking=False):
-            _tell(connection, is_busy=True)
-        else:
-            try:
-                answer, messages = self._answer(asks)
-                _tell(connection, **answer)
-                for message in messages:
-                    _send(connection, message)
-            finally:
-                self._turn.release()
-
-    def _answer(self, asks: Mapping[str, str]) -> tuple[dict[str, Any], list[Tensor]]:
-        """Return the answer, and the messages that follow it."""
-        with self._unchanged:
+        """Refuse the group that asks, or send it the state, once it may be read."""
+        copies = dict[str, Tensor]()
+        with self._changes:
+            self._changes.wait_for(lambda: self._is_closed or self._shared is not None)
             if self._shared is None:
-                return {"is_busy": True}, []
+                return
             plain = dict(self._shared())
             tensors, rounds, run = plain.pop("tensors"), plain["num_averages"], plain["run"]
-            if not rounds or asks["run"] not in ("", run):
-                return {"refused": [self._name, self.row._replace(rounds=rounds, run=run), self.settings]}, []
-            copies = {
-                name: as_real(tensor.detach()).to("cpu", copy=True, memory_format=torch.contiguous_format)
-                for name, tensor in tensors.items()
-            }
+            is_refused = asks["settings"] != self.row.settings or not rounds or asks["run"] not in ("", run)
+            if not is_refused:
+                for name, tensor in tensors.items():
+                    real = as_real(tensor.detach())
+                    copies[name] = real.to("cpu", copy=True, memory_format=torch.contiguous_format)
+        if is_refused:
+            _tell(connection, refused=[self._name, self.row._replace(rounds=rounds, run=run), self.settings])
+            return
         kinds = {name: (list(each.shape), each.new_empty(0)) for name, each in copies.items()}
         head = packed({"plain": plain, "kinds": kinds})
         megabytes = sum(each.nbytes for each in copies.values()) / 1e6
         _logger.info("Sending the state after round %d to %s: %.1f MB.", rounds, asks["name"], megabytes)
-        return {"num_bytes": head.numel()}, [head, *copies.values()]
+        _tell(connection, num_bytes=head.numel())
+        for message in (head, *copies.values()):
+            _send(connection, message)
 
     def handle_error(self, *_: Any) -> None:
         _logger.debug("A connection for the state has ended.", exc_info=True)  # lost, or opened by another program
 
     def close(self, patience_s: float) -> None:
         """End the server, after the transfer in progress if it ends in time."""
-        if self._is_closed:
-            return
-        self._is_closed = True
-        self.shutdown()
-        self.server_close()
-        if not self._turn.acquire(timeout=patience_s):
+        with self._changes:
+            self._is_closed = True
+            self._changes.notify_all()
+        ending = threading.Thread(target=self.shutdown, daemon=True)
+        ending.start()
+        ending.join(patience_s)
+        if ending.is_alive():
             _logger.warning("Another group has not received the state of this group in %.0f s.", patience_s)
+        self.server_close()
 
 
 class StateClient:
@@ -187,20 +180,17 @@ class StateClient:
             RefusedError: the other group refuses this one.
         """
         host, _, port = address.rpartition(":")
-        while True:
-            with socket.create_connection((host, int(port)), CONNECT_S) as connection:
-                self.reached_s, self.progress = time.monotonic(), f"asks {address} for its state"
-                connection.settimeout(COPY_S)
-                _tell(connection, **asks)
-                with connection.makefile("rb") as file:
-                    answer = json.loads(file.readline(MAX_ANSWER_BYTES))
-                    connection.settimeout(STALL_S)
-                    if "num_bytes" in answer:
-                        return self._receive(file, address, answer["num_bytes"])
+        with socket.create_connection((host, int(port)), CONNECT_S) as connection:
+            self.reached_s, self.progress = time.monotonic(), f"asks {address} for its state"
+            connection.settimeout(ANSWER_S)
+            _tell(connection, **asks)
+            with connection.makefile("rb") as file:
+                answer = json.loads(file.readline(MAX_ANSWER_BYTES))
+                connection.settimeout(STALL_S)
                 if "refused" in answer:
                     name, row, settings = answer["refused"]
                     raise RefusedError(name, Row(*row), settings)
-            time.sleep(POLL_S)
+                return self._receive(file, address, answer["num_bytes"])
 
     def _receive(self, file: Any, address: str, num_bytes: int) -> dict[str, Any]:
         def fill(tensor: Tensor) -> Tensor:

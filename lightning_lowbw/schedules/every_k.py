@@ -160,12 +160,6 @@ class EveryK(Schedule, key="k"):
         lr = DEFAULT_OUTER_LR[self.outer] if self.outer_lr is None else self.outer_lr
         return lr, DEFAULT_OUTER_MOMENTUM[self.outer] if self.outer_momentum is None else self.outer_momentum
 
-    @property
-    def outer_gain(self) -> float:
-        """The factor by which the weights move farther than the mean of the replicas, with a full outer momentum."""
-        lr, momentum = self._outer_rates
-        return round(lr / (1 - momentum), 3) if self.outer != "none" and momentum < 1 else 1.0
-
     def next_period(self, period: Period, lr: float, loss: float) -> Period:
         """Return the period after an average, from numbers that are equal on all ranks.
 

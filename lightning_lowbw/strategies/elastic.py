@@ -11,7 +11,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
-from lightning.pytorch.callbacks import ModelCheckpoint, Timer
+from lightning.pytorch.callbacks import Timer
 from lightning.pytorch.utilities.data import extract_batch_size
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
@@ -64,7 +64,7 @@ class ElasticStrategy(Strategy):
         address: address at which other groups reach this process; None: the address of the interface
             GLOO_SOCKET_IFNAME, or of the interface that leads to the lighthouse.
         **kwargs: as for `Strategy`, without `topology`. A group that has taken part in a round and waits for other
-            groups saves "last" of each ModelCheckpoint after `timeout` (30 minutes), and ends with an error.
+            groups ends with an error after `timeout` (30 minutes).
 
     Raises:
         ConfigurationError: a value is out of range, or the method communicates in every step.
@@ -102,19 +102,22 @@ class ElasticStrategy(Strategy):
                 )
             self.method = self._given = self.method.replace(k_steps=k_steps)  # so that a resume compares it, too
         check_elastic(self.method)
-        self._of_membership: dict[str, Any] = {"gbit_per_s": gbit_per_s, "timeout_s": timeout_s}
+        self._of_membership: dict[str, Any] = {
+            "lighthouse": lighthouse,
+            "min_replicas": min_replicas,
+            "gbit_per_s": gbit_per_s,
+            "timeout_s": timeout_s,
+            "address": address,
+        }
         for name, value in {"round_s": round_s, "grace_s": grace_s, **self._of_membership}.items():
-            if (name, value) != ("round_s", None) and not (is_number(value) and value > 0):
-                unit = "Gbit/s" if name == "gbit_per_s" else "seconds"
-                raise ConfigurationError(f"{name}={value!r}: give a number of {unit} above 0.")
+            if name.endswith("_s") and (name, value) != ("round_s", None) and not (is_number(value) and value > 0):
+                raise ConfigurationError(f"{name}={value!r}: give a number above 0.")
         if not is_count(min_replicas):
             raise ConfigurationError(f"min_replicas={min_replicas!r}: give a number of groups, an integer >= 1.")
-        self._of_membership |= {"lighthouse": lighthouse, "min_replicas": min_replicas, "address": address}
         self.group = group or socket.gethostname()
         self.round_s, self.grace_s = round_s, grace_s
         self._num_tokens = num_tokens or extract_batch_size
-        self._options |= {"round_s": round_s, "grace_s": grace_s, "group": group}
-        self._options |= self._of_membership
+        self._options |= {"round_s": round_s, "grace_s": grace_s, "group": group, **self._of_membership}
 
     @property
     def _replica(self) -> ElasticSync:
@@ -141,15 +144,10 @@ class ElasticStrategy(Strategy):
     @override
     def _check_trainer(self, trainer: pl.Trainer) -> None:
         super()._check_trainer(trainer)
-        if trainer.max_steps < 0 or trainer.max_epochs not in (None, -1):
+        if trainer.max_steps < 0 or trainer.max_epochs not in (None, -1) or checks.callbacks_of(trainer, Timer):
             raise ConfigurationError(
-                f"Trainer(max_steps={trainer.max_steps}, max_epochs={trainer.max_epochs}): the groups have epochs of "
-                "their own, and end with the same round. Give max_steps, and no max_epochs."
-            )
-        if checks.callbacks_of(trainer, Timer):
-            raise ConfigurationError(
-                "Trainer(max_time=...), or a Timer: each group has a clock of its own, and the other groups "
-                "would train on without it. Give max_steps."
+                f"Trainer(max_steps={trainer.max_steps}, max_epochs={trainer.max_epochs}), or max_time, or a Timer: "
+                "the groups have epochs and clocks of their own, and end with the same round. Give max_steps only."
             )
         if any(isinstance(parameter, DTensor) for parameter in trainer.lightning_module.parameters()):
             raise ConfigurationError(
@@ -167,20 +165,14 @@ class ElasticStrategy(Strategy):
 
     @override
     def _make_worker(self, optimizer: Optimizer, module: pl.LightningModule, buffers: Any) -> Any:
-        if len(self._trained_optimizers) > 1:
-            raise ConfigurationError(f"{len(self.optimizers)} optimizers: an elastic training has one. Return one.")
         assert isinstance(self.peers, Members)
-        worker = ElasticSync(
-            *(self.method, optimizer, module.named_parameters(), self.peers, buffers),
-            round_s=self.round_s,
-        )
-        return worker
+        return ElasticSync(self.method, optimizer, module.named_parameters(), self.peers, buffers, round_s=self.round_s)
 
     @override
     def _make_workers(self) -> None:
         super()._make_workers()
-        if not self._workers:
-            raise ConfigurationError("No optimizer: an elastic training has one. Return one.")
+        if len(self._workers) != 1:
+            raise ConfigurationError(f"{len(self._workers)} optimizers: an elastic training has one. Return one.")
 
     @property
     @override
@@ -203,7 +195,6 @@ class ElasticStrategy(Strategy):
         worker.should_stop = lambda: self.trainer.received_sigterm
         if self._timeout is not None:
             worker.max_wait_s = self._timeout.total_seconds()  # no collective waits between groups, which would end
-        self._num_followed = 0  # steps; a scheduler takes one step in `frequency` steps
         worker.join()  # takes the weights of another group, or waits for a first round
         self._follow(worker, is_in_step=False)
         if self.world_size > 1:
@@ -244,20 +235,6 @@ class ElasticStrategy(Strategy):
             self._follow(worker, is_in_step=True)
 
     @override
-    def end_batch(self) -> None:
-        super().end_batch()
-        worker = self._replica
-        if worker.has_lost_others:
-            for callback in checks.callbacks_of(self.trainer, ModelCheckpoint):  # where "last" finds it
-                name = f"{callback.CHECKPOINT_NAME_LAST}{callback.FILE_EXTENSION}"
-                self.trainer.save_checkpoint(os.path.join(f"{callback.dirpath}", name))
-            raise TimeoutError(
-                f"Too few groups have come to the end of round {worker.num_averages + 1} in {worker.max_wait_s:g} s: "
-                "the other groups have ended the training, or are lost. If they come back later, start this group "
-                "again from its last checkpoint, with a longer ElasticStrategy(timeout=...)."
-            )
-
-    @override
     def on_train_end(self) -> None:
         super().on_train_end()
         self._replica.end(self.grace_s)
@@ -265,22 +242,20 @@ class ElasticStrategy(Strategy):
     # Steps and schedulers -----------------------------------------------------------------------------------------
 
     def _named_schedulers(self) -> list[str]:
-        """Return the schedulers in words.
+        """Return the names of the schedulers.
 
         Raises:
             ConfigurationError: a scheduler would not take the same steps on all groups.
         """
-        named = []
-        for config in self.trainer.lr_scheduler_configs:
-            name = type(config.scheduler).__name__
-            if config.interval != "step" or config.reduce_on_plateau:
+        configs = self.trainer.lr_scheduler_configs
+        for config in configs:
+            if (config.interval, config.frequency, config.reduce_on_plateau) != ("step", 1, False):
                 raise ConfigurationError(
-                    f"{name} takes a step each {config.interval}{' of a metric' * config.reduce_on_plateau}, and each "
-                    "group has its own: their learning rates would part. Return a schedule of steps: "
-                    "{'scheduler': ..., 'interval': 'step'}."
+                    f"{type(config.scheduler).__name__} does not take a step with each step of the optimizer, and the "
+                    "learning rates of the groups would differ. Return {'scheduler': ..., 'interval': 'step'}, and no "
+                    "frequency and no monitor."
                 )
-            named.append(f"{name} each {config.frequency} {config.interval}")
-        return named
+        return [type(config.scheduler).__name__ for config in configs]
 
     def _schedules(self) -> dict[str, Any]:
         """Return the states of the schedulers, for a group that is behind, and the steps that they have taken."""
@@ -295,18 +270,17 @@ class ElasticStrategy(Strategy):
             is_in_step: whether Lightning counts one, and lets the schedulers take it, after this.
         """
         healed, progress = worker.healed, self._step_progress
-        configs = self.trainer.lr_scheduler_configs
-        step, before, num_steps = worker.step - is_in_step, self._num_followed, worker.num_skipped
+        schedulers = [config.scheduler for config in self.trainer.lr_scheduler_configs]
+        step, num_steps = worker.step - is_in_step, worker.num_skipped
         if healed is not None:
-            for config, state in zip(configs, healed["schedulers"], strict=True):
-                config.scheduler.load_state_dict(state)  # state of the group whose weights this one has taken
+            for scheduler, state in zip(schedulers, healed["schedulers"], strict=True):
+                scheduler.load_state_dict(state)  # state of the group whose weights this one has taken
             for group, lr in zip(worker.optimizer.param_groups, healed["lrs"], strict=True):
                 group["lr"] = lr
-            before, num_steps = healed["step"], step - healed["step"]
-        self._num_followed = before + num_steps
-        for config in configs:
-            for _ in range((before + num_steps) // config.frequency - before // config.frequency):
-                config.scheduler.step()  # type: ignore[call-arg]  # no metric
+            num_steps = step - healed["step"]
+        for scheduler in schedulers:
+            for _ in range(num_steps):
+                scheduler.step()
         progress.completed, progress.ready = step, worker.step
 
     @property

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_lowbw.comm.agreement import MAX_DIFFERENCES, agree, digest, failing_together, gather, gather_json
+from lightning_lowbw.comm.agreement import MAX_DIFFERENCES, agree, digest, failing_together, gather
 from lightning_lowbw.errors import ConfigurationError, DisagreementError
 from lightning_lowbw.kernels import tensors
 from lightning_lowbw.kernels.tensors import checksum
@@ -40,12 +40,6 @@ def test_what_differs_is_named_on_all_ranks_and_equal_facts_pass() -> None:
         agree("recipe", {f"fact {i}": (rank, i) for i in range(50)})
     assert str(caught.value).count("rank 0 has") == MAX_DIFFERENCES
     assert str(caught.value).endswith(f"and {50 - MAX_DIFFERENCES} more")
-
-
-@on_ranks()
-def test_plain_values_are_gathered_without_pickle() -> None:
-    values = [{"rank": rank, "text": "é" * 100 * rank, "none": None, "rows": [[1, 2.5], []]} for rank in range(2)]
-    assert gather_json(values[dist.get_rank()]) == values
 
 
 @on_ranks()

@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from lightning_lowbw.elastic import torchft_membership, transfer
 from lightning_lowbw.elastic.membership import Row, digest_of
-from lightning_lowbw.elastic.torchft_membership import TorchftMembership, _import_torchft, _Member, _unreached
+from lightning_lowbw.elastic.torchft_membership import TorchftMembership, _import_torchft
 from lightning_lowbw.elastic.transfer import StateClient
 from lightning_lowbw.namespaces import LOGGER
 from lightning_lowbw.tools.lab.network import INTERFACE, Network
@@ -33,7 +33,7 @@ PATIENCE_S = 120.0
 
 @dataclass(frozen=True)
 class Event:
-    """What a process has come to: joined, healed, lost, committed or failed (a round), said, gave up, ended, raised."""
+    """What a process has come to: joined, healed, lost, committed or failed (a round), said, ended, raised."""
 
     group: int
     process: int
@@ -42,10 +42,6 @@ class Event:
     members: tuple[str, ...]
     value: Any
     at_s: float
-
-
-def gives_up(at_s: float, is_taking: bool) -> bool:
-    return not is_taking and time.monotonic() >= at_s
 
 
 def average(total: torch.Tensor, group: dist.ProcessGroup) -> Any:
@@ -104,32 +100,20 @@ def send_slowly(connection: Any, tensor: torch.Tensor) -> None:
     connection.sendall(tensor.view(torch.uint8).numpy())
 
 
-@dataclass
-class Cut:
-    """`_unreached` of a group that reaches no other in its first attempts."""
-
-    num_attempts: int
-
-    def __call__(self, members: Sequence[_Member]) -> list[_Member]:
-        self.num_attempts -= bool(members)
-        return [*members] if self.num_attempts >= 0 else _unreached(members)
-
-
 def run_member(
     connection: Any, folder: str, group: int, process: int, num_processes: int, options: dict[str, Any]
 ) -> None:
     """Take part in rounds.
 
     Args:
-        options: of the membership, and of this loop: `rounds` to commit; `pause_s` between two; `act`: what happens in
-            the collective of the round number `act_in`, counted from 0; `patience_s` of each process; `size` of what is
-            averaged; `late_s`, by which it comes late to the first collective; `settings`; `step` of its checkpoint;
-            `constants` of the modules; `num_sent` elements that are averaged, by default all.
+        options: options of the membership, and of this loop: `rounds` to commit; `pause_s` between two rounds; `act`,
+            the collective of round number `act_in`, counted from 0; `size` of the tensor; `value` of its elements;
+            `num_sent` elements that are averaged, by default all; `late_s`, by which the member comes late to the first
+            collective; `settings`; `constants` of the modules.
     """
     rounds, pause_s = options.pop("rounds", 10**6), options.pop("pause_s", 0.05)
     act, act_in, late_s = options.pop("act", None), options.pop("act_in", 0), options.pop("late_s", 0.0)
-    patience_s = options.pop("patience_s", [PATIENCE_S] * num_processes)
-    step, members, num_sent = options.pop("step", 0), (), options.pop("num_sent", None)
+    step, members, num_sent = 0, (), options.pop("num_sent", None)
     weights = torch.full((options.pop("size", SIZE),), float(options.pop("value", 0.0)))
 
     settings, is_new = options.pop("settings", {"processes": f"{num_processes}"}), True
@@ -158,12 +142,7 @@ def run_member(
         return Row(step, tokens=0.1 * group, is_new=is_new, **told)
 
     def shared() -> dict[str, Any]:
-        return {
-            "tensors": {"weights": weights},
-            "num_averages": step,
-            "run": "",
-            "name": "plain",
-        }
+        return {"tensors": {"weights": weights}, "num_averages": step, "run": "", "name": "plain"}
 
     def heal(state: Mapping[str, Any]) -> None:
         nonlocal weights, step
@@ -178,30 +157,20 @@ def run_member(
     try:
         membership.serve(shared)
         began_s = time.monotonic()
-        if (state := membership.state_of_others(row_of(), settings, lambda _: False)) is not None:
+        if (state := membership.state_of_others(row_of(), settings, bool)) is not None:
             heal(state)
             tell("healed", time.monotonic() - began_s)
         while step < rounds:
             time.sleep(pause_s)
             began_s, row = time.monotonic(), row_of()
-            patience = partial(gives_up, began_s + patience_s[process])
-            quorum = membership.quorum(row, settings, patience)
-            if quorum is None:
-                tell("gave up", time.monotonic() - began_s)
-                break
-            assert quorum.rows is None or quorum.healed is None
-            assert quorum.rows is None or quorum.rows[quorum.rank][:-1] == row[:-1]
+            quorum = membership.quorum(row, settings, bool)
+            assert quorum is not None
             took_s, members = time.monotonic() - began_s, quorum.members
             if quorum.healed is not None:
                 heal(quorum.healed)
                 tell("healed", took_s)
-            if quorum.rows is None and len(quorum.members) == 1:  # as `ElasticSync`
                 continue
-            if quorum.rows is None:
-                with contextlib.suppress(RuntimeError):
-                    membership.collective(partial(average, torch.zeros(1)))
-                membership.commit()
-                continue
+            assert quorum.rows[quorum.rank][:-1] == row[:-1]
             in_it, act_in = act if act and not act_in else average, act_in - 1
             time.sleep(late_s)
             total, late_s = weights[:num_sent] + quorum.rank, 0.0

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_lowbw.comm.agreement import gather
-from lightning_lowbw.elastic.membership import GivesUp, Quorum, Row, Settings, Share, raise_refused, refusals, rounds_of
+from lightning_lowbw.elastic.membership import GivesUp, Quorum, Row, Settings, Share, latest_of, raise_refused, refusals
 
 
 class KilledError(BaseException):
@@ -64,32 +64,37 @@ class PlainMembership:
     def quorum(self, row: Row, settings: Settings, gives_up: GivesUp) -> Quorum | None:
         self.num_rounds, self.num_collectives, self.has_failed = self.num_rounds + 1, 0, False
         self.group = None
-        while (epoch := self._meet(row, settings, gives_up)) is None:
-            pass
-        if epoch < 0:
-            return None
-        arrived = {name: told for name, *told in sorted(pickle.loads(self.store.get(f"{epoch}/members")))}
-        refused = refusals({name: told[0] for name, told in arrived.items()})
-        if self.name in refused:
-            other = refused[self.name]
-            raise_refused(row, settings, *arrived[other], other)
-        names = tuple(name for name in arrived if name not in refused)
-        rows = tuple(arrived[name][0] for name in names)
-        step, steps = row.rounds, [each.rounds for each in rows]
-        rank, latest, healed = names.index(self.name), rounds_of(dict(zip(names, rows, strict=True))), None
-        if {*steps} != {latest} and rank == steps.index(latest):
-            file = io.BytesIO()
-            torch.save(self.shared(), file)
-            self.store.set(f"{epoch}/shared", file.getvalue())
-        if step != latest:
-            healed = torch.load(io.BytesIO(self.store.get(f"{epoch}/shared")), weights_only=True)
+        while True:
+            epoch = self._meet(row, settings, gives_up)
+            if epoch is None:
+                continue
+            if epoch < 0:
+                return None
+            arrived = {name: told for name, *told in sorted(pickle.loads(self.store.get(f"{epoch}/members")))}
+            refused = refusals({name: told[0] for name, told in arrived.items()})
+            if self.name in refused:
+                other = refused[self.name]
+                raise_refused(row, settings, *arrived[other], other)
+            rows = {name: told for name, (told, _) in arrived.items() if name not in refused}
+            names, latest = tuple(rows), latest_of(rows)
+            rank = names.index(self.name)
+            if self.name not in latest:
+                healed = torch.load(io.BytesIO(self.store.get(f"{epoch}/shared")), weights_only=True)
+                self.history.append(Quorum(rank, names, healed=healed))
+                return self.history[-1]
+            if len(latest) == len(names):
+                break
+            if self.name == latest[0]:  # the members wait in the next quorum for the members that take the state
+                file = io.BytesIO()
+                torch.save(self.shared(), file)
+                self.store.set(f"{epoch}/shared", file.getvalue())
         if len(names) > 1:
             own = dist.PrefixStore(f"{epoch}/gloo", self.store)
             try:
                 self.group = dist.ProcessGroupGloo(own, rank, len(names), timedelta(seconds=self.grace_s))
-            except RuntimeError:  # one has been killed meanwhile
+            except RuntimeError:  # a member has been killed meanwhile
                 self.has_failed = True
-        self.history.append(Quorum(latest, rank, names, healed, rows if {*steps} == {latest} else None))
+        self.history.append(Quorum(rank, names, tuple(rows.values())))
         return self.history[-1]
 
     def _meet(self, row: Row, settings: Settings, gives_up: GivesUp) -> int | None:
@@ -99,7 +104,7 @@ class PlainMembership:
         store.set(f"{epoch}/arrival{index}", pickle.dumps((self.name, row, settings)))
         while True:
             # Whether it has begun, and who gives up: on all processes of the group.
-            here = store.check([f"{epoch}/members"]), gives_up(False)
+            here = store.check([f"{epoch}/members"]), gives_up()
             begun, given_up = zip(*gather(here, "patience"), strict=True)
             if all(begun):
                 break
@@ -136,8 +141,8 @@ class PlainMembership:
             self.group = None  # others that wait for this member fail
             raise
 
-    def commit(self, is_ok: bool = True) -> bool:
-        return is_ok and not self.has_failed
+    def commit(self) -> bool:
+        return not self.has_failed
 
     def close(self) -> None:
         self.group = None

@@ -8,7 +8,6 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from datetime import timedelta
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -17,8 +16,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch import Callback, Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -47,20 +44,18 @@ class Scheduled(Tiny):
     Args:
         number: of the group, or of the rank.
         sleep_s: of each batch.
-        frequency: steps after which the learning rate falls.
     """
 
-    def __init__(self, number: int, sleep_s: float = 0.0, frequency: int = 1) -> None:
+    def __init__(self, number: int, sleep_s: float = 0.0) -> None:
         super().__init__()
-        self.number, self.sleep_s, self.frequency = number, sleep_s, frequency
+        self.number, self.sleep_s = number, sleep_s
         self.lrs: dict[int, float] = {}
         self.validated: list[tuple[int, float]] = []
 
     def configure_optimizers(self) -> Any:
         optimizer = sgd([p for p in self.parameters() if p.requires_grad])
         scheduler = LambdaLR(optimizer, lambda step: 1 / (1 + step))
-        how = {"scheduler": scheduler, "interval": "step", "frequency": self.frequency}
-        return {"optimizer": optimizer, "lr_scheduler": how}
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         time.sleep(self.sleep_s)
@@ -119,13 +114,12 @@ def fit_group(
     resumes: bool = False,
     lighthouse: str | None = None,
     backend: str = "gloo",
-    frequency: int = 1,
     loader: Callable[[int], DataLoader] = data_of,
     **options: Any,
 ) -> dict[str, Any]:
     store, number = become_a_group(folder, ranks, backend)
     time.sleep(begins[number])
-    model = Scheduled(number * ranks + int(os.environ["RANK"]), sleeps[number], frequency)
+    model = Scheduled(number * ranks + int(os.environ["RANK"]), sleeps[number])
     name = f"group {number}"
     if lighthouse is None:
         ElasticStrategy.make_membership = lambda *_: PlainMembership(store, name, grace_s=20.0)
@@ -193,13 +187,6 @@ def test_a_slow_group_and_a_late_one_end_with_the_others(delay_steps: int, tmp_p
     assert min(results[2]["lrs"]) > 0, "the late one begins with the step of the others"
 
 
-def test_a_slow_group_follows_schedules_that_take_one_of_several_steps(tmp_path: Path) -> None:
-    fitting = partial(fit_group, round_s=0.1, max_steps=100, frequency=10)
-    _, slow = run_ranks(fitting, 2, str(tmp_path), METHODS["local_sgd"], (0.01, 0.06), fresh=True)
-    for step, lr in slow["lrs"].items():
-        assert abs(0.05 / lr - 1 - step // 10) <= 1.01, (step, lr)
-
-
 def test_groups_resume_from_their_checkpoints_to_the_bit(tmp_path: Path) -> None:
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     whole.mkdir()
@@ -265,70 +252,6 @@ def test_sigterm_ends_a_group_that_waits_for_others(num_ranks: int, tmp_path: Pa
     assert trainer.global_step == 1
 
 
-class LosesOthers(Callback):
-    """Lets a group that trains alone wait for another one from a round on."""
-
-    def __init__(self, membership: PlainMembership) -> None:
-        self.membership = membership
-
-    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
-        if trainer.global_step == 2 * K_STEPS:
-            self.membership.min_replicas = 2
-
-
-@on_ranks(1, fresh=True)
-def test_a_survivor_saves_before_it_ends_and_goes_on_from_there(tmp_path: Path) -> None:
-    def fit(path: str | None) -> Trainer:
-        membership = PlainMembership(dist.HashStore(), "group 0", min_replicas=1, grace_s=0.1)
-        ElasticStrategy.make_membership = lambda *_: membership
-        keep = ModelCheckpoint(tmp_path, save_top_k=0, save_last=True)
-        strategy = ElasticStrategy(METHODS["sparse_loco"], group="group 0", timeout=timedelta(seconds=1.5), grace_s=0.1)
-        callbacks = [keep] if path else [keep, LosesOthers(membership)]
-        limits = {"max_steps": STEPS, "max_epochs": -1, "enable_checkpointing": True}
-        trainer = make_trainer(strategy, 1, callbacks=callbacks, **limits)
-        trainer.fit(Scheduled(0), data_of(STEPS), ckpt_path=path)
-        return trainer
-
-    with pytest.raises(TimeoutError, match="Too few groups have come to the end of round 3"):
-        fit(None)
-    state = torch.load(tmp_path / "last.ckpt", weights_only=True)
-    assert state["global_step"] == 3 * K_STEPS
-    assert state["lightning_lowbw"]["workers"][0]["num_averages"] == 2
-    assert fit("last").global_step == STEPS
-
-
-@pytest.mark.parametrize("delay_steps", [0, 2])
-@on_ranks(1, fresh=True)
-def test_sigterm_in_the_last_round_leaves_a_checkpoint_that_resumes_in_it(delay_steps: int, tmp_path: Path) -> None:
-    """Lightning takes no step after the last one, and the work of the round would be lost."""
-
-    def fit(path: str | None) -> tuple[Trainer, Any]:
-        membership = PlainMembership(dist.HashStore(), "group 0", min_replicas=1, grace_s=0.1)
-        ElasticStrategy.make_membership = lambda *_: membership
-
-        class Leaves(Callback):
-            def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
-                if trainer.global_step == STEPS - 1 and membership.min_replicas == 1:  # which it is again
-                    membership.min_replicas = 2
-                    threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGTERM)).start()
-
-        keep = OnExceptionCheckpoint(tmp_path, "stopped")
-        method = METHODS["sparse_loco"].replace(delay_steps=delay_steps)
-        limits = {"max_steps": STEPS, "max_epochs": -1, "enable_checkpointing": not path}
-        strategy = ElasticStrategy(method, group="group 0", grace_s=0.1)
-        trainer = make_trainer(strategy, 1, callbacks=[] if path else [keep, Leaves()], **limits)
-        trainer.fit(Scheduled(0), data_of(STEPS), ckpt_path=path)
-        return trainer, strategy
-
-    with pytest.raises(SIGTERMException):
-        fit(None)
-    state = torch.load(tmp_path / "stopped.ckpt", weights_only=True)
-    assert state["global_step"] == STEPS - 1
-    trainer, strategy = fit(f"{tmp_path}/stopped.ckpt")
-    assert trainer.global_step == STEPS
-    assert strategy.replicas[0].tokens_seen == (STEPS + 1) * BATCH, "and the step that was taken again"
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize(("name", "ranks"), [("sparse_loco", 1), ("diloco", 2)])
 def test_groups_with_nccl_inside_get_the_weights_of_a_cpu(name: str, ranks: int, tmp_path: Path) -> None:
@@ -383,6 +306,13 @@ class ByEpoch(Scheduled):
         return [optimizer], [LambdaLR(optimizer, lambda epoch: 1 / (1 + epoch))]
 
 
+class EverySecondStep(Scheduled):
+    def configure_optimizers(self) -> Any:
+        made = super().configure_optimizers()
+        made["lr_scheduler"]["frequency"] = 2
+        return made
+
+
 class TwoStepsABatch(Scheduled):
     def __init__(self, number: int) -> None:
         super().__init__(number)
@@ -395,10 +325,6 @@ class TwoStepsABatch(Scheduled):
             self.optimizers().step()
 
 
-class ByHandByEpoch(ByEpoch, TwoStepsABatch):
-    """Whose scheduler nobody but the user takes a step of."""
-
-
 class Reconfigured(Scheduled):
     def on_train_batch_end(self, *_: Any) -> None:
         self.trainer.strategy.reconfigure(METHODS["diloco"])
@@ -407,8 +333,8 @@ class Reconfigured(Scheduled):
 @pytest.mark.parametrize(
     ("model", "words"),
     [
-        (ByEpoch, "LambdaLR takes a step each epoch"),
-        (ByHandByEpoch, "LambdaLR takes a step each epoch"),
+        (ByEpoch, "LambdaLR does not take a step with each step of the optimizer"),
+        (EverySecondStep, "LambdaLR does not take a step with each step of the optimizer"),
         (TwoStepsABatch, "Step 2 is the second one in batch 1"),
         (Reconfigured, "All groups have one method"),
     ],

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+import math
 import signal
 import socket
 import threading
 import time
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,11 +18,11 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from lightning_lowbw.comm.agreement import gather_json
+from lightning_lowbw.comm.agreement import gather
 from lightning_lowbw.elastic import torchft_membership
-from lightning_lowbw.elastic.membership import Row
+from lightning_lowbw.elastic.membership import Row, raise_refused
 from lightning_lowbw.elastic.torchft_membership import TorchftMembership, _Lighthouse, _Member
-from lightning_lowbw.errors import ConfigurationError
+from lightning_lowbw.errors import ConfigurationError, DisagreementError
 from tests.elastic import members
 from tests.ranks import on_ranks
 
@@ -70,39 +72,25 @@ def test_a_dead_member_costs_its_heartbeat_and_never_the_join_timeout() -> None:
     assert not [event for event in made.events if event.group == 4 and event.kind == "healed"]
 
 
-def test_two_groups_that_do_not_reach_each_other_meet_later_or_one_ends_with_both_names() -> None:
-    quick = {"CONNECT_S": 1.0}
-    with members.groups(min_replicas=2) as made:
-        made.start(0, constants={**quick, "_unreached": members.Cut(2)})
-        made.start(1, constants=quick)
-        for group in range(2):
-            made.committed(group, 2, size=2)
-        made.start(2, constants={**quick, "_unreached": members.Cut(100)})
-        message = r"Group .*group2.* does not reach group .*group0.* at .*, although all reach .*Open all ports"
-        with pytest.raises(AssertionError, match=message):
-            made.committed(2)
-        made.events = [event for event in made.events if event.kind != "raised"]
-        made.committed(0, size=2, after_s=time.monotonic())
-
-
 @pytest.mark.parametrize(
     ("name", "is_new", "reached", "attempts"),
-    [("b", True, 0, 3), ("b", False, 0, 4), ("a", True, 0, 4), ("b", False, 2, 6), ("a", False, 2, 7)],
+    [("b", True, 0, 3), ("b", False, 0, 4), ("a", True, 0, 4), ("b", True, 2, 5), ("a", False, 2, 6)],
 )
 def test_the_group_with_the_fewest_connections_ends_first(
     monkeypatch: pytest.MonkeyPatch, name: str, is_new: bool, reached: int, attempts: int
 ) -> None:
-    """A newcomer before a group that trains, and of a pair the last name."""
+    """A newcomer ends before a group that trains, and the last name of a pair."""
     membership = object.__new__(TorchftMembership)
     membership._num_cut = 0
-    own, cut, *others = (_Member(each, "1", "2", Row(is_new=is_new), 0) for each in (name, "aa", "c", "d"))
-    monkeypatch.setattr(torchft_membership, "_unreached", lambda _: [cut])
+    own, cut, *others = (_Member(each, each, "2", Row(), 0) for each in (name, "aa", "c", "d"))
+    own = own._replace(row=Row(is_new=is_new))
+    reached_stores = [member.store for member in others]
+    monkeypatch.setattr(torchft_membership, "_accepts", reached_stores.__contains__)
     for attempt in range(1, attempts + 1):
-        kind = ConfigurationError if attempt == attempts else RuntimeError
-        with pytest.raises(kind, match=f"Group '{name}' at 1 does not reach group 'aa' at 1"):
-            membership._check_path(own, [cut, *others[:reached]])
-    monkeypatch.setattr(torchft_membership, "_unreached", lambda _: [])
-    membership._check_path(own, [cut])
+        error = membership._unreached(own, [own, cut, *others[:reached]])
+        assert isinstance(error, ConfigurationError if attempt == attempts else RuntimeError)
+        assert f"Group '{name}' at {name} does not reach group 'aa' at aa" in str(error)
+    assert membership._unreached(own, [own, *others]) is None
     assert membership._num_cut == 0
 
 
@@ -116,14 +104,6 @@ def test_a_group_that_hangs_and_has_heartbeats_holds_nobody_for_long() -> None:
         alone = made.committed(0, size=1, after_s=lost.at_s)
         assert alone.at_s - lost.at_s < 10.0
         assert "as long as ever" in made.first(1, "said").value
-
-
-def test_the_clock_of_hangs_is_that_of_steps() -> None:
-    membership = object.__new__(TorchftMembership)
-    membership._lighthouse = _Lighthouse(SimpleNamespace(LighthouseClient=bool), "http://127.0.0.1:1")
-    for longest_s, expected_s in ((0.1, 60.0), (30.0, 300.0), (float("inf"), float("inf"))):
-        membership.note(longest_s)
-        assert membership._lighthouse.hangs_from_s == pytest.approx(time.monotonic() + expected_s, abs=2.0)
 
 
 def test_a_kill_in_a_collective_fails_the_round_on_all_at_once() -> None:
@@ -157,57 +137,24 @@ def test_a_member_that_is_stopped_in_a_collective_is_lost_long_before_the_timeou
         assert made.committed(2, together.step, size=3).value[0] == together.value[0]
 
 
-def test_a_restarted_lighthouse_is_found_again_while_a_member_waits_for_another() -> None:
-    with members.groups(min_replicas=2) as made:
-        made.start(0)
-        made.start(1, pause_s=1.5)
-        made.committed(1, size=2)
-        made.end_lighthouse()
-        made.start_lighthouse()  # counts its quorums from 1 again
-        made.committed(1, size=2, after_s=time.monotonic())
-
-
-def test_too_few_members_wait_and_say_so() -> None:
+def test_too_few_members_wait_and_say_so_also_after_a_restart_of_the_lighthouse() -> None:
     with members.groups(min_replicas=2) as made:
         made.start(0, constants=QUICK)
         made.start(1)
         made.committed(0, size=2)
+        made.end_lighthouse()
+        made.start_lighthouse()  # counts its quorums from 1 again
+        made.committed(1, size=2, after_s=time.monotonic())
         killed_s = made.signal(1, signal.SIGKILL)
-        said = made.until(lambda event: event.kind == "said")
-        assert "a round of at least 2 members" in said.value
+        said = made.until(lambda event: event.kind == "said" and "a round of at least 2 members" in event.value)
         assert not [event for event in made.events if event.kind == "committed" and event.at_s > killed_s + 1.0]
         made.start(2)
         made.committed(0, size=2, after_s=said.at_s)
         made.signal(2, signal.SIGKILL)
-        made.until(lambda event: event.kind == "said" and event.at_s > said.at_s + 1.0)
+        made.until(lambda event: event.kind == "said", after_s=time.monotonic())
         made.signal(0, signal.SIGINT)
         made.processes[0, 0].join(60.0)
-        assert made.processes[0, 0].exitcode == 1  # of Ctrl-C, although it waits
-
-
-def test_a_lighthouse_that_never_answers_is_named_soon() -> None:
-    with members.groups() as made, socket.create_server(("127.0.0.1", 0)) as mute:
-        constants = {"CONNECT_S": 0.5, "WARN_S": 6.0}
-        made.start(0, lighthouse=f"127.0.0.1:{mute.getsockname()[1]}", constants=constants)
-        joined = made.first(0, "joined")
-        said = made.first(0, "said")
-        assert "timed out" in said.value
-        assert said.at_s - joined.at_s < 6.0
-
-
-def test_of_two_groups_with_one_name_the_newcomer_ends_before_the_others_hear_of_it() -> None:
-    with members.groups(join_timeout_ms=10_000, heartbeat_timeout_ms=5000) as made:
-        for group in range(2):
-            made.start(group, pause_s=0.3)
-        made.committed(0, size=2)
-        began_s = time.monotonic()
-        made.start(2, name="group1")
-        with pytest.raises(AssertionError, match=r"Another group has the name .*group1"):
-            made.until(lambda event: event.group == 2 and event.kind == "committed")
-        made.events = [event for event in made.events if event.group < 2]
-        made.committed(0, made.events[-1].step + 2)
-        waits = [event.value[1] for event in made.events if event.kind == "committed" and event.at_s > began_s]
-        assert max(waits) < 4.0, "a heartbeat's timeout"
+        assert made.processes[0, 0].exitcode == 1  # Ctrl-C ends a process that waits
 
 
 def test_a_newcomer_with_other_settings_is_refused_by_name_and_the_only_incumbent_goes_on() -> None:
@@ -221,67 +168,54 @@ def test_a_newcomer_with_other_settings_is_refused_by_name_and_the_only_incumben
         made.committed(1, size=1)
 
 
-def test_the_processes_of_a_group_give_up_together() -> None:
-    with members.groups() as made:
-        made.start(0, 2, patience_s=[LONG_S, 0.5])
-        for process in range(2):
-            assert made.first(0, "gave up", process=process).value < LONG_S / 2
-
-
-def test_members_of_another_program_are_named_on_all_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RUST_LOG", "warn")
-    with members.groups(min_replicas=2) as made:
-        made.start(0, 2)
-        client = torchft_membership._import_torchft().LighthouseClient(
-            f"http://127.0.0.1:{made.port}", connect_timeout=timedelta(seconds=LONG_S)
-        )
-        client.quorum(replica_id="stranger", timeout=timedelta(seconds=6 * LONG_S))
-        for connection in made.connections:
-            joined, raised = connection.recv(), connection.recv()
-            assert (joined.kind, raised.kind) == ("joined", "raised")
-            assert "members of another program" in raised.value
-            assert "stranger" in raised.value
+def a_member_of(name: str, rows: dict[str, Row]) -> tuple[TorchftMembership, list[_Member]]:
+    """Return the membership of a group without a lighthouse, and the members of a quorum."""
+    membership = object.__new__(TorchftMembership)
+    membership._name, membership._process, membership._key, membership._group = name, dist.get_rank(), (), object()
+    membership.min_replicas, membership._num_failures, membership._says_s = 2, 0, math.inf
+    membership._lighthouse = SimpleNamespace()  # type: ignore[assignment]
+    return membership, [_Member(name, "127.0.0.1:1", "127.0.0.1:1", row, 0) for name, row in rows.items()]
 
 
 @on_ranks()
 def test_the_processes_of_a_group_agree_on_the_connection_before_the_next_collective() -> None:
-    """One of them has no connection; the other would take the state, or give it."""
+    """One process has no connection; the other process would take the state, or give it."""
+
+    def connect(*_: object) -> None:
+        if dist.get_rank() == 1:
+            raise RuntimeError("no connection to ['donor']")
+
     for own in ("taker", "donor", "other"):
-        membership = object.__new__(TorchftMembership)
-        membership._name, membership._process, membership._key, membership._group = own, dist.get_rank(), (), None
-        membership.min_replicas, membership._num_failures = 2, 0
-
-        def connect(*_: object) -> None:
-            if dist.get_rank() == 1:
-                raise RuntimeError("no connection to ['donor']")
-
-        membership._connect = connect  # type: ignore[method-assign]
-        membership._check_path = lambda *_: None  # type: ignore[method-assign]
         rows = {"donor": Row(3), "other": Row(3), "taker": Row(0, is_late=True)}
-        there = [_Member(name, "127.0.0.1:1", "127.0.0.1:1", row, 0) for name, row in rows.items()]
+        membership, there = a_member_of(own, rows)
+        membership._connect = connect  # type: ignore[method-assign]
+        membership._unreached = lambda *_: None  # type: ignore[method-assign]
         with pytest.raises(RuntimeError, match="no connection to"):
-            membership._join(1, there, lambda _: False)
-        assert gather_json(own) == [own, own]
+            membership._join(1, there, bool)
+        assert gather(own, "name") == [own, own]
 
 
 @on_ranks()
-def test_who_takes_the_state_after_a_stop_is_in_no_round_till_it_is_waited_for() -> None:
-    """The group of its last round, which has not failed there, is none for it: else it is never told to be late."""
-    membership = object.__new__(TorchftMembership)
-    membership._name, membership._process, membership._key, membership._group = (
-        "stopped",
-        dist.get_rank(),
-        (),
-        object(),
-    )
-    membership._num_failures, membership._lighthouse = 0, _Lighthouse(SimpleNamespace(LighthouseClient=bool), "")
+def test_a_group_that_takes_the_state_is_in_no_round_until_the_members_wait_for_it() -> None:
+    """The group of its last round, which has not failed, does not count: `commit` would make the group not late."""
+    membership, there = a_member_of("stopped", {"donor": Row(3), "other": Row(3), "stopped": Row(2)})
     membership._has_taken = True
     membership._fetch = lambda *_: {}  # type: ignore[method-assign]
-    rows = {"donor": Row(3), "other": Row(3), "stopped": Row(2)}
-    there = [_Member(name, "127.0.0.1:1", "127.0.0.1:1", row, 0) for name, row in rows.items()]
-    assert membership._join(1, there, lambda _: False).members == ("stopped",)
+    assert membership._join(1, there, bool).members == ("stopped",)  # type: ignore[union-attr]
     assert not membership.commit()
     assert membership._has_taken
+
+
+@on_ranks()
+def test_the_processes_of_a_group_give_up_and_fail_together_in_a_call() -> None:
+    membership, _ = a_member_of("group", {})
+    waits = threading.Event().wait
+    assert membership._call(lambda: waits(5.0), lambda: dist.get_rank() == 1, str) is None
+    assert membership._call(lambda: ["all"], bool, str) == ["all"]
+    with pytest.raises(RuntimeError, match="refused"):
+        membership._call(lambda: socket.create_connection(("127.0.0.1", 1)), bool, str)
+    with pytest.raises(DisagreementError, match="other settings"):
+        membership._call(lambda: raise_refused(Row(settings="a"), {}, Row(), None, "site"), bool, str)
 
 
 def test_the_processes_of_a_group_fail_together() -> None:
@@ -296,20 +230,29 @@ def test_the_processes_of_a_group_fail_together() -> None:
         assert sorted(failed) == [(0, 0, 1), (0, 1, 1), (1, 0, 1), (1, 1, 1)]
 
 
-def a_lighthouse(answers: list[Any]) -> tuple[_Lighthouse, list[float]]:
-    """Return a client whose lighthouse gives these answers, and a list of the timeouts of its requests."""
-    waits: list[float] = []
+@pytest.fixture
+def a_lighthouse() -> Iterator[Callable[[list[Any]], tuple[_Lighthouse, list[float]]]]:
+    """Make a client whose lighthouse gives some answers, and a list of the timeouts of its requests."""
+    made: list[_Lighthouse] = []
 
-    def quorum(*, timeout: timedelta, **_: object) -> Any:
-        waits.append(timeout.total_seconds())
-        if isinstance(answer := answers.pop(0), Exception):
-            raise answer
-        return SimpleNamespace(quorum_id=1, participants=answer)
+    def make(answers: list[Any]) -> tuple[_Lighthouse, list[float]]:
+        waits: list[float] = []
 
-    client = SimpleNamespace(quorum=quorum)
-    lighthouse = _Lighthouse(SimpleNamespace(LighthouseClient=lambda *_, **__: client), "http://127.0.0.1:1")
-    lighthouse._heartbeats = threading.Thread()  # which `close` would join
-    return lighthouse, waits
+        def quorum(*, timeout: timedelta, **_: object) -> Any:
+            waits.append(timeout.total_seconds())
+            if isinstance(answer := answers.pop(0), Exception):
+                raise answer
+            return SimpleNamespace(quorum_id=1, participants=answer)
+
+        client = SimpleNamespace(quorum=quorum, heartbeat=lambda *_, **__: None)
+        made.append(
+            _Lighthouse(SimpleNamespace(LighthouseClient=lambda *_, **__: client), "http://127.0.0.1:1", "site")
+        )
+        return made[-1], waits
+
+    yield make
+    for lighthouse in made:
+        lighthouse.close()
 
 
 def participant(store: str = "127.0.0.1:1", failures: int = 2) -> SimpleNamespace:
@@ -320,7 +263,7 @@ def participant(store: str = "127.0.0.1:1", failures: int = 2) -> SimpleNamespac
 OWN = _Member("site", "127.0.0.1:1", "127.0.0.1:2", Row(3, tokens=8.0), 2)
 
 
-def test_a_group_that_waits_for_long_leaves_the_others_their_time_to_come() -> None:
+def test_a_group_that_waits_for_long_leaves_the_other_groups_their_time_to_come(a_lighthouse: Any) -> None:
     """With each request the lighthouse begins the join timeout anew."""
     lighthouse, waits = a_lighthouse([TimeoutError(), TimeoutError(), [participant()]])
     _, (member,) = lighthouse.quorum(OWN, lambda: True)
@@ -331,11 +274,17 @@ def test_a_group_that_waits_for_long_leaves_the_others_their_time_to_come() -> N
         lighthouse.quorum(OWN, lambda: False)
 
 
-def test_an_answer_to_an_older_request_is_not_taken_and_one_of_a_second_group_with_the_name_is_an_error() -> None:
+def test_answers_that_are_refused(a_lighthouse: Any) -> None:
+    """An answer to an older request is not taken; a second group with the name, and another program, are errors."""
     with pytest.raises(RuntimeError, match="an older request"):
         a_lighthouse([[participant(failures=1)]])[0].quorum(OWN, lambda: True)
     with pytest.raises(ConfigurationError, match=r"Another group has the name 'site', too\. Give each group a name"):
         a_lighthouse([[participant(store="127.0.0.1:9")]])[0].quorum(OWN, lambda: True)
+    stranger = SimpleNamespace(replica_id="stranger", data=None)
+    with pytest.raises(ConfigurationError, match=r"members of another program, .*\['stranger'\]"):
+        a_lighthouse([[participant(), stranger]])[0].quorum(OWN, lambda: True)
+    trains = OWN._replace(row=Row(3, is_new=False))
+    assert len(a_lighthouse([[participant(), stranger]])[0].quorum(trains, lambda: True)[1]) == 1
 
 
 def test_who_is_late_with_the_state_is_waited_for() -> None:
@@ -373,13 +322,8 @@ def test_another_torchft_is_refused(monkeypatch: pytest.MonkeyPatch, version: st
 @pytest.mark.parametrize(
     ("given", "interface", "message"),
     [
-        ({"lighthouse": "http://10.0.0.1"}, "", r"lighthouse='http://10.0.0.1': give its address with the port"),
-        (
-            {"lighthouse": "http://[fd00::1]:29510/"},
-            "",
-            r"\]:29510': an IPv6 address, and groups meet by IPv4",
-        ),
-        ({"lighthouse": "127.0.0.1:1/"}, "wg7", "GLOO_SOCKET_IFNAME=wg7: No such device"),
+        ({"lighthouse": "http://10.0.0.1"}, "", r"lighthouse='http://10.0.0.1': give its IPv4 address with the port"),
+        ({"lighthouse": "http://[fd00::1]:29510/"}, "", r"\]:29510': give its IPv4 address with the port"),
         (HERE, "wg7", r"GLOO_SOCKET_IFNAME=wg7: No such device. .* interfaces are .*lo.*\. Give"),
         ({**HERE, "address": "192.0.2.1"}, "", r"address=192.0.2.1: Cannot assign .* Give"),
     ],
