@@ -1,10 +1,10 @@
-"""torchrun for the processes of one group, which start at once: a server imports what they need, and forks them.
+"""torchrun for the processes of one group, which start at once: a server imports their modules, and forks them.
 
     python -m lightning_lowbw.elastic.run --nproc-per-node 1 --max-restarts 100 train.py ...
 
-Options, messages, signals and restarts are those of torchrun, whose agent does all the work; only a rendezvous on this
-host is the default, and SIGTERM asks the processes of an agent that was killed to end. The server imports what a
-training imports sooner or later, some ten seconds of a processor; it runs no kernel and does not touch a device.
+Options, messages, signals and restarts are the same as with torchrun, whose agent does all the work. Only a rendezvous
+on this host is the default, and SIGTERM asks the processes to end if their agent was killed. The server imports the
+modules of a training, which takes some ten seconds of a processor; it runs no kernel and does not touch a device.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import elastic_launch
 from torch.distributed.run import config_from_args, parse_args
 
-# Those that cannot be imported are left out. No Triton: it looks for a device.
+# The server leaves out a module that cannot be imported. Triton is not here, because it looks for a device.
 PRELOADED = [
     "torch.distributed.run",
     "lightning_lowbw.kernels.cpu",
@@ -47,9 +47,9 @@ def run_script(is_module: bool, script: str, *arguments: str) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     threading.Thread(target=end_with_the_agent, name="lowbw-agent", daemon=True).start()
     np.random.seed()  # else all processes, also after a restart, draw the numbers of the server
-    multiprocessing.set_start_method(None, force=True)  # for workers of a DataLoader that of Python
+    multiprocessing.set_start_method(None, force=True)  # workers of a DataLoader start as in any program
     for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # what a kill would lose
+        stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # a kill loses no line
     sys.argv = [script, *arguments]
     try:
         if is_module:
@@ -63,21 +63,21 @@ def run_script(is_module: bool, script: str, *arguments: str) -> None:
         if end.code not in (None, 0):  # the same
             raise
     finally:
-        atexit._run_exitfuncs()  # which multiprocessing leaves out
+        atexit._run_exitfuncs()  # multiprocessing leaves these out
     agent = multiprocessing.parent_process()
-    if agent is not None and not agent.is_alive():  # which would not take the result, for which torch waits then
+    if agent is not None and not agent.is_alive():  # torch would wait for ever for the agent to take the result
         os._exit(0)
 
 
 def main() -> None:
-    """Start the processes of a group, and again those of a group of which one has failed."""
+    """Start the processes of a group, and start them all again if one has failed."""
     options = parse_args(
         ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", "--local-addr=127.0.0.1", *sys.argv[1:]]
     )
     config, *_ = config_from_args(options)
     config.start_method = "forkserver"
     multiprocessing.set_forkserver_preload(PRELOADED)
-    # A signal to all processes of a service: the group's have time to save, which they had not without their parent.
+    # The server ignores a signal to all processes of a service, so that the processes of the group have time to save.
     before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
     forkserver.ensure_running()
     signal.signal(signal.SIGTERM, before)

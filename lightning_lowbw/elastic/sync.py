@@ -13,10 +13,9 @@ A round of one member, after its local steps:
 With `delay_steps`, a thread runs quorum and exchange during the next local steps, whose changes are kept:
 w = anchor + (w - w at the begin). A hidden round that fails is repeated without the thread.
 
-If an exchange fails here, another member may still have applied it. If a member takes the
-state of another member after that, it drops the work of the round, its tokens and its residuals: it does not know
-whether they have been counted. A member that starts from a checkpoint does so, too. All other members keep their
-work.
+If an exchange fails here, another member may still have applied it. If a member takes the state of another member after
+that, it drops the work of the round, its tokens and its residuals, because it does not know whether these have been
+counted. A member that starts from a checkpoint does so, too. All other members keep their work.
 
 Shared by all members, and taken by a member that is behind: the anchor (`start`), the outer velocity, averaged buffers,
 the numbers of rounds and steps, tokens seen, and the round in which each member was last averaged. Everything else
@@ -94,7 +93,7 @@ class MemberCollectives(Collectives):
         self.begin(Quorum(0, ("",)))
 
     def begin(self, quorum: Quorum) -> None:
-        """Begin a round of these members; a group is alone before the first round."""
+        """Begin a round of the members of a quorum; a group is alone before the first round."""
         self.has_failed = False
         self.num_ranks, self.rank = len(quorum.members), quorum.rank
 
@@ -267,7 +266,7 @@ class ElasticSync(LocalSync):
         self.run = uuid.uuid4().hex[:12]
         self._ends_s = math.inf  # when the round ends, unless it ends after steps
         self._is_new = True  # whether it has been in no round yet
-        # Whether other members may have counted the work already: after a failed exchange, or that of a checkpoint.
+        # Whether other members may have counted the work already: after a failed exchange, or in a checkpoint.
         self._is_unsure = True
         self._hidden: tuple[_Work, Future[Exchanged]] | None = None  # a round in the background
         self._batch_s = math.inf  # when the last batch began
@@ -312,13 +311,13 @@ class ElasticSync(LocalSync):
         self.healed, self.num_skipped, self.has_communicated = None, 0, False
         self._wait_from_now()
         is_due = self._hidden is not None and (self._steps >= self.when.delay_steps or self._is_over())
-        if is_due and not self._end_hidden():  # the other groups have not come
+        if is_due and not self._take_round():  # the other groups have not come
             return True
         if not self.is_complete and self._is_over():
-            self.has_communicated = True
             self.tokens = self.tokens or float(self._steps)  # if the caller counts none
             if self.when.delay_steps and self.step < self.last_step:
                 self._begin_hidden()
+                self.has_communicated = True
             else:
                 self._take_round()
         return self.has_communicated
@@ -363,30 +362,31 @@ class ElasticSync(LocalSync):
     def _steps(self) -> int:
         return self._all.steps or 0
 
-    def _take_round(self, quorum: Quorum | None = None) -> bool:
-        """Take part in a round. Return False if this member gives up before; then nothing is averaged.
-
-        Args:
-            quorum: the quorum, if this member has one already.
+    def _take_round(self) -> bool:
+        """Take part in a round, in the hidden one if there is one. Return False if this member gives up before.
 
         Raises:
             TimeoutError: the other members have not come in `max_wait_s`.
         """
-        while quorum is None or not self._try_round(quorum):
-            self._restart_if_not_finite()
-            quorum = self._next_quorum(self._gives_up)
+        self.has_communicated = True
+        is_over, quorum = (False, None) if self._hidden is None else self._arrived()
+        while not is_over:
+            if quorum is None:
+                self._restart_if_not_finite()
+                quorum = self._next_quorum(self._gives_up)
             if quorum is None:
                 break
+            is_over, quorum = self._try_round(quorum), None
         asked = self._agree_on_requests()
-        if quorum is None and not any(asked):
+        if not (is_over or any(asked)):
             raise TimeoutError(
                 f"Too few groups have come to the end of round {self.num_averages + 1} in {self.max_wait_s:g} s: the "
                 "other groups have ended the training, or are lost. If they come back later, start this group again "
                 "from its last checkpoint, with a longer ElasticStrategy(timeout=...)."
             )
-        if quorum is None:
+        if not is_over:
             self._repeat_last_step()
-        return quorum is not None
+        return is_over
 
     def _begin_clock(self) -> None:
         self._ends_s = math.inf if self.round_s is None else time.monotonic() + self.round_s
@@ -512,15 +512,6 @@ class ElasticSync(LocalSync):
         with torch.inference_mode(False), torch.no_grad():  # tensors made here outlive an evaluation
             self._arrived()
         self._repeat_last_step()
-        return True
-
-    def _end_hidden(self) -> bool:
-        """Apply the hidden round; if it has failed, repeat it as in `_take_round`."""
-        counts, quorum = self._arrived()
-        self.has_communicated = True
-        if not counts:
-            return self._take_round(quorum)
-        self._agree_on_requests()
         return True
 
     def _arrived(self) -> tuple[bool, Quorum | None]:

@@ -116,7 +116,7 @@ class _Member(NamedTuple):
 class TorchftMembership:
     """A `Membership` by torchft's lighthouse, over gloo.
 
-    torch.distributed is initialised with the processes of this group, all of which make one of these.
+    torch.distributed is initialised with the processes of this group, and each process makes a membership.
 
     Collective: all processes of the group.
 
@@ -347,7 +347,7 @@ class TorchftMembership:
         """Connect to the members of a quorum that are not behind, or take the state of one.
 
         Returns:
-            None if this group has waited for another one that has taken a state, and is to ask for the next quorum.
+            None if this group has waited for a group that has taken a state, and is to ask for the next quorum.
 
         Raises:
             RuntimeError: on all processes; it was not possible.
@@ -491,7 +491,7 @@ class TorchftMembership:
         return {"name": self._name, "settings": row.settings, "run": row.run if row.rounds else ""}
 
     def _connect(self, members: Sequence[_Member], address: str, path: str, rank: int) -> None:
-        """Make the group of these members, which meet in a store.
+        """Make the process group of the members, which meet in a store.
 
         Raises:
             RuntimeError: on this process.
@@ -551,11 +551,11 @@ class _Lighthouse:
                 wait_s = RENEW_S
         self._client = client
         members = {each.replica_id: member for each in found.participants if (member := _member_of(each)) is not None}
-        others = {each.replica_id for each in found.participants}.difference(members)
-        if others and own.row.is_new:  # groups that train go on
+        strangers = {each.replica_id for each in found.participants}.difference(members)
+        if strangers and own.row.is_new:  # groups that train go on
             raise ConfigurationError(
                 f"The lighthouse {self.url} has members of another program, or of another version: "
-                f"{sorted(others)}. Start one for each training."
+                f"{sorted(strangers)}. Start a lighthouse for each training."
             )
         told = members.get(own.name)
         if told is not None and told.store != own.store:
@@ -606,7 +606,7 @@ class _Lighthouse:
         while not self.is_closed.wait(HEARTBEAT_S):
             hangs = time.monotonic() > self.hangs_from_s
             if hangs and not has_said:
-                _logger.warning("This group takes %d times as long as ever for a step; others go on.", HANG_STEPS)
+                _logger.warning("This group takes %d times as long as ever for a step; other groups go on.", HANG_STEPS)
             has_said = hangs
             if self.is_away or hangs:
                 continue

@@ -182,7 +182,7 @@ class ElasticStrategy(Strategy):
     @override
     def reconfigure(self, method: Method) -> None:
         if self._workers and self._replica.settings:  # this group has joined the other groups
-            raise ConfigurationError("All groups have one method: end them all, and start them with another one.")
+            raise ConfigurationError("All groups have one method. To change it, end all groups, and start them again.")
         super().reconfigure(method)
 
     @override

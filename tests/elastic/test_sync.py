@@ -329,33 +329,6 @@ def test_the_others_go_on_without_a_member_that_is_killed_in_a_round(
         assert member.worker.contributed == {"group 0": 4, "group 1": 1, "group 2": 4}
 
 
-def train_with_joiner(members: list[Member], joiner: list[Member], thread: threading.Thread) -> ElasticSync:
-    """Train; return the worker of the one that has joined in a thread, and ends with the anchors of the others."""
-    train(members)
-    thread.join(30.0)
-    assert joiner[0].error is None
-    assert_equal_anchors([*members, *joiner])
-    return joiner[0].worker
-
-
-def test_a_joiner_heals_and_has_no_part_in_its_first_round(store: dist.Store) -> None:
-    joiner: list[Member] = []
-
-    def join(_: Member, step: int) -> None:
-        if step == K_STEPS + 1:
-            joiner.append(Member(store, 2, METHODS["diloco"]))
-            thread.start()
-            time.sleep(0.2)
-
-    thread = threading.Thread(target=lambda: joiner[0].run())
-    members = [Member(store, 0, METHODS["diloco"], before=join), Member(store, 1, METHODS["diloco"])]
-    worker = train_with_joiner(members, joiner, thread)
-    assert [*joiner[0].anchors] == [2, 3, 4], "the first is that of the round which it has joined"
-    assert worker.step == 12
-    assert worker.contributed["group 2"] == 4
-    assert worker.tokens_seen == members[0].worker.tokens_seen == TOKENS * K_STEPS * (4 * 2 + 2)
-
-
 @pytest.mark.parametrize("methods", [METHODS, HIDDEN], ids=["shown", "hidden"])
 def test_a_joiner_that_finds_others_in_a_round_trains_to_its_end_with_them(
     methods: Mapping[str, Method], store: dist.Store
@@ -372,7 +345,10 @@ def test_a_joiner_that_finds_others_in_a_round_trains_to_its_end_with_them(
 
     thread = threading.Thread(target=lambda: joiner[0].run())
     members = [Member(store, 0, methods["diloco"], before=join), Member(store, 1, methods["diloco"])]
-    worker = train_with_joiner(members, joiner, thread)
+    train(members)
+    thread.join(30.0)
+    worker = joiner[0].worker
+    assert_equal_anchors([*members, *joiner])
     assert [*joiner[0].anchors] == [1, 2, 3, 4], "the second one with its own step"
     assert worker.contributed == {f"group {n}": 4 for n in range(3)}
     assert worker.tokens_seen == members[0].worker.tokens_seen == TOKENS * (K_STEPS * 4 * 2 + K_STEPS * 2 + 1)
@@ -538,35 +514,30 @@ def test_a_member_that_begins_with_other_weights_is_told_and_without_a_majority_
     assert [member.has_left for member in members] == [False, *[num_members == 3] * (num_members - 1)]
 
 
-def test_settings_that_differ_are_named() -> None:
-    other = {name: make_parameters() for name in ("shape", "dtype", "memory", "frozen")}
-    other["shape"]["bias"] = Parameter(torch.zeros(9))
-    other["dtype"]["bias"] = Parameter(torch.zeros(7, dtype=torch.float64))
-    other["memory"]["wide"] = Parameter(torch.zeros(13, 20).t())
-    other["frozen"]["bias"].requires_grad_(False)
-    words = {
-        "outer": "when.outer: nesterov here, none there",
-        "payload": "what.payload: top_k here, whole there",
-        "k_steps": "when.k_steps: 50 here, 3 there",
-        "shape": r"parameter bias: torch.float32 of shape \[9\] here, .* \[7\] there",
-        "dtype": "parameter bias: torch.float64 of shape .* here, torch.float32",
-        "memory": r"parameter wide: .*, dimensions in memory \[1, 0\] here",
-        "frozen": "parameter bias: nothing here, torch.float32 of shape",
-    }
-    methods = {"outer": METHODS["diloco"], "payload": METHODS["sparse_loco"]}
-    methods["k_steps"] = METHODS["local_sgd"].replace(k_steps=50)
-    there = settings_of(METHODS["local_sgd"], make_parameters())
-    for name, message in words.items():
-        here = settings_of(methods.get(name, METHODS["local_sgd"]), other.get(name, make_parameters()))
-        with pytest.raises(DisagreementError, match=message):
-            raise_refused(Row(settings="here"), here, Row(settings="there"), there, "site")
-
-
-def settings_of(method: Method, parameters: Mapping[str, Parameter]) -> dict[str, str]:
-    members = Members(PlainMembership(dist.HashStore(), "group"))
-    worker = ElasticSync(method, torch.optim.SGD(parameters.values(), lr=0.1), parameters.items(), members)
+def settings_of(method: Method, **parameters: Parameter) -> dict[str, str]:
+    named, members = make_parameters() | parameters, Members(PlainMembership(dist.HashStore(), "group"))
+    worker = ElasticSync(method, torch.optim.SGD(named.values(), lr=0.1), named.items(), members)
     worker.begin_local()
     return worker._all_settings()
+
+
+@pytest.mark.parametrize(
+    ("method", "parameters", "message"),
+    [
+        ("diloco", {}, "when.outer: nesterov here, none there"),
+        ("sparse_loco", {}, "what.payload: top_k here, whole there"),
+        ("local_sgd", {"bias": torch.zeros(9)}, r"bias: torch.float32 of shape \[9\] here, .* \[7\] there"),
+        ("local_sgd", {"wide": torch.zeros(13, 20).t()}, r"parameter wide: .*, dimensions in memory \[1, 0\] here"),
+        ("local_sgd", {"more": torch.zeros(2)}, "parameter more: torch.float32 of shape .* here, nothing there"),
+    ],
+)
+def test_settings_that_differ_are_named(method: str, parameters: dict[str, Tensor], message: str) -> None:
+    here = settings_of(METHODS[method], **{name: Parameter(tensor) for name, tensor in parameters.items()})
+    there = settings_of(METHODS["local_sgd"])
+    with pytest.raises(DisagreementError, match=message):
+        raise_refused(Row(settings="here"), here, Row(settings="there"), there, "site")
+    with pytest.raises(DisagreementError, match="than group 'site', which could not be read there"):
+        raise_refused(Row(settings="here"), here, Row(settings="there"), None, "site")
 
 
 OLD, NEW = Row(4, settings="a", run="old"), Row(settings="a", run="new")
@@ -591,11 +562,6 @@ def test_members_that_train_decide(
 ) -> None:
     assert refusals(rows) == refused
     assert latest is None or (latest_of(rows), run_of(rows)) == (latest, run)
-
-
-def test_settings_that_could_not_be_read_are_not_named_as_others() -> None:
-    with pytest.raises(DisagreementError, match=r"than group 'site at 10\.0\.0\.1:5', which could not be read there"):
-        raise_refused(Row(settings="one"), {"k_steps": "3"}, Row(settings="other"), None, "site at 10.0.0.1:5")
 
 
 def test_buffers_that_are_never_sent_may_differ(store: dist.Store) -> None:
