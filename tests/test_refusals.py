@@ -134,13 +134,13 @@ REFUSED: dict[Callable[..., Any], list[tuple[dict[str, Any], str]]] = {
         ({"epochs": 3, "sparsity": [0.9]}, r"epochs=3, sparsity=\[0\.9\]\): a single value is not spread"),
     ],
     lowbw.ElasticStrategy: [
-        ({"method": lowbw.DGC()}, "Take a method that averages weights, with begin_step=0"),
-        ({"method": lowbw.LocalSGD(k_steps=4)}, "Take a method that averages weights, with begin_step=0"),
-        ({"method": lowbw.LocalSGD(4, 0, num_fragments=2)}, "Leave out rule, mixing and num_fragments"),
+        ({"method": lowbw.DGC()}, "If a step communicated, one missing or slow group would stop all groups"),
+        ({"method": lowbw.LocalSGD(k_steps=4)}, r"Take LocalSGD\(k_steps=8, begin_step=0\), without rule"),
+        ({"method": lowbw.LocalSGD(4, 0, num_fragments=2)}, "without rule, mixing, num_fragments and topology"),
         ({"method": DILOCO, "k_steps": 20, "round_s": 60}, "k_steps=20 and round_s=60: .* Give one"),
-        ({"method": DILOCO, "timeout_s": 0}, "timeout_s=0: give a number of seconds above 0"),
+        ({"method": DILOCO, "timeout_s": 0}, "timeout_s=0: give a number above 0"),
         ({"method": DILOCO, "min_replicas": 1.5}, "min_replicas=1.5: give a number of groups"),
-        ({"method": DILOCO, "topology": 2}, "each group is a node. Leave out other payloads, and topology"),
+        ({"method": DILOCO, "topology": 2}, "each group is a node. .* without rule, mixing, num_fragments and topology"),
     ],
     make_cluster: [({"numbers": {**NUMBERS, name: value}}, name) for name, value in OUT_OF_RANGE.items()],
 }
