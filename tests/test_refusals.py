@@ -140,7 +140,7 @@ REFUSED: dict[Callable[..., Any], list[tuple[dict[str, Any], str]]] = {
         ({"method": DILOCO, "k_steps": 20, "round_s": 60}, "k_steps=20 and round_s=60: .* Give one"),
         ({"method": DILOCO, "timeout_s": 0}, "timeout_s=0: give a number above 0"),
         ({"method": DILOCO, "min_replicas": 1.5}, "min_replicas=1.5: give a number of groups"),
-        ({"method": DILOCO, "topology": 2}, "each group is a node. .* without rule, mixing, num_fragments and topology"),
+        ({"method": DILOCO, "topology": 2}, "each group is a node. .*, num_fragments and topology"),
     ],
     make_cluster: [({"numbers": {**NUMBERS, name: value}}, name) for name, value in OUT_OF_RANGE.items()],
 }
