@@ -20,7 +20,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from datetime import timedelta
-from functools import partial
 from typing import Any, Literal
 from weakref import WeakSet, ref
 
@@ -30,7 +29,7 @@ from torch import Tensor
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from torch.futures import Future
 
-from lightning_lowbw.kernels.tensors import Fork, device_of, part
+from lightning_lowbw.kernels.tensors import device_of, part
 
 Level = Literal["intra", "inter"]
 
@@ -308,16 +307,23 @@ class TensorWork:
 
 
 def begin_all_reduce_(
-    tensor: Tensor, group: dist.ProcessGroup | None = None, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
+    tensor: Tensor,
+    group: dist.ProcessGroup | None = None,
+    op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
+    dtype: torch.dtype | None = None,
 ) -> TensorWork:
     """Begin to reduce a tensor over the ranks of a group, in place; no ledger counts it.
 
     Collective: all ranks of the group, in the same order of calls.
+
+    Args:
+        dtype: the dtype in which a wider tensor is sent; None is the tensor's own.
     """
-    sent = on_wire(tensor, group, is_sum=True)
-    return TensorWork(
-        tensor, dist.all_reduce(sent, op=op, group=group, async_op=True), None if sent is tensor else sent
-    )
+    # float16 is sent unchanged: rounded to bfloat16, 65504 becomes 65536, which is an infinity in float16.
+    is_wide = dtype is not None and dtype.itemsize < tensor.itemsize
+    sent = on_wire(tensor.to(dtype) if is_wide else tensor, group, is_sum=True)
+    work = dist.all_reduce(sent, op=op, group=group, async_op=True)
+    return TensorWork(tensor, work, None if sent is tensor else sent)
 
 
 def all_reduce_(
@@ -327,10 +333,7 @@ def all_reduce_(
 
     Collective: all ranks of the group, blocking (on CUDA, for the stream).
     """
-    sent = on_wire(tensor, group, is_sum=True)
-    dist.all_reduce(sent, op=op, group=group)
-    if sent is not tensor:
-        tensor.copy_(sent)
+    begin_all_reduce_(tensor, group, op).wait()
 
 
 def broadcast_(tensor: Tensor, group: dist.ProcessGroup | None = None) -> None:
@@ -338,10 +341,8 @@ def broadcast_(tensor: Tensor, group: dist.ProcessGroup | None = None) -> None:
 
     Collective: all ranks of the group, blocking (on CUDA, for the stream).
     """
-    world = dist.group.WORLD if group is None else group
-    assert world is not None
     sent = on_wire(tensor, group, is_sum=True)
-    dist.broadcast(sent, src=dist.get_global_rank(world, 0), group=group)
+    dist.broadcast(sent, group=group, group_src=0)
     if sent is not tensor:
         tensor.copy_(sent)
 
@@ -384,28 +385,30 @@ class Collectives:
         """The weight of this rank's tensors in a mean."""
         return 1.0 / self.num_ranks
 
-    def begin_all_reduce_(self, tensor: Tensor, *, exact: bool = True) -> TensorWork:
+    def begin_all_reduce_(self, tensor: Tensor, *, dtype: torch.dtype | None = None) -> TensorWork:
         """Begin to sum a flat tensor over the ranks, in place; return the work.
 
         Collective: all ranks, in the same order of calls.
 
         Args:
-            exact: unused; a group is one network.
+            dtype: the dtype in which a wider tensor is sent; None is the tensor's own.
         """
         if self.num_ranks == 1:
             return TensorWork(tensor)
-        self._record(all_reduce_bytes(tensor.nbytes, self.num_ranks))
-        return begin_all_reduce_(tensor, self.group)
+        work = begin_all_reduce_(tensor, self.group, dtype=dtype)
+        sent = tensor if work.staged is None else work.staged
+        self._record(all_reduce_bytes(sent.nbytes, self.num_ranks))
+        return work
 
-    def begin_sum_(self, tensor: Tensor, *, exact: bool = True) -> TensorWork:
+    def begin_sum_(self, tensor: Tensor, *, dtype: torch.dtype | None = None) -> TensorWork:
         """Begin the sum of `begin_all_reduce_` for a caller that needs no future of DDP.
 
         An all-reduce of gloo waits for two round trips between two ranks. Small tensors are swapped, and summed here:
         one round trip, the same number of bytes, and the same bits.
         """
-        is_small = self.num_ranks == 2 and tensor.nbytes <= MOST_SWAPPED and tensor.device.type == "cpu"
-        if not (is_small and is_gloo(self.group, tensor.device)):
-            return self.begin_all_reduce_(tensor)
+        is_small = self.num_ranks == 2 and tensor.nbytes <= MOST_SWAPPED
+        if dtype is not None or not is_small or tensor.device.type != "cpu":
+            return self.begin_all_reduce_(tensor, dtype=dtype)
         gathered = self.begin_all_gather(tensor)
         return TensorWork(tensor, gathered, gathered.tensor, sums=True)
 
@@ -431,17 +434,16 @@ class Collectives:
             broadcast_(tensor, self.group)
         self._record(tensor.nbytes)
 
-    def all_gather(self, message: Tensor, out: Tensor | None = None) -> Tensor:
+    def all_gather(self, message: Tensor) -> Tensor:
         """Return the messages of all ranks, in rank order: shape (ranks, elements of a message).
 
         Collective: all ranks with messages of one size, blocking (on CUDA, for the stream).
 
         Args:
             message: see `begin_all_gather`.
-            out: see `begin_all_gather`.
         """
         with self.ledger.waiting(message.device):
-            return self.begin_all_gather(message, out).wait()
+            return self.begin_all_gather(message).wait()
 
     def begin_all_gather(self, message: Tensor, out: Tensor | None = None) -> TensorWork:
         """Begin `all_gather`.
@@ -482,7 +484,7 @@ class Collectives:
         Args:
             message: 1-d; its length is a multiple of the number of ranks. Do not write to it before the wait.
         """
-        self._record((self.num_ranks - 1) * message.nbytes // self.num_ranks)
+        self._record(reduce_scatter_bytes(message.nbytes, self.num_ranks))
         return self._begin_exchange(message)
 
     def reduce_scatter(self, vector: Tensor) -> Tensor:
@@ -538,18 +540,14 @@ class Collectives:
         ready to receive waits behind the message that the rank is sending. So all receives are posted before the sends.
         """
         this_rank, num_ranks = self.rank, self.num_ranks
-        group = dist.group.WORLD if self.group is None else self.group
-        assert group is not None
         received[this_rank].copy_(outgoing[this_rank])
         tag = next(self._tags)  # as in torch's collectives: an abandoned message is not mistaken for a later one
         # Each rank begins with another receiver.
         others = [(this_rank + distance) % num_ranks for distance in range(1, num_ranks)]
         # All receives are posted before any send: two ranks that send first would wait for each other.
-        works = [
-            begin(tensors[rank].view(torch.uint8), dist.get_global_rank(group, rank), group=self.group, tag=tag)
-            for begin, tensors in ((dist.irecv, received), (dist.isend, outgoing))
-            for rank in others
-        ]
+        options: dict[str, Any] = {"group": self.group, "tag": tag}
+        works = [dist.irecv(received[rank].view(torch.uint8), group_src=rank, **options) for rank in others]
+        works += [dist.isend(outgoing[rank].view(torch.uint8), group_dst=rank, **options) for rank in others]
         return Works(works)
 
     def _staged(self, tensor: Tensor) -> Tensor:
@@ -633,8 +631,19 @@ class SideQueue:
             in_thread: for gloo, whose collectives block the host; else they are queued on a stream from here.
         """
         device = device_of(tensors[0].device)
-        future = device.new_future()
-        run = partial(_run, collectives, device.fork(self.purpose), tensors, after, future, in_thread)
+        future, enter = device.new_future(), device.fork(self.purpose)
+
+        def run() -> None:
+            try:
+                with torch.no_grad(), enter(tensors, in_thread):
+                    given = tensors[0]
+                    if after is not None:
+                        given = after.wait()
+                        device_of(given.device).keep(given)  # it was made on another side stream
+                    future.set_result(collectives(given))  # here: it records an event on the side stream
+            except Exception as error:  # noqa: BLE001 - raised again where the future is waited for
+                future.set_exception(error)  # type: ignore[arg-type]  # torch's annotation is wrong
+
         if in_thread:
             if self.purpose not in _threads:
                 _threads[self.purpose] = ThreadPoolExecutor(1, f"lightning_lowbw {self.purpose}"), WeakSet()
@@ -652,22 +661,3 @@ class SideQueue:
         if thread is not None and not users:
             thread.shutdown(wait=False)
             del _threads[self.purpose]
-
-
-def _run(
-    collectives: Callable[[Tensor], Tensor],
-    enter: Fork,
-    tensors: tuple[Tensor, ...],
-    after: Future[Tensor] | None,
-    future: Future[Tensor],
-    in_thread: bool,
-) -> None:
-    try:
-        with torch.no_grad(), enter(tensors, in_thread):
-            given = tensors[0]
-            if after is not None:
-                given = after.wait()
-                device_of(given.device).keep(given)  # it was made on another side stream
-            future.set_result(collectives(given))  # here: it records an event on the side stream
-    except Exception as error:  # noqa: BLE001 - raised again where the future is waited for
-        future.set_exception(error)  # type: ignore[arg-type]  # torch's annotation is wrong

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import torch.distributed as dist
+import torch
 from torch import Tensor
 from typing_extensions import override
 
@@ -13,7 +11,7 @@ from lightning_lowbw.comm.peers import Peers
 
 
 class EchoCollectives(Collectives):
-    """Ranks that all send what this one does; nothing leaves the device. A sum is left as it is: the first rank's.
+    """Ranks that all send the messages of this rank; nothing leaves the device. A sum stays the tensor of one rank.
 
     Args:
         num_ranks: how many there are.
@@ -24,18 +22,10 @@ class EchoCollectives(Collectives):
         self.num_ranks = num_ranks
 
     @override
-    def begin_all_reduce_(self, tensor: Tensor, *, exact: bool = True) -> TensorWork:
+    def begin_all_reduce_(self, tensor: Tensor, *, dtype: torch.dtype | None = None) -> TensorWork:
         return TensorWork(tensor)
 
     begin_sum_ = begin_all_reduce_
-
-    @override
-    def all_reduce_(self, tensor: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> None:
-        pass
-
-    @override
-    def broadcast_(self, tensor: Tensor) -> None:
-        pass
 
     @override
     def begin_all_gather(self, message: Tensor, out: Tensor | None = None) -> TensorWork:
@@ -44,18 +34,12 @@ class EchoCollectives(Collectives):
         return TensorWork(out)
 
     @override
-    def all_gather(self, message: Tensor, out: Tensor | None = None) -> Tensor:
-        return self.begin_all_gather(message, out).wait()
-
-    @override
     def begin_all_to_all(self, message: Tensor) -> TensorWork:
         return TensorWork(message.view(self.num_ranks, -1)[:1].repeat(self.num_ranks, 1).view(-1))
 
 
 def echo(num_ranks: int) -> Peers:
     """Return peers that are echoes of this rank."""
-    peers: Any = Peers()
-    peers._all = peers._between = EchoCollectives(num_ranks)
-    peers.node = Collectives(is_alone=True)
-    result: Peers = peers
-    return result
+    peers = Peers()
+    peers._all = peers.between = EchoCollectives(num_ranks)
+    return peers

@@ -91,7 +91,9 @@ class Peers:
             exchanges its part of the node's sum.
         may_grow: whether there may be more participants than there are now.
         weights: the weights of the participants, with the sum 1; empty if they are equal.
-        inter_dtype: the dtype in which an inexact all-reduce sends wider tensors between participants; None: unchanged.
+        inter_dtype: the dtype in which dense steps send gradients of a wider dtype between participants; None: their
+            own.
+        between: the collectives of the ranks that keep this rank's part in all nodes; when flat, of all ranks.
         is_summed_flat: whether a sum over all ranks is one all-reduce, as DDP's, also on two levels.
     """
 
@@ -108,7 +110,7 @@ class Peers:
     ) -> None:
         self.nodes = nodes
         self.ledger = TrafficLedger() if ledger is None else ledger
-        self._all = self._between = Collectives(group, self.ledger)
+        self._all = self.between = Collectives(group, self.ledger)
         self.node = Collectives(group, self.ledger, is_alone=True)
         self.topology = Topology.blocks(self._all.num_ranks, 1)
 
@@ -138,12 +140,6 @@ class Peers:
         return self.num_ranks
 
     @property
-    def between(self) -> Collectives:
-        """The collectives of the ranks that keep this rank's part in all nodes; when flat, of all ranks."""
-        self.check_parts()
-        return self._between
-
-    @property
     def are_shards(self) -> bool:
         """Whether each rank has a shard of the model; the other ranks of its node have the rest, and are no peers."""
         return bool(self.nodes)
@@ -168,7 +164,7 @@ class Peers:
 
     @property
     def reduces_as_ddp(self) -> bool:
-        """Whether an inexact `begin_all_reduce_` is what DDP does by itself: one all-reduce, in the tensor's type."""
+        """Whether a sum of gradients is what DDP does by itself: one all-reduce, in the dtype of the gradients."""
         return (not self.is_two_level or self.is_summed_flat) and self.inter_dtype is None
 
     def count_all_reduce(self, nbytes: int) -> None:
@@ -176,20 +172,17 @@ class Peers:
         self.count_dense(nbytes)
         self.ledger.record(all_reduce_bytes(nbytes, self.num_ranks), self._all.level)
 
-    def begin_all_reduce_(self, tensor: Tensor, *, exact: bool = True) -> TensorWork:
+    def begin_all_reduce_(self, tensor: Tensor, *, dtype: torch.dtype | None = None) -> TensorWork:
         """Begin to sum a flat tensor over all ranks, in place. All ranks get the same bits.
 
         Args:
-            exact: whether to ignore `inter_dtype`, as for tensors that contain more than gradients.
+            dtype: the dtype in which a wider tensor is sent between participants; None is the tensor's own.
         """
-        wire = tensor if exact else _narrowed(tensor, self.inter_dtype)
-        work = self._all.begin_all_reduce_(wire)
-        return work if wire is tensor else TensorWork(tensor, work.work, wire if work.staged is None else work.staged)
+        return self._all.begin_all_reduce_(tensor, dtype=dtype)
 
-    def begin_sum_(self, tensor: Tensor, *, exact: bool = True) -> TensorWork:
+    def begin_sum_(self, tensor: Tensor, *, dtype: torch.dtype | None = None) -> TensorWork:
         """Begin the sum of `begin_all_reduce_` for a caller that needs no future of DDP."""
-        is_narrowed = not exact and self.inter_dtype is not None
-        return self.begin_all_reduce_(tensor, exact=exact) if is_narrowed else self._all.begin_sum_(tensor)
+        return self._all.begin_sum_(tensor, dtype=dtype)
 
     def all_reduce_(self, tensor: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> None:
         """Reduce a flat tensor over all ranks, in place: a sum by `begin_all_reduce_`, else one all-reduce."""
@@ -231,8 +224,6 @@ class Peers:
 
         When flat the result is the part itself, no copy.
         """
-        if self.num_local_ranks == 1:
-            return part[:numel]
         with self.ledger.waiting(part.device):
             return self.node.gather_parts(part, numel)
 
@@ -258,10 +249,10 @@ class OneNode(Peers):
         super().__init__(None, ledger)
         group = group_of(topology.nodes[0], "averages" if is_hidden else "gradients", timeout)
         self._all, self.node = Collectives(None, ledger, "intra"), Collectives(group, ledger, "intra")
-        self._between = Collectives(None, ledger, "inter", is_alone=True)  # there is no other node
+        self.between = Collectives(None, ledger, "inter", is_alone=True)  # there is no other node
         self.topology = topology
 
-    def begin_all_reduce_(self, tensor: Tensor, *, exact: bool = True) -> TensorWork:
+    def begin_all_reduce_(self, tensor: Tensor, *, dtype: torch.dtype | None = None) -> TensorWork:
         return self.node.begin_all_reduce_(tensor)
 
     begin_sum_ = begin_all_reduce_
@@ -278,15 +269,14 @@ class TwoLevelPeers(Peers):
     Wire:
         A sum over all ranks. "sharded": reduce-scatter in the node, all-reduce of each part between nodes, all-gather
         in the node. "leader": reduce to the first rank of the node, all-reduce among the first ranks, broadcast in the
-        node. With `is_summed_flat`, one all-reduce. A sum that is not `exact`, because it contains only gradients, is
-        sent between nodes in `inter_dtype`.
+        node. With `is_summed_flat`, one all-reduce.
 
     Args:
         topology: the topology of the world: several nodes, at least one with several ranks.
         algorithm: how tensors are summed over all ranks. "sharded": every rank of a node exchanges its part of the sum
             with the ranks that have its local rank in the other nodes. "leader": the first rank of each node exchanges
-            the whole sum, for nodes of different sizes; there are no parts then.
-        inter_dtype: the dtype in which an inexact all-reduce sends wider tensors between nodes; None: unchanged.
+            the whole sum, for nodes of different sizes; there are no parts then. None, and "flat", which sets
+            `is_summed_flat`: "sharded" if all nodes have the same number of ranks, else "leader".
         ledger: counts the traffic, by level.
         timeout: the timeout of the groups that are made here; None is the world's.
         is_hidden: see `make_peers`.
@@ -301,18 +291,17 @@ class TwoLevelPeers(Peers):
         self,
         topology: Topology,
         *,
-        algorithm: Algorithm,
-        inter_dtype: torch.dtype | None,
+        algorithm: Algorithm | None,
         ledger: TrafficLedger,
         timeout: timedelta | None,
         is_hidden: bool = False,
     ) -> None:
         super().__init__(None, ledger)
         ledger.has_levels = True
-        self.topology, self.inter_dtype = topology, inter_dtype
-        self._is_led = algorithm == "leader"
+        self.topology, self.is_summed_flat = topology, algorithm == "flat"
+        self._is_led = algorithm == "leader" or (algorithm != "sharded" and not topology.has_equal_nodes)
         purpose = "averages" if is_hidden else "gradients"
-        first, middle, last = (f"{purpose}, {stage}" for stage in STAGES)
+        first, middle, last = stages = [f"{purpose}, {stage}" for stage in STAGES]
         equal_parts = [] if self._is_led else [topology.peers(each) for each in range(topology.ranks_per_node)]
 
         def collectives(groups: Sequence[tuple[int, ...]], level: Level, *stages: str) -> list[Collectives]:
@@ -330,12 +319,10 @@ class TwoLevelPeers(Peers):
         if self._is_led:
             (self._between_in_turn,) = collectives([topology.leaders], "inter", middle)
         else:
-            self._between, self._between_in_turn = collectives(equal_parts, "inter", purpose, middle)
+            self.between, self._between_in_turn = collectives(equal_parts, "inter", purpose, middle)
         self.local_rank, self.num_local_ranks = topology.local_rank_of(self.rank), self.node.num_ranks
-        # For dist.reduce, whose destination is a rank of the world.
-        self._leader = topology.leaders[topology.node_of(self.rank)]
         self._all = Collectives(None, ledger, "inter")  # collectives of all ranks cross the slow network
-        self._queues = [SideQueue(each) for each in (first, middle, last)]
+        self._queues = [SideQueue(stage) for stage in stages]
 
     @property
     def num_participants(self) -> int:
@@ -352,11 +339,11 @@ class TwoLevelPeers(Peers):
             part = nbytes if self.local_rank == 0 else 0
         self.ledger.dense_inter_bytes += all_reduce_bytes(part, self.num_participants)
 
-    def begin_all_reduce_(self, tensor: Tensor, *, exact: bool = True) -> TensorWork:
+    def begin_all_reduce_(self, tensor: Tensor, *, dtype: torch.dtype | None = None) -> TensorWork:
         if self.is_summed_flat:
-            return super().begin_all_reduce_(tensor, exact=exact)
+            return super().begin_all_reduce_(tensor, dtype=dtype)
         # The three stages, in order; each gets the result of the stage before.
-        between = partial(self._sum_between_, inter_dtype=None if exact else self.inter_dtype)
+        between = partial(self._sum_between_, dtype=dtype)
         if self._is_led:
             return self._begin(tensor, self._reduce_to_leader, between, partial(self._broadcast_from_leader, tensor))
         return self._begin(tensor, self._node_first.reduce_scatter, between, partial(self._gather_parts_into, tensor))
@@ -374,7 +361,6 @@ class TwoLevelPeers(Peers):
         return self._begin(tensor, lambda tensor: self._node_first.begin_all_reduce_(tensor).wait())
 
     def begin_gather(self, message: Tensor) -> TensorWork:
-        self.check_parts()
         out = self._room_for(message)
         return self._begin(out, None, self._gather_between, partial(self._gather_in_node, out), of=message)
 
@@ -406,21 +392,19 @@ class TwoLevelPeers(Peers):
         group = self._node_first.group
         staged = tensor.cpu() if is_gloo(group, tensor.device) else tensor  # gloo reduces only CPU tensors
         if self.num_local_ranks > 1:
-            dist.reduce(staged, dst=self._leader, group=group)
+            dist.reduce(staged, group=group, group_dst=0)
         return staged
 
     def _broadcast_from_leader(self, tensor: Tensor, staged: Tensor) -> Tensor:
         if self.num_local_ranks > 1:
-            dist.broadcast(staged, src=self._leader, group=self._node_last.group)
+            dist.broadcast(staged, group=self._node_last.group, group_src=0)
             self.ledger.record(tensor.nbytes, "intra")
         return tensor if staged is tensor else tensor.copy_(staged)
 
-    def _sum_between_(self, tensor: Tensor, inter_dtype: torch.dtype | None) -> Tensor:
+    def _sum_between_(self, tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
         if self._is_led and self.local_rank != 0:
             return tensor
-        wire = _narrowed(tensor, inter_dtype)
-        self._between_in_turn.begin_all_reduce_(wire).wait()
-        return tensor if wire is tensor else tensor.copy_(wire)
+        return self._between_in_turn.begin_all_reduce_(tensor, dtype=dtype).wait()
 
     def _gather_between(self, message: Tensor) -> Tensor:
         received = self._between_in_turn.begin_all_gather(message).wait()
@@ -433,12 +417,6 @@ class TwoLevelPeers(Peers):
 
     def _gather_in_node(self, out: Tensor, received: Tensor) -> Tensor:
         return self._node_last.begin_all_gather(received.view(-1), out).wait()
-
-
-def _narrowed(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """Return a tensor in a dtype that is narrower than its own; else the tensor itself."""
-    # float16 is sent unchanged: rounded to bfloat16, 65504 becomes 65536, which is an infinity in float16.
-    return tensor if dtype is None or dtype.itemsize >= tensor.itemsize else tensor.to(dtype)
 
 
 def make_peers(
@@ -462,9 +440,8 @@ def make_peers(
             `Topology`.
         process_group: the group of a flat training; None is the world.
         ledger: counts the traffic; a new ledger if left out.
-        algorithm: see `TwoLevelPeers`; None is "sharded" if all nodes have the same number of ranks, else
-            "leader". "flat" is None with `is_summed_flat`.
-        inter_dtype: the dtype in which an inexact all-reduce sends between participants; None is the tensor's own.
+        algorithm: see `TwoLevelPeers`.
+        inter_dtype: see `Peers`.
         timeout: the timeout of the groups that are made for a topology; None is the world's.
         is_hidden: whether the ranks exchange averages that are hidden behind steps: these have groups of their own, so
             that the gradients of the steps do not wait for them, and few thread blocks of NCCL between nodes.
@@ -494,14 +471,9 @@ def make_peers(
     ledger = TrafficLedger() if ledger is None else ledger
     if resolved.num_nodes == 1:
         return OneNode(resolved, ledger, timeout, is_hidden=is_hidden)
-    is_flat = algorithm == "flat"
-    if is_flat or algorithm is None:
-        algorithm = "sharded" if resolved.has_equal_nodes else "leader"
-    two_levels = TwoLevelPeers(
-        resolved, algorithm=algorithm, inter_dtype=inter_dtype, ledger=ledger, timeout=timeout, is_hidden=is_hidden
-    )
-    two_levels.is_summed_flat = is_flat
-    return two_levels
+    peers = TwoLevelPeers(resolved, algorithm=algorithm, ledger=ledger, timeout=timeout, is_hidden=is_hidden)
+    peers.inter_dtype = inter_dtype
+    return peers
 
 
 # The mean of tensors over ranks: fused into flat buckets, in float32 or wider, blocking or in the background. ---------
@@ -525,7 +497,7 @@ class MeanWork:
 
     Wire:
         Each tensor in `wide_dtype`, in buckets of about `BUCKET_BYTES`. The control message is in the first bucket, or
-        in a bucket of its own if the exchange is not exact.
+        in a bucket of its own if there is a `dtype`.
 
     Collective: all ranks, with tensors of the same shapes and dtypes in the same order; the constructor returns at
     once, `wait` blocks.
@@ -534,7 +506,7 @@ class MeanWork:
         tensors: any floating or complex dtypes and layouts; read, not written, and copied at once.
         control: numbers to be summed over the ranks as well; float32, 1-d, at least one.
         peers: all ranks, or the ranks of a node.
-        exact: whether the peers' `inter_dtype` is disregarded, as for tensors in which there are not only gradients.
+        dtype: the dtype in which wider tensors are sent between participants; None: only in `wide_dtype`.
         in_memory_order: whether elements are sent as they lie in memory, on all ranks alike; else in logical order.
     """
 
@@ -545,7 +517,7 @@ class MeanWork:
         control: Tensor,
         peers: Ranks,
         *,
-        exact: bool = True,
+        dtype: torch.dtype | None = None,
         in_memory_order: bool = False,
     ) -> None:
         self._peers = peers
@@ -555,7 +527,7 @@ class MeanWork:
             reals = [flat_in_order(real, real) for real in reals]
         self._num_extra = control.numel()
         self._buckets: list[tuple[_Bucket, Tensor, Any]] = []  # each with its message and work
-        alone = [] if exact or not tensors else [_NOTHING]  # half types would round the control message
+        alone = [] if dtype is None or not tensors else [_NOTHING]  # half types would round the control message
         for bucket in [*alone, *fill_buckets(tuple((real.dtype, real.numel()) for real in reals))]:
             parts = [reals[index] for index in bucket.members]
             extra = 0 if self._buckets else control.numel()
@@ -564,7 +536,7 @@ class MeanWork:
             fill_(message[:numel], bucket.sizes, parts, peers.weight)
             if extra:
                 message[numel:].copy_(control)
-            work = peers.begin_sum_(message, exact=exact or not parts)
+            work = peers.begin_sum_(message, dtype=dtype if parts else None)
             self._buckets.append((bucket, message, work))
 
     def wait(self) -> tuple[list[Tensor], Tensor]:

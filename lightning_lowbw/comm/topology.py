@@ -157,19 +157,13 @@ def check_choice(choice: object) -> Topology | None:
     """
     if isinstance(choice, Topology):
         return choice
-    if isinstance(choice, int) and not isinstance(choice, bool):  # True is an int, and no number of ranks
-        if choice < 1:
-            raise ConfigurationError(f"topology={choice!r}, a number of ranks per node: give an integer >= 1.")
-        return None
     if isinstance(choice, Sequence) and not isinstance(choice, str):
-        nodes = [tuple(node) if isinstance(node, Sequence) else () for node in choice]
-        if all(is_count(rank, 0) for node in nodes for rank in node) and all(nodes):
-            return Topology(tuple(nodes))
-    elif choice in ("flat", "auto"):
+        return Topology(tuple(choice))
+    if is_count(choice) or choice in ("flat", "auto"):
         return None
     raise ConfigurationError(
-        f"topology={choice!r}: give 'flat', 'auto' (by the launcher and the host names), a number of ranks per node, "
-        "the ranks of each node such as [[0, 1], [2, 3]], or a Topology."
+        f"topology={choice!r}: give 'flat', 'auto' (by the launcher and the host names), an integer >= 1 (ranks "
+        "per node), the ranks of each node such as [[0, 1], [2, 3]], or a Topology."
     )
 
 

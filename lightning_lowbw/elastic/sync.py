@@ -97,7 +97,7 @@ class MemberCollectives(Collectives):
         self.has_failed = False
         self.num_ranks, self.rank = len(quorum.members), quorum.rank
 
-    def begin_all_reduce_(self, tensor: Tensor, *, exact: bool = True) -> TensorWork:
+    def begin_all_reduce_(self, tensor: Tensor, *, dtype: torch.dtype | None = None) -> TensorWork:
         staged = tensor.cpu()
         self._run(lambda group: group.allreduce([staged]), all_reduce_bytes(tensor.nbytes, self.num_ranks))
         return TensorWork(tensor if staged is tensor else tensor.copy_(staged))
@@ -143,7 +143,7 @@ class Members(Peers):
     def __init__(self, membership: Membership, ledger: TrafficLedger | None = None) -> None:
         super().__init__(None, ledger)
         self.membership = membership
-        self.members = self._between = MemberCollectives(membership, self.ledger)
+        self.members = self.between = MemberCollectives(membership, self.ledger)
         self.node = Collectives(None, self.ledger, "intra")
         self.local_rank, self.num_local_ranks = self.node.rank, self.node.num_ranks
         self.is_two_level = self.ledger.has_levels = self.num_local_ranks > 1
@@ -164,7 +164,7 @@ class Members(Peers):
     def weight(self) -> float:
         return self.weights[self.members.rank] / self.num_local_ranks if self.weights else super().weight
 
-    def begin_all_reduce_(self, tensor: Tensor, *, exact: bool = True) -> TensorWork:
+    def begin_all_reduce_(self, tensor: Tensor, *, dtype: torch.dtype | None = None) -> TensorWork:
         part = self.members.begin_all_reduce_(self.node.reduce_scatter(tensor)).wait()
         return TensorWork(tensor.copy_(self.node.gather_parts(part, tensor.numel())) if self.is_two_level else part)
 

@@ -170,7 +170,7 @@ class CommunicationHook:
         if self.reduction == "node":
             return peers.begin_all_reduce_in_node_(buffer).get_future()
         peers.count_dense(buffer.nbytes)
-        return peers.begin_all_reduce_(buffer, exact=False).get_future()
+        return peers.begin_all_reduce_(buffer, dtype=peers.inter_dtype).get_future()
 
     def _note_gradient(self, parameter: Tensor) -> None:
         """Note the time at which a gradient is ready. After the first steps only the last gradient is timed."""

@@ -308,7 +308,7 @@ class WholeExchange:
         options: of `MeanWork`.
     """
 
-    def __init__(self, peers: Peers, **options: bool) -> None:
+    def __init__(self, peers: Peers, **options: Any) -> None:
         self._peers, self._options = peers, options
 
     def prepare(self, signal: Signal) -> PreparedWhole:

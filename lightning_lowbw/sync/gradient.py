@@ -345,8 +345,8 @@ class GradientSync(Synchronizer):
                 names = [frozenset(row.name for row in rows) for rows in self._groups]
                 mean = JoinedMean(list(zip(names, [*earlier, mean], strict=True)))
         else:
-            exact = self.is_sparse or self.method.where.inter_dtype == "float32"
-            dense, numbers, _ = WholeExchange(self.peers, exact=exact).prepare(whole).send(message).wait()
+            dtype = None if self.is_sparse else self.peers.inter_dtype
+            dense, numbers, _ = WholeExchange(self.peers, dtype=dtype).prepare(whole).send(message).wait()
             means = dense.dense()
         status = Status.read(numbers.tolist(), self.peers.num_ranks)
         self.agree_on(status.requests)

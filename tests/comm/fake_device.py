@@ -7,7 +7,7 @@ Operations are those of the CPU, so a training on it has the CPU's bits. What mi
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from functools import partialmethod
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from lightning_lowbw.comm import collectives
+from lightning_lowbw.comm.collectives import SideQueue
 
 FAKE, CPU = torch.device("mps", 0), torch.device("cpu")
 COPIES = {Tensor.copy_, Tensor.to, Tensor.cpu, torch._foreach_copy_}  # between devices
@@ -68,15 +68,18 @@ def moved(result: Any, kind: type[Tensor]) -> Any:
 
 def refuse_tensors() -> None:
     """Let the collectives of this rank refuse tensors of the device, which is known to the thread of a queue, too."""
-    collectives._run = partial(run_on_device, collectives._run)
+    SideQueue.begin = partialmethod(begin_on_device, SideQueue.begin)  # type: ignore[method-assign, assignment]
     for name in COLLECTIVES:
         if hasattr(dist, name):
             setattr(dist, name, refusing(getattr(dist, name)))
 
 
-def run_on_device(run_stage: Callable[..., None], *args: Any) -> None:
-    with FakeDevice():  # a mode of functions is one of a thread
-        run_stage(*args)
+def begin_on_device(queue: SideQueue, begin: Any, stage: Callable[[Tensor], Tensor], *args: Any, **options: Any) -> Any:
+    def run_stage(tensor: Tensor) -> Tensor:
+        with FakeDevice():  # a mode of functions is one of a thread
+            return stage(tensor)
+
+    return begin(queue, run_stage, *args, **options)
 
 
 def refusing(collective: Callable[..., Any]) -> Callable[..., Any]:

@@ -51,13 +51,13 @@ def is_flat(nodes: Any) -> bool:
 
 def sums_over_all_ranks(peers: Peers, nodes: Any) -> None:
     for numel in NUMELS:
-        for exact in (True, False):
+        for dtype in (None, torch.bfloat16):
             tensor = vector_of(peers.rank, numel)
-            work = peers.begin_all_reduce_(tensor, exact=exact)
+            work = peers.begin_all_reduce_(tensor, dtype=dtype)
             expected = torch.stack([vector_of(rank, numel).double() for rank in range(peers.num_ranks)]).sum(0)
             assert work.get_future().wait() is tensor or numel == 0
             assert work.wait() is tensor
-            tolerance = 1e-5 if exact else 2.0**-5  # between nodes in bfloat16
+            tolerance = 1e-5 if dtype is None else 2.0**-5  # between nodes in bfloat16
             torch.testing.assert_close(tensor.double(), expected, rtol=tolerance, atol=tolerance)
             same_on_all(tensor.tolist())
 
@@ -180,7 +180,7 @@ def test_peers(num_ranks: int) -> None:
         if sum(map(len, nodes)) != num_ranks:
             continue
         for _ in range(2):  # groups are made once
-            peers = make_peers("flat" if is_flat(nodes) else nodes, inter_dtype=torch.bfloat16)
+            peers = make_peers("flat" if is_flat(nodes) else nodes)
         for peers.is_summed_flat in (False, True):
             for case in [*CASES, *(CASES_OF_PARTS if name != "leader" else [])]:
                 case(peers, nodes)

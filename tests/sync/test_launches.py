@@ -439,7 +439,7 @@ def make_peers(num_ranks: int, num_nodes: int) -> Any:
         return Peers()
     size = num_ranks // num_nodes
     nodes = tuple(tuple(range(node * size, (node + 1) * size)) for node in range(num_nodes))
-    return TwoLevelPeers(Topology(nodes), algorithm="sharded", inter_dtype=None, ledger=TrafficLedger(), timeout=None)
+    return TwoLevelPeers(Topology(nodes), algorithm="sharded", ledger=TrafficLedger(), timeout=None)
 
 
 MODELS = {"ResNet-50": resnet50_shapes, "transformer": transformer_shapes}
