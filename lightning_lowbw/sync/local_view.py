@@ -10,7 +10,7 @@ faults (an inf or NaN) and requests of the other shards of the node, so the rank
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -80,14 +80,14 @@ class LocalView:
         tensors: the shards, shared by all optimizers of a model.
 
     Attributes:
-        local: the twin: an instance of the optimizer's class. Its `param_groups` read and write the groups of the
-            user's optimizer. Its `state` shares the memory of the user's state; `pull` and `push` copy new entries
-            from one state to the other. The twin is not stepped.
+        local: the twin: an instance of the optimizer's class. Its `param_groups` have the options of the user's groups
+            as of the last `pull`. Its `state` shares the memory of the user's state; `pull` and `push` copy new
+            entries from one state to the other. The twin is not stepped.
     """
 
     def __init__(self, optimizer: Optimizer, tensors: LocalTensors) -> None:
         self.optimizer, self._tensors = optimizer, tensors
-        self._groups: list[_LocalGroup] = []
+        self._groups: list[tuple[dict[str, Any], dict[str, Any]]] = []  # each group of the user's, and its twin
         self.local: Optimizer = object.__new__(type(optimizer))
         # The constructor is not called: its arguments are not known.
         vars(self.local).update(vars(optimizer))
@@ -98,11 +98,11 @@ class LocalView:
     @torch.no_grad()
     def pull(self) -> None:
         """Take in the user's state, param groups that were added, and shards that have moved."""
-        known = {id(each.group): each for each in self._groups}  # the twin of a param group is always the same object
-        self._groups = [known.get(id(group)) or _LocalGroup(group) for group in self.optimizer.param_groups]
-        for each in self._groups:
-            each.params = [self._tensors.of(parameter) for parameter in each.group["params"]]
-        self.local.param_groups = [*self._groups]  # type: ignore[list-item]
+        known = {id(group): twin for group, twin in self._groups}  # the twin of a group is always the same object
+        self._groups = [(group, known.get(id(group), {})) for group in self.optimizer.param_groups]
+        for group, twin in self._groups:
+            twin.update(group, params=[self._tensors.of(parameter) for parameter in group["params"]])
+        self.local.param_groups = [twin for _, twin in self._groups]
         self._pull_state()
 
     @torch.no_grad()
@@ -127,8 +127,8 @@ class LocalView:
 
     def _pairs(self) -> Iterator[tuple[Parameter, Parameter]]:
         """Yield the user's parameters with their shards."""
-        for each in self._groups:
-            yield from zip(each.group["params"], each.params, strict=True)
+        for group, twin in self._groups:
+            yield from zip(group["params"], twin["params"], strict=True)
 
     def drop_frozen_gradients(self) -> None:
         """Drop gradients of parameters that were frozen since the backward: torch would step them on each rank alone.
@@ -173,34 +173,6 @@ class LocalView:
             group.update({key: value for key, value in loaded.items() if key != "params"})
         self.push()
         self.pull()
-
-
-class _LocalGroup(MutableMapping[str, Any]):
-    """A param group whose "params" are shards; all other keys are read from the user's group and written into it.
-
-    Attributes:
-        params: the shards, as of the last `pull`: looking up the shards on every access would cost too much.
-    """
-
-    params: list[Parameter]
-
-    def __init__(self, group: dict[str, Any]) -> None:
-        self.group = group
-
-    def __getitem__(self, key: str) -> Any:
-        return self.params if key == "params" else self.group[key]
-
-    def __setitem__(self, key: str, value: Any) -> None:
-        self.group[key] = value
-
-    def __delitem__(self, key: str) -> None:
-        del self.group[key]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.group)
-
-    def __len__(self) -> int:
-        return len(self.group)
 
 
 # All optimizers of a model --------------------------------------------------------------------------------------------
