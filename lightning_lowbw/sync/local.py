@@ -31,7 +31,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 from torch.nn import Parameter
-from torch.optim import Optimizer, SparseAdam
+from torch.optim import Optimizer
 
 from lightning_lowbw.comm.agreement import agree
 from lightning_lowbw.comm.peers import Peers, average_gradients_
@@ -83,7 +83,9 @@ class LocalSync(Synchronizer):
         replica: the weights, the anchor, the residuals, and what the model shows.
         buffers, fragments: the buffers and fragments of the replica.
         loss: the mean loss since the last average, for the adaptive rules.
-        measures_distance: whether averages measure `consensus_distance`; reading that property sets it.
+        measures_distance: whether averages measure `consensus_distance`: set it. `metrics` sets it, too.
+        consensus_distance: ``||x_i - mean|| / ||mean||`` at the last average, of large tensors from a sample; a scalar.
+            None until an average has measured it.
         steps_since_average: local steps since the last average of any fragment was begun.
         num_averages: averages done; each fragment's average counts.
         has_communicated: whether all ranks communicated in the last step: it was synchronous, or an average began or
@@ -124,7 +126,7 @@ class LocalSync(Synchronizer):
             peers.check_parts()
         self.replica = Replica(self.params, self.compressed, peers, named_buffers, self.when)
         self.buffers, self.fragments = self.replica.buffers, self.replica.fragments
-        self._distance: Tensor | None = None
+        self.consensus_distance: Tensor | None = None
         self.measures_distance = False
 
     def agree_on_buffers(self) -> None:
@@ -170,29 +172,14 @@ class LocalSync(Synchronizer):
         """Whether changes are measured from the anchor, on the device; a member that joins takes it."""
         return self.when.outer != "none" or self.compressed is not None or self.peers.may_grow
 
-    @property
-    def consensus_distance(self) -> Tensor | None:
-        """``||x_i - mean|| / ||mean||`` at the last average, of large tensors from a sample; a scalar.
-
-        None until an average has been applied after the first reading: averages measure it only after it has been read.
-        Setting `measures_distance` turns the measurement on without a reading.
-        """
-        self.measures_distance = True
-        return self._distance
-
     def metrics(self, is_due: bool) -> dict[str, float | Tensor]:
         shown: dict[str, float | Tensor] = {"k_steps": float(self.k_steps), "averages": float(self.num_averages)}
+        self.measures_distance = True
         distance = self.consensus_distance
         return shown if distance is None else {**shown, "consensus_distance": distance}
 
     def check_schedule(self) -> None:
-        """Raise if a fraction of a run of unknown length is to be synchronous; or if SparseAdam would step a mean."""
-        is_averaged = self.peers.num_ranks > 1 and (not self.is_local or self.reduces_in_node)
-        if is_averaged and isinstance(self.optimizer, SparseAdam):
-            raise ConfigurationError(
-                f"SparseAdam in step {self.step}, which averages gradients: it takes sparse ones only, and the mean is "
-                "dense. Give begin_step=0, on one level, or another optimizer."
-            )
+        """Raise if a fraction of a run of unknown length is to be synchronous."""
         if isinstance(self.when.begin_step, float):
             raise ConfigurationError(
                 f"begin_step={self.when.begin_step}: how many steps the run has is not known here; give a number of "
@@ -374,8 +361,8 @@ class LocalSync(Synchronizer):
         starts = (self.replica.start[p] for p in parameters) if self.needs_start else None
         mark = make_mark(self.step + self.batch, starts, self.requests)
         is_resized = fragment.takes_buffers and bool(self.buffers.changed())
-        own = SPARE, 0.0, 0.0, self._lr, float(is_resized)
-        status = average_status(Sums(*own), self.loss.mean(), faults.any(self.device), mark, self.peers, self.device)
+        own = Sums(lr=self._lr, num_resized=float(is_resized))
+        status = average_status(own, self.loss.mean(), faults.any(self.device), mark, self.peers, self.device)
         average, whole, changes = self.prepare_average(parameters, takes_buffers=fragment.takes_buffers)
         average.faults = faults
         return self.send_average(average, whole, changes, status)
@@ -483,7 +470,7 @@ class LocalSync(Synchronizer):
         parameters, replica, when = average.parameters, self.replica, self.when
         now = list(map(as_real, parameters))
         before = average.snapshots or now
-        self._distance = relative_distance(before, means) if now and self.measures_distance else None
+        self.consensus_distance = relative_distance(before, means) if now and self.measures_distance else None
         # outer: x0 = outer(x0, mean)
         if self.needs_start and now:
             starts = [replica.start[p] for p in parameters]

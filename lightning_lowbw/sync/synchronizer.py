@@ -135,8 +135,7 @@ class Synchronizer:
     @property
     def device(self) -> torch.device:
         """The device of the parameters."""
-        first: Parameter = next(each for group in self.optimizer.param_groups for each in group["params"])
-        return first.device
+        return next(iter(self.params)).device
 
     def agree_on_buffers(self) -> None:
         """Check that the buffers that are averaged have the same shapes on all ranks."""
