@@ -452,7 +452,7 @@ class ElasticSync(LocalSync):
         work = _Work(self.step, self._steps, self.tokens, self._lr, copies(self.replica.residuals), prepared)
         if self.step >= self.last_step:  # a state without steps would say that the training has ended
             self.membership.serve(None)
-        self.tokens, self._all.steps, self.steps_since_average = 0.0, 0, 0
+        self.tokens, self._all.steps = 0.0, 0
         return work
 
     def _exchange(self, quorum: Quorum | None, work: _Work) -> Average | None:
@@ -479,7 +479,6 @@ class ElasticSync(LocalSync):
         self._set_residuals(work.residuals)
         self.tokens += work.tokens
         self._all.steps = self._steps + work.steps
-        self.steps_since_average += work.steps
         self.membership.serve(self.shared_state)
         return False
 

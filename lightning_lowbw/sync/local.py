@@ -86,7 +86,6 @@ class LocalSync(Synchronizer):
         measures_distance: whether averages measure `consensus_distance`: set it. `metrics` sets it, too.
         consensus_distance: ``||x_i - mean|| / ||mean||`` at the last average, of large tensors from a sample; a scalar.
             None until an average has measured it.
-        steps_since_average: local steps since the last average of any fragment was begun.
         num_averages: averages done; each fragment's average counts.
         has_communicated: whether all ranks communicated in the last step: it was synchronous, or an average began or
             arrived.
@@ -112,7 +111,7 @@ class LocalSync(Synchronizer):
             refuse_second_weights(optimizer)
         if not (is_one or peers.may_grow or peers.are_shards):  # the ranks of an elastic group or a node step alike
             refuse_shared_steps(optimizer)
-        self.steps_since_average = self.num_averages = 0
+        self.num_averages = 0
         self.has_communicated = False
         self._reduced: frozenset[Parameter] = frozenset()
         self._unread: Callable[[], Status] | None = None  # waits for the status of the last synchronous step
@@ -287,7 +286,6 @@ class LocalSync(Synchronizer):
             self.begin_local()
             return
         self.peers.count_dense(sum(p.nbytes for p in self.params if p.requires_grad))
-        self.steps_since_average += 1
         note_steps(self.fragments, self.parameters(), self.replica.sent_bytes)
         self.average_due()
 
@@ -329,7 +327,7 @@ class LocalSync(Synchronizer):
             fragment.work = self._begin_average(fragment)
             if not delay:
                 self._end_average(fragment)  # an average that has not arrived has changed nothing
-            fragment.steps = self.steps_since_average = 0
+            fragment.steps = 0
             fragment.moved.clear()
             self.loss.clear()
         self.has_communicated = bool(arriving or begun)
@@ -540,7 +538,7 @@ class LocalSync(Synchronizer):
         else:
             self.replica.average(self.faults_of(differing(self.fragments)), self.fault_group)
         self.replica.drop_averages()
-        self.ending.step, self.steps_since_average = None, 0
+        self.ending.step = None
 
     # State ----------------------------------------------------------------------------------------------------------
 
@@ -561,7 +559,7 @@ class LocalSync(Synchronizer):
         self.ending.step = None  # a training can go on from the state
         return {
             **self.equal_state(),
-            "steps_since_average": self.steps_since_average,
+            "steps_since_average": min(fragment.steps or 0 for fragment in self.fragments),  # for readers of the file
             **replica_state(self.replica, self.optimizer, self.k_steps, needs_start=self.needs_start),
             "loss": self.loss.state_dict(),
         }
@@ -573,6 +571,6 @@ class LocalSync(Synchronizer):
         self.is_compared = False
         self.forget_late_faults()
         self.load_equal_state(state)
-        self.steps_since_average, self.num_averages = state["steps_since_average"], state["num_averages"]
+        self.num_averages = state["num_averages"]
         self.loss.load_state_dict(state["loss"], self.device)
         load_replica_(self.replica, self.optimizer, state, needs_start=self.needs_start)
