@@ -27,7 +27,7 @@ from lightning_lowbw.elastic.transfer import StateClient
 from lightning_lowbw.namespaces import LOGGER
 from lightning_lowbw.tools.lab.network import INTERFACE, Network
 
-SIZE = 300_000  # more than the buffers of a socket hold: who waits for a member does not get ahead of it
+SIZE = 300_000  # more than the buffers of a socket hold: a member that waits does not get ahead of the awaited member
 PATIENCE_S = 120.0
 
 
@@ -230,7 +230,7 @@ def run_lighthouse(connection: Any, folder: str, options: dict[str, Any]) -> Non
 
 
 def keep_stderr_in(folder: str) -> None:
-    """Write also what is no Python there."""
+    """Write the standard error to a file, including messages of native code."""
     with open(Path(folder) / "stderr", "ab") as file:
         os.dup2(file.fileno(), 2)
 

@@ -17,19 +17,19 @@ from lightning_lowbw.elastic.membership import GivesUp, Quorum, Row, Settings, S
 
 
 class KilledError(BaseException):
-    """What a member ends with that is killed."""
+    """Ends a member that is killed."""
 
 
 class PlainMembership:
-    """Waits for all that have joined and not left, or for those who have come within `grace_s`.
+    """Waits until all members that have joined and not left have come, at most for `grace_s`.
 
     Args:
-        store: of all members.
-        name: of this one.
-        min_replicas: that a quorum has at least.
-        grace_s: for which those who are missing are waited for.
+        store: the store of all members.
+        name: name of this member.
+        min_replicas: smallest number of members of a quorum.
+        grace_s: time for which the present members wait for missing members.
         kill_in: the round, counted from 1, and the collective in it, counted from 0, at which this member is killed.
-        fail_in: as `kill_in`: collectives of this member that fail, and whether the others have completed them before.
+        fail_in: as `kill_in`: collectives of this member that fail, and whether the other members have completed them.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class PlainMembership:
         store.add("alive", 1)
 
     def state_of_others(self, row: Row, settings: Settings, gives_up: GivesUp) -> None:
-        """Return none: who is behind heals in its first quorum."""
+        """Return none: a member that is behind heals in its first quorum."""
 
     def serve(self, shared: Share | None) -> None:
         self.shared = shared or self.shared
@@ -103,13 +103,13 @@ class PlainMembership:
         index = store.add(f"{epoch}/count", 1)
         store.set(f"{epoch}/arrival{index}", pickle.dumps((self.name, row, settings)))
         while True:
-            # Whether it has begun, and who gives up: on all processes of the group.
+            # All processes of the group agree whether the round has begun, and whether the group gives up.
             here = store.check([f"{epoch}/members"]), gives_up()
             begun, given_up = zip(*gather(here, "patience"), strict=True)
             if all(begun):
                 break
             if any(given_up):
-                store.add(f"{epoch}/count", -1)  # it may come again; nobody else has come meanwhile
+                store.add(f"{epoch}/count", -1)  # it may come again; no other member has come meanwhile
                 return -1
             count, is_late = store.add(f"{epoch}/count", 0), time.monotonic() - came_s > self.grace_s
             if count >= max(self.min_replicas, 1 if is_late else store.add("alive", 0)):
@@ -138,7 +138,7 @@ class PlainMembership:
                 raise RuntimeError("the link of this member failed")
         except RuntimeError:
             self.has_failed = True
-            self.group = None  # others that wait for this member fail
+            self.group = None  # the other members, which wait for this one, fail
             raise
 
     def commit(self) -> bool:

@@ -27,5 +27,5 @@ def test_goodput_under_a_kill_and_a_stop(tmp_path: Path) -> None:
     assert row["differ"] == {}, "weights, steps, tokens, members and learning rates after each round"
     assert row["num_compared"] > 5
     assert len(row["back_s"]) == 1, "the killed one has averaged again"
-    # Of 180 s of three groups a kill costs one group its start, 10 to 20 s, and the others 5 s; a stop 8 s and 5 s.
+    # Three groups train for 180 s. A kill costs its group 10 to 20 s, a stop 8 s, and each fault the other groups 5 s.
     assert row["goodput"][-1][1] > 0.5

@@ -28,7 +28,7 @@ pytestmark = [
     ),
 ]
 CUT_S = 4.0
-NOWHERE = "02:00:00:00:00:01"  # the hardware address of nobody
+NOWHERE = "02:00:00:00:00:01"  # no host has this hardware address
 
 
 def commands_of_the_docs() -> list[str]:
@@ -37,7 +37,7 @@ def commands_of_the_docs() -> list[str]:
 
 
 def test_the_three_commands_of_the_documentation(tmp_path: Path) -> None:
-    """As they are typed, with the example; only addresses and names of files are others."""
+    """With the example; only addresses and names of files are replaced."""
     lighthouse, variables, training = commands_of_the_docs()
     # Neither a launcher's environment, nor what the tests have set.
     environment = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
@@ -66,7 +66,7 @@ def test_the_three_commands_of_the_documentation(tmp_path: Path) -> None:
 
 
 def cut(network: Network, nodes: Sequence[int], others: Sequence[int], what: str) -> None:
-    """Let packets from some nodes to others go nowhere ("replace"), or to them again ("del")."""
+    """Drop the packets from some nodes to other nodes ("replace"), or send them again ("del")."""
     for node in nodes:
         for other in others:
             where = ["lladdr", NOWHERE, "nud", "permanent"] if what == "replace" else []
@@ -75,7 +75,7 @@ def cut(network: Network, nodes: Sequence[int], others: Sequence[int], what: str
 
 
 def test_a_network_that_is_cut_in_two_has_no_two_trainings() -> None:
-    """Of four groups two keep the lighthouse, and go on; the others wait for it, though they are enough."""
+    """Two groups of four keep the lighthouse, and go on; the other two wait for it, though they are enough."""
     with Network([1e9] * 5) as network, members.groups(network) as made:
         for group in range(4):
             made.start(group, timeout_s=2.0)
@@ -127,7 +127,7 @@ def test_a_state_arrives_that_takes_longer_than_any_timeout_while_the_others_hav
 
 
 def test_a_group_that_does_not_reach_the_others_ends_with_their_names_and_they_go_on() -> None:
-    """All reach the lighthouse. The group comes back when it reaches the others, as a newcomer."""
+    """All groups reach the lighthouse. The group comes back as a newcomer, when it reaches all groups."""
     options = {"constants": {"CONNECT_S": 1.0, "SILENT_S": 2, "GONE_S": 5.0}, "timeout_s": 5.0}
     with Network([1e9] * 4) as network, members.groups(network) as made:
         for group in range(3):

@@ -146,18 +146,16 @@ def fit_fixed(method: Any) -> list[Tensor]:
     return [each.detach() for each in (*model.parameters(), model.norm.running_mean, model.norm.running_var)]
 
 
-@pytest.mark.parametrize(("name", "by_torchft"), [("diloco", False), ("sparse_loco", True)])
-def test_a_fit_of_fixed_groups_is_that_without_elasticity_to_the_bit(
-    name: str, by_torchft: bool, tmp_path: Path, request: pytest.FixtureRequest
+def test_a_fit_of_fixed_groups_is_equal_to_a_fit_without_elasticity(
+    tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
-    """Also where validation has shown the weights after the last round in between."""
-    if by_torchft:
-        coordination = pytest.importorskip("torchft.coordination")
-        server = coordination.LighthouseServer(bind="127.0.0.1:0", min_replicas=2, join_timeout_ms=20_000)
-        request.addfinalizer(server.shutdown)
-    fixed = run_ranks(fit_fixed, 2, METHODS[name])
-    given = {"lighthouse": server.address()} if by_torchft else {}
-    results = run_ranks(partial(fit_group, **given), 2, str(tmp_path), METHODS[name], fresh=True)
+    """To the bit, and with validations of the weights after the last round in between."""
+    coordination = pytest.importorskip("torchft.coordination")
+    server = coordination.LighthouseServer(bind="127.0.0.1:0", min_replicas=2, join_timeout_ms=20_000)
+    request.addfinalizer(server.shutdown)
+    method = METHODS["sparse_loco"]
+    fixed = run_ranks(fit_fixed, 2, method)
+    results = run_ranks(partial(fit_group, lighthouse=server.address()), 2, str(tmp_path), method, fresh=True)
     for result in results:
         assert all(map(torch.equal, result["weights"], fixed[0]))
         assert (result["global_step"], result["rounds"]) == (STEPS, 5)
@@ -167,7 +165,7 @@ def test_a_fit_of_fixed_groups_is_that_without_elasticity_to_the_bit(
 
 @pytest.mark.parametrize("delay_steps", [0, 3])
 def test_a_slow_group_and_a_late_one_end_with_the_others(delay_steps: int, tmp_path: Path) -> None:
-    """Steps and learning rates are those of the fastest."""
+    """They have the steps and learning rates of the fastest group."""
     sleeps, begins = (0.01, 0.07, 0.01), (0, 0, 0.6)
     method = METHODS["diloco"].replace(delay_steps=delay_steps)
     results = run_ranks(
@@ -184,7 +182,7 @@ def test_a_slow_group_and_a_late_one_end_with_the_others(delay_steps: int, tmp_p
     assert steps[1] < max(steps)
     counted = results[0]["seen"] / BATCH
     assert 0 <= sum(steps) - counted <= 3 * delay_steps, "but for steps after the begin of the last round"
-    assert min(results[2]["lrs"]) > 0, "the late one begins with the step of the others"
+    assert min(results[2]["lrs"]) > 0, "the late group begins with the step of the other groups"
 
 
 def test_groups_resume_from_their_checkpoints_to_the_bit(tmp_path: Path) -> None:
@@ -218,12 +216,6 @@ def test_the_processes_of_a_group_step_together(tmp_path: Path) -> None:
 class Sharded(Scheduled):
     def configure_model(self) -> None:
         fully_shard(self.wide, mesh=init_device_mesh("cpu", (1,)))
-
-
-@on_ranks(1)
-def test_shards_inside_a_group_are_refused() -> None:
-    with pytest.raises(ConfigurationError, match=r"The model is sharded, .* Leave fully_shard out"):
-        make_trainer(ElasticStrategy(METHODS["diloco"]), 1, max_steps=1, max_epochs=-1).fit(Sharded(0), data_of(1))
 
 
 def test_groups_with_one_seed_shuffle_differently(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -337,6 +329,7 @@ class Reconfigured(Scheduled):
         (EverySecondStep, "LambdaLR does not take a step with each step of the optimizer"),
         (TwoStepsABatch, "Step 2 is the second one in batch 1"),
         (Reconfigured, "All groups have one method"),
+        (Sharded, r"The model is sharded, .* Leave fully_shard out"),
     ],
 )
 @on_ranks(1, fresh=True)

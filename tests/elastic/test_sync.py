@@ -36,7 +36,7 @@ HIDDEN = {name: method.replace(delay_steps=1) for name, method in METHODS.items(
 
 @dataclass
 class Member:
-    """A member with two tensors, one of which sparse payloads send, and one they average whole.
+    """A member with two tensors: sparse payloads select elements of "wide", and average "bias" whole.
 
     Args:
         store: of all members.
@@ -48,7 +48,7 @@ class Member:
         membership: more arguments.
         options: more arguments of `ElasticSync`.
         is_even: whether it tells one token in every round, whatever it has done.
-        grace_s: for which it waits for others at the end.
+        grace_s: time for which it waits for other members at the end.
     """
 
     store: dist.Store
@@ -157,7 +157,7 @@ def assert_equal_anchors(members: Sequence[Member]) -> None:
 
 
 def check_nothing_is_lost(members: Sequence[Member], of: Sequence[Member]) -> None:
-    """All steps = what has been committed, as some members have seen it, + residuals + what has not been averaged."""
+    """The sum of all steps = the committed changes, as some members have seen them, + residuals + work since then."""
     anchors = {number: mine[0] for member in of for number, mine in member.anchors.items()}
     contributors = {number: names for member in of for number, names in member.contributors.items()}
     last = max(anchors)
@@ -244,7 +244,7 @@ def test_steps_go_on_while_a_round_is_exchanged(store: dist.Store) -> None:
 def test_a_state_that_is_saved_while_a_round_is_hidden_has_all_work_once(
     has_come: bool, store: dist.Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With the result of that round, if all come to it. A step after its begin all are killed, and resume."""
+    """All members are killed a step after the round has begun, and resume. The state has the round if all came."""
     monkeypatch.setattr(sync, "SETTLE_S", 30.0 if has_come else 0.1)
     states: dict[int, dict[str, Any]] = {}
     moved: dict[int, Tensor] = {}
@@ -370,7 +370,7 @@ def test_a_slow_member_contributes_what_it_has_done_and_delays_nobody(store: dis
     assert_equal_anchors([slow, *fast])
     healed = [quorum for quorum in slow.there.history if quorum.healed]
     assert len(healed) >= 2, "it has missed rounds"
-    assert slow.worker.step == K_STEPS * slow.worker.num_averages, "and is where the others are"
+    assert slow.worker.step == K_STEPS * slow.worker.num_averages, "and is where the other members are"
     contributions = sum("group 0" in each for each in slow.contributors.values())
     assert contributions == len(slow.anchors) - 1 >= 2
     last = slow.worker.num_averages
@@ -490,7 +490,7 @@ def test_a_change_that_is_not_finite_is_left_out_by_name(
 
 
 def test_a_member_with_another_anchor_than_most_heals(store: dist.Store) -> None:
-    """Its rounds were those of members that have gone, or its processor rounds differently."""
+    """Its last round was with members that have gone, or its processor rounds differently."""
 
     def tamper(member: Member, step: int) -> None:
         if member.worker.num_averages:

@@ -49,7 +49,7 @@ def test_fixed_members_do_not_heal_and_use_all_collectives_on_their_address_only
 
 
 def test_a_dead_member_costs_its_heartbeat_and_never_the_join_timeout() -> None:
-    """A member is killed between rounds, a new one takes the state of the others, and one is killed while it does."""
+    """A member is killed between rounds, a new one takes the state, and one is killed while it takes the state."""
     constants = {"_send": members.send_slowly}
     with members.groups(min_replicas=2, join_timeout_ms=60_000) as made:
         for group in range(3):
@@ -57,7 +57,7 @@ def test_a_dead_member_costs_its_heartbeat_and_never_the_join_timeout() -> None:
         made.committed(2, size=3)
         killed_s = [made.signal(2, signal.SIGKILL)]
         made.committed(0, size=2, after_s=killed_s[-1])
-        made.start(2, value=-1.0, pause_s=0.3, constants=constants)  # other weights than the weights of the others
+        made.start(2, value=-1.0, pause_s=0.3, constants=constants)  # different weights
         healed = made.first(2, "healed", after_s=killed_s[0])
         assert healed.step > 0
         new = made.committed(2, size=3, after_s=healed.at_s)
@@ -107,7 +107,7 @@ def test_a_group_that_hangs_and_has_heartbeats_holds_nobody_for_long() -> None:
 
 
 def test_a_kill_in_a_collective_fails_the_round_on_all_at_once() -> None:
-    # Of four in a ring one is no neighbour of the killed: it hears only of a neighbour that has left the group.
+    # One member of the ring is no neighbour of the killed one: it notices only that a neighbour has left the group.
     with members.groups(min_replicas=4) as made:
         for group in range(3):
             made.start(group, timeout_s=LONG_S, min_replicas=3)
@@ -298,7 +298,7 @@ def test_who_is_late_with_the_state_is_waited_for() -> None:
         new = made.committed(2, size=3)
         assert made.committed(0, new.step).value[0] == new.value[0]
         healed = [event for event in made.events if event.group == 2 and event.kind == "healed"]
-        assert len(healed) == 2, "as it joins, and as the others wait"
+        assert len(healed) == 2, "as it joins, and as the other groups wait"
     waits = [event.value[1] for event in made.events if event.kind == "committed" and event.group == 0]
     alone = [event for event in made.events if event.at_s > joined.at_s and len(event.members) == 2]
     assert alone, "rounds without it"
