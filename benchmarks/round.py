@@ -28,10 +28,10 @@ from benchmarks.harness import RESULTS, describe_environment
 from benchmarks.models import WORKLOADS
 from lightning_lowbw.compress.codec import VALUE_FORMATS, pack, unpack
 from lightning_lowbw.compress.selection import Selection
-from lightning_lowbw.compress.top_k import Compression
 from lightning_lowbw.kernels import dispatch
 from lightning_lowbw.kernels.reference import Segment, scatter_mean_
 from lightning_lowbw.kernels.tensors import NUM_SAMPLED, checksum
+from lightning_lowbw.presets import Compression
 
 WORKLOAD = WORKLOADS["transformer-10M"]
 BATCHES = (4, 16)  # sequences of 64 bytes per local step; the first is the lab's

@@ -61,9 +61,9 @@ from lightning_lowbw import DGC, LocalSGD, Method, PowerSGD, QuantizedGradients,
 from lightning_lowbw.kernels.gpu import NUM_RANGES
 from lightning_lowbw.kernels.tensors import device_of
 from lightning_lowbw.presets import preset
-from lightning_lowbw.sync.exchange import DECODED_BYTES, ELEMENT_BYTES
 from lightning_lowbw.sync.gradient import GradientSync
 from lightning_lowbw.sync.local import LocalSync
+from lightning_lowbw.sync.top_k import DECODED_BYTES, ELEMENT_BYTES
 from tests.shapes import resnet50_shapes
 
 NUM_RANKS, K_STEPS = 8, 2

@@ -128,7 +128,7 @@ def train(
             continue
         with worker.stepping():
             if clip is not None:
-                nn.utils.clip_grad_norm_(model.parameters(), clip * worker.clip_factor)
+                nn.utils.clip_grad_norm_(model.parameters(), clip * worker.plan.clip_factor)
             worker.exchange()
             ours.step()
     at_end = torch.tensor(statistics.mean(losses[-num_steps // 10 :]))

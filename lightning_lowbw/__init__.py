@@ -8,7 +8,6 @@ from lightning_lowbw import namespaces  # first: it may change what the next one
 from lightning_lowbw.callbacks.schedules import AveragingSchedule, SparsityWarmup
 from lightning_lowbw.comm.topology import Topology, Where
 from lightning_lowbw.compress.payload import Whole
-from lightning_lowbw.compress.top_k import Compression, TopK
 from lightning_lowbw.errors import (
     ConfigurationError,
     DisagreementError,
@@ -16,7 +15,15 @@ from lightning_lowbw.errors import (
 )
 from lightning_lowbw.method import Method
 from lightning_lowbw.muon import MuonAdamW
-from lightning_lowbw.presets import DGC, AdaptiveLocalSGD, Hierarchical, LocalSGD, PowerSGD, QuantizedGradients
+from lightning_lowbw.presets import (
+    DGC,
+    AdaptiveLocalSGD,
+    Compression,
+    Hierarchical,
+    LocalSGD,
+    PowerSGD,
+    QuantizedGradients,
+)
 from lightning_lowbw.schedules.every_k import EveryK
 from lightning_lowbw.schedules.every_step import EveryStep
 from lightning_lowbw.strategies import (
@@ -35,6 +42,7 @@ from lightning_lowbw.strategies.traffic_monitor import TrafficMonitor
 from lightning_lowbw.sync.low_rank import LowRank
 from lightning_lowbw.sync.quantized import Quantized
 from lightning_lowbw.sync.state import merge_states
+from lightning_lowbw.sync.top_k import TopK
 
 __version__ = "0.2.0"
 

@@ -6,19 +6,54 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-from lightning_lowbw.arguments import arguments_of, names_arguments, shows, sorted_into
+from lightning_lowbw.arguments import arguments_of, from_mapping, names_arguments, shows, sorted_into
 from lightning_lowbw.comm.topology import Algorithm, TopologyChoice, Where
 from lightning_lowbw.compress.payload import Whole
-from lightning_lowbw.compress.top_k import Compression, TopK, as_compression
 from lightning_lowbw.errors import ConfigurationError
 from lightning_lowbw.method import Method
 from lightning_lowbw.schedules.every_k import AUTO, EveryK, Rule
 from lightning_lowbw.schedules.every_step import EveryStep
 from lightning_lowbw.sync.low_rank import LowRank
 from lightning_lowbw.sync.quantized import Quantized
+from lightning_lowbw.sync.top_k import TopK
 
 # As in the paper and in PaddlePaddle Fleet: 99.9 % is kept back.
 DGC_SPARSITY = (0.999,)
+SPARSE_LOCO: dict[str, Any] = {
+    "density": 1 / 64,
+    "chunk": 4096,
+    "value_dtype": "int2",
+    "min_numel": 4096,
+    "decay": 0.95,
+    "mean_over": "senders",
+}
+
+
+def Compression(**changes: Any) -> TopK:
+    """Return SparseLoCo's payload: the 64 largest of each 4096 elements in two bits, with a decay of 0.95.
+
+    Args:
+        **changes: arguments of `TopK`.
+
+    Raises:
+        ConfigurationError: an argument is unknown, or out of range.
+    """
+    return from_mapping(TopK, {**SPARSE_LOCO, **changes}, "compression")
+
+
+def as_compression(choice: TopK | Mapping[str, Any] | None) -> TopK | None:
+    """Return a choice of the user's as a value; a mapping changes SparseLoCo's payload.
+
+    Raises:
+        ConfigurationError: it is something else, or an argument is unknown or out of range.
+    """
+    if choice is None or isinstance(choice, TopK):
+        return choice
+    if not isinstance(choice, Mapping):
+        raise ConfigurationError(
+            f"compression={choice!r}: give a Compression, a mapping such as {{'value_dtype': 'int4'}}, or None."
+        )
+    return from_mapping(TopK, {**SPARSE_LOCO, **choice}, "compression")
 
 
 @shows(arguments_of(EveryStep, TopK))

@@ -13,8 +13,7 @@ import pytest
 import torch
 
 import lightning_lowbw as lowbw
-from lightning_lowbw.compress.top_k import as_compression
-from lightning_lowbw.presets import preset
+from lightning_lowbw.presets import as_compression, preset
 from lightning_lowbw.tools.plan import CLUSTER, make_cluster
 from tests.ranks import on_ranks
 from tests.strategies.fits import At, adamw, make, refusal, same, train

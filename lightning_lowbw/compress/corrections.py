@@ -21,7 +21,7 @@ from lightning_lowbw.compress.params import Row
 from lightning_lowbw.compress.payload import Payload
 from lightning_lowbw.errors import ConfigurationError
 from lightning_lowbw.kernels.reference import Constants, OtherPart, SecondMoment
-from lightning_lowbw.kernels.tensors import Rates, copy_in_order_, cut, flat_in_order, has_gaps
+from lightning_lowbw.kernels.tensors import Rates, copy_in_order_, cut, flat_in_order, in_order
 
 Group = dict[str, Any]
 SQUARES = ("exp_avg_sq", "max_exp_avg_sq")  # of Adam; the latter with amsgrad, a group's own
@@ -32,14 +32,14 @@ class Sources(NamedTuple):
     """What the segments of a step are made of, so that the next step may take them again.
 
     Attributes:
-        kinds: which fields they have.
+        kinds: which fields each has.
         constants: by group; empty if the constants of segments change in each step.
-        objects: which must be the same objects: the rows, the parameters and the optimizer's state.
+        tensors: the parameters and the optimizer's state; None for a state that does not exist yet.
     """
 
     kinds: Sequence[Any] = ()
     constants: Mapping[int, Constants] = MappingProxyType({})
-    objects: Sequence[Any] = ()
+    tensors: Sequence[Tensor | None] = ()
 
 
 class ErrorFeedback:
@@ -54,7 +54,6 @@ class ErrorFeedback:
         is_complete: whether nothing of the optimizer's arithmetic is left out.
         masks: whether velocities are cleared where they have been sent, unless the user says.
         clears: whether they are in this step.
-        has_copies: whether a segment of this step has a copy of the parameter, or of the optimizer's state.
         parts: u of this rank's part of each tensor, flat, where ranks keep parts.
     """
 
@@ -67,14 +66,10 @@ class ErrorFeedback:
         self.optimizer, self.num_participants, self.keeps_parts = optimizer, num_participants, keeps_parts
         self.rate_of = Rates()
         self.parts: dict[Parameter, Tensor] = {}
-        # Of the step in progress: rows by name, constants by group, this rank's part of a number of elements, and
-        # copies of what is laid out unlike its parameter.
-        self._given: Iterable[Row] = ()
+        # State of the current step: rows by name, constants by group, this rank's part of a number of elements.
         self._rows: dict[str, Row] = {}
         self._constants: dict[int, Constants] = {}
         self._part: Part = slice
-        self._copies: list[tuple[Tensor, Row, Tensor]] = []
-        self.has_copies = False
 
     def local_keys(self, parameter: Parameter) -> tuple[str, ...]:
         """Return the names of a parameter's other states in the optimizer that differ between ranks."""
@@ -106,8 +101,7 @@ class ErrorFeedback:
             part: this rank's part of so many elements.
             payload: with the density of the step.
         """
-        self._given = rows
-        self._rows, self._part, self.has_copies = {row.name: row for row in rows}, part, False
+        self._rows, self._part = {row.name: row for row in rows}, part
         groups = {id(row.group): row.group for row in self._rows.values()}
         self._constants = {key: self.constants(group) for key, group in groups.items()}
         # One decision for all tensors: a pass of the kernels masks all of them or none.
@@ -122,9 +116,12 @@ class ErrorFeedback:
             key, of_optimizer = self.velocity_key, dict[str, Any]()
             velocities = [state.get(parameter, of_optimizer).get(key) for parameter in parameters]
         parts = [*map(self.parts.get, parameters)] if self.keeps_parts else []
-        each = self._constants.values()
-        kinds = [(self.has_velocity(of_one), of_one.weight_decay != 0, of_one.nesterov) for of_one in each]
-        return Sources(kinds, self._constants, [self._given, *parameters, *velocities, *parts])
+        kind_of = {
+            key: (self.has_velocity(each), each.weight_decay != 0, each.nesterov)
+            for key, each in self._constants.items()
+        }
+        kinds = [kind_of[id(row.group)] for row in self._rows.values()]
+        return Sources(kinds, self._constants, [*parameters, *velocities, *parts])
 
     def refresh_(self, segments: Mapping[str, Constants]) -> None:
         """Write the constants of this step into the segments of an earlier one, by name."""
@@ -134,23 +131,16 @@ class ErrorFeedback:
     def segment(self, name: str) -> dict[str, Any]:
         """Return what a segment (`kernels.reference.Segment`) holds beside gradient and residual.
 
-        Called once per step. State is a copy where it is laid out unlike the parameter: see `write_back_`.
+        Called at most once per step.
         """
         row = self._rows[name]
         constants, own = self._constants[id(row.group)], self._part(row.parameter.numel())
-        self.has_copies |= has_gaps(row.parameter)
         return {
             # u of the equations; None where m is 0, because u is the gradient then.
             "momentum_buffer": self._velocity_of(row, own) if self.has_velocity(constants) else None,
             "weight": row.cut(row.parameter, own) if constants.weight_decay != 0 else None,
             **vars(constants),
         }
-
-    def write_back_(self) -> None:
-        """Copy the changes that kernels made in copies back into the optimizer's state."""
-        for whole, row, copy in self._copies:
-            copy_in_order_(whole, row.parameter, copy)
-        self._copies.clear()
 
     def step_(self, parameters: Sequence[Parameter], group: Group) -> None:
         """Do the remaining part of the optimizer's step: ``w = w - lr mean``, with the mean in `.grad`."""
@@ -164,8 +154,7 @@ class ErrorFeedback:
 
     def end_step(self) -> None:
         """Count the step, where the optimizer does not."""
-        self._rows, self._constants, self._given = {}, {}, ()
-        self._copies.clear()  # of one that has failed
+        self._rows, self._constants = {}, {}
 
     # The velocity: the optimizer's own, or this rank's part of it ---------------------------------------------------
 
@@ -173,39 +162,34 @@ class ErrorFeedback:
         """Return whether tensors with these constants have a velocity."""
         return constants.momentum != 0
 
+    def state_of(self, parameter: Parameter, key: str) -> Tensor:
+        """Return a state of the optimizer; a state whose memory order is not that of the parameter gets this order."""
+        state = self.optimizer.state[parameter]
+        value: Tensor = state[key]
+        if value.stride() != parameter.stride() and not in_order(value, parameter).is_contiguous():
+            state[key] = torch.empty_like(parameter, dtype=value.dtype, requires_grad=False).copy_(value)
+        return state[key]
+
     def velocity(self, parameter: Parameter) -> Tensor:
-        """Return u of a parameter: the optimizer's own, in the parameter's shape; zeros where there is none yet."""
+        """Return u of a parameter: the optimizer's own, in the parameter's shape; zeros if there is none yet."""
         assert self.velocity_key is not None
         state = self.optimizer.state[parameter]
         if state.get(self.velocity_key) is None:
             state[self.velocity_key] = torch.zeros_like(parameter, requires_grad=False)
-        velocity: Tensor = state[self.velocity_key]
-        return velocity
+        return self.state_of(parameter, self.velocity_key)
 
     def velocity_part(self, parameter: Parameter, own: slice) -> Tensor:
-        """Return u of this rank's part: flat; on two levels it leaves the optimizer's state."""
-        if parameter in self.parts:
-            return self.parts[parameter]
-        whole = flat_in_order(self.velocity(parameter), parameter)
-        if not self.keeps_parts:
-            return whole
-        # A copy: a view would keep the memory of the whole.
-        self.parts[parameter] = whole[own].clone()
-        del self.optimizer.state[parameter][self.velocity_key]
+        """Return u of this rank's part, on two levels: flat, taken out of the optimizer's state."""
+        if parameter not in self.parts:
+            # A copy: a view would keep the memory of the whole.
+            self.parts[parameter] = flat_in_order(self.velocity(parameter), parameter)[own].clone()
+            del self.optimizer.state[parameter][self.velocity_key]
         return self.parts[parameter]
 
     def _velocity_of(self, row: Row, own: slice) -> Tensor:
-        if self.keeps_parts:
-            return self.velocity_part(row.parameter, own)
-        whole = self.velocity(row.parameter)
-        return self._noted(whole, row, row.cut(whole, own))
-
-    def _noted(self, whole: Tensor, row: Row, values: Tensor) -> Tensor:
-        """Return values of a whole state; where they are a copy it is written back."""
-        if values.data_ptr() != whole.data_ptr():
-            self._copies.append((whole, row, values))
-            self.has_copies = True
-        return values
+        return (
+            self.velocity_part(row.parameter, own) if self.keeps_parts else row.in_order(self.velocity(row.parameter))
+        )
 
     def saved(self, parameter: Parameter) -> Tensor | None:
         """Return u of this rank's part as it is, without making one."""
@@ -321,7 +305,7 @@ class AdamCorrection(ErrorFeedback):
             return None  # beside its own a rank has segments of other parts, with their gradients
         states = [self.optimizer.state.get(row.parameter, {}) for row in self._rows.values()]
         squares = [state.get(key) for state in states for key in SQUARES]
-        return sources._replace(constants={}, objects=[*sources.objects, *squares])
+        return sources._replace(constants={}, tensors=[*sources.tensors, *squares])
 
     def refresh_(self, segments: Mapping[str, Any]) -> None:
         super().refresh_(segments)
@@ -332,10 +316,9 @@ class AdamCorrection(ErrorFeedback):
         row = self._rows[name]
         parameter, own = row.parameter, self._part(row.parameter.numel())
         state = self._state(parameter, row.group)
-        squares = {key: state[key] for key in SQUARES if key in state}
-        for key, whole in squares.items():  # flat only where it is cut below
-            values = flat_in_order(whole, parameter) if self.keeps_parts else row.cut(whole, own)
-            squares[key] = self._noted(whole, row, values)
+        squares = {key: self.state_of(parameter, key) for key in SQUARES if key in state}
+        for key, square in squares.items():  # flat only if the parts are cut below
+            squares[key] = flat_in_order(square, parameter) if self.keeps_parts else row.in_order(square)
         moment = SecondMoment(
             square=squares["exp_avg_sq"], largest=squares.get("max_exp_avg_sq"), **self._numbers_of(row)
         )

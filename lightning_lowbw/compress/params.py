@@ -15,10 +15,11 @@ from torch.optim import Optimizer
 
 from lightning_lowbw.arguments import names_of
 from lightning_lowbw.compress.payload import Payload
-from lightning_lowbw.compress.top_k import small_numel
 from lightning_lowbw.errors import WITHOUT_RESIDUALS, ConfigurationError
 from lightning_lowbw.kernels.table import DTYPES
-from lightning_lowbw.kernels.tensors import Order, as_real, cut, order_of
+from lightning_lowbw.kernels.tensors import Order, as_real, cut, has_gaps, order_of
+
+SMALL_SHARE, LEAST_NUMEL, MOST_NUMEL = 0.03, 1024, 16384  # see `small_numel`
 
 
 @dataclass(frozen=True)
@@ -182,8 +183,8 @@ class Params:
         return self.whole_numels.get(parameter, as_real(parameter).numel())
 
     def is_compressed(self, what: Payload, parameter: Parameter) -> bool:
-        """Return whether a parameter is sent compressed; float64 and complex numbers are sent whole."""
-        return parameter.dtype in DTYPES and what.compresses(
+        """Return whether a parameter is sent compressed; it is sent whole if it is not `is_compressible`."""
+        return is_compressible(parameter) and what.compresses(
             self.name_of(parameter), self.numel_of(parameter), self.small_numel
         )
 
@@ -253,6 +254,11 @@ class Params:
         self.orders |= rows.orders
 
 
+def is_compressible(parameter: Tensor) -> bool:
+    """Return whether a parameter has 32 or 16 bits per element, is real, and has no gaps between its elements."""
+    return parameter.dtype in DTYPES and not has_gaps(parameter)
+
+
 def check_shapes(saved: Mapping[str, Sequence[int]], tensors: Mapping[str, Tensor]) -> None:
     """Check that what a state has of some tensors, by name, are shapes of these tensors.
 
@@ -267,3 +273,26 @@ def check_shapes(saved: Mapping[str, Sequence[int]], tensors: Mapping[str, Tenso
                 f"{'is missing' if there is None else f'has shape {there}'}. Resume with the model it was written "
                 f"with, or {WITHOUT_RESIDUALS}."
             )
+
+
+def small_numel(numels: Iterable[int]) -> int:
+    """Return the elements below which a tensor is small for a model: the smallest are 3 % of it, together.
+
+    Sending these whole costs little, and norms, biases and the last layer do not wait. It is a fraction, because all
+    matrices of a small model are small; but not below 1,024 elements, where sending all costs less than the work for
+    one more tensor, nor above 16,384, or 3 % of a large model would be most of what is sent.
+
+    Args:
+        numels: elements of each tensor that is trained.
+
+    Examples:
+        >>> small_numel([6144] * 24), small_numel([64 * 512, 512, 512 * 512, 512, 5120, 10]), small_numel([10**9])
+        (6144, 16384, 16384)
+    """
+    ordered = sorted(numels)
+    left = SMALL_SHARE * sum(ordered)
+    for numel in ordered:
+        left -= numel
+        if left < 0:
+            return min(max(numel, LEAST_NUMEL), MOST_NUMEL)
+    return LEAST_NUMEL

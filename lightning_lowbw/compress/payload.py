@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 
@@ -82,9 +82,18 @@ class Payload(ABC):
             when: the schedule, after its warm-up.
         """
 
+    @abstractmethod
+    def exchange(self, peers: Any, when: Schedule) -> Any:
+        """Return the exchange (`sync.exchange.Exchange`) of the compressed tensors; None if it sends all whole.
+
+        Args:
+            peers: the participants (`comm.peers.Peers`).
+            when: the schedule.
+        """
+
     @property
     def density(self) -> float:
-        """The fraction of elements that is sent, where the schedule does not say it."""
+        """The fraction of elements that is sent, if the schedule does not say it."""
         return 1.0
 
     def at(self, density: float) -> Payload:
@@ -185,6 +194,9 @@ class Whole(Payload, key="whole"):
 
     def messages(self, shapes: Shapes, num_participants: int, num_parts: int = 1, *, when: Schedule) -> list[Message]:
         return []
+
+    def exchange(self, peers: Any, when: Schedule) -> None:
+        return None
 
     def compresses(self, name: str, numel: int, small_numel: int) -> bool:
         return False

@@ -43,7 +43,6 @@ from lightning_lowbw.kernels.tensors import device_of
 from lightning_lowbw.method import Method
 from lightning_lowbw.strategies.checks import num_steps_of_fit, numels_of
 from lightning_lowbw.strategies.step_hooks import leaves_as_made, takes_as_made
-from lightning_lowbw.sync.exchange import exchange_for
 from lightning_lowbw.sync.gradient import GradientSync
 from lightning_lowbw.sync.synchronizer import Synchronizer
 
@@ -304,7 +303,7 @@ def time_work(
 
 def time_exchange(method: Method, sizes: Sequence[int], peers: Peers, device: torch.device) -> float:
     """Return the seconds of an exchange of square matrices; among echoes the seconds of its computation."""
-    exchange = exchange_for(method.what, peers, method.when)
+    exchange = method.what.exchange(peers, method.when)
     assert exchange is not None
     generator = torch.Generator(device).manual_seed(0)  # the training's own goes on as if nothing had been measured
     noise = torch.randn(max(sizes) ** 2, generator=generator, device=device)

@@ -96,7 +96,7 @@ class CommunicationHook:
         """If DDP reduces nothing in the coming step, let it fill no buckets and search for no unused parameters."""
         ddp = self._ddp
         assert ddp is not None
-        if ddp.require_backward_grad_sync and any(worker.is_local for worker in workers):
+        if ddp.require_backward_grad_sync and any(worker.plan.is_local for worker in workers):
             # DDP would rebuild its buckets, with a broadcast, in the next forward pass; here all ranks take part.
             ddp.reducer._rebuild_buckets()
         # Optimizers in different phases, as when one steps less often, reduce their own gradients before they step.
@@ -113,9 +113,9 @@ class CommunicationHook:
         instead.
         """
         assert self._ddp is not None
-        if worker.reduces_in_backward:
+        if worker.plan.reduce == "all":
             return "all"
-        return "node" if worker.reduces_in_node and not self._ddp.find_unused_parameters else None
+        return "node" if worker.plan.reduce == "node" and not self._ddp.find_unused_parameters else None
 
     def reduced(self, worker: Synchronizer) -> frozenset[Parameter]:
         """Return the parameters whose gradients are means already: not after a plain `loss.backward()`."""
@@ -131,7 +131,7 @@ class CommunicationHook:
         reduced = self.reduced(worker)
         self._has_reduced |= self._ddp is not None and self._ddp.require_backward_grad_sync
         self._means.difference_update(worker.params if self._means else ())
-        if self._peers is not None and not worker.is_local:
+        if self._peers is not None and not worker.plan.is_local:
             self._peers.ledger.exposed_s += self._wait_s()
             if reduced and not self._is_registered:
                 self._peers.count_all_reduce(self._nbytes)
@@ -142,7 +142,7 @@ class CommunicationHook:
 
     def has_mean(self, worker: Synchronizer) -> bool:
         """Return whether the gradients of the coming step are means over all ranks already."""
-        return worker.reduces_in_backward and bool(self.reduced(worker))
+        return worker.plan.reduce == "all" and bool(self.reduced(worker))
 
     def optimizer_of(self, worker: Synchronizer) -> Optimizer:
         """Return the user's optimizer."""

@@ -102,7 +102,7 @@ def agree_on_states(workers: Iterable[Synchronizer], group: dist.ProcessGroup | 
     found: dict[str, object] = {}
     for number, worker in enumerate(workers):
         optimizer = worker.optimizer
-        if worker.is_local or hasattr(optimizer, "consolidate_state_dict"):  # as ZeRO, which shards its state
+        if worker.plan.is_local or hasattr(optimizer, "consolidate_state_dict"):  # as ZeRO, which shards its state
             continue
         for name, parameter in worker.by_name().items():
             for key, value in optimizer.state.get(parameter, {}).items():

@@ -254,7 +254,7 @@ class ShardedStrategy(CheckpointedStrategy, ModelParallelStrategy):
     @override
     def _end_step(self, worker: Synchronizer) -> None:
         view = self._shards.views[worker]
-        if not worker.is_local:
+        if not worker.plan.is_local:
             view.push_gradients()  # those that the optimizer was not to see
         view.release()
         reshard_(self.trainer.lightning_module)  # what a forward pass without a backward pass has gathered is outdated

@@ -88,7 +88,7 @@ class SharedBuffers:
 
     def to_broadcast(self, buffers: Mapping[str, Tensor], workers: Collection[Synchronizer]) -> list[Tensor]:
         """Return the buffers that rank 0 sends before a forward pass; none in steps that are all local."""
-        if workers and all(worker.is_local for worker in workers):
+        if workers and all(worker.plan.is_local for worker in workers):
             return []
         if self._asked is not None or not _is_compressed(workers):
             return list(buffers.values())
@@ -152,7 +152,7 @@ def _agreed(module: nn.Module) -> dict[str, Tensor]:
 
 def _is_compressed(workers: Collection[Synchronizer]) -> bool:
     """Return whether gradients of the coming step are not sent whole."""
-    return any(not (worker.reduces_in_backward or worker.is_local) for worker in workers)
+    return any(worker.plan.reduce != "all" and not worker.plan.is_local for worker in workers)
 
 
 def choose_buffers(

@@ -113,7 +113,7 @@ class Signals:
         self.read_requests(worker, trainer)
         worker.agree_on(0)  # a step without a status would repeat it
         has_status = worker.peers.are_shards and worker.peers.num_ranks > 1  # of shards, between nodes
-        if worker.step % EVERY == 0 and worker.reduces_in_backward and not (has_status or agreed & STOP):
+        if worker.step % EVERY == 0 and worker.plan.reduce == "all" and not (has_status or agreed & STOP):
             message = flags(worker.requests, worker.device, batch=worker.batch)
             self._asked = begin_all_reduce_(message, op=dist.ReduceOp.MAX), worker
 

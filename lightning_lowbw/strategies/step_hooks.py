@@ -92,21 +92,21 @@ class StepHooks:
             gradient_clip_algorithm: GradClipAlgorithmType = GradClipAlgorithmType.NORM,
         ) -> None:
             worker = worker_of(optimizer)
-            is_of_rank = worker.is_local or worker.clips_before_exchange
+            is_of_rank = worker.plan.is_local or worker.plan.clips_before_exchange
             if not (module.automatic_optimization or is_of_rank or self._reduction.has_mean(worker)):
                 raise ConfigurationError(
                     f"clip_gradients in manual optimization, step {worker.step}: here the mean over ranks is clipped, "
                     "and optimizer.step() makes it. Call self.manual_backward(loss), and take a method that sends "
                     "whole gradients, or clips before it sends, such as 'dgc'; or use automatic optimization."
                 )
-            factor = worker.clip_factor if gradient_clip_algorithm == GradClipAlgorithmType.NORM else 1.0
+            factor = worker.plan.clip_factor if gradient_clip_algorithm == GradClipAlgorithmType.NORM else 1.0
             clip_gradients(optimizer, clip_val * factor, gradient_clip_algorithm)
 
         def clip_or_exchange(model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
             if not any(True for _ in parameters_of(optimizer)):
                 return
             worker = worker_of(optimizer)
-            if worker.clips_before_exchange:
+            if worker.plan.clips_before_exchange:
                 # The hooks get this rank's own gradient; what they write into param groups counts in this step.
                 if self._is_waiting:
                     self._is_waiting = False
@@ -134,12 +134,12 @@ class StepHooks:
 
     def end_closure(self, worker: Synchronizer, trainer: pl.Trainer) -> None:
         """Replace the gradients of the optimizer that steps by those it steps with, now or where Lightning clips."""
-        has_gradients, self.has_gradients = self.has_gradients or worker.is_local, False
+        has_gradients, self.has_gradients = self.has_gradients or worker.plan.is_local, False
         if trainer.lightning_module.automatic_optimization and not has_gradients:
             # The batch norm epoch of StochasticWeightAveraging: sent again these gradients would count twice.
-            if not worker.reduces_in_backward:
+            if worker.plan.reduce != "all":
                 worker.optimizer.zero_grad(set_to_none=True)
-        elif worker.clips_before_exchange:
+        elif worker.plan.clips_before_exchange:
             self._is_waiting = True
         else:
             self.exchange(worker, trainer)
@@ -165,7 +165,7 @@ class StepHooks:
         reduced = self._reduction.take(worker)
         if not worker.takes_reduced(reduced):
             exchange = functools.partial(self._exchange, worker, trainer, reduced)
-            if worker.is_local:  # Lightning alone clips and scales
+            if worker.plan.is_local:  # Lightning alone clips and scales
                 exchange(False)
             else:
                 exchange_unscaled_(trainer.precision_plugin, worker.optimizer, exchange, is_after_hooks=is_after_hooks)
@@ -178,7 +178,7 @@ class StepHooks:
         if not worker.is_prepared:
             worker.list_gradients(reduced=reduced)
         module, clip_val = trainer.lightning_module, trainer.gradient_clip_val
-        clips = worker.clips_before_exchange and (clip_val or is_overridden("configure_gradient_clipping", module))
+        clips = worker.plan.clips_before_exchange and (clip_val or is_overridden("configure_gradient_clipping", module))
         # Clipping spreads a NaN, and a step that is skipped must leave the residuals as they are. In all other steps
         # `exchange` checks, in the pass that accumulates the gradients; here it would read all of them once more.
         if (clips or skip_nonfinite) and worker.fault is None:
@@ -188,7 +188,7 @@ class StepHooks:
             assert self._original is not None
             self._original(module, optimizer, clip_val, gradient_clip_algorithm=trainer.gradient_clip_algorithm)
         applies = not (
-            worker.reduces_in_backward  # then the optimizer steps
+            worker.plan.reduce == "all"  # then the optimizer steps
             or skip_nonfinite
             or self._is_gradient_seen(trainer, optimizer)
         )

@@ -241,7 +241,7 @@ class Strategy(CheckpointedStrategy, DDPStrategy):
         super().on_train_batch_start(batch, batch_idx)
         self._hook.prepare(self.workers)  # Lightning turns it on after each training_step of manual optimization
         self._hook.is_timing = self.auto.is_timing
-        is_local = any(worker.is_local for worker in self.workers)  # then buffers are averaged with the weights
+        is_local = any(worker.plan.is_local for worker in self.workers)  # then buffers are averaged with the weights
         is_automatic = self.trainer.lightning_module.automatic_optimization
         if is_automatic and not (is_local or self._ddp.require_backward_grad_sync):
             # DDP then also leaves out its broadcast of buffers in the next forward pass, as while accumulating. In

@@ -17,10 +17,9 @@ from torch.optim import Optimizer
 
 from lightning_lowbw.comm.agreement import agree, digest, failing_together
 from lightning_lowbw.comm.peers import Peers
-from lightning_lowbw.compress.params import Params
+from lightning_lowbw.compress.params import Params, is_compressible
 from lightning_lowbw.compress.payload import Payload
 from lightning_lowbw.errors import ConfigurationError, DisagreementError
-from lightning_lowbw.kernels.table import DTYPES
 from lightning_lowbw.kernels.tensors import checksum
 from lightning_lowbw.schedules.schedule import Schedule
 
@@ -69,13 +68,13 @@ def warn_of_compression(what: Payload, when: Schedule, params: Params, peers: Pe
             stacklevel=5,  # the caller of `Method.attach`
         )
 
-    wide = [name for name, each in params.by_name().items() if each.requires_grad and each.dtype not in DTYPES]
+    wide = [name for name, each in params.by_name().items() if each.requires_grad and not is_compressible(each)]
     if wide:
         is_one = len(wide) == 1
         which = f"Parameter {wide[0]!r} is" if is_one else f"{len(wide)} parameters, such as {wide[0]!r}, are"
         warnings.warn(
-            f"{which} float64 or complex: {'it is' if is_one else 'they are'} sent whole. float32, bfloat16 and "
-            "float16 are compressed, as with Trainer(precision='32-true').",
+            f"{which} float64, complex or views with gaps: {'it is' if is_one else 'they are'} sent whole. "
+            "float32, bfloat16 and float16 are compressed, as with Trainer(precision='32-true').",
             stacklevel=5,  # the caller of `Method.attach`
         )
 

@@ -11,13 +11,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from lightning_lowbw.compress.params import Row
-from lightning_lowbw.sync.exchange import Pending, Step
+from lightning_lowbw.sync.exchange import Pending
 
 NUM_GROUPS = 8  # the last group is not hidden; each group costs the host some launches
 LEAST_NUMEL = 1 << 18  # elements of a group, below which a message is mostly latency
@@ -89,30 +88,3 @@ def watching(groups: Sequence[Sequence[Row]], begin: Callable[[Sequence[Row]], N
     finally:
         for handle in handles:
             handle.remove()
-
-
-@dataclass(frozen=True)
-class JoinedMean:
-    """The means of several messages, as one; if the means need second collectives, all of these begin together.
-
-    Args:
-        means: each mean, with the names of its tensors.
-    """
-
-    means: Sequence[tuple[frozenset[str], Any]]
-
-    @property
-    def fault(self) -> Tensor:
-        """Whether any mean has a fault, once the means are there; see `Exchange.fault`."""
-        return torch.stack([mean.fault for _, mean in self.means]).any()
-
-    def dense(self) -> dict[str, Tensor]:
-        for _, mean in self.means:
-            mean.begin()
-        return {name: mean for _, each in self.means for name, mean in each.dense().items()}
-
-    def step_(self, steps: Mapping[str, Step]) -> None:
-        for _, mean in self.means:
-            mean.begin()
-        for names, mean in self.means:
-            mean.step_({name: step for name, step in steps.items() if name in names})

@@ -17,7 +17,7 @@ from lightning_lowbw.errors import ConfigurationError, DisagreementError, NonFin
 from lightning_lowbw.kernels.tensors import copy_all_
 from lightning_lowbw.schedules.every_k import balance
 from lightning_lowbw.sync.checks import raise_at_other_batches
-from lightning_lowbw.sync.exchange import Deferred, DenseMean, Pending
+from lightning_lowbw.sync.exchange import Pending
 from lightning_lowbw.sync.status import Fault, Faults, Status, status_message
 
 # Averages in progress ------------------------------------------------------------------------------------------------
@@ -74,7 +74,7 @@ class Average:
         parameters: the parameters that are averaged.
         takes_buffers: whether the buffers are averaged, too.
         whole: the message of the tensors that are averaged whole, with the status; None if `changes` has the status.
-        changes: the messages of the tensors that the payload sends: the mean changes by name, flat.
+        changes: the message of the tensors that the payload sends; None if there are none.
         faults: the faults of the parameters, and late faults.
         snapshots: copies of the parameters when it was begun, if local steps go on meanwhile.
         buffer_snapshots: copies of the buffers, by name; as `snapshots`.
@@ -84,15 +84,22 @@ class Average:
     parameters: list[Parameter]
     takes_buffers: bool = False
     whole: Pending | None = None
-    changes: Pending = field(default_factory=lambda: Deferred(lambda: DenseMean({})))
+    changes: Pending | None = None
     faults: Faults = field(default_factory=Faults)
     snapshots: list[Tensor] | None = None
     buffer_snapshots: dict[str, Tensor] = field(default_factory=dict)
 
     def wait_for_whole(self) -> tuple[dict[str, Tensor], Tensor]:
         """Wait for the means of the tensors that are averaged whole, and for the status."""
-        arrived = (self.whole or self.changes).wait()
-        return arrived.mean.dense() if self.whole is not None else {}, arrived.status
+        if self.whole is None:
+            assert self.changes is not None
+            return {}, self.changes.wait().status
+        arrived = self.whole.wait()
+        return arrived.mean.dense(), arrived.status
+
+    def wait_for_changes(self) -> dict[str, Tensor]:
+        """Wait for the mean changes of the tensors that the payload sends, by name."""
+        return {} if self.changes is None else self.changes.wait().mean.dense()
 
 
 def check_marks(status: Status, average: Average, *, batch: int, step: int, group: dist.ProcessGroup | None) -> None:
@@ -157,12 +164,12 @@ def unsent_of(mean_change: Tensor, snapshot: Tensor, start: Tensor, dtype: torch
     Adding it restores the mean of the residuals over the participants, not the residual of each participant.
 
     Args:
-        mean_change: the mean change that has arrived; flat.
+        mean_change: the mean change that has arrived.
         snapshot: the weight when the average was begun.
         start: the anchor.
         dtype: the dtype of the weight.
     """
-    return mean_change - _change_of(snapshot, start, dtype).reshape(-1)
+    return mean_change.reshape(-1) - _change_of(snapshot, start, dtype).reshape(-1)
 
 
 def apply_means_(

@@ -44,8 +44,16 @@ from lightning_lowbw.kernels.tensors import as_real, copy_all_, copy_in_order_, 
 from lightning_lowbw.schedules.schedule import Schedule
 from lightning_lowbw.sync.beside import Gathered
 from lightning_lowbw.sync.checks import agree_on_end, compare_batches, raise_at_other_batches
-from lightning_lowbw.sync.early import JoinedMean, Sent, groups_of, watching
-from lightning_lowbw.sync.exchange import Faulty, Mean, Prepared, WholeExchange, exchange_for
+from lightning_lowbw.sync.early import Sent, groups_of, watching
+from lightning_lowbw.sync.exchange import (
+    Arrived,
+    DenseMean,
+    Faulty,
+    Mean,
+    Pending,
+    Prepared,
+    WholeExchange,
+)
 from lightning_lowbw.sync.state import check_order, check_origin, origin, own_part
 from lightning_lowbw.sync.status import (
     Fault,
@@ -58,6 +66,7 @@ from lightning_lowbw.sync.status import (
     overflow,
     status_message,
 )
+from lightning_lowbw.sync.step_plan import StepPlan
 from lightning_lowbw.sync.synchronizer import Configuration, Synchronizer
 
 GATHERED = ""  # the name of all tensors that are sent whole, where kernels have gathered them
@@ -74,7 +83,6 @@ class GradientSync(Synchronizer):
             trained parameters, also of another optimizer or of none. () in a plain loop, which compares its own.
     """
 
-    is_local = False
     compared: Collection[Parameter] = ()
     correction: ErrorFeedback
 
@@ -88,6 +96,7 @@ class GradientSync(Synchronizer):
         super().__init__(method, optimizer, named_parameters, peers)
         what = method.what
         self.last_density = 1.0
+        self._planned_for: tuple[Any, int] = (None, -1)
         self._last_residual_norm: float | None = None
         self._has_compressed = False  # whether a step since the last load was compressed; equal on all ranks
         # State of the current step: all rows; names of rows without a gradient on this rank, which have zeros instead.
@@ -113,7 +122,7 @@ class GradientSync(Synchronizer):
             peers.check_parts()
         what.check(method.when, has_levels=peers.is_two_level)
         what.check_names(self.params.names())
-        self.compressed = exchange_for(what, peers, method.when)
+        self.compressed = what.exchange(peers, method.when)
 
     # Read by the strategies -----------------------------------------------------------------------------------------
 
@@ -123,42 +132,26 @@ class GradientSync(Synchronizer):
         return self.method.when
 
     @property
-    def density(self) -> float:
-        """The fraction of elements that the coming step sends of a compressed tensor; 1.0 in the dense phase."""
-        if self.peers.num_participants == 1:
-            return 1.0
-        return self.when.density(self.step, self.method.what.density)
+    def plan(self) -> StepPlan:
+        """The plan of the coming step."""
+        if self._planned_for != (self.method, self.step):
+            self._planned_for, self._plan = (self.method, self.step), self._make_plan()
+        return self._plan
 
-    @property
-    def is_sparse(self) -> bool:
-        """Whether the coming step is a sparse one."""
-        return self.density < 1.0
-
-    @property
-    def reduces_in_backward(self) -> bool:
-        """Whether the coming step is a dense one, whose gradients are all-reduced during backward, as DDP does."""
-        is_dense = self.when.density(self.step, otherwise=0.0) == 1.0  # whatever the payload is
-        return self.compressed is None or self.peers.num_participants == 1 or is_dense
-
-    @property
-    def reduces_in_node(self) -> bool:
-        """Whether the coming step's gradients are all-reduced inside each node: on two levels, in compressed steps."""
-        return self.peers.is_two_level and not self.reduces_in_backward
-
-    @property
-    def clips_before_exchange(self) -> bool:
-        """Whether each rank clips its own gradient: in sparse steps, because delayed sums must not be clipped."""
-        return self.is_sparse
-
-    @property
-    def takes_one_gradient(self) -> bool:
-        """Whether a step is that of one gradient, now or later, because what is not sent of it is kept."""
-        return self.compressed is not None and self.peers.num_participants > 1 and not self.when.is_auto
-
-    @property
-    def clip_factor(self) -> float:
-        """sqrt(N) while sparse: a mean of N independent gradients has 1/sqrt(N) of the norm of one gradient (eq. 8)."""
-        return math.sqrt(self.peers.num_participants) if self.is_sparse else 1.0
+    def _make_plan(self) -> StepPlan:
+        num, when = self.peers.num_participants, self.when
+        takes_one = self.compressed is not None and num > 1 and not when.is_auto
+        is_dense = when.density(self.step, otherwise=0.0) == 1.0  # whatever the payload is
+        if self.compressed is None or num == 1 or is_dense:
+            return StepPlan(takes_one_gradient=takes_one)
+        density = when.density(self.step, self.method.what.density)
+        return StepPlan(
+            reduce="node" if self.peers.is_two_level else "none",
+            density=density,
+            clips_before_exchange=density < 1.0,
+            clip_factor=math.sqrt(num) if density < 1.0 else 1.0,
+            takes_one_gradient=takes_one,
+        )
 
     def metrics(self, is_due: bool) -> dict[str, float | Tensor]:
         """Return the fraction of elements that the last step sent and, in sparse steps, the norm of the residual."""
@@ -186,7 +179,12 @@ class GradientSync(Synchronizer):
         Raises:
             ConfigurationError: on all ranks.
         """
-        if self.residuals and self.peers.num_participants > 1 and self.reduces_in_backward:
+        if self.residuals and self.peers.num_participants == 1:
+            raise ConfigurationError(
+                "The checkpoint keeps gradients that were not sent, and a single participant sends nothing. Resume on "
+                f"at least two {'nodes' if self.peers.is_two_level else 'ranks'}, or {WITHOUT_RESIDUALS}."
+            )
+        if self.residuals and self.plan.reduce == "all":
             raise ConfigurationError(
                 f"Step {self.step} would be dense, but gradients that earlier sparse steps did not send are kept. Go "
                 f"on with the schedule it was trained with; now it is {self.method.when}. (sparsity='auto' begins "
@@ -203,13 +201,14 @@ class GradientSync(Synchronizer):
         self.is_prepared = True
         self._faults, self._checked, self._missing = self.late_faults(), set(), frozenset()
         if self.peers.num_ranks == 1:
+            self.check_schedule()
             return
         self._check_method()
         what, reduced = self.method.what, frozenset(reduced)
-        skipped = reduced if self.reduces_in_backward else frozenset()
-        self._rows = self.params.trained(None if self.reduces_in_backward else what, skipped)
+        skipped = reduced if self.plan.reduce == "all" else frozenset()
+        self._rows = self.params.trained(None if self.plan.reduce == "all" else what, skipped)
         self._check_rows()
-        if self.reduces_in_node:
+        if self.plan.reduce == "node":
             others = [row.parameter for row in self._rows if row.parameter not in reduced]
             if others:
                 average_gradients_(others, self.peers.node, others[0].device)
@@ -217,7 +216,7 @@ class GradientSync(Synchronizer):
     @contextmanager
     def sending_early(self, *, begins: bool) -> Iterator[None]:
         what = self.method.what
-        is_grouped = what.can_be_early and not (self.reduces_in_backward or self.reduces_in_node)
+        is_grouped = what.can_be_early and self.plan.reduce == "none"
         self._is_grouped_late = is_grouped and not begins
         if is_grouped and begins:
             self.list_gradients()
@@ -323,40 +322,74 @@ class GradientSync(Synchronizer):
 
     def _exchange(self, skip_nonfinite: bool, applies: bool) -> bool:
         if not self._rows:
-            return self._exchange_alone(skip_nonfinite) if self.peers.num_participants == 1 else True
+            return not (skip_nonfinite and self.peers.num_participants == 1) or self._is_finite()
         # clip: the caller has, by `clip_factor`
         if self.fault is None:
             self._refuse_sparse_layouts()
-        # decay, correct, select, mask: in one pass, which finds inf and NaN, too, where nobody has looked for them yet.
+        # begin: decay, correct, select, mask: in one pass, which finds inf and NaN, too, if nobody has looked for them.
         # A step that may be skipped agrees first: its gradients must not enter the residuals.
-        is_compressed, mean = self._is_compressed, None
-        prepared = self._prepare(tells=self.node_flags is None) if is_compressed and not skip_nonfinite else None
+        is_compressed = self._is_compressed
+        agrees_first = skip_nonfinite or not is_compressed
+        prepared = self._prepare_nothing() if agrees_first else self._prepare(tells=self.node_flags is None)
         whole = self._whole()
-        gathered = None if prepared is None else self._gather(whole)
+        gathered = None if agrees_first else self._gather(whole)
         if self.fault is None:
             self._check_values()
-        # average: 1/N of the sum of what all ranks have sent; nothing is applied before the status has been read
-        message = self._message()
-        if prepared is not None:
-            pending = prepared.send(message, whole if gathered is None else {GATHERED: gathered.joined})
-            earlier = [sent.pending.wait().mean for sent in self._sent]
-            mean, numbers, means = pending.wait()
-            if earlier:
-                names = [frozenset(row.name for row in rows) for rows in self._groups]
-                mean = JoinedMean(list(zip(names, [*earlier, mean], strict=True)))
-        else:
-            dtype = None if self.is_sparse else self.peers.inter_dtype
-            dense, numbers, _ = WholeExchange(self.peers, dtype=dtype).prepare(whole).send(message).wait()
-            means = dense.dense()
+        pending = prepared.send(self._message(), whole if gathered is None else {GATHERED: gathered.joined})
+        # end: 1/N of the sum of what all ranks have sent; no weight changes before the status has been read
+        mean, numbers, means = self._wait_for([*(sent.pending for sent in self._sent), pending])
         status = Status.read(numbers.tolist(), self.peers.num_ranks)
         self.agree_on(status.requests)
         if not self._is_agreed(status, skip_nonfinite):
             return False
-        if is_compressed and mean is None:
+        if is_compressed and agrees_first:
             mean = self._prepare(tells=False).send().wait().mean
         # Parameters that no rank has used are not stepped, as in DDP; the other ones have zeros where this rank has no
         # gradient.
         unused = {row.name for row, number in zip(self._rows, status.sums, strict=True) if not round(number)}
+        self._write_whole(means, gathered, unused)
+        if is_compressed:
+            # A shard that is empty here is empty on the peers, too.
+            rows = self._rows.filled
+            self._step_(mean, [row for row in rows if row.name not in unused], applies)
+            self._keep_(mean, [row for row in rows if row.name in unused])
+            for row in self._rows if unused else ():
+                if row.name in unused:
+                    row.parameter.grad = None
+        return True
+
+    def _is_finite(self) -> bool:
+        """Return whether all gradients of a single participant are finite."""
+        gradients = [p.grad for p in self.params if p.grad is not None]
+        flags = are_not_finite([each._values() if each.is_sparse else each for each in gradients])
+        return not any_of(flags, self.device)
+
+    def _prepare_nothing(self) -> Prepared:
+        """Prepare a message of the status and the whole tensors."""
+        dtype = None if self.plan.is_sparse else self.peers.inter_dtype
+        return WholeExchange(self.peers, dtype=dtype).prepare({})
+
+    def _wait_for(self, pendings: Sequence[Pending]) -> Arrived:
+        """Wait for the messages of a step: those that began in the backward pass, and the last one with the status."""
+        if len(pendings) == 1:
+            return pendings[0].wait()
+        exchange, means, faults = self.compressed, dict[str, Tensor](), list[Tensor]()
+        assert exchange is not None
+        for pending in pendings:
+            pending.answer()
+        for pending in pendings:
+            exchange.fault = None
+            means |= pending.wait().mean.dense()
+            faults += [] if exchange.fault is None else [exchange.fault]
+        exchange.fault = torch.stack(faults).any() if faults else None
+        return pendings[-1].wait()._replace(mean=DenseMean(means))
+
+    def _write_whole(self, means: Mapping[str, Tensor], gathered: Gathered | None, unused: Collection[str]) -> None:
+        """Write the means of the tensors that were sent whole into the gradients.
+
+        In place:
+            `.grad`: also zeros for tensors that another rank has used.
+        """
         for row, gradient in zip(self._rows, self._rows.gradients, strict=True):
             if gradient is None and row.name not in unused:
                 row.parameter.grad = torch.zeros_like(row.parameter)
@@ -365,24 +398,11 @@ class GradientSync(Synchronizer):
         else:
             written = [row for row in self._rows if row.name in means and row.name not in unused]
             copy_all_([row.in_order(row.gradient) for row in written], [means[row.name] for row in written])
-        if self.peers.num_participants == 1:
-            return self._exchange_alone(skip_nonfinite=False)
-        if mean is not None:
-            # A shard that is empty here is empty on the peers, too.
-            rows = self._rows.filled
-            self._step_(mean, [row for row in rows if row.name not in unused], applies)
-            self._keep_(mean, [row for row in rows if row.name in unused])
-            if isinstance(mean, JoinedMean) and self.compressed is not None:
-                self.compressed.fault = mean.fault
-            for row in self._rows if unused else ():
-                if row.name in unused:
-                    row.parameter.grad = None
-        return True
 
     @property
     def _is_compressed(self) -> bool:
         """Whether the coming step compresses gradients: their message has the status and the whole tensors."""
-        return not self.reduces_in_backward and self.compressed is not None and bool(self._rows.numels)
+        return self.plan.reduce != "all" and self.compressed is not None and bool(self._rows.numels)
 
     def _is_agreed(self, status: Status, skip_nonfinite: bool) -> bool:
         """Return whether the step is to be taken: all ranks are at one batch with one set of weights, without a fault.
@@ -432,7 +452,7 @@ class GradientSync(Synchronizer):
         pairs = zip(self._rows, self._rows.gradients, strict=True)
         used = [float(gradient is not None and row.name not in self._missing) for row, gradient in pairs]
         # A rank may have left out what DDP has reduced up to now.
-        begins = not (self.reduces_in_backward or self._has_compressed)
+        begins = self.plan.reduce != "all" and not self._has_compressed
         compares = begins or self.step % CHECK_EVERY_STEPS == 0
         weights = None
         if compares:
@@ -470,7 +490,7 @@ class GradientSync(Synchronizer):
             for group in self._groups[len(self._sent) : -1]:
                 self._send(group)
             rows = self._groups[-1]
-        exchange.payload = what.at(self.density)
+        exchange.payload = what.at(self.plan.density)
         if what.corrects:
             correction = self.correction
             correction.begin_step(rows, self.peers.part, exchange.payload)  # also empty shards: it masks alike on all
@@ -548,36 +568,6 @@ class GradientSync(Synchronizer):
                 parameter.grad = gradient
         self._hidden = []
 
-    def _exchange_alone(self, skip_nonfinite: bool) -> bool:
-        """Do what is left to a single participant; in a run that had several, apply what they had not sent."""
-        gradients = [p.grad for p in self.params if p.grad is not None] if skip_nonfinite else []
-        if any_of(are_not_finite([g._values() if g.is_sparse else g for g in gradients]), self.device):
-            return False
-        if self.residuals:
-            self._apply_unsent_()
-        return True
-
-    def _apply_unsent_(self) -> None:
-        """Apply the residuals of a run that is resumed with one participant, as if they had been sent.
-
-        In place:
-            The weights, where the correction has made steps of them; else `.grad`. The residuals are taken out.
-        """
-        assert self.compressed is not None
-        for group in self.optimizer.param_groups:
-            for parameter in group["params"]:
-                name = self.params.name_of(parameter)
-                if name not in self.residuals:
-                    continue
-                residual = self.compressed.residuals.pop(name)
-                row = Row.of(name, parameter, group, is_compressed=True)
-                if self.correction.is_complete:
-                    target, rate = row.in_order(parameter.detach()), -self.correction.rate_of(group)
-                else:
-                    parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-                    target, rate = row.in_order(row.gradient), 1.0
-                target.add_(residual.view(target.shape).to(target.dtype), alpha=rate)
-
     # Checks and faults ----------------------------------------------------------------------------------------------
 
     def _check_method(self) -> None:
@@ -593,7 +583,7 @@ class GradientSync(Synchronizer):
     def _check_rows(self) -> None:
         kept = frozenset(self.residuals)
         self.params.note_orders(self._rows, self.step, kept)
-        if not self.is_sparse:
+        if not self.plan.is_sparse:
             return
         for row in self._rows.whole:
             if row.name in kept:
@@ -622,7 +612,7 @@ class GradientSync(Synchronizer):
 
     def _describe_nonfinite(self, name: str) -> Fault:
         # Where sparse, the pass that adds gradients to the residuals has found it.
-        is_added = self.is_sparse and any(row.name == name and row.is_compressed for row in self._rows)
+        is_added = self.plan.is_sparse and any(row.name == name and row.is_compressed for row in self._rows)
         is_from_start = is_added and self.when.begin_step == 0 and len(self.when.stairs) <= 1
         warm_up = "give it a warm-up (there is none: see rampup_begin_step, rampup_step), " if is_from_start else ""
         return Fault(
@@ -663,8 +653,8 @@ class GradientSync(Synchronizer):
             self._showing = None
         self._groups, self._sent = [], []
         self._rows, self._unstepped, self.fault, self._faults = Rows(), [], None, Faults()
-        self._has_compressed |= not self.reduces_in_backward
-        self.last_density = self.density
+        self._has_compressed |= self.plan.reduce != "all"
+        self.last_density = self.plan.density
         self.step += 1
         self.peers.ledger.steps += 1
 

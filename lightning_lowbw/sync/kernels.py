@@ -23,15 +23,14 @@ from lightning_lowbw.comm.agreement import gather
 from lightning_lowbw.comm.echoes import echo
 from lightning_lowbw.comm.peers import Peers
 from lightning_lowbw.comm.topology import Where
+from lightning_lowbw.compress.params import LEAST_NUMEL
 from lightning_lowbw.compress.payload import Payload
 from lightning_lowbw.compress.selection import SampledSelector
-from lightning_lowbw.compress.top_k import LEAST_NUMEL
 from lightning_lowbw.kernels import dispatch
 from lightning_lowbw.kernels.table import GPU_BLOCK, JoinedTable
 from lightning_lowbw.namespaces import LOGGER
 from lightning_lowbw.schedules.every_step import EveryStep
 from lightning_lowbw.sync.beside import Gathered
-from lightning_lowbw.sync.exchange import exchange_for
 from lightning_lowbw.sync.gradient import GradientSync
 from lightning_lowbw.sync.synchronizer import Synchronizer
 
@@ -120,7 +119,7 @@ def _exchanged(worker: Synchronizer, payload: Payload, num_participants: int, nu
     if Gathered.takes(gradients):  # as for whole tensors, and for means inside a node
         gathered = Gathered(gradients, JoinedTable())
         gathered.write_(gathered.joined)
-    exchange = exchange_for(payload, peers, method.when)
+    exchange = payload.exchange(peers, method.when)
     assert exchange is not None
     signal = {str(number): gradient.clone() for number, gradient in enumerate(gradients)}
     mean = exchange.prepare(signal).send().wait().mean

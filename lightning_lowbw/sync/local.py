@@ -47,7 +47,7 @@ from lightning_lowbw.sync.checks import (
     refuse_second_weights,
     refuse_shared_steps,
 )
-from lightning_lowbw.sync.exchange import WholeExchange, exchange_for
+from lightning_lowbw.sync.exchange import WholeExchange
 from lightning_lowbw.sync.fragments import (
     Average,
     Fragment,
@@ -71,9 +71,14 @@ from lightning_lowbw.sync.status import (
     make_mark,
     status_message,
 )
+from lightning_lowbw.sync.step_plan import StepPlan
 from lightning_lowbw.sync.synchronizer import Configuration, Synchronizer, raise_fault
 
 SPARE = 0.0  # a number without a meaning, in each status: with it messages have the recorded sizes
+
+
+SYNCHRONOUS, LOCAL = StepPlan(), StepPlan(is_local=True, reduce="none")
+LOCAL_IN_NODES = StepPlan(is_local=True, reduce="node")
 
 
 class LocalSync(Synchronizer):
@@ -90,9 +95,6 @@ class LocalSync(Synchronizer):
         has_communicated: whether all ranks communicated in the last step: it was synchronous, or an average began or
             arrived.
     """
-
-    clips_before_exchange = False
-    clip_factor = 1.0  # a rank clips the gradient it steps with
 
     def __init__(
         self,
@@ -120,7 +122,7 @@ class LocalSync(Synchronizer):
         self.loss = RunningLoss()
         self._rate_of = Rates()
         method.what.check_names(self.params.names())
-        self.compressed = exchange_for(method.what, peers, method.when)
+        self.compressed = method.what.exchange(peers, method.when)
         if self.compressed is not None:
             peers.check_parts()
         self.replica = Replica(self.params, self.compressed, peers, named_buffers, self.when)
@@ -148,12 +150,11 @@ class LocalSync(Synchronizer):
         return is_after and not (self._is_plain or self.when.is_always_synchronous)
 
     @property
-    def reduces_in_backward(self) -> bool:
-        return not self.is_local
-
-    @property
-    def reduces_in_node(self) -> bool:
-        return self.is_local and self.peers.is_two_level
+    def plan(self) -> StepPlan:
+        """The plan of the coming step. A rank clips the gradient with which it steps."""
+        if not self.is_local:
+            return SYNCHRONOUS
+        return LOCAL_IN_NODES if self.peers.is_two_level else LOCAL
 
     @property
     def k_steps(self) -> int:
@@ -220,13 +221,13 @@ class LocalSync(Synchronizer):
             if not parameter.requires_grad:
                 parameter.grad = None  # frozen since the backward: torch would step it, each rank on its own
         averaged = [p for p in self.params if p.requires_grad and p not in self._reduced]
-        for parameter in averaged if not self.is_local or self.reduces_in_node else ():
+        for parameter in averaged if self.plan.reduce != "none" else ():
             if parameter.grad is not None and parameter.grad.layout != torch.strided:
                 parameter.grad = parameter.grad.to_dense()
         if self.is_local:
             self._unread = None  # left by a schedule that was replaced; the next average sends its requests
             self.begin_local()
-            if self.reduces_in_node and averaged:
+            if averaged and self.plan.reduce == "node":
                 average_gradients_(averaged, self.peers.node, self.device)
             return
         before = self._read_status()
@@ -355,6 +356,7 @@ class LocalSync(Synchronizer):
             self.buffers.begin_average(self.peers, self.device)
         parameters = [p for p in fragment.parameters if p in fragment.moved and p.numel()]
         faults = self.faults_of(parameters)
+        self.forget_late_faults()  # the status of this average has them
         # A mean of weights makes replicas equal from any start; changes need the same anchor on all ranks.
         starts = (self.replica.start[p] for p in parameters) if self.needs_start else None
         mark = make_mark(self.step + self.batch, starts, self.requests)
@@ -445,7 +447,7 @@ class LocalSync(Synchronizer):
             sums: the sums over the ranks in the status.
             moved: parameters that have been trained since the average was begun.
         """
-        changes = average.changes.wait().mean.dense()
+        changes = average.wait_for_changes()
         if average.takes_buffers:
             if sums.num_resized:
                 self.buffers.agree_on_shapes(self.peers)

@@ -202,7 +202,7 @@ class NodeShards:
         """Give a worker the shards of the gradients, which FSDP has reduced inside the node, and check them."""
         view = self.views[worker]
         view.pull()
-        if worker.is_local:
+        if worker.plan.is_local:
             view.drop_frozen_gradients()
             return ()
         view.pull_gradients()
@@ -214,7 +214,7 @@ class NodeShards:
 
     def give(self, worker: Synchronizer) -> None:
         """Give the user's optimizer the gradients and the state that a worker has made."""
-        if not worker.is_local:
+        if not worker.plan.is_local:
             self.views[worker].push_gradients()
             self.views[worker].push()
 

@@ -37,13 +37,14 @@ from torch import Tensor
 
 from lightning_lowbw.arguments import is_count, names_arguments
 from lightning_lowbw.comm.peers import MeanWork, Peers, mean_over
+from lightning_lowbw.compress.corrections import ErrorFeedback
 from lightning_lowbw.compress.payload import FLOAT_BYTES, Message, Payload, Shapes
 from lightning_lowbw.compress.selection import Residuals
 from lightning_lowbw.errors import ConfigurationError
 from lightning_lowbw.kernels.reference import are_not_finite
-from lightning_lowbw.kernels.tensors import CPU, copy_all_, device_of, exact_products, flat
+from lightning_lowbw.kernels.tensors import CPU, copy_all_, device_of, exact_products
 from lightning_lowbw.schedules.schedule import Schedule
-from lightning_lowbw.sync.exchange import Arrived, Correction, DenseMean, LateMean, PreparedWhole, Signal, exchanges
+from lightning_lowbw.sync.exchange import Arrived, DenseMean, Pending, Prepared, Signal
 
 # Most elements of the matrices that are multiplied together; a larger matrix is multiplied alone. A GPU takes many, for
 # few launches, with a copy of 64 MiB; a CPU takes them one by one, because memory bounds its time.
@@ -81,6 +82,9 @@ class LowRank(Payload, key="low_rank"):
         n, m = shape[0], math.prod(shape[1:])
         return (n, m, self.rank) if 2 * (n + m) * self.rank < n * m else None
 
+    def exchange(self, peers: Peers, when: Schedule) -> LowRankExchange:
+        return LowRankExchange(self, peers)
+
     def messages(self, shapes: Shapes, num_participants: int, num_parts: int = 1, *, when: Schedule) -> list[Message]:
         factors = [(self.factors(shape), math.prod(shape)) for shape in shapes]
         lefts = sum(of[0] * of[2] if of else numel for of, numel in factors)
@@ -91,7 +95,6 @@ class LowRank(Payload, key="low_rank"):
         ]
 
 
-@exchanges(LowRank)
 @dataclass
 class LowRankExchange:
     """Averages matrices by their factors; see the module.
@@ -113,9 +116,9 @@ class LowRankExchange:
     starts: dict[str, Tensor] = field(default_factory=dict)
     _together: dict[tuple[str, ...], Tensor] = field(default_factory=dict)  # starts of a batch; `starts` has views
 
-    def prepare(self, signal: Signal, correction: Correction | None = None) -> PreparedWhole:
+    def prepare(self, signal: Signal, correction: ErrorFeedback | None = None) -> Prepared:
         """Prepare tensors of any floating dtype and shape."""
-        return PreparedWhole(signal, partial(PendingLowRank, self))
+        return Prepared(partial(PendingLowRank, self, signal))
 
     def ensure(self, numels: Mapping[str, tuple[int, int]], device: torch.device) -> None:
         """Make the starts that are missing or have another size: random orthogonal columns, equal on all ranks.
@@ -156,13 +159,13 @@ class LowRankExchange:
         self.starts, self._together = {name: start.clone() for name, start in state.get("starts", {}).items()}, {}
 
 
-class PendingLowRank(LateMean):
-    """The first message, in progress: the factors P, the status and the whole tensors. Q is the second message.
+class PendingLowRank(Pending):
+    """The first message, in progress: the factors P, the status and the whole tensors. `wait` exchanges Q, too.
 
     In place:
-        The residuals; with the mean also the warm starts, and each signal that is float32 and contiguous.
+        The residuals; in `wait` also the warm starts, and each signal that is float32 and contiguous.
 
-    Collective: all ranks, with the same names; an all-reduce, and another one for the mean.
+    Collective: all ranks, with the same names; an all-reduce, and another one in `wait`.
 
     Wire:
         4 bytes for each of the (n + m) r numbers of a matrix, and for each element of a tensor that is sent whole.
@@ -186,7 +189,7 @@ class PendingLowRank(LateMean):
         self._matrices = _matrices(residuals, self._batches, shapes)
         self._rest = {name: signal[name].float() for name in signal if name not in shapes}
         self._rest |= {name: self._rest[name] + residuals[name].view_as(self._rest[name]) for name in rest}
-        # P = M Q = signal Q + e Q: the residuals change after the status has been read.
+        # P = M Q = signal Q + e Q
         exchange.ensure({name: (m, rank) for name, (_, m, rank) in shapes.items()}, device)
         with _in_float32(device):
             self._starts = [exchange.starts_of(batch) for batch in self._batches]
@@ -203,15 +206,16 @@ class PendingLowRank(LateMean):
         tensors = [self._signal[name] for name in batch]
         return (tensors[0] if len(batch) == 1 else torch.stack(tensors)).reshape(matrices.shape).float()
 
-    def wait(self) -> Arrived:
-        self._means, status = self._work.wait()
-        whole = dict(zip(self._whole, self._means[len(self._means) - len(self._whole) :], strict=True))
-        return Arrived(self, status[: self._num_statuses], whole)
+    def _receive(self) -> Arrived:
+        means, status = self._work.wait()
+        first = len(means) - len(self._whole)
+        whole = dict(zip(self._whole, means[first:], strict=True))
+        return Arrived(self._finish(means[:first]), status[: self._num_statuses], whole)
 
     @torch.no_grad()
-    def finish(self) -> DenseMean:
-        exchange, signal, starts = self._exchange, self._signal, self._starts
-        means, num = self._means[: len(self._means) - len(self._whole)], len(self._batches)
+    def _finish(self, means: list[Tensor]) -> DenseMean:
+        """Exchange the second factors; return the means."""
+        exchange, signal, starts, num = self._exchange, self._signal, self._starts, len(self._batches)
         device, lefts = next(iter(signal.values())).device, means[:num]
         by_name = dict(zip(self._rest, means[num:], strict=True))
         for name in self._rest:
@@ -242,9 +246,6 @@ class PendingLowRank(LateMean):
             rights = orthogonal(rights, starts)
         exchange.keep(dict(zip(map(tuple, self._batches), rights, strict=True)))
         return DenseMean({name: by_name[name] for name in signal})
-
-    def dense(self) -> dict[str, Tensor]:
-        return {name: flat(mean) for name, mean in super().dense().items()}
 
 
 def orthogonal(batches: Sequence[Tensor], spares: Sequence[Tensor] | None = None) -> list[Tensor]:

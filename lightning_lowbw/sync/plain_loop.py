@@ -215,7 +215,7 @@ def _take_step(worker: Synchronizer, step: Callable[..., Any], args: tuple[Any, 
             kwargs = {**kwargs, "closure": exchanging(kwargs["closure"])}
         elif worker.optimizer._optimizer_step_pre_hooks or torch_optimizer._global_optimizer_pre_hooks:
             # Their changes of the param groups count in this step. They see the local gradient if that is clipped.
-            if worker.clips_before_exchange and scaling is None and not worker.is_exchanged:
+            if worker.plan.clips_before_exchange and scaling is None and not worker.is_exchanged:
                 late = last_pre_hook(worker.optimizer, exchange_to_step, must_call=True)
             else:
                 is_taken = _exchange(worker, scaling)
@@ -296,7 +296,7 @@ def _unscale(worker: Synchronizer) -> dict[str, Any] | None:
     gradients = _gradients(worker)
     if gradients and scaling["grad_scale"] is not None:
         torch._foreach_div_(gradients, scaling["grad_scale"])
-    if gradients and (worker.is_local or not worker.is_exchanged):
+    if gradients and (worker.plan.is_local or not worker.is_exchanged):
         gradients[0].masked_fill_(scaling["found_inf"].bool(), torch.inf)  # without a wait for a GPU
     return scaling
 

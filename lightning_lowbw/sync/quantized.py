@@ -37,6 +37,7 @@ from torch import Tensor
 from lightning_lowbw.arguments import check_one_of, names_arguments
 from lightning_lowbw.comm.collectives import TensorWork, all_gather_bytes, all_reduce_bytes
 from lightning_lowbw.comm.peers import Peers
+from lightning_lowbw.compress.corrections import ErrorFeedback
 from lightning_lowbw.compress.payload import FLOAT_BYTES, Message, Payload, Shapes
 from lightning_lowbw.compress.selection import Residuals
 from lightning_lowbw.errors import ConfigurationError
@@ -48,13 +49,11 @@ from lightning_lowbw.kernels.tensors import allocate, copy_all_, flat, split_fro
 from lightning_lowbw.schedules.schedule import Schedule
 from lightning_lowbw.sync.beside import Beside
 from lightning_lowbw.sync.exchange import (
-    EXCHANGES,
     Arrived,
-    Correction,
     DenseMean,
     Faulty,
-    LateMean,
-    PreparedWhole,
+    Pending,
+    Prepared,
     Signal,
 )
 
@@ -225,6 +224,9 @@ class Quantized(Payload, key="quantized"):
         # int4 loses in one of three tasks: benchmarks/results/quantized_accuracy.md
         return None if self.value_dtype == "int4" else 1.0
 
+    def exchange(self, peers: Peers, when: Schedule) -> QuantizedExchange:
+        return QuantizedExchange(self, peers, is_hidden=bool(when.delay_steps))
+
     def uses_kernels(self, device: torch.device) -> bool:
         code = CODES.get(self.value_dtype)
         return isinstance(code, int) or (code is not None and device.type == "cuda")
@@ -264,15 +266,12 @@ class QuantizedExchange:
         self.fault: Tensor | None = None
         self._tables: dict[tuple[str, ...], Tables] = {}
 
-    def prepare(self, signal: Signal, correction: Correction | None = None) -> PreparedWhole:
+    def prepare(self, signal: Signal, correction: ErrorFeedback | None = None) -> Prepared:
         """Prepare tensors: any floating dtype and shape. Kernels of a GPU encode them now, and find inf and NaN."""
         if self._is_in_kernels(signal.values()):
             pending = PendingQuantized(self, signal, self._tables_of(signal))
-            return PreparedWhole(signal, lambda _, *beside: pending.send(*beside), pending.faults)
-        return PreparedWhole(signal, self._send)
-
-    def _send(self, signal: Signal, status: Tensor | None, whole: Signal | None) -> PendingQuantized:
-        return PendingQuantized(self, signal, None).send(status, whole)
+            return Prepared(pending.send, pending.faults)
+        return Prepared(lambda status, whole: PendingQuantized(self, signal, None).send(status, whole))
 
     def _tables_of(self, signal: Iterable[str]) -> Tables:
         """Return those of a fragment: another one may be in progress, or come between two of its averages."""
@@ -297,14 +296,7 @@ class QuantizedExchange:
         pass
 
 
-def _exchange(what: Quantized, peers: Peers, when: Schedule) -> Any:
-    return QuantizedExchange(what, peers, is_hidden=bool(when.delay_steps))
-
-
-EXCHANGES[Quantized] = _exchange
-
-
-class PendingQuantized(LateMean):
+class PendingQuantized(Pending):
     """The first message: the parts of this rank's vector in few bits, for their owners; between two, all for the other.
     Where averages are hidden, all for all, and nothing is sent later.
 
@@ -329,10 +321,7 @@ class PendingQuantized(LateMean):
 
     Attributes:
         faults: see `Prepared.faults`.
-        fault: when the mean is there, see `Exchange.fault`.
     """
-
-    fault: Tensor
 
     def __init__(self, exchange: QuantizedExchange, signal: Mapping[str, Tensor], tables: Tables | None) -> None:
         self._exchange, self._peers, peers = exchange, exchange.peers, exchange.peers
@@ -371,52 +360,42 @@ class PendingQuantized(LateMean):
                 self._work = between.begin_all_to_all(message)
         return self
 
-    def wait(self) -> Arrived:
-        peers = self._peers
-        if self._told is None and self._work is not None:
+    def answer(self) -> None:
+        """Read the first message. Among more than two participants average this rank's row, and send the mean."""
+        if self._work is None:
+            return
+        peers, vector, is_of_node = self._peers, self._vector, self._exchange.is_hidden
+        with peers.ledger.waiting(self._device):
+            received = self._work.wait()
+        self._work = None  # memory
+        self._received = received if is_of_node else received.view(1, peers.num_participants, -1)
+        besides = self._received[..., vector.nbytes :]
+        if peers.num_local_ranks > 1 and besides.numel() and not is_of_node:
+            besides = peers.node.all_gather(besides.reshape(-1)).view(-1, *besides.shape[1:])
+        self._told = self._beside.read(besides)
+        if len(vector.message) > 1:
+            messages = self._received[0, :, : vector.nbytes]
+            mean = vector.combine_(messages, peers.between.rank)
+            room = vector.message.view(-1)[: messages.numel()]
+            self._answers = peers.between.begin_all_gather(mean.view(-1), room.view(messages.shape))
+
+    def _receive(self) -> Arrived:
+        self.answer()
+        vector, peers, exchange = self._vector, self._peers, self._exchange
+        if self._answers is not None:
             with peers.ledger.waiting(self._device):
-                received = self._work.wait()
-            self._work = None  # memory
-            is_of_node = self._exchange.is_hidden
-            self._received = received if is_of_node else received.view(1, peers.num_participants, -1)
-            besides = self._received[..., self._vector.nbytes :]
-            if peers.num_local_ranks > 1 and besides.numel() and not is_of_node:
-                besides = peers.node.all_gather(besides.reshape(-1)).view(-1, *besides.shape[1:])
-            self._told = self._beside.read(besides)
-        return Arrived(self, *(self._told or (torch.empty(0), {})))
-
-    def begin(self) -> None:
-        """Average what has been received as an owner, and begin to send it."""
-        if self._answers is None and self._received is not None and len(self._vector.message) > 1:
-            vector, between = self._vector, self._peers.between
-            received = self._received[0, :, : vector.nbytes]
-            answer = vector.combine_(received, between.rank)
-            room = vector.message.view(-1)[: received.numel()]
-            self._answers = between.begin_all_gather(answer.view(-1), room.view(received.shape))
-
-    def finish(self) -> DenseMean:
-        """Average what has been received; among more than two participants exchange the means of all owners."""
-        self.begin()
-        vector, peers = self._vector, self._peers
-        if self._received is None:  # of one participant
-            if self._numel:
-                vector.add_residuals_()
-        elif len(vector.message) == 1:
+                means = self._answers.wait()
+            vector.read_(means)
+        elif self._received is not None:
             vector.average_(self._received[..., : vector.nbytes])
-        elif self._answers is not None:
-            with peers.ledger.waiting(self._device):
-                answers = self._answers.wait()
-            self._answers = None
-            vector.read_(answers)
-        vector.message, self._received = torch.empty(0), None  # memory for what is gathered
-        self.fault = self._exchange.fault = vector.is_infinite
-        if peers.num_local_ranks > 1 and self._numel and not self._exchange.is_hidden:
+        elif self._numel:  # one participant
+            vector.add_residuals_()
+        vector.message, self._received, self._answers = torch.empty(0), None, None  # memory for the gather in the node
+        exchange.fault = vector.is_infinite if exchange.fault is None else exchange.fault | vector.is_infinite
+        if peers.num_local_ranks > 1 and self._numel and not exchange.is_hidden:
             rows = peers.gather_parts_in_node(vector.of_rank(), self._numel * peers.num_local_ranks)
             vector.write_ranks_(rows.view(-1, self._numel))
-        return DenseMean(self._signal)
-
-    def dense(self) -> dict[str, Tensor]:
-        return {name: flat(mean) for name, mean in super().dense().items()}
+        return Arrived(DenseMean(self._signal), *(self._told or (torch.empty(0), {})))
 
 
 def _ranges(num_rows: int, size: int, device: torch.device, num_read: int = 1) -> Iterator[tuple[slice, int, int]]:

@@ -19,7 +19,7 @@ from lightning_lowbw.compress.params import Params
 from lightning_lowbw.kernels.tensors import as_real, checksum, device_of, saved
 from lightning_lowbw.schedules.every_k import EveryK
 from lightning_lowbw.sync.buffers import ReplicaBuffers, wide_copies
-from lightning_lowbw.sync.exchange import Deferred, DenseMean, Exchange, WholeExchange
+from lightning_lowbw.sync.exchange import Exchange, WholeExchange
 from lightning_lowbw.sync.fragments import differing, make_fragments, unsent_of
 from lightning_lowbw.sync.status import Faults, first_fault
 from lightning_lowbw.sync.synchronizer import raise_fault
@@ -157,9 +157,7 @@ class Replica:
         changes over the participants stays the same.
         """
         for average in (fragment.work for fragment in self.fragments if self.residuals and fragment.work is not None):
-            arrived = average.changes.wait()
-            changes = arrived.mean.dense()
-            average.changes = Deferred(lambda changes=changes: DenseMean(changes), arrived.status)  # type: ignore[misc]
+            changes = average.wait_for_changes()
             for parameter, snapshot in zip(average.parameters, average.snapshots or (), strict=True):
                 if (name := self.params.name_of(parameter)) in changes:
                     dtype, residual = as_real(parameter).dtype, self.residuals[name]

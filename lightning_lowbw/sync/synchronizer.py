@@ -35,6 +35,7 @@ from lightning_lowbw.sync.status import (
     read_flags,
     status_message,
 )
+from lightning_lowbw.sync.step_plan import StepPlan
 
 
 class Configuration(Protocol):
@@ -63,7 +64,7 @@ class Synchronizer:
     In a plain loop `Method.attach` returns one, and `optimizer.step()`, or a GradScaler's `scaler.step(optimizer)`, is
     all there is to call: `step` is wrapped and does the rest, also where a closure is given. Two finer tools:
 
-        worker.prepare()              # before clipping gradients by hand: norms at ``c * worker.clip_factor``
+        worker.prepare()              # before clipping gradients by hand: norms at ``c * worker.plan.clip_factor``
         with worker.stepping():       # around a step that may be left out, on all ranks or on none
             if worker.exchange(skip_nonfinite=True):  # methods that average weights take every step
                 optimizer.step()
@@ -140,36 +141,9 @@ class Synchronizer:
     def agree_on_buffers(self) -> None:
         """Check that the buffers that are averaged have the same shapes on all ranks."""
 
-    # Communication of the next step, read by the strategies ---------------------------------------------------------
-
     @property
-    def is_local(self) -> bool:
-        """Whether nothing is communicated before the optimizer has stepped."""
-        raise NotImplementedError
-
-    @property
-    def reduces_in_backward(self) -> bool:
-        """Whether gradients are all-reduced during backward, as DDP does."""
-        raise NotImplementedError
-
-    @property
-    def reduces_in_node(self) -> bool:
-        """Whether gradients are all-reduced inside each node instead; the next exchange then sends the node's mean."""
-        raise NotImplementedError
-
-    @property
-    def clips_before_exchange(self) -> bool:
-        """Whether gradients are clipped before the exchange; else after it, as in DDP."""
-        raise NotImplementedError
-
-    @property
-    def takes_one_gradient(self) -> bool:
-        """Whether a step must not be made of several gradients, each exchanged, as when a closure is called twice."""
-        return False
-
-    @property
-    def clip_factor(self) -> float:
-        """The factor for the threshold of a norm, if gradients are clipped before the exchange."""
+    def plan(self) -> StepPlan:
+        """The plan of the coming step."""
         raise NotImplementedError
 
     # A step, in the order of its calls ------------------------------------------------------------------------------
@@ -189,7 +163,7 @@ class Synchronizer:
 
         Args:
             reduced: parameters whose `.grad` is the mean already (by DDP): over all ranks, or over the node if
-                `reduces_in_node`.
+                `plan.reduce` is "node".
         """
         raise NotImplementedError
 
@@ -243,7 +217,7 @@ class Synchronizer:
         Raises:
             ConfigurationError: on all ranks.
         """
-        if self.is_exchanged and self.takes_one_gradient:
+        if self.is_exchanged and self.plan.takes_one_gradient:
             raise ConfigurationError(
                 f"{type(self.optimizer).__name__} has called its closure twice in step {self.step}, as SAM does: the "
                 "first gradient would be sent, or kept to be sent later, although it is not what the optimizer steps "
@@ -298,7 +272,7 @@ class Synchronizer:
     def here(self) -> str:
         """The rank or the node that the gradients or weights belong to, for an error on all ranks."""
         number, nodes, topology = self.peers.rank, self.peers.nodes, self.peers.topology
-        if self.reduces_in_node and not topology.is_flat:  # groups that come and go have no topology
+        if self.plan.reduce == "node" and not topology.is_flat:  # groups that come and go have no topology
             number, nodes = topology.node_of(number), topology.nodes
         return f"node {number} (ranks {list(nodes[number])})" if nodes else f"rank {number}"
 

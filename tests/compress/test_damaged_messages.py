@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lightning_lowbw.compress.codec import VALUE_NAMES, SparseCodec
 from lightning_lowbw.kernels import dispatch
-from lightning_lowbw.sync.exchange import Sparse
+from lightning_lowbw.sync.top_k import Sparse
 
 SAID = "damaged message|A message (of|with) -?\\d+ "  # what an error must say
 COUNTS, NUMELS = [3, 0, 2, 40], [100, 7, 50, 300]

@@ -200,7 +200,7 @@ def train_alone(name: str) -> list[str]:
     if dist.is_initialized():
         count(volumes)
     for number in range(STEPS):
-        assert worker.clip_factor == 1.0
+        assert worker.plan.clip_factor == 1.0
         step(worker, parameters, buffers, number)
         assert worker.metrics(True).get("density", 1.0) == 1.0
         digests.append(digest(parameters.values()))

@@ -242,7 +242,7 @@ def begin_of(module: Any) -> dict[str, Any]:
     (worker,), (optimizer,) = trainer.strategy.workers, trainer.optimizers
     return {
         "steps": (trainer.global_step, trainer.current_epoch, worker.step),
-        "is local": worker.is_local,
+        "is local": worker.plan.is_local,
         "lr": optimizer.param_groups[0]["lr"],
         "weights": {name: value.clone() for name, value in module.state_dict().items()},
         "momentum": [state["momentum_buffer"].clone() for state in optimizer.state.values()],

@@ -91,7 +91,7 @@ class Counter(pl.Callback):
 
     def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
         self.counts.append(0)
-        self.are_dense.append(any(worker.reduces_in_backward for worker in trainer.strategy.workers))
+        self.are_dense.append(any(worker.plan.reduce == "all" for worker in trainer.strategy.workers))
 
     def check(self, num_dense: int) -> None:
         """Check that something was done in exactly the dense steps."""
@@ -135,7 +135,7 @@ def test_dense_steps_of_a_second_fit_call_no_hook_either() -> None:
         monkeypatch.setattr(CommunicationHook, "reduce", None)
         trainer.fit(trainer.lightning_module, make_data(2, 2))
     assert trainer.global_step == 8
-    assert trainer.strategy.workers[0].reduces_in_backward
+    assert trainer.strategy.workers[0].plan.reduce == "all"
 
 
 # Parameters that the loss does not depend on: DDP searches for them in dense steps, and in no other -------------------

@@ -17,9 +17,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim import AdamW
 
 from lightning_lowbw import ShardedStrategy, SparsityWarmup, Strategy
-from lightning_lowbw.compress.top_k import SPARSE_LOCO
 from lightning_lowbw.method import Method
-from lightning_lowbw.presets import DGC, LocalSGD, preset
+from lightning_lowbw.presets import DGC, SPARSE_LOCO, LocalSGD, preset
 from lightning_lowbw.schedules.every_step import EveryStep
 from tests.ranks import on_ranks, run_ranks
 from tests.strategies.fits import gathered, refusal, same, saving

@@ -35,11 +35,11 @@ def test_the_trainer_does_what_the_method_says() -> None:
             part = slice(batch * BATCH, (batch + 1) * BATCH)
             (nn.functional.cross_entropy(model(x[part]), y[part]) / accumulate).backward()
         # Before the exchange while sparse, else after it.
-        if worker.clips_before_exchange:
+        if worker.plan.clips_before_exchange:
             worker.prepare()
         else:
             worker.exchange()
-        nn.utils.clip_grad_norm_(list(model.parameters()), clip * worker.clip_factor)
+        nn.utils.clip_grad_norm_(list(model.parameters()), clip * worker.plan.clip_factor)
         optimizer.step()
     for a, b in zip(by_trainer.parameters(), model.parameters(), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)

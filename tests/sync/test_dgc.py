@@ -22,9 +22,8 @@ from lightning_lowbw import DGC, Method, PowerSGD, QuantizedGradients
 from lightning_lowbw.comm import peers
 from lightning_lowbw.comm.agreement import digest
 from lightning_lowbw.comm.peers import part_of
-from lightning_lowbw.compress import top_k
 from lightning_lowbw.compress.params import Rows
-from lightning_lowbw.sync import exchange
+from lightning_lowbw.sync import top_k
 from tests.ranks import on_ranks
 from tests.sync import problem
 from tests.sync.problem import AWKWARD, CLOSE, DENSE_THEN_SPARSE, DENSITIES, EXACT, FLAT, NODES, THREE, Nodes
@@ -50,9 +49,9 @@ def make_method(knobs: dict[str, Any]) -> Method:
 
 
 def exchange_and_clip(limits: dict[str, float], worker: Any, parameters: Any, step: int) -> None:
-    (worker.prepare if worker.clips_before_exchange else worker.exchange)()
+    (worker.prepare if worker.plan.clips_before_exchange else worker.exchange)()
     if "norm" in limits:
-        nn.utils.clip_grad_norm_(parameters.values(), limits["norm"] * worker.clip_factor)
+        nn.utils.clip_grad_norm_(parameters.values(), limits["norm"] * worker.plan.clip_factor)
     if "value" in limits:
         nn.utils.clip_grad_value_(parameters.values(), limits["value"])
 
@@ -127,7 +126,7 @@ def test_each_param_group_has_its_own_settings_which_a_scheduler_may_change_in_e
 # Dtypes ---------------------------------------------------------------------------------------------------------------
 
 
-SENT_WHOLE = "2 parameters, such as 'wide', are float64 or complex: they are sent whole"
+SENT_WHOLE = "2 parameters, such as 'wide', are float64, complex or views with gaps: they are sent whole"
 
 
 @on_ranks()
@@ -272,14 +271,14 @@ def train_with_changes(keeps: bool, make: Callable[..., Optimizer], key: str) ->
         20: lambda: worker.to(torch.device("cpu")),
         21: lambda: optimizer.param_groups[0].update(maximize=True),
     }
-    plan, num_kept = None, 0
+    segments, num_kept = None, 0
     for step in range(24):
         changes.get(step, lambda: None)()
         if not keeps:
             worker.params._key = ()
             worker.params._rows = Rows(worker.params._rows)  # without what has followed from them
-            worker.compressed._plan = None
-            for cached in (exchange._messages, top_k._layouts, top_k._at, peers.fill_buckets, peers.part_of):
+            worker.compressed._made_of = ()
+            for cached in (top_k._messages, top_k._layouts, top_k._at, peers.fill_buckets, peers.part_of):
                 cached.cache_clear()
         for name, parameter in parameters.items():
             gradient = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(97 * step + len(name)))
@@ -288,8 +287,8 @@ def train_with_changes(keeps: bool, make: Callable[..., Optimizer], key: str) ->
             parameter.grad = None if is_missing else memory[name].copy_(gradient) if step % 2 else gradient
         optimizer.step()
         weights += [parameter.detach().clone() for parameter in parameters.values()]
-        plan, before = worker.compressed._plan, plan
-        num_kept += plan is before
+        segments, before = worker.compressed._segments, segments
+        num_kept += segments is before
     return weights, num_kept
 
 

@@ -259,7 +259,7 @@ WITH_MESSAGES = {
 
 def take_steps(worker: Any, parameters: problem.Parameters) -> None:
     """Take the steps of an exchange."""
-    for _ in range(2 if worker.is_local else 1):
+    for _ in range(2 if worker.plan.is_local else 1):
         for parameter in parameters.values():
             parameter.grad = torch.ones_like(parameter).add_(0.1 * dist.get_rank())
         worker.optimizer.step()

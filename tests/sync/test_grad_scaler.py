@@ -61,7 +61,7 @@ def train(name: str, form: str) -> dict[str, Any]:
         scaler.scale(torch.zeros(()))  # makes its tensors, as the scaling of a loss does
         if form != "scaled":
             scaler.unscale_(optimizer)
-        if form == "exchanged by hand" and not worker.is_local:
+        if form == "exchanged by hand" and not worker.plan.is_local:
             worker.prepare()
             worker.exchange(skip_nonfinite=True)
         scaler.step(optimizer)

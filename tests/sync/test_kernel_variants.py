@@ -16,13 +16,13 @@ from torch.nn import Parameter
 from torch.optim import SGD, Adam, AdamW, Optimizer, RMSprop
 
 from lightning_lowbw.comm.link import Link
-from lightning_lowbw.compress.top_k import TopK
 from lightning_lowbw.cost_model import Measured
 from lightning_lowbw.kernels import dispatch
 from lightning_lowbw.presets import DGC, LocalSGD, QuantizedGradients
 from lightning_lowbw.strategies.auto_choice import measure
 from lightning_lowbw.sync import kernels
 from lightning_lowbw.sync.quantized import Quantized
+from lightning_lowbw.sync.top_k import TopK
 from tests.ranks import run_ranks
 
 pytest.importorskip("triton")

@@ -30,10 +30,9 @@ from lightning_lowbw.comm.collectives import SideQueue, TrafficLedger
 from lightning_lowbw.comm.peers import Peers, TwoLevelPeers
 from lightning_lowbw.comm.topology import Topology
 from lightning_lowbw.compress import codec as positions
-from lightning_lowbw.compress.top_k import Compression
 from lightning_lowbw.kernels import dispatch, gpu, tensors
 from lightning_lowbw.method import Method
-from lightning_lowbw.presets import DGC, LocalSGD, PowerSGD, QuantizedGradients
+from lightning_lowbw.presets import DGC, Compression, LocalSGD, PowerSGD, QuantizedGradients
 from lightning_lowbw.strategies.step_hooks import exchange_unscaled_
 from lightning_lowbw.sync import low_rank
 from lightning_lowbw.sync.buffers import ReplicaBuffers, specs_of, wide_copies
@@ -348,7 +347,7 @@ def count_step(patch: pytest.MonkeyPatch, model: str, optimizer: Any, peers: Any
                 if also == IN_GROUPS:  # in a backward pass all but the last of these launches are hidden
                     with worker.sending_early(begins=False):
                         pass
-                reduced = parameters if worker.reduces_in_node else ()  # by DDP, during backward
+                reduced = parameters if worker.plan.reduce == "node" else ()  # by DDP, during backward
 
                 def exchange(skip_nonfinite: bool, worker: GradientSync = worker, reduced: Any = reduced) -> bool:
                     if not worker.is_prepared:

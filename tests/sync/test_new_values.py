@@ -15,14 +15,15 @@ from torch import Tensor
 from lightning_lowbw import EveryK, EveryStep, Method, TopK
 from lightning_lowbw.arguments import names_arguments
 from lightning_lowbw.comm.link import Link
-from lightning_lowbw.comm.peers import MeanWork, Peers
+from lightning_lowbw.comm.peers import Peers
 from lightning_lowbw.compress import payload
+from lightning_lowbw.compress.corrections import ErrorFeedback
 from lightning_lowbw.compress.payload import PAYLOADS, Message, Payload, Shapes
 from lightning_lowbw.compress.selection import Residuals
 from lightning_lowbw.cost_model import Cluster, cost_of
 from lightning_lowbw.presets import PRESETS, preset
 from lightning_lowbw.schedules.schedule import SCHEDULES, Schedule
-from lightning_lowbw.sync.exchange import EXCHANGES, Arrived, Correction, DenseMean, PreparedWhole, Signal, exchanges
+from lightning_lowbw.sync.exchange import Pending, Prepared, Signal, WholeExchange
 from tests.ranks import run_ranks
 from tests.sync import problem
 
@@ -38,40 +39,30 @@ class Rounded(Payload, key="rounded"):
 
     keeps_parts = False
 
+    def exchange(self, peers: Peers, when: Schedule) -> RoundedExchange:
+        return RoundedExchange(self, peers)
+
     def messages(self, shapes: Shapes, num_participants: int, num_parts: int = 1, *, when: Schedule) -> list[Message]:
         return [Message("all_reduce", 4 * sum(map(math.prod, shapes)))]
 
 
-class PendingRounded:
-    def __init__(self, sent: Signal, whole: Signal, status: Tensor, peers: Peers) -> None:
-        self._names = [*sent], [*whole]
-        self._work = MeanWork([*sent.values(), *whole.values()], status, peers)
-
-    def wait(self) -> Arrived:
-        means, status = self._work.wait()
-        sent, whole = self._names
-        mean = DenseMean(dict(zip(sent, means, strict=False)))
-        return Arrived(mean, status, dict(zip(whole, means[len(sent) :], strict=True)))
-
-
-@exchanges(Rounded)
 class RoundedExchange:
     def __init__(self, payload: Rounded, peers: Peers) -> None:
-        self.payload, self._peers = payload, peers
+        self.payload, self._whole = payload, WholeExchange(peers)
         self.residuals, self.fault = Residuals(), None
 
-    def prepare(self, signal: Signal, correction: Correction | None = None) -> PreparedWhole:
-        return PreparedWhole(signal, self._send)
-
-    def _send(self, tensors: Signal, status: Tensor | None, whole: Signal | None) -> PendingRounded:
-        self.residuals.ensure({name: each.numel() for name, each in tensors.items()}, torch.device("cpu"))
-        rounded = []
-        for name, each in tensors.items():
+    def prepare(self, signal: Signal, correction: ErrorFeedback | None = None) -> Prepared:
+        self.residuals.ensure({name: each.numel() for name, each in signal.items()}, torch.device("cpu"))
+        sent = {}
+        for name, each in signal.items():
             kept = self.residuals[name].add_(each.reshape(-1))
-            rounded.append((kept / self.payload.unit).round() * self.payload.unit)
-            kept.sub_(rounded[-1])
-        sent = dict(zip(tensors, rounded, strict=True))
-        return PendingRounded(sent, whole or {}, torch.zeros(1) if status is None else status, self._peers)
+            sent[name] = (kept / self.payload.unit).round() * self.payload.unit
+            kept.sub_(sent[name])
+
+        def send(status: Tensor | None, whole: Signal | None) -> Pending:
+            return self._whole.prepare(sent).send(torch.zeros(1) if status is None else status, whole)
+
+        return Prepared(send)
 
     def to(self, device: torch.device) -> None:
         self.residuals.to(device)
@@ -99,7 +90,7 @@ for _registry, _key in ((PAYLOADS, "rounded"), (SCHEDULES, "falling")):  # not f
 
 
 def density(worker: Any, _: Any) -> float:
-    return getattr(worker, "density", 1.0)
+    return worker.plan.density
 
 
 def train(method: Method) -> list[dict[str, Any]]:
@@ -127,11 +118,10 @@ def test_a_new_schedule_is_one_file(monkeypatch: pytest.MonkeyPatch) -> None:
     assert ours["digests"] == theirs["digests"]
 
 
-def test_every_payload_has_an_exchange_and_a_name() -> None:
+def test_every_payload_has_a_name() -> None:
     """What would be forgotten; `presets` is where a new one is imported."""
     in_package = {kind for kind in Payload.__subclasses__() if kind.__module__.startswith("lightning_lowbw.")}
     assert in_package == {*PAYLOADS.values()}
-    assert {kind for kind in in_package if not kind.sends_all} == {*EXCHANGES} - {Rounded}
     assert {type(preset(name).what) for name in PRESETS} == in_package
     assert {*SCHEDULES} == {"step", "k"}
 

@@ -190,7 +190,7 @@ def test_hidden_averages_of_more_bytes_than_whole_ones_are_refused(dtype: str) -
         LocalSGD(2, 0, delay_steps=1, compression=dtype).attach(SGD([weight], lr=1.0), [("weight", weight)])
 
 
-@pytest.mark.filterwarnings("ignore:2 parameters, such as 'double', are float64 or complex")
+@pytest.mark.filterwarnings("ignore:2 parameters, such as 'double', are float64, complex or views with gaps")
 @on_ranks()
 def test_float64_and_complex_numbers_are_sent_whole_and_parameters_may_come_later_or_rest() -> None:
     parameters = {"first": Parameter(torch.ones(50)), "double": Parameter(torch.ones(8, dtype=torch.float64))}

@@ -13,7 +13,7 @@ from torch.nn import Parameter
 from lightning_lowbw import ConfigurationError, LocalSGD
 from lightning_lowbw.comm.agreement import digest
 from lightning_lowbw.comm.collectives import all_gather_bytes, all_reduce_bytes
-from lightning_lowbw.compress.top_k import Compression
+from lightning_lowbw.presets import Compression
 from tests.ranks import on_ranks, run_ranks
 from tests.sync import problem
 from tests.sync.problem import ADAMW, BASE, FLAT, MOMENTUM, NODES, OF_REPLICAS, SPARSE, THREE, Make, Nodes, with_base

@@ -9,11 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_lowbw.compress.top_k import TopK
 from lightning_lowbw.kernels import dispatch
 from lightning_lowbw.kernels.reference import largest
-from lightning_lowbw.sync import exchange
-from lightning_lowbw.sync.exchange import ELEMENT_BYTES, Messages, SparseMean
+from lightning_lowbw.sync import top_k
+from lightning_lowbw.sync.top_k import ELEMENT_BYTES, Messages, SparseMean, TopK
 
 NUMELS = {"a": 90, "b": 18, "c": 400, "d": 4, "e": 64}
 NUM_PARTICIPANTS = 3
@@ -61,7 +60,7 @@ def test_groups_of_any_size_have_the_same_mean(
     peers: Any = SimpleNamespace(num_local_ranks=num_local_ranks, num_participants=NUM_PARTICIPANTS)
     expected = means_of(Messages.of(payload, NUMELS, peers), gathered)
     for num_elements in (1, 30, 100, 300):
-        monkeypatch.setattr(exchange, "DECODED_BYTES", ELEMENT_BYTES * num_elements)
+        monkeypatch.setattr(top_k, "DECODED_BYTES", ELEMENT_BYTES * num_elements)
         layout = Messages.of(payload, NUMELS, peers)
         found = list(layout.decode(gathered))
         assert len(found) > 1

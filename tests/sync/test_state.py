@@ -6,7 +6,6 @@ That the same ranks resume to the bit is in `tests/contract`.
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -132,41 +131,20 @@ def test_another_world_keeps_the_mean_of_what_was_unsent(before: Nodes, after: N
 # One participant ------------------------------------------------------------------------------------------------------
 
 
-def send_alone(name: str, state: dict[str, Any], weights: dict[str, Tensor], nodes: Any) -> dict[str, Any]:
-    """One step without gradients of one rank, or one node, after a step that is skipped."""
+@pytest.mark.parametrize("nodes", ["flat", ((0, 1),)], ids=["one rank", "one node"])
+def test_one_participant_takes_no_residuals(nodes: Any) -> None:
+    """A single participant sends nothing: what was kept would be lost."""
+    stopped = problem.run_each(2, {name: partial(stop, name, FLAT) for name in ("dgc", "int8")})
+    for name, results in stopped.items():
+        merged = merge_states([state for state, _, _ in results])
+        said = problem.run_each(1 if nodes == "flat" else 2, {name: partial(refused_alone, name, merged, nodes)})
+        assert all("Resume on at least two" in each for each in said[name]), said
+
+
+def refused_alone(name: str, state: dict[str, Any], nodes: Any) -> str:
     worker, parameters = attach(*GRADIENTS[name], SHAPES, nodes)
-    problem.set_weights(parameters, weights)
     worker.load_state_dict(state)
-    again = copy.deepcopy(worker.state_dict())
-    for value in (math.nan, 0.0):
-        for parameter in parameters.values():
-            parameter.grad = torch.full_like(parameter, value)
-        with worker.stepping():
-            if worker.exchange(skip_nonfinite=True):
-                worker.optimizer.step()
-    assert not worker.state_dict()["residuals"]
-    applied = {key: weights[key].double() - parameter.detach().double() for key, parameter in parameters.items()}
-    return {"applied": applied, "state": again}
-
-
-def test_one_participant_applies_what_was_kept() -> None:
-    """Also through a step that is skipped; one node of two ranks; and a world that grows again holds the same."""
-    names = ("dgc", "int8", "powersgd")
-    stopped = problem.run_each(2, {name: partial(stop, name, FLAT) for name in names})
-    merged = {name: merge_states([state for state, _, _ in stopped[name]]) for name in names}
-    weights = {name: stopped[name][0][2] for name in names}
-
-    def calls(nodes: Any) -> dict[str, Any]:
-        return {name: partial(send_alone, name, merged[name], weights[name], nodes) for name in names}
-
-    alone, in_node = problem.run_each(1, calls("flat")), problem.run_each(2, calls(((0, 1),)))
-    for name in names:
-        again = merge_states([alone[name][0]["state"]])["residuals"]
-        for key, residual in merged[name]["residuals"].items():
-            expected = LR * problem.from_memory(residual, key, SHAPES[key]).double()
-            for result in (*alone[name], *in_node[name]):
-                torch.testing.assert_close(result["applied"][key].contiguous(), expected, rtol=0, atol=1e-6)
-            torch.testing.assert_close(again[key], residual)
+    return str(problem.message_of(partial(problem.take_step, worker, parameters, 0), lowbw.ConfigurationError))
 
 
 # What is not merged, or not loaded ------------------------------------------------------------------------------------

@@ -1,0 +1,715 @@
+"""The largest elements of each tensor in few bits, the rest kept for later: one payload for gradients and for weights.
+
+Source: Lin et al., "Deep Gradient Compression", arXiv 1712.01887 (the k largest of a tensor, every step); Sarfi,
+Therien, Lidin, Belilovsky, "Communication Efficient LLM Pre-training with SparseLoCo", arXiv 2508.15706, algorithm 1
+(the k largest of each chunk of what the local steps have done). With e the residual of a participant, D its signal:
+
+    accumulate   e = beta e + D        (or a correction of D; `compress.corrections`)
+    send         Q(the k largest of e, per tensor or chunk)
+    keep         e = e - the sent values
+    average      the sum of what all N sent, each element divided by N, or by the number that sent it
+
+Deviation: a chunk is a number of consecutive elements of a tensor, row by row, and the rest; SparseLoCo's authors cut
+matrices into square tiles and vectors into divisors of their length, and as here send as many of a small chunk as of a
+whole one. Their paper divides by N, their published code by the number of participants that sent the element, which is
+better by far for local SGD (docs/methods/local_sgd.md).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from functools import lru_cache, partial
+from itertools import accumulate, groupby, product
+from typing import Any, Literal, NamedTuple, get_args
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from lightning_lowbw.arguments import check_one_of, is_count, is_number, names_arguments
+from lightning_lowbw.comm.peers import Peers, part_of
+from lightning_lowbw.compress.codec import ALL, MAX_NUMEL, VALUE_NAMES, SparseCodec
+from lightning_lowbw.compress.corrections import ErrorFeedback, Sources
+from lightning_lowbw.compress.payload import Message, Payload, Shapes
+from lightning_lowbw.compress.selection import Residuals, Selection, num_selected
+from lightning_lowbw.errors import ConfigurationError
+from lightning_lowbw.kernels.dispatch import averages_for
+from lightning_lowbw.kernels.reference import Arrival, Segment, add_
+from lightning_lowbw.kernels.table import DTYPES
+from lightning_lowbw.kernels.tensors import allocate, cut, flat
+from lightning_lowbw.schedules.schedule import Schedule
+from lightning_lowbw.sync.beside import Beside
+from lightning_lowbw.sync.exchange import Arrived, Pending, Prepared, Signal, Step
+
+MeanOver = Literal["ranks", "senders"]
+Sparse = tuple[Tensor, Tensor]  # positions, ascending, and values
+LEAST_OF = 4096  # elements: of fewer as many are sent as of this many, or a norm or a bias would wait for ever
+
+
+@dataclass(frozen=True)
+class ChunkLayout:
+    """How many elements are sent of a tensor.
+
+    Attributes:
+        num_full: whole chunks.
+        k: elements sent of each whole chunk.
+        k_last: elements sent of the rest; of the tensor, where it is not cut into chunks.
+    """
+
+    num_full: int
+    k: int
+    k_last: int
+
+    @property
+    def num_sent(self) -> int:
+        """Elements sent of the whole tensor."""
+        return self.num_full * self.k + self.k_last
+
+
+@names_arguments
+@dataclass(frozen=True, kw_only=True)
+class TopK(Payload, key="top_k"):
+    """The largest elements of each tensor.
+
+    Args:
+        density: the fraction of elements sent, in (0, 1); where the schedule has stairs of sparsity these say it.
+        chunk: the largest are sought among this many neighbouring elements of a tensor; None: in the whole tensor. Of
+            the rest of a tensor, and of a small one, as many are sent as of a chunk, or of 4096 elements of a larger
+            one: all where there are fewer.
+        value_dtype: "float32", "bfloat16", "float16", "int8", "int4" or "int2", for the values on the wire; rounding
+            errors are sent later. The integers number levels between the extremes of a block, see `compress.codec`;
+            under the same names `Quantized` sends multiples of a scale.
+        min_numel: tensors with fewer elements are sent dense, fused together, in the same message if that is not
+            dear (`comm.peers.is_apart`). None: as `small_numel` says.
+        exclude: names of parameters that are always sent dense; shell patterns such as ``"*.bias"``.
+        decay: the factor of the residual from one round to the next, in [0, 1]; 1: no decay.
+        mean_over: what a sum is divided by: all N participants ("ranks"), or the number that sent this element
+            ("senders"). An element that a single participant has sent changes by the whole value with "senders", by 1/N
+            of it with "ranks".
+        momentum_masking: whether the velocity of sent elements is cleared (momentum factor masking). None: for SGD, as
+            in the paper, at densities up to (1 - momentum) / 2, 5 % with 0.9. Above, an element is sent again before
+            its momentum has faded, and would lose most of it. Not for Adam.
+
+    Raises:
+        ConfigurationError: a value is out of range.
+
+    Examples:
+        >>> TopK(density=0.01).num_sent(1 << 20), TopK(density=1 / 64, chunk=4096).num_sent(1 << 20)
+        (10486, 16384)
+    """
+
+    density: float = 0.001
+    chunk: int | None = None
+    value_dtype: str = "bfloat16"
+    min_numel: int | None = None
+    exclude: Sequence[str] = ()
+    decay: float = 1.0
+    mean_over: MeanOver = "ranks"
+    momentum_masking: bool | None = None
+
+    takes_density = corrects = can_be_hidden = takes_weights = replaces_step = True
+    steps_to_loss = 1.0  # at the densities of `cost_model`: benchmarks/results/headline.md
+    fixed = ("mean_over",)
+
+    def __post_init__(self) -> None:
+        if not is_number(self.density) or not 0 < self.density < 1:
+            raise ConfigurationError(
+                f"density={self.density!r}: give a number between 0 and 1; without compression all is sent."
+            )
+        if not is_number(self.decay) or not 0 <= self.decay <= 1:
+            raise ConfigurationError(f"decay={self.decay!r}: give a number in [0, 1].")
+        is_list = isinstance(self.exclude, Sequence) and not isinstance(self.exclude, str)
+        if not is_list or not all(isinstance(pattern, str) for pattern in self.exclude):
+            raise ConfigurationError(f"exclude={self.exclude!r}: give a list of parameter name patterns.")
+        object.__setattr__(self, "exclude", tuple(self.exclude))
+        check_one_of("value_dtype", self.value_dtype, VALUE_NAMES)
+        check_one_of("mean_over", self.mean_over, get_args(MeanOver))
+        if not isinstance(self.momentum_masking, bool | None):
+            raise ConfigurationError(f"momentum_masking={self.momentum_masking!r}: give True, False or None.")
+        for name in ("chunk", "min_numel"):
+            value = getattr(self, name)
+            if not is_count(value) and value is not None:
+                choices_of = "for whole tensors" if name == "chunk" else "for a share of what is trained"
+                raise ConfigurationError(
+                    f"{name}={value!r}: give a number of elements, an integer >= 1, or None {choices_of}."
+                )
+
+    def check(self, when: Schedule, *, has_levels: bool | None = None) -> None:
+        super().check(when, has_levels=has_levels)
+        if when.averages_weights and self.momentum_masking is not None:
+            raise ConfigurationError(
+                f"momentum_masking={self.momentum_masking!r} every k steps: the knob is about gradients, which are "
+                "exchanged every step. Leave it out, or use when=EveryStep()."
+            )
+
+    def check_names(self, names: Iterable[str]) -> None:
+        names = list(names)
+        for pattern in self.exclude:
+            if not any(fnmatchcase(name, pattern) for name in names):
+                raise ConfigurationError(
+                    f"exclude={list(self.exclude)}: {pattern!r} matches no parameter of the model; they are named "
+                    f"{', '.join(names[:8])}{', ...' if len(names) > 8 else '.'}"
+                )
+
+    def at(self, density: float) -> TopK:
+        return self if density == self.density else _at(self, density)
+
+    def masks(self, momenta: Iterable[float], *, by_default: bool) -> bool:
+        if self.momentum_masking is not None:
+            return self.momentum_masking
+        largest = 1.0 - 2.0 * self.density + 1e-6  # 1 - 0.9 is not 0.1
+        return by_default and all(momentum <= largest for momentum in momenta)
+
+    def uses_kernels(self, device: torch.device) -> bool:
+        return True
+
+    def sample(self, min_numel: int) -> TopK:
+        return replace(self, min_numel=min_numel, exclude=())
+
+    def exchange(self, peers: Peers, when: Schedule) -> TopKExchange:
+        return TopKExchange(self, peers)
+
+    @property
+    def codec(self) -> SparseCodec:
+        """The wire format."""
+        return SparseCodec(self.value_dtype)
+
+    def messages(self, shapes: Shapes, num_participants: int, num_parts: int = 1, *, when: Schedule) -> list[Message]:
+        nbytes = self.nbytes([-(-math.prod(shape) // num_parts) for shape in shapes])
+        return [
+            Message("all_gather", nbytes),
+            Message("gather_in_node", num_participants * nbytes),
+        ]
+
+    def compresses(self, name: str, numel: int, small_numel: int) -> bool:
+        is_excluded = any(fnmatchcase(name, pattern) for pattern in self.exclude)
+        return numel >= (self.min_numel or small_numel) and not is_excluded
+
+    def layout(self, numel: int) -> ChunkLayout:
+        """Return how many elements are sent of a tensor."""
+        density = self.density
+        if numel == 0:
+            return ChunkLayout(0, 0, 0)
+        if self.chunk is None:
+            return ChunkLayout(0, 0, num_selected(numel, density))
+        num_full, rest = divmod(numel, self.chunk)
+        least = num_selected(min(self.chunk, LEAST_OF), density)
+        # As many of the rest as of a whole chunk, or of LEAST_OF elements of a larger one.
+        k_last = min(rest, max(num_selected(rest, density), least))
+        return ChunkLayout(num_full, num_selected(self.chunk, density), k_last)
+
+    def selected(self, numels: Sequence[int]) -> list[dict[str, Any]]:
+        """Return the fields of each segment (`kernels.reference.Segment`) that say how many elements are selected."""
+        layouts = _layouts(self, tuple(numels))
+        if self.chunk is None:
+            return [{"k": layout.k_last} for layout in layouts]
+        return [{"k": layout.k, "chunk": self.chunk, "k_last": layout.k_last} for layout in layouts]
+
+    def nums_sent(self, numels: Sequence[int]) -> list[int]:
+        """Return how many elements are sent of each tensor."""
+        return [layout.num_sent for layout in _layouts(self, tuple(numels))]
+
+    def num_sent(self, numel: int) -> int:
+        """Return how many of a tensor's elements are sent."""
+        return self.layout(numel).num_sent
+
+    def nbytes(self, numels: Sequence[int]) -> int:
+        """Return the size of a participant's message about tensors with these numbers of elements, in bytes."""
+        numels = [numel for numel in numels if numel]
+        return self.codec.nbytes(self.nums_sent(numels), numels) if numels else 0
+
+    def decode(self, messages: Tensor, numels: Sequence[int], tensors: slice = ALL) -> tuple[Tensor, Tensor]:
+        """Return the elements that participants have sent: positions int32, values float32, shape (groups,
+        participants, elements).
+
+        Args:
+            messages: one row for each group of equal parts and each participant: uint8, shape (groups, participants,
+                nbytes).
+            numels: elements of each tensor that is not empty.
+            tensors: consecutive tensors whose elements are returned.
+
+        Raises:
+            ValueError: a message is damaged; see `SparseCodec.decode`.
+        """
+        counts = self.nums_sent(numels)
+        # One row for each message: the codec does not know of groups and participants.
+        shape = *messages.shape[:2], sum(counts[tensors])
+        decoded = self.codec.decode(messages.flatten(0, 1), counts, numels, tensors)
+        positions, values = (each.view(shape) for each in decoded)
+        return positions, values
+
+
+@lru_cache(maxsize=64)
+def _layouts(payload: TopK, numels: tuple[int, ...]) -> tuple[ChunkLayout, ...]:
+    """Return the layout of each tensor; computed once for the tensors of every step."""
+    return tuple(payload.layout(numel) for numel in numels)
+
+
+@lru_cache(maxsize=64)
+def _at(payload: TopK, density: float) -> TopK:
+    return replace(payload, density=density)
+
+
+# The k largest --------------------------------------------------------------------------------------------------------
+
+
+class TopKExchange:
+    """Exchanges the largest elements of tensors between peers, and keeps the rest of each.
+
+        prepare   e = beta e + signal, or a correction of it; the k largest of e   | `compress.selection`
+        send      encode them, an all-gather between peers                         | `compress.codec`, `comm.peers`
+        wait      1/N of the sum, in one order                                     | `SparseMean`
+
+    On two levels each rank of a node does this for its part of every tensor, among the ranks that have this part in
+    the other nodes; inside the node the messages are gathered.
+
+    Args:
+        payload: the payload; may be replaced between steps, on all ranks.
+        peers: the participants.
+    """
+
+    def __init__(self, payload: TopK, peers: Peers) -> None:
+        self.payload, self.peers = payload, peers
+        self.residuals = Residuals()
+        self.selection = Selection()
+        self.fault: Tensor | None = None
+        # The segments of the last step, the values that they were made of, and the constants that they have.
+        self._segments: dict[str, Segment] = {}
+        self._made_of: tuple[Any, ...] = ()
+        self._constants: Mapping[int, Any] = {}
+        self._flags = torch.empty(0, dtype=torch.bool)  # for each tensor, and views of these flags
+        self._views: tuple[Tensor, ...] = ()
+
+    def prepare(self, signal: Signal, correction: ErrorFeedback | None = None) -> Prepared:
+        """Accumulate a signal into the residuals, and take the largest elements out of them.
+
+        In place:
+            The residuals; with a correction the velocities, and Adam's second moments.
+
+        Raises:
+            ConfigurationError: a part has more elements than there are positions.
+        """
+        names, tensors, is_whole = list(signal), list(signal.values()), self.peers.num_local_ranks == 1
+        device, whole = tensors[0].device, dict(zip(names, map(Tensor.numel, tensors), strict=True))
+        # The whole in its own shape: views of hundreds of tensors take as long as all else on the host.
+        if not (is_whole and all(map(Tensor.is_contiguous, tensors))):
+            tensors = [_part(tensor, self.peers) for tensor in tensors]
+        parts, numels = dict(zip(names, tensors, strict=True)), [*map(Tensor.numel, tensors)]
+        if (most := max(numels)) > MAX_NUMEL:
+            name = names[numels.index(most)]
+            raise ConfigurationError(
+                f"{name!r} has {most} elements, positions go up to {MAX_NUMEL}: exclude=[{name!r}]."
+            )
+        self.residuals.ensure(dict(zip(names, numels, strict=True)), device)
+        segments = self._segments_of(parts, correction)
+        if self.payload.decay != 1.0 and segments:
+            torch._foreach_mul_([segment.residual for segment in segments.values()], self.payload.decay)
+        masks = correction is not None and correction.clears
+        selected = dict(zip(segments, self.selection.compress_(segments, masking=masks), strict=True))
+        for segment in segments.values():
+            segment.gradient, segment.other_parts = _NOTHING, ()  # memory: they are kept
+        return Prepared(partial(self._send, selected, whole), None if correction is None else (names, self._flags))
+
+    def _segments_of(self, parts: Mapping[str, Tensor], correction: ErrorFeedback | None) -> dict[str, Segment]:
+        """Return the segments of tensors with elements: those of the last step, if only gradients and constants differ.
+
+        Args:
+            parts: this rank's part of each tensor, contiguous.
+            correction: see `prepare`.
+        """
+        sources = Sources() if correction is None else correction.sources()
+        if sources is None:
+            return self._make_segments(parts, correction)
+        gradients, sizes = [*filter(Tensor.numel, parts.values())], [*map(Tensor.numel, parts.values())]
+        dtypes = [gradient.dtype for gradient in gradients]
+        # Segments hold their tensors: another tensor has another address.
+        tensors = (*(self.residuals[name] for name in parts), *sources.tensors)
+        addresses = [None if tensor is None else tensor.data_ptr() for tensor in tensors]
+        made_of = self.payload, sources.kinds, [*parts], sizes, dtypes, addresses
+        if made_of != self._made_of:
+            self._segments = self._make_segments(parts, correction)
+            self._made_of, self._constants = made_of, sources.constants
+            return self._segments
+        if correction is not None and (self._constants != sources.constants or not sources.constants):
+            correction.refresh_(self._segments)
+            self._constants = sources.constants
+        for segment, gradient in zip(self._segments.values(), gradients, strict=True):
+            segment.gradient = gradient
+        return self._segments
+
+    def _make_segments(self, parts: Mapping[str, Tensor], correction: ErrorFeedback | None) -> dict[str, Segment]:
+        flags: Sequence[Tensor | None] = [None] * len(parts)
+        if correction is not None:
+            device = next(iter(parts.values())).device
+            if self._flags.numel() != len(parts) or self._flags.device != device:
+                # They stay in one place, because a table of the kernels has their addresses. Nothing clears a flag: it
+                # ends the training.
+                self._flags = torch.zeros(len(parts), dtype=torch.bool, device=device)
+                self._views = self._flags.unbind()
+            flags = self._views
+        counts = iter(self.payload.selected([*filter(None, map(Tensor.numel, parts.values()))]))
+        segments = dict[str, Segment]()
+        for (name, part), flag in zip(parts.items(), flags, strict=True):
+            fields = {} if correction is None else correction.segment(name)
+            if part.numel():
+                residual = self.residuals[name]
+                segments[name] = Segment(residual=residual, gradient=part, fault=flag, **fields, **next(counts))
+                continue
+            # No element is this rank's, but each rank keeps Adam's second moment of the whole tensor.
+            for other in fields.get("other_parts", ()):
+                other.update_()
+        return segments
+
+    def _send(
+        self, selected: dict[str, Sparse], numels: Mapping[str, int], status: Tensor | None, whole: Signal | None
+    ) -> Pending:
+        """Send elements.
+
+        In place:
+            The residuals: rounding errors go back into them. `selected` is used up.
+
+        Wire:
+            `TopK.nbytes` of this rank's parts, padded to the longest of the ranks of a node; then the status, and this
+            rank's part of the whole tensors (`Beside`). An all-gather, on two levels another one inside the node.
+
+        Args:
+            selected: elements by tensor, already subtracted from the residual; empty parts are absent.
+            numels: elements of each whole tensor.
+            status: see `Prepared.send`.
+            whole: see `Prepared.send`; on two levels equal on the ranks of a node.
+        """
+        device = next(iter(self.residuals.values())).device
+        message = torch.empty(0, dtype=torch.uint8, device=device)
+        if selected:
+            residuals = [self.residuals[name] for name in selected]
+            message = self.payload.codec.encode(list(selected.values()), [*map(Tensor.numel, residuals)], residuals)
+            selected.clear()  # memory for the messages of all
+        messages = Messages.of(self.payload, numels, self.peers)
+        if missing := max(messages.sizes) - message.numel():
+            message = pad(message, (0, missing))
+        beside = Beside(status, whole, self.peers, device)
+        if beside.parts:
+            message = torch.cat([message, *beside.parts])
+            beside.parts.clear()
+        work = self.peers.begin_gather(message)
+        beside.begin()
+        return PendingTopK(messages, self.peers, work, beside, device)
+
+    def to(self, device: torch.device) -> None:
+        """Move the residuals; the kernels' workspaces are made anew, except the thresholds."""
+        self.residuals.to(device)
+        self.selection.thresholds, self._made_of = self.selection.thresholds, ()
+        self.fault = None if self.fault is None else self.fault.to(device)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"thresholds": dict(self.selection.thresholds)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.selection.thresholds, self._made_of = state.get("thresholds", {}), ()  # none of another payload
+        self._flags = torch.empty(0, dtype=torch.bool)
+
+
+_NOTHING = torch.empty(0)
+
+
+def _part(tensor: Tensor, peers: Peers) -> Tensor:
+    """Return this rank's part of a tensor: contiguous, a copy where its elements are in another order in memory."""
+    return tensor if peers.num_local_ranks == 1 and tensor.is_contiguous() else cut(tensor, peers.part(tensor.numel()))
+
+
+class Piece(NamedTuple):
+    """What is decoded together, within DECODED_BYTES.
+
+    Several local ranks with parts of equal sizes, where all tensors of one fit; else some tensors of one; of a tensor
+    that is too large some participants.
+    """
+
+    ranks: slice  # of the node
+    participants: slice
+    tensors: slice
+    numels: list[int]  # of all parts of one of these ranks
+    spans: Spans
+
+
+@dataclass(frozen=True)
+class Messages:
+    """What the messages of an all-gather contain.
+
+    Two nodes of two ranks, a tensor w of 5 elements and one b of 2: each rank sends what is selected of its part of
+    both, and gets all four messages.
+
+                    local rank 0                        local rank 1
+        node 0      [w[0:3], b[0:1] | status]           [w[3:5], b[1:2], padding | status]
+        node 1      [w[0:3], b[0:1] | status]           [w[3:5], b[1:2], padding | status]
+
+    `sizes` are the bytes before the padding, of local rank 0 and 1. A piece with `ranks=0:1, participants=0:2` is what
+    both nodes have sent of w[0:3] and b[0:1].
+
+    Attributes:
+        payload: with which they were sent.
+        numels: elements of each whole tensor, by name.
+        num_participants: that have sent.
+        sizes: bytes of the elements in the message of each rank of a node.
+        pieces: of all messages, participants in their order.
+    """
+
+    payload: TopK
+    numels: Mapping[str, int]
+    num_participants: int
+    sizes: list[int]
+    pieces: list[Piece]
+
+    @classmethod
+    def of(cls, payload: TopK, numels: Mapping[str, int], peers: Peers) -> Messages:
+        of_ranks = peers.num_local_ranks, peers.num_participants
+        return _messages(payload, tuple(numels.items()), *of_ranks, DECODED_BYTES // ELEMENT_BYTES)
+
+    @property
+    def is_once(self) -> bool:
+        """Whether all is decoded at once, and may be used several times; over senders a mean uses it up."""
+        return len(self.pieces) == 1 and self.payload.mean_over != "senders"
+
+    def decode(self, gathered: Tensor) -> Iterator[Decoded]:
+        """Yield the elements in the messages of all, piece by piece."""
+        for piece in self.pieces:
+            messages = gathered[piece.ranks, piece.participants, : self.sizes[piece.ranks.start]]
+            # Not kept here: the next ones need the memory.
+            yield Decoded(
+                *self.payload.decode(messages, piece.numels, piece.tensors),
+                piece.spans,
+                piece.participants.start,
+                self.num_participants,
+            )
+
+
+@lru_cache(maxsize=16)
+def _messages(
+    payload: TopK,
+    numels: tuple[tuple[str, int], ...],
+    num_local_ranks: int,
+    num_participants: int,
+    most: int,
+) -> Messages:
+    """Return what messages contain, so many elements at a time; once for those of every step."""
+    parts = [
+        {name: part for name, numel in numels if (part := part_of(numel, each, num_local_ranks)).stop > part.start}
+        for each in range(num_local_ranks)
+    ]
+    lengths = [[part.stop - part.start for part in of_rank.values()] for of_rank in parts]
+    pieces = []
+    for of_one, ranks in groupby(range(num_local_ranks), key=lambda each: lengths[each]):
+        if not of_one:
+            continue
+        alike, counts = list(ranks), payload.nums_sent(of_one)
+        for tensors in _groups(counts, most // num_participants):
+            num_sent = sum(counts[tensors])
+            ranks_at_once = max(1, most // (num_participants * num_sent))
+            # The senders of an element are counted among the participants that are there.
+            at_once = num_participants if payload.mean_over == "senders" else max(1, most // num_sent)
+            for rank, first in product(range(0, len(alike), ranks_at_once), range(0, num_participants, at_once)):
+                mine = alike[rank : rank + ranks_at_once]
+                spans = _spans([[*parts[each].items()][tensors] for each in mine], counts[tensors])
+                participants = slice(first, min(first + at_once, num_participants))
+                pieces.append(Piece(slice(mine[0], mine[-1] + 1), participants, tensors, of_one, spans))
+    sizes = [payload.nbytes(of_rank) for of_rank in lengths]
+    return Messages(payload, dict(numels), num_participants, sizes, pieces)
+
+
+class PendingTopK(Pending):
+    """Messages of all participants, in progress.
+
+    Args:
+        messages: what they contain.
+        peers: who takes part.
+        work: the all-gather.
+        beside: the status and the whole tensors, which follow the elements.
+        device: of the messages.
+    """
+
+    def __init__(self, messages: Messages, peers: Peers, work: Any, beside: Beside, device: torch.device) -> None:
+        self._messages, self._peers, self._work, self._beside, self._device = messages, peers, work, beside, device
+
+    def _receive(self) -> Arrived:
+        messages = self._messages
+        with self._peers.ledger.waiting(self._device):
+            gathered = self._work.wait()
+        status, whole = self._beside.read(gathered[..., max(messages.sizes) :])
+        decode: Callable[[], Iterable[Decoded]] = partial(messages.decode, gathered)
+        if status.numel() and messages.is_once:  # launched before the host waits for the status
+            decode = partial(iter, list(decode()))
+        return Arrived(
+            SparseMean(messages.payload, messages.numels, decode, self._device, self._peers.weights), status, whole
+        )
+
+
+ELEMENT_BYTES = 8  # a position in int32, a value in float32
+DECODED_BYTES = 1 << 28  # 256 MiB of decoded elements at once, or those of one tensor in one message
+
+
+class Span(NamedTuple):
+    """The position of the elements of a tensor, or a part of one, among those received."""
+
+    part: slice  # of the tensor
+    row: int
+    first: int
+    num_sent: int
+
+
+Spans = Mapping[str, Sequence[Span]]
+
+
+@dataclass(frozen=True)
+class Decoded:
+    """The elements that participants have sent for parts of equal sizes.
+
+    Attributes:
+        positions: in the part: int32, shape (local ranks, participants, elements).
+        values: float32, of the same shape.
+        spans: of the tensors, by name; one, where not all participants are here.
+        first: participant that is here.
+        num_participants: of which some or all are here.
+    """
+
+    positions: Tensor
+    values: Tensor
+    spans: Spans
+    first: int
+    num_participants: int
+
+    def scaled(self, scales: Tensor) -> Decoded:
+        """Return it with the values of each participant times a number of its own."""
+        here = scales[self.first : self.first + self.values.shape[1]]
+        return replace(self, values=self.values * here[:, None])
+
+    def ones(self) -> Decoded:
+        """Return it with 1 for each value that is not 0, which counts as sent."""
+        return replace(self, values=(self.values != 0).to(self.values.dtype))
+
+    def arrivals(self, steps: Mapping[str, Step]) -> list[Arrival]:
+        """Return what a kernel takes."""
+        arrivals = list[Arrival]()
+        for name, spans in self.spans.items():
+            if name not in steps:
+                continue
+            out, weight, rate = steps[name]
+            (part, row, first, num_sent), *others = spans
+            if not others and part.stop - part.start == out.numel():
+                arrivals.append(Arrival(out, row, first, num_sent, weight, rate))
+                continue
+            weights = [None] * len(spans) if weight is None else _pieces(weight, spans)
+            for at, room, stepped in zip(spans, _pieces(out, spans), weights, strict=True):
+                arrivals.append(Arrival(room, at.row, at.first, at.num_sent, stepped, rate))
+        return arrivals
+
+    def add_(self, arrival: Arrival, mean: Tensor) -> None:
+        """Do what `average_many_` does where not all participants are here: the first clear, the last step, or round.
+
+        Args:
+            arrival: of the tensor.
+            mean: float32, of all of these calls; `arrival.out` where that is float32.
+        """
+        positions, values = self.positions[0], self.values[0]
+        if self.first == 0:
+            mean.zero_()
+        add_(flat(mean), list(zip(positions, values, strict=True)), 1.0 / self.num_participants)
+        if self.first + len(positions) < self.num_participants:
+            return
+        if arrival.weight is not None:
+            arrival.weight.add_(mean, alpha=-arrival.rate)  # where nothing was sent, zero
+        elif arrival.out.dtype != mean.dtype:
+            arrival.out.copy_(mean)
+
+
+class SparseMean:
+    """The mean of the largest elements of tensors: positions and values, decoded when they are used.
+
+    Args:
+        payload: with which they were sent.
+        numels: elements of each whole tensor, by name.
+        decode: returns the elements, of some parts after the other: they take more memory than messages.
+        device: where they are.
+        weights: of the participants, for `dense`; empty where they are equal.
+    """
+
+    def __init__(
+        self,
+        payload: TopK,
+        numels: Mapping[str, int],
+        decode: Callable[[], Iterable[Decoded]],
+        device: torch.device,
+        weights: Sequence[float] = (),
+    ) -> None:
+        self._payload, self._numels, self._decode, self._device = payload, numels, decode, device
+        self._weights = weights
+
+    def dense(self) -> dict[str, Tensor]:
+        """Return it flat, float32, 0 where nobody has sent an element."""
+        if not self._weights:
+            return self._dense(self._decode)
+        # Times N, as the kernels divide by N, or by the number of senders: then also by the mean of their weights.
+        scales = len(self._weights) * torch.tensor(self._weights, device=self._device)
+        means = self._dense(lambda: (each.scaled(scales) for each in self._decode()))
+        if self._payload.mean_over == "senders":
+            norms = self._dense(lambda: (each.ones().scaled(scales) for each in self._decode()))
+            for name, norm in norms.items():
+                means[name].div_(norm).masked_fill_(norm == 0, 0.0)
+        return means
+
+    def _dense(self, decode: Callable[[], Iterable[Decoded]]) -> dict[str, Tensor]:
+        outs = {name: allocate(numel, torch.float32, self._device) for name, numel in self._numels.items()}
+        self._step_(decode, {name: (out, None, 0.0) for name, out in outs.items()})
+        return outs
+
+    def step_(self, steps: Mapping[str, Step]) -> None:
+        # Kernels write float32 and 16 bits, contiguous.
+        outs = {
+            name: (room.new_empty(self._numels[name], dtype=torch.float32), weight, rate)
+            for name, (room, weight, rate) in steps.items()
+            if not (room.dtype in DTYPES and room.is_contiguous())
+        }
+        self._step_(self._decode, {**steps, **outs} if outs else steps)
+        for name, (out, _, _) in outs.items():
+            steps[name][0].copy_(out.view(steps[name][0].shape))
+
+    def _step_(self, decode: Callable[[], Iterable[Decoded]], steps: Mapping[str, Step]) -> None:
+        over_senders, mean = self._payload.mean_over == "senders", torch.empty(0)
+        for each in decode() if steps else ():
+            if not (arrivals := each.arrivals(steps)):
+                continue
+            if each.positions.shape[1] < each.num_participants:
+                mean = arrivals[0].out.float() if each.first == 0 else mean
+                each.add_(arrivals[0], mean)
+            else:
+                averages, dtypes = averages_for(each.values.device), [arrival.out.dtype for arrival in arrivals]
+                for dtype in dict.fromkeys(dtypes):
+                    mine = [arrival for arrival, other in zip(arrivals, dtypes, strict=True) if other == dtype]
+                    averages.average_many_(mine, each.positions, each.values, over_senders=over_senders)
+            del each  # memory for the next
+
+
+def _pieces(tensor: Tensor, spans: Sequence[Span]) -> Sequence[Tensor]:
+    """Return the parts of a contiguous tensor that spans are of, which are of one size and follow each other."""
+    part = slice(spans[0].part.start, spans[-1].part.stop)
+    return cut(tensor, part).split(spans[0].part.stop - part.start)
+
+
+def _groups(counts: Sequence[int], most: int) -> Iterator[slice]:
+    """Cut tensors into groups with at most so many elements, or of one tensor."""
+    first = together = 0
+    for number, count in enumerate(counts):
+        if together and together + count > most:
+            yield slice(first, number)
+            first, together = number, 0
+        together += count
+    yield slice(first, len(counts))
+
+
+def _spans(of_ranks: Iterable[Iterable[tuple[str, slice]]], counts: Sequence[int]) -> Spans:
+    spans = dict[str, list[Span]]()
+    for row, parts in enumerate(of_ranks):
+        for (name, part), end, count in zip(parts, accumulate(counts), counts, strict=True):
+            spans.setdefault(name, []).append(Span(part, row, end - count, count))
+    return spans
