@@ -37,7 +37,7 @@ REFUSED: dict[Callable[..., Any], list[tuple[dict[str, Any], str]]] = {
         ({"sparsity": ((0.5,),)}, r"give a list of numbers in \[0, 1\)"),
         ({"sparsity": (0.5, 1.0)}, r"sparsity=\[0\.5, 1\.0\]: 1\.0 is outside \[0, 1\)"),
         ({"sparsity": (99.9,)}, r"99\.9 is outside \[0, 1\).* 0\.999 sends 0\.1 %"),
-        ({"sparsity": (math.nan,)}, r"nan is outside \[0, 1\)"),
+        ({"sparsity": (math.nan,)}, r"give a list of numbers in \[0, 1\)"),
         ({"sparsity": (0.5, 0.999, 0.9)}, r"0\.9 follows 0\.999, so more would be sent after the warm-up than in it"),
         *(({"sparsity": "auto", "budget": budget}, f"budget={budget}") for budget in (1.5, float("nan"))),
         ({"sparsity": [0.999], "budget": 0.1}, "budget=0.1"),

@@ -5,7 +5,7 @@ Source: arXiv 1712.01887, section 3.3 ("warm-up training"), with the knobs of Pa
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -14,7 +14,6 @@ from lightning_lowbw.errors import ConfigurationError
 from lightning_lowbw.schedules.schedule import Schedule
 
 AUTO = "auto"
-NO_LIST = "give a list of numbers in [0, 1), for instance [0.999], or 'auto'."
 
 
 @names_arguments
@@ -114,20 +113,15 @@ def as_stairs(sparsity: Sequence[float] | str | float) -> tuple[float, ...]:
     Raises:
         ConfigurationError: the value is no list of numbers in [0, 1), or a number is smaller than the last.
     """
-    if isinstance(sparsity, (int, float)):
-        raise ConfigurationError(f"sparsity={sparsity!r}: {NO_LIST}")
-    # "0" is a list of digits to Python, and a set has no order.
-    values = () if isinstance(sparsity, (Mapping, Set, str, bytes)) else sparsity
-    try:
-        if values is not sparsity or any(isinstance(value, (bool, str, bytes)) for value in values):
-            raise TypeError("no list of numbers")
-        stairs = tuple(float(value) for value in values)
-    except (TypeError, ValueError, OverflowError) as error:
-        raise ConfigurationError(f"sparsity={sparsity!r}: {NO_LIST}") from error
+    if not isinstance(sparsity, Sequence) or isinstance(sparsity, str) or not all(map(is_number, sparsity)):
+        raise ConfigurationError(
+            f"sparsity={sparsity!r}: give a list of numbers in [0, 1), for instance [0.999], or 'auto'."
+        )
+    stairs = tuple(map(float, sparsity))
     if not stairs:
         raise ConfigurationError("sparsity=[]: give at least one value in [0, 1), for instance [0.999].")
     for value in stairs:
-        if not 0.0 <= value < 1.0:  # also catches NaN
+        if not 0.0 <= value < 1.0:
             raise ConfigurationError(
                 f"sparsity={list(stairs)}: {value!r} is outside [0, 1). "
                 "It is the fraction kept back: 0.999 sends 0.1 %."

@@ -259,32 +259,3 @@ def differing(fragments: Iterable[Fragment]) -> list[Parameter]:
 def due(fragments: Sequence[Fragment], k_steps: int, delay_steps: int) -> list[Fragment]:
     """Return the fragments whose next average is to begin now."""
     return [fragment for fragment in fragments if (fragment.steps or 0) >= max(k_steps, delay_steps + 1)]
-
-
-def note_steps(
-    fragments: Sequence[Fragment],
-    parameters: Sequence[Parameter],
-    sent_bytes: Callable[[Parameter], int],
-) -> None:
-    """Note that a local step has trained parameters; new ones join the fragment that sends the fewest bytes.
-
-    In place:
-        The fragments.
-
-    Args:
-        parameters: the parameters of the optimizer, also frozen ones.
-        sent_bytes: returns the bytes that an average sends for a parameter.
-    """
-    for fragment in fragments:
-        assert fragment.steps is not None
-        fragment.steps += 1
-    # A layer that is unfrozen, or added, gets the same fragment on all ranks: it depends on sizes, which are equal.
-    owner = {p: fragment for fragment in fragments for p in fragment.parameters}
-    new = [p for p in parameters if p not in owner]
-    loads = [sum(map(sent_bytes, fragment.parameters)) for fragment in fragments] if new else []
-    for parameter, number in zip(new, balance(list(map(sent_bytes, new)), loads), strict=True):
-        fragments[number].parameters.append(parameter)
-        owner[parameter] = fragments[number]
-    for parameter in parameters:
-        if parameter.requires_grad:
-            owner[parameter].moved[parameter] = None

@@ -59,7 +59,6 @@ from lightning_lowbw.sync.fragments import (
     differing,
     due,
     nonfinite_weight,
-    note_steps,
 )
 from lightning_lowbw.sync.replica import COPY, Replica
 from lightning_lowbw.sync.state import Named, check_replica, load_replica_, replica_state
@@ -287,7 +286,7 @@ class LocalSync(Synchronizer):
             self.begin_local()
             return
         self.peers.count_dense(sum(p.nbytes for p in self.params if p.requires_grad))
-        note_steps(self.fragments, self.parameters(), self.replica.sent_bytes)
+        self.replica.note_step()
         self.average_due()
 
     @torch.no_grad()
@@ -490,12 +489,12 @@ class LocalSync(Synchronizer):
 
     # Faults ---------------------------------------------------------------------------------------------------------
 
-    def faults_of(self, parameters: Sequence[Parameter], step: int | None = None) -> Faults:
-        """Return the late faults, and whether each parameter has an inf or NaN after a step (default: this one)."""
-        faults, step = self.late_faults(), self.step if step is None else step
+    def faults_of(self, parameters: Sequence[Parameter]) -> Faults:
+        """Return the late faults, and whether each parameter has an inf or NaN after this step."""
+        faults = self.late_faults()
         if parameters:
             flags = are_not_finite(parameters)
-            faults.add(flags, list(map(self.name_of, parameters)), partial(nonfinite_weight, self.peers, step))
+            faults.add(flags, list(map(self.name_of, parameters)), partial(nonfinite_weight, self.peers, self.step))
         return faults
 
     def to(self, device: torch.device) -> None:

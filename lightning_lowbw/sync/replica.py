@@ -17,7 +17,7 @@ from lightning_lowbw.comm.collectives import all_reduce_bytes, sent_bytes
 from lightning_lowbw.comm.peers import Peers, fill_buckets, wide_dtype
 from lightning_lowbw.compress.params import Params
 from lightning_lowbw.kernels.tensors import as_real, checksum, device_of, saved
-from lightning_lowbw.schedules.every_k import EveryK
+from lightning_lowbw.schedules.every_k import EveryK, balance
 from lightning_lowbw.sync.buffers import ReplicaBuffers, wide_copies
 from lightning_lowbw.sync.exchange import Exchange, WholeExchange
 from lightning_lowbw.sync.fragments import differing, make_fragments, unsent_of
@@ -133,6 +133,22 @@ class Replica:
                 self.start[parameter] = torch.empty_like(value, dtype=dtype, device="cpu", pin_memory=value.is_cuda)
         with device_of(self.device).fork(COPY)(tuple(values), False):
             torch._foreach_copy_([self.start[p] for p in parameters], list(values), non_blocking=True)
+
+    def note_step(self) -> None:
+        """Note that a local step has trained parameters; new ones join the fragment that sends the fewest bytes."""
+        # A layer that is unfrozen, or added, gets the same fragment on all ranks: it depends on sizes, which are equal.
+        owner = {p: fragment for fragment in self.fragments for p in fragment.parameters}
+        new = [p for p in self.params if p not in owner]
+        loads = [sum(map(self.sent_bytes, fragment.parameters)) for fragment in self.fragments] if new else []
+        for parameter, number in zip(new, balance(list(map(self.sent_bytes, new)), loads), strict=True):
+            self.fragments[number].parameters.append(parameter)
+            owner[parameter] = self.fragments[number]
+        for fragment in self.fragments:
+            assert fragment.steps is not None
+            fragment.steps += 1
+        for parameter in self.params:
+            if parameter.requires_grad:
+                owner[parameter].moved[parameter] = None
 
     # Averages that are not applied ----------------------------------------------------------------------------------
 
