@@ -35,10 +35,8 @@ COMMUNICATING = ("ZeroRedundancyOptimizer", "MuonWithAuxAdam", "DistAdam")
 # Checks of one rank ---------------------------------------------------------------------------------------------------
 
 
-def warn_if_alone(peers: Peers) -> None:
-    """Warn if there is only one rank, in a plain loop; a strategy says it itself."""
-    if peers.num_ranks > 1:
-        return
+def warn_alone() -> None:
+    """Warn that there is only one rank, in a plain loop; a strategy says it itself."""
     found = [f"{name} is {number}" for name in LAUNCHED if (number := os.environ.get(name, "1")) not in ("", "1")]
     started = f" {found[0]}, so other processes were started, and each trains alone." if found else ""
     missing = "with one rank" if dist.is_initialized() else "without a process group"
@@ -83,8 +81,8 @@ def warn_if_incomplete(optimizer: Optimizer, when: Schedule) -> None:
     """Warn that sparse steps use error feedback without a correction; called on rank 0, if that is the case."""
     advice = "" if when.begin_step else "; a dense phase (rampup_begin_step > 0) helps"
     warnings.warn(
-        f"{type(optimizer).__name__}: gradients are compressed with error feedback only. What is kept back "
-        f"reaches this optimizer late and in bursts, which costs some accuracy for Adam-type optimizers{advice}. "
+        f"{type(optimizer).__name__}: gradients are compressed with error feedback only. Elements that are "
+        f"kept back reach this optimizer late and in bursts, which costs some accuracy for Adam-type optimizers{advice}. "
         "torch.optim.SGD, Adam and AdamW have corrections.",
         stacklevel=5,  # the caller of `Method.attach`
     )

@@ -31,7 +31,7 @@ from lightning_lowbw.sync.checks import (
     agree_on_beginning,
     agree_on_model,
     agree_on_optimizers,
-    warn_if_alone,
+    warn_alone,
     warn_if_incomplete,
     warn_of_compression,
 )
@@ -102,8 +102,8 @@ def _tell(worker: Synchronizer) -> None:
             "this trains as DDP. To compress between all ranks, leave the topology out.",
             stacklevel=4,  # the caller of `Method.attach`
         )
-    if not method.acts_alone:
-        warn_if_alone(peers)
+    if peers.num_ranks == 1 and not method.acts_alone:
+        warn_alone()
     if peers.rank == 0 and all(name.startswith("module.") for name in worker.params.names()):
         warnings.warn(
             "All names of the parameters begin with 'module.', as in DistributedDataParallel, which sends whole "
