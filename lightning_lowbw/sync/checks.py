@@ -82,8 +82,8 @@ def warn_if_incomplete(optimizer: Optimizer, when: Schedule) -> None:
     advice = "" if when.begin_step else "; a dense phase (rampup_begin_step > 0) helps"
     warnings.warn(
         f"{type(optimizer).__name__}: gradients are compressed with error feedback only. Elements that are "
-        f"kept back reach this optimizer late and in bursts, which costs some accuracy for Adam-type optimizers{advice}. "
-        "torch.optim.SGD, Adam and AdamW have corrections.",
+        "kept back reach this optimizer late and in bursts, which costs some accuracy for Adam-type optimizers"
+        f"{advice}. torch.optim.SGD, Adam and AdamW have corrections.",
         stacklevel=5,  # the caller of `Method.attach`
     )
 
