@@ -215,9 +215,9 @@ class Residuals(Mapping[str, Tensor]):
     def __len__(self) -> int:
         return len(self._views)
 
-    def of(self, names: Iterable[str]) -> list[Tensor | None]:
-        """Return the tensors of some names; None if a name has no tensor yet."""
-        return [*map(self._views.get, names)]
+    def of(self, names: Iterable[str]) -> list[Tensor]:
+        """Return the tensors of some names, without a call for each."""
+        return [*map(self._views.__getitem__, names)]
 
     def ensure(self, numels: Mapping[str, int], device: torch.device) -> None:
         """Allocate zeros for names without a residual, in one buffer, and move the other residuals to the device.

@@ -136,7 +136,7 @@ class Synchronizer:
     @property
     def device(self) -> torch.device:
         """The device of the parameters."""
-        return next(iter(self.params)).device
+        return next(p for group in self.optimizer.param_groups for p in group["params"]).device
 
     def agree_on_buffers(self) -> None:
         """Check that the buffers that are averaged have the same shapes on all ranks."""

@@ -326,7 +326,7 @@ class TopKExchange:
         gradients, sizes = [*filter(Tensor.numel, parts.values())], [*map(Tensor.numel, parts.values())]
         dtypes = [gradient.dtype for gradient in gradients]
         # Segments hold their tensors: another tensor has another address.
-        tensors = (*(self.residuals[name] for name in parts), *sources.tensors)
+        tensors: list[Tensor | None] = [*self.residuals.of(parts), *sources.tensors]
         addresses = [None if tensor is None else tensor.data_ptr() for tensor in tensors]
         made_of = self.payload, sources.kinds, [*parts], sizes, dtypes, addresses
         if made_of != self._made_of:
@@ -384,7 +384,7 @@ class TopKExchange:
         device = next(iter(self.residuals.values())).device
         message = torch.empty(0, dtype=torch.uint8, device=device)
         if selected:
-            residuals = [self.residuals[name] for name in selected]
+            residuals = self.residuals.of(selected)
             message = self.payload.codec.encode(list(selected.values()), [*map(Tensor.numel, residuals)], residuals)
             selected.clear()  # memory for the messages of all
         messages = Messages.of(self.payload, numels, self.peers)
