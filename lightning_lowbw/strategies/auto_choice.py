@@ -67,10 +67,6 @@ class AutoChoice:
 
     def __init__(self, names: Sequence[str]) -> None:
         self._names = names
-        self.begin_fit()
-
-    def begin_fit(self) -> None:
-        """Forget the last fit."""
         self.chosen: Candidate | None = None
         self.is_timing = False
         self._optimizer: Optimizer | None = None  # whose steps are timed
@@ -255,7 +251,7 @@ def measure(
         gathers_in_ring=not is_gloo(peers.between.group, device),
     )
     predicted = predict(*shapes, cluster, timed.step_s, given, timed.dense_s)
-    work_s = time_work(given, names, shapes, (peers.num_participants, peers.num_local_ranks), device)
+    work_s = time_work(given, names, shapes, peers, device)
     exchange_s = {key: predicted.exchange_s[key] + seconds for key, seconds in work_s.items()}
     return Measured(timed.step_s, timed.dense_s, exchange_s, link)
 
@@ -264,7 +260,7 @@ def time_work(
     given: Method,
     names: Sequence[str],
     shapes: tuple[Shapes, Shapes],
-    of_ranks: tuple[int, int],
+    peers: Peers,
     device: torch.device,
 ) -> dict[float | str, float]:
     """Return the seconds that a rank computes in an exchange of each candidate; nothing is communicated.
@@ -273,16 +269,15 @@ def time_work(
         given: as of `measure`, as are the following.
         names: of the candidates.
         shapes: of the tensors.
-        of_ranks: the number of participants, and of the parts in which a node exchanges a tensor.
+        peers: the ranks that would take part; a node exchanges a tensor in parts.
         device: where the gradients are.
     """
-    num_participants, num_parts = of_ranks
-    numels = [sum(map(math.prod, each)) / num_parts for each in shapes]
-    peers, sample = echo(num_participants), SAMPLE if device.type == "cpu" else SAMPLE_OF_GPU
+    numels = [sum(map(math.prod, each)) / peers.num_local_ranks for each in shapes]
+    echoes, sample = echo(peers.num_participants), SAMPLE if device.type == "cpu" else SAMPLE_OF_GPU
     work_s: dict[float | str, float] = {}
 
     def time_s(method: Method, *sizes: int) -> float:
-        return time_exchange(method, [SMALL] * sum(map(len, shapes)) + [*sizes], peers, device)
+        return time_exchange(method, [SMALL] * sum(map(len, shapes)) + [*sizes], echoes, device)
 
     for name in names:
         if name == "dgc" and shapes[0]:

@@ -9,7 +9,7 @@ import contextlib
 import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 import lightning.pytorch as pl
 import torch
@@ -17,23 +17,20 @@ from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_lowbw.arguments import check_one_of
 from lightning_lowbw.comm.agreement import agree, failing_together
 from lightning_lowbw.comm.collectives import TrafficLedger
-from lightning_lowbw.comm.peers import Peers
 from lightning_lowbw.errors import ConfigurationError
 from lightning_lowbw.method import Method
 from lightning_lowbw.strategies import checks
 from lightning_lowbw.strategies.auto_choice import OF_AUTO, AutoChoice
-from lightning_lowbw.strategies.equality import (
-    FirstCallback,
-    agree_on_monitored,
-    agree_on_states,
-)
-from lightning_lowbw.strategies.hooks import GradientHooks, Hooks, ReplicaHooks
+from lightning_lowbw.strategies.equality import FirstCallback, agree_on_monitored, agree_on_states, agree_on_weights
+from lightning_lowbw.strategies.keywords import Needs
 from lightning_lowbw.strategies.shared_buffers import SharedBuffers, buffers_by_optimizer
 from lightning_lowbw.strategies.signals import Signals
 from lightning_lowbw.strategies.step_hooks import Reduction, StepHooks, parameters_of, scaler_of
@@ -63,46 +60,30 @@ class BaseStrategy(ParallelStrategy):
         signals: SIGTERM and SLURM's, deferred from before the sanity check on.
     """
 
-    method: Method
-    ledger: TrafficLedger
-    buffers: SharedBuffers
-    _is_torn_down = False  # the Trainer has handled what ended it
-    _reduction: Reduction  # of gradients, as are the buffers by the engine
-    _workers: dict[int, Any]  # by id of the optimizer
-    _options: dict[str, Any]  # of the constructor; "resume" is one
+    buffers: SharedBuffers  # of a fit, as is the reduction
+    _is_torn_down = False  # the Trainer has handled the exception that ended the fit
+    _reduction: Reduction  # of gradients
     _candidates: Sequence[str] = OF_AUTO  # methods that may replace "auto"
+    _all_ranks_save = False  # whether each rank writes weights and buffers; else rank 0 alone
 
-    def _make_parts(self) -> None:
-        """Make what touches Lightning."""
-        self._given = self.method  # before this fit has chosen numbers for an "auto", or for a fraction of the run
-        self._workers = {}
-        self.signals = Signals(self._workers)
-        self.auto = AutoChoice(self._candidates)
-        self._choose_hooks()
-        self._step_hooks = StepHooks(self._reduction)
+    def _hold(self, method: Method, options: dict[str, Any]) -> None:
+        """Keep the arguments of the constructor, of which "resume" is one."""
+        check_one_of("resume", options["resume"], get_args(Needs))
+        self.method, self._options = method, options
+        self._given = method  # before this fit has chosen numbers for an "auto", or for a fraction of the run
         self._first_callback = FirstCallback()
+        self._ends = contextlib.ExitStack()  # what the parts of a fit do at its end
+        self._begin_fit()
 
-    def _choose_hooks(self) -> None:
-        """Choose the kind of hooks; without workers there is nothing to average."""
-        if self._workers and self.method.averages_weights:
-            self._hooks: Hooks = ReplicaHooks(self._workers, self.signals)
-        else:
-            self._hooks = GradientHooks(self._workers, self.signals, self.buffers, self.auto)
-
-    def _begin_state(self) -> None:
-        """Forget the last fit, or the steps with a method of another kind."""
+    def _begin_fit(self) -> None:
+        """Forget the last fit, before the model and the optimizers are set up."""
+        self.ledger, self._workers = TrafficLedger(), dict[int, Any]()  # by id of the optimizer
+        self.signals, self.auto = Signals(self._workers, self._ends), AutoChoice(self._candidates)
         self._is_evaluated = False  # whether a validation is going on
         self._is_fit_over = False  # everything is whole then, and on the CPU: nothing is averaged or checked any more
         self._has_equal_epochs = False  # whether it is known that all ranks end an epoch at the same batch
         self._has_own_states = False  # whether the optimizers' states are of this rank's own shard of a checkpoint
-        self.auto.begin_fit()
-
-    def _begin_fit(self) -> None:
-        """Forget the last fit, before the model and the optimizers are set up."""
-        self.ledger = TrafficLedger()
-        self._workers.clear()
-        self.signals.begin_fit()
-        self._begin_state()
+        self._has_warned = False  # that weights were changed while the anchor was shown
 
     def _begin_workers(self, trainer: pl.Trainer) -> None:
         """Make the workers of the optimizers that have been set up, and the hooks that are called around steps.
@@ -110,9 +91,9 @@ class BaseStrategy(ParallelStrategy):
         Collective: all ranks.
         """
         self._make_workers()
-        self._choose_hooks()
         checks.check_optimizers(self.optimizers, list(trainer.lightning_module.named_parameters()))
-        self._step_hooks.install(trainer, self.worker_of)
+        self._step_hooks = StepHooks(self._reduction, trainer, self.worker_of)
+        self._ends.callback(self._step_hooks.release)
 
     @property
     def trainer(self) -> pl.Trainer:
@@ -136,7 +117,7 @@ class BaseStrategy(ParallelStrategy):
 
     @property
     def replicas(self) -> list[LocalSync]:
-        """Those of methods that average weights."""
+        """The same workers if the method averages weights; no workers if it exchanges gradients in every step."""
         return list(self._workers.values()) if self.method.averages_weights else []
 
     def worker_of(self, optimizer: Any) -> Synchronizer:
@@ -193,19 +174,27 @@ class BaseStrategy(ParallelStrategy):
         agree(f"configuration of {name}", {**self.method.settings(), **self._options, **others, **settings})
 
     @property
-    def _num_participants(self) -> int:
-        """How many exchange something."""
-        return self.world_size
+    def _acts_alone(self) -> bool:
+        """Whether a world of one rank is trained otherwise than without the strategy."""
+        return self.method.acts_alone
 
     @override
     def on_train_start(self) -> None:
         super().on_train_start()
+        if self.world_size > 1 or self._acts_alone:  # not before: FSDP loads states by an empty step of the optimizer
+            self._step_hooks.watch()
+        self._look()
         self.signals.defer(self.trainer)
         self._has_equal_epochs = checks.agree_on_length(self.trainer)
         if not self._has_own_states:
-            agree_on_states(self.workers, self._equals.group)
+            agree_on_states(self.workers)
         self._start_workers()
-        self._hooks.begin_training(self.trainer, self.method, is_search=self.is_search(self.trainer))
+        is_search = self.is_search(self.trainer)
+        for worker in self.replicas:
+            worker.begin_local()
+        if self.replicas and not is_search:
+            checks.warn_if_seen_twice(self.trainer, self.replicas)
+        self.auto.begin_training(self.method, self.workers, self.trainer, is_search=is_search)
 
     def _start_workers(self) -> None:
         """Start the workers: the state of a resume has been loaded, and callbacks have set schedules.
@@ -213,24 +202,17 @@ class BaseStrategy(ParallelStrategy):
         Collective: all ranks.
         """
         if self.workers:
-            if (method := checks.resolved(self._given, self.trainer, self.workers)) is not None:
-                self.method = method
-                for worker in self.workers:
-                    worker.method = method
+            self.method = checks.resolved(self.method, self.trainer, self.workers)
             for worker in self.workers:
+                worker.method = self.method
                 worker.check_schedule()
                 warn_of_compression(self.method.what, self.method.when, worker.params, worker.peers)
             # The choice of a schedule times the exchange of int8, too.
             prepare_kernels(self.workers, also=[Quantized()] if self.auto.is_open(self.method) else [])
-            if self._num_participants > 1 and not self.is_search(self.trainer):
+            if not self.is_search(self.trainer):
                 checks.warn_of_schedule(self.method, self.trainer, self.workers)
 
     # Optimizers, and their workers --------------------------------------------------------------------------------
-
-    @property
-    def _equals(self) -> Peers:
-        """The ranks with the same parameters as this rank: all ranks, or the ranks that have its shards."""
-        raise NotImplementedError
 
     def _make_workers(self) -> None:
         """Make a worker for each optimizer that has parameters.
@@ -246,14 +228,21 @@ class BaseStrategy(ParallelStrategy):
     def _make_worker(self, optimizer: Optimizer, module: pl.LightningModule, buffers: Any) -> Synchronizer:
         raise NotImplementedError
 
-    def _check_late_fault(self, worker: Synchronizer) -> None:
-        """Raise, on all ranks, what the last step of a worker has found after its message."""
-        worker.check_late_faults()
-
     def _check_late_faults(self) -> None:
         """Raise, on all ranks, what the last step has found after its message: it may be in the weights."""
         if not self._is_fit_over:
-            self._hooks.check_late_faults(self._check_late_fault)
+            for worker in self.workers:
+                worker.check_late_faults()
+
+    def _check_equal(self) -> None:
+        """Check what has to be equal on all ranks if gradients are exchanged; each replica trains alone."""
+        if not self.replicas:
+            checks.agree_on_hyperparameters(self.trainer)
+
+    def _share_buffers(self) -> None:
+        """Give all ranks the buffers of rank 0, which a validation or a save may read; averages include buffers."""
+        if not self.replicas:
+            self.buffers.share_(self.trainer.lightning_module, self.ledger, self.root_device)
 
     def adopt(self, method: Method) -> None:
         """Continue with another method that exchanges gradients, after a step that has left no residuals.
@@ -292,7 +281,8 @@ class BaseStrategy(ParallelStrategy):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_start(batch, batch_idx)
         self._refuse_replaced()
-        self._hooks.begin_batch(self.trainer, self.root_device)
+        if self.buffers.is_check_due:
+            self.buffers.compare(self.trainer.lightning_module, self.root_device)
 
     # The step ---------------------------------------------------------------------------------------------------
 
@@ -312,16 +302,15 @@ class BaseStrategy(ParallelStrategy):
         **kwargs: Any,
     ) -> Any:
         user_optimizer = _unwrapped(optimizer)
-        # Nothing to exchange; Lightning's own, where a module has none.
+        # Nothing to exchange; Lightning's own optimizer for a module that returns none has no parameters.
         if not any(True for _ in parameters_of(user_optimizer)):
-            with self._step_hooks.allowing(user_optimizer):
-                return super().optimizer_step(optimizer, closure, model, **kwargs)
+            return super().optimizer_step(optimizer, closure, model, **kwargs)
         worker = self.worker_of(user_optimizer)
 
         def exchanging_closure() -> Any:
             worker.check_closure()
             result = closure()
-            self._step_hooks.end_closure(worker, self.trainer)
+            self._step_hooks.end_closure(worker)
             return result
 
         traceable = functools.partial(eagerly(), exchanging_closure)
@@ -334,11 +323,19 @@ class BaseStrategy(ParallelStrategy):
         return result
 
     def _end_step(self, worker: Any) -> None:
-        """Read what other ranks request, and prepare the next step."""
-        method = self._hooks.end_step(worker, self.trainer)
+        """Read the requests of the other ranks, and prepare the next step."""
+        trainer = self.trainer
+        if self.replicas and worker.peers.num_ranks > 1:  # its averages have brought the requests
+            if trainer.world_size > 1:
+                self.signals.read_requests(worker, trainer)
+            return
+        self.signals.end_step(worker, trainer)
+        method = self.auto.end_step(worker, list(self._workers.values()), trainer)
         if method is not None:
             self.adopt(method)
             self._start_workers()
+        elif trainer.lightning_module.automatic_optimization:  # else Lightning's DDP broadcasts none
+            self.buffers.note_step(self.workers)
 
     # What the first callback calls ------------------------------------------------------------------------------
 
@@ -357,47 +354,76 @@ class BaseStrategy(ParallelStrategy):
         if is_new and trainer.reload_dataloaders_every_n_epochs and trainer.current_epoch:  # type: ignore[attr-defined]
             self._has_equal_epochs = checks.agree_on_length(trainer)
         if self._has_equal_epochs:  # before a step: schedulers may have followed what an epoch's end has logged
-            self._hooks.check_equal(trainer)
+            self._check_equal()
 
     def end_batch(self) -> None:
         """Save if it was requested."""
         self.signals.save_if_due(self.trainer)
 
     def end_epoch(self) -> None:
-        """Agree on monitored metrics, and on what else is looked at; not if other ranks may be in a step."""
+        """Agree on monitored metrics and on buffers; not if other ranks may be in a step."""
         if self._has_equal_epochs:
             self.agree_on_metrics()
-            self._hooks.share(self.trainer, self._equals, self.root_device)
+            self._share_buffers()
 
     def agree_on_metrics(self) -> None:
         """Average the metrics that callbacks and schedulers monitor."""
+        self._look()
         agree_on_monitored(self.trainer, self.root_device)
-        self._hooks.check_equal(self.trainer)
+        self._check_equal()
 
     def begin_evaluation(self) -> None:
         """Begin a validation or a test: the anchor is shown up to its end."""
         self._is_evaluated = True
         self.show_anchor()
 
+    def _look(self) -> None:
+        """Take in the weights as other code has left them: nothing to do, unless the model is sharded."""
+
+    @property
+    def _is_shown(self) -> bool:
+        """Whether the model has the anchor in the place of this rank's weights."""
+        return any(worker.replica.own is not None for worker in self.replicas)
+
     def show_anchor(self, *, weights_only: bool = False) -> None:
         """Put tensors that are equal on all ranks into the model, up to the end of a validation or of a save.
 
+        If the method averages weights, this is the anchor: nothing is communicated, and the training is unaffected.
+        Else the buffers of rank 0.
+
         Args:
-            weights_only: whether nobody looks at the buffers of other ranks than 0.
+            weights_only: whether only rank 0 reads the buffers.
         """
-        trainer = self._trainer
-        if trainer is not None and (self._workers or self._is_fitting) and not self._hooks.is_shown:
-            is_over = self.is_interrupted or self._is_fit_over  # other ranks may be elsewhere
-            self._hooks.show(trainer, self._equals, self.root_device, is_over=is_over, weights_only=weights_only)
+        if self._trainer is None or not (self._workers or self._is_fitting) or self._is_shown:
+            return
+        if self.is_interrupted or self._is_fit_over:  # other ranks may be elsewhere
+            return
+        self._look()
+        for worker in self.replicas:
+            worker.replica.show()
+        if not weights_only:
+            self._share_buffers()
 
     def hide_anchor(self) -> None:
         """Give this rank its own weights back; not after a resume with no step left, which ends with the anchor."""
-        if self._hooks.is_shown and not (self.is_interrupted or self._is_fit_over):
-            self._hooks.hide(self.trainer)
+        if not self._is_shown or self.is_interrupted or self._is_fit_over:
+            return
+        self._look()
+        are_changed = [worker.replica.hide() for worker in self.replicas]
+        if any(are_changed) and not self._has_warned:
+            self._has_warned = True
+            rank_zero_warn(
+                f"{type(self).__name__}: the weights were changed while the model had the last average, in a "
+                "validation or a save. These changes are dropped, and the training goes on from the weights before. "
+                "That is right for a module that normalises its weights in forward; a moving average of the weights "
+                "needs a method that exchanges gradients, such as 'dgc' or 'int8'."
+            )
 
     def finish(self) -> None:
         """Make the weights equal on all ranks, at the end of the training."""
-        self._hooks.finish()
+        self._look()
+        for worker in self.replicas:
+            worker.finish()
 
     # The end, validation and saves ------------------------------------------------------------------------------
 
@@ -405,8 +431,12 @@ class BaseStrategy(ParallelStrategy):
     def on_train_end(self) -> None:
         self.signals.settle()
         self._check_late_faults()
-        self._hooks.check_equal(self.trainer)
-        self._hooks.end_training(self.trainer, self._equals, self.root_device)
+        self._check_equal()
+        agree_on_weights(self.trainer.lightning_module, self.workers)
+        for worker in self._workers.values():
+            for parameter, velocity in worker.whole_momentum().items():  # each rank of a node had a part
+                worker.optimizer.state[parameter][worker.correction.velocity_key] = velocity
+        self._share_buffers()
         super().on_train_end()
 
     @override
@@ -414,17 +444,17 @@ class BaseStrategy(ParallelStrategy):
         super().on_validation_end()
         self.auto.restart_clock(self.ledger)
         self._is_evaluated = False
+        self._look()
         self.hide_anchor()
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        if self.is_interrupted:  # nothing is saved
-            return super().lightning_module_state_dict()
+        if self.is_interrupted:  # nothing is saved, and nothing communicated
+            return self.trainer.lightning_module.state_dict()
         if self._is_fitting and not self._is_fit_over:
             self._refuse_replaced()  # a save may come between a new optimizer and its first batch
-        self._check_late_faults()
-        if self._is_fitting:
-            self.show_anchor(weights_only=True)
+            self._check_late_faults()
+            self.show_anchor(weights_only=not self._all_ranks_save)
         return super().lightning_module_state_dict()
 
     @override
@@ -433,8 +463,7 @@ class BaseStrategy(ParallelStrategy):
         trainer = self._trainer
         if trainer is not None and self._first_callback in checks.callbacks_in(trainer):
             checks.callbacks_in(trainer).remove(self._first_callback)
-        self.signals.restore()
-        self._step_hooks.release()
+        self._ends.close()
         for worker in self.workers:
             worker.to(torch.device("cpu"))
         meets = trainer is not None and (self.signals.is_ending_all or not self.is_interrupted)

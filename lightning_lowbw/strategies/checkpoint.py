@@ -16,7 +16,7 @@ import shutil
 import uuid
 import zipfile
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, get_args
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
@@ -27,7 +27,6 @@ from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from typing_extensions import override
 
-from lightning_lowbw.arguments import check_one_of
 from lightning_lowbw.comm.agreement import agree, failing_together
 from lightning_lowbw.errors import ConfigurationError
 from lightning_lowbw.kernels.tensors import device_of
@@ -47,16 +46,14 @@ GO_ON = (
     "the optimizer and the schedulers, and without what has not been sent"
 )
 
-LoadShard = Callable[[int], Mapping[str, Any]]  # of a rank
-
 
 class CheckpointedStrategy(BaseStrategy):
     """A strategy that saves, loads and removes shards: workers, random numbers, precision and buffers of each rank."""
 
     @override
-    def _make_parts(self) -> None:
-        super()._make_parts()
-        check_one_of("resume", self._options["resume"], get_args(Needs))
+    def _begin_fit(self) -> None:
+        super()._begin_fit()
+        self._num_saves = 0
         self._removed: list[str] = []  # folders that rank 0 has removed, and other nodes not yet
         self._loaded: Mapping[str, Any] | None = None  # random numbers and a GradScaler's state, for the first batch
 
@@ -67,8 +64,6 @@ class CheckpointedStrategy(BaseStrategy):
         Collective: all ranks.
         """
         super()._begin_workers(trainer)
-        self._removed, self._loaded = [], None
-        self._num_saves = 0
         self._run_id = self.broadcast(uuid.uuid4().hex[:12])
 
     @property
@@ -171,7 +166,10 @@ class CheckpointedStrategy(BaseStrategy):
         }
 
     def _shard(self, metadata: Mapping[str, Any]) -> dict[str, Any]:
-        buffers = self._hooks.own_buffers(dict(self.trainer.lightning_module.named_buffers()))
+        named = dict(self.trainer.lightning_module.named_buffers())
+        buffers = named if self.replicas else self.buffers.own(named)
+        for worker in self.replicas:  # also while the anchor is shown
+            buffers |= {name: own for name, own in worker.replica.own_tensors().items() if name in named}
         return {
             "save_id": metadata["save_id"],
             "rank": self.global_rank,
@@ -279,16 +277,22 @@ class CheckpointedStrategy(BaseStrategy):
 
         Collective: all ranks, blocking.
         """
-        load, shard = functools.partial(load_shard, path, metadata), None
+        num_optimizers, shard = len(metadata["workers"]), None
         with failing_together():
-            if (metadata["num_ranks"], metadata["nodes"]) == (self.world_size, self._nodes):
-                shard = load(self.global_rank)
-            states = self._merged_states(metadata, path, load) if shard is None else shard["workers"]
-            if len(states) != len(self.workers):
+            if num_optimizers != len(self.workers):
                 raise ConfigurationError(
-                    f"{path} has the states of {len(states)} optimizers, and here are {len(self.workers)}. "
+                    f"{path} has the states of {num_optimizers} optimizers, and here are {len(self.workers)}. "
                     f"Resume with the optimizers that were saved, or {GO_ON}."
                 )
+            if (metadata["num_ranks"], metadata["nodes"]) == (self.world_size, self._nodes):
+                shard = load_shard(path, metadata, self.global_rank)
+                states = shard["workers"]
+            else:  # the means; one shard is in memory at a time
+                ranks = self._merged_ranks(metadata, path)
+                states = [
+                    merge_states(load_shard(path, metadata, rank)["workers"][number] for rank in ranks)
+                    for number in range(num_optimizers)
+                ]
         with failing_together():
             for worker, state in zip(self.workers, states, strict=True):
                 worker.load_state_dict(state)
@@ -303,17 +307,9 @@ class CheckpointedStrategy(BaseStrategy):
         for worker in self.replicas:  # until the first batch the model keeps the weights of the checkpoint
             worker.replica.show()
 
-    def _merged_states(self, metadata: Mapping[str, Any], path: _PATH, load: LoadShard) -> list[Mapping[str, Any]]:
-        """Return each worker's state in another world: the mean; one shard is in memory at a time.
-
-        Raises:
-            ConfigurationError: on this rank; a shard is missing, damaged or of another save.
-        """
-        return [self._mean_of(number, range(metadata["num_ranks"]), load) for number in range(len(self.workers))]
-
-    @staticmethod
-    def _mean_of(number: int, ranks: Sequence[int], load: LoadShard) -> Mapping[str, Any]:
-        return merge_states(load(rank)["workers"][number] for rank in ranks)
+    def _merged_ranks(self, metadata: Mapping[str, Any], path: _PATH) -> Sequence[int]:
+        """Return the ranks whose states this rank begins with the mean of, in another world: all ranks."""
+        return range(metadata["num_ranks"])
 
     def _restore(self, shard: Mapping[str, Any]) -> None:
         """Load what a rank has beside its workers."""
@@ -363,29 +359,6 @@ def load_shard(checkpoint_path: _PATH, metadata: Mapping[str, Any], rank: int) -
     given = os.fspath(checkpoint_path)
     target = given if "://" in given else os.path.realpath(given)  # a link (`save_last="link"`)
     path = shard_path(folder_of(target), rank, metadata)
-    shard = _read(path)
-    if shard is None:
-        raise ConfigurationError(
-            f"The shard {path!r} is missing. It belongs to {given!r}, saved by {metadata['num_ranks']} ranks: copy the "
-            f"folder along with the file (from all nodes, if their disks are not shared), or {GO_ON}."
-        )
-    expected = {"rank": rank, "save_id": metadata["save_id"]}
-    found = {name: shard.get(name) for name in expected}
-    wrong = [f"{name} {found[name]} instead of {value}" for name, value in expected.items() if found[name] != value]
-    if wrong:
-        raise ConfigurationError(
-            f"The shard {path!r} does not belong to the checkpoint beside it: {', '.join(wrong)}. All shards must be "
-            f"of one save: copy the file and its folder once more, together, or {GO_ON}."
-        )
-    return shard
-
-
-def _read(path: str) -> dict[str, Any] | None:
-    """Read a file of tensors and primitives; None if it is not there.
-
-    Raises:
-        ConfigurationError: it is damaged.
-    """
     try:
         with get_filesystem(path).open(path, "rb") as file:
             with zipfile.ZipFile(file) as archive:  # torch compares no checksums, and takes half of all damaged files
@@ -394,15 +367,24 @@ def _read(path: str) -> dict[str, Any] | None:
                 raise zipfile.BadZipFile(f"wrong checksum of {damaged}")
             file.seek(0)
             shard: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=True)
-            return shard
-    except FileNotFoundError:
-        return None
+    except FileNotFoundError as error:
+        raise ConfigurationError(
+            f"The shard {path!r} is missing. It belongs to {given!r}, saved by {metadata['num_ranks']} ranks: copy the "
+            f"folder along with the file (from all nodes, if their disks are not shared), or {GO_ON}."
+        ) from error
     except Exception as error:  # of zipfile, of the unpickler, of the file system: anything
         reason = str(error).partition("\n")[0].partition(". ")[0]
         raise ConfigurationError(
             f"The shard {path!r} is damaged ({type(error).__name__}: {reason}). It must be the file that was saved: "
             f"copy it again, or {GO_ON}."
         ) from error
+    found = shard.get("rank"), shard.get("save_id")
+    if found != (rank, metadata["save_id"]):
+        raise ConfigurationError(
+            f"The shard {path!r} does not belong to the checkpoint beside it: its rank and save are {found}. All "
+            f"shards must be of one save: copy the file and its folder once more, together, or {GO_ON}."
+        )
+    return shard
 
 
 def remove_folder(folder: str) -> None:

@@ -32,6 +32,7 @@ from lightning_lowbw.strategies.shared_buffers import buffers_of
 from lightning_lowbw.sync.buffers import agree_on_specs
 from lightning_lowbw.sync.checks import agree_on_model, agree_on_optimizers, warn_if_incomplete
 from lightning_lowbw.sync.gradient import GradientSync
+from lightning_lowbw.sync.local import LocalSync
 from lightning_lowbw.sync.synchronizer import Synchronizer
 
 C = TypeVar("C", bound=pl.Callback)
@@ -125,17 +126,17 @@ def num_steps_of_fit(trainer: pl.Trainer, workers: Sequence[Synchronizer]) -> fl
     return num_steps - before / max(1, len(workers))
 
 
-def resolved(method: Method, trainer: pl.Trainer, workers: Sequence[Synchronizer]) -> Method | None:
-    """Return a method whose `begin_step` is a number of steps, in place of a fraction of the run; None if it is none.
+def resolved(method: Method, trainer: pl.Trainer, workers: Sequence[Synchronizer]) -> Method:
+    """Return a method whose `begin_step` is a number of steps, in place of a fraction of the run.
 
-    Collective: all ranks, if it is one.
+    Collective: all ranks, if it is a fraction.
 
     Raises:
         ConfigurationError: on all ranks; the length of the run is not known.
     """
     begin = method.when.begin_step
     if not isinstance(begin, float):
-        return None
+        return method
     num_steps = max(gather(num_steps_of_fit(trainer, workers), "number of steps"))
     if num_steps == math.inf:
         raise ConfigurationError(
@@ -227,8 +228,8 @@ def check_optimizers(optimizers: Sequence[Optimizer], named_parameters: Iterable
             if not hasattr(optimizer, "_optimizer_step_pre_hooks"):
                 raise ConfigurationError(
                     f"{type(optimizer).__name__} has not called torch.optim.Optimizer.__init__, as wrappers for "
-                    "differential privacy do not: what they add to a gradient in their step would come after it has "
-                    "been sent. Use strategy='ddp'."
+                    "differential privacy do not: their step would add noise to a gradient after it has been sent. "
+                    "Use strategy='ddp'."
                 )
         if len({*trained}) < len(trained):
             raise ConfigurationError(
@@ -247,8 +248,8 @@ def agree_on_hyperparameters(trainer: pl.Trainer) -> None:
         DisagreementError: on all ranks.
     """
     topic = (
-        f"optimizers after step {trainer.global_step} (a scheduler may follow a metric of which each rank has its own "
-        "value: log that with sync_dist=True)"
+        f"optimizers after step {trainer.global_step} (a scheduler may follow a metric whose value differs by rank: "
+        "log the metric with sync_dist=True)"
     )
     agree_on_optimizers(trainer.optimizers, trainer.lightning_module.named_parameters(), topic=topic)
 
@@ -298,7 +299,7 @@ def refusals_of_replicas(
         (
             getattr(trainer, "_val_check_time_interval", None) is not None,  # since Lightning 2.6
             "Trainer(val_check_interval=...) is a time, and each rank has a clock of its own: between averages one "
-            "would validate while others train on. Give a number of batches.",
+            "would validate while another trains on. Give a number of batches.",
         ),
     ]
 
@@ -311,13 +312,11 @@ def _averaging(trainer: pl.Trainer) -> list[str]:
     return list(dict.fromkeys(type(each).__name__ for each in known + named))
 
 
-def warn_if_seen_twice(trainer: pl.Trainer, k_steps: int) -> None:
-    """Warn if validation, a plateau rule or early stopping comes more often than averages of the weights.
-
-    Args:
-        trainer: in a fit.
-        k_steps: steps between two averages.
-    """
+def warn_if_seen_twice(trainer: pl.Trainer, workers: Sequence[LocalSync]) -> None:
+    """Warn if validation, a plateau rule or early stopping comes more often than averages of the weights."""
+    if all(worker.peers.num_ranks == 1 for worker in workers):
+        return
+    k_steps = max(1, workers[0].when.k_steps // max(len(worker.fragments) for worker in workers))
     accumulated = max(1, trainer.accumulate_grad_batches)
     epoch = trainer.num_training_batches / accumulated
     steps = dict[str, float]()
@@ -374,9 +373,9 @@ def refuse_sparse_gradients(module: torch.nn.Module) -> None:
         if isinstance(layer, (torch.nn.Embedding, torch.nn.EmbeddingBag)) and layer.sparse:
             raise ConfigurationError(
                 f"{type(layer).__name__} {name!r} has sparse gradients; only dense ones are exchanged. "
-                "Build it with sparse=False: methods that compress send few elements of it all the same. Methods that "
-                "average weights take it where no step is synchronous (begin_step=0, k_steps > 1), between several "
-                "ranks on one level."
+                "Build it with sparse=False: methods that compress send few elements of the dense gradient, too. "
+                "Methods that average weights take sparse gradients if no step is synchronous (begin_step=0, "
+                "k_steps > 1), between several ranks on one level."
             )
 
 
@@ -387,7 +386,9 @@ def numels_of(workers: Iterable[Synchronizer]) -> tuple[list[int], list[int]]:
 
 
 def warn_of_schedule(method: Method, trainer: pl.Trainer, workers: Sequence[Synchronizer]) -> None:
-    """Warn where the run ends before its method has done anything but DDP; tell what sparse steps do."""
+    """Warn if the run ends before its method has done anything but DDP; log the arithmetic of sparse steps."""
+    if all(worker.peers.num_participants == 1 and not worker.peers.may_grow for worker in workers):
+        return
     begin, after = method.when.begin_step, 1
     if method.averages_weights:
         fragments = max(len(worker.fragments) for worker in workers)  # type: ignore[attr-defined]  # all are replicas
@@ -417,8 +418,8 @@ def _tell_of_sparse_steps(workers: Sequence[GradientSync]) -> None:
     if sum(sparse) < MUCH * total:
         rank_zero_warn(
             f"{len(sparse)} of {len(sparse) + len(others)} tensors, {sum(sparse) / total:.1%} of the {total:,} "
-            "elements that are trained, are sent sparse. The others have less than min_numel elements or are in "
-            "exclude, and are sent whole. Change these to compress more."
+            "elements that are trained, are sent sparse. The other tensors have less than min_numel elements or are in "
+            "exclude, and are sent whole. Change these two knobs to compress more."
         )
 
 

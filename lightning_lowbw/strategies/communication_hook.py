@@ -8,7 +8,7 @@ runs twice for each bucket (when it is ready, and when it has arrived) and canno
 
 import time
 from collections.abc import Collection
-from typing import Literal, cast
+from typing import Any, Literal, cast
 
 import torch
 import torch.distributed as dist
@@ -17,7 +17,6 @@ from torch.futures import Future
 from torch.nn import Parameter
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 
 from lightning_lowbw.comm.peers import Peers
 from lightning_lowbw.kernels.tensors import device_of
@@ -27,75 +26,60 @@ Ranks = Literal["all", "node"]
 
 
 class CommunicationHook:
-    """Reduces DDP's buckets in steps that DDP does not reduce by itself.
+    """Reduces DDP's buckets in steps that DDP does not reduce by itself; made for one fit.
+
+    Stock Lightning registers hooks only on CUDA, and does not warn.
+
+    Args:
+        ddp: the model whose buckets are reduced.
+        peers: the ranks that reduce its buckets.
+        is_manual: whether the user's code calls backward.
 
     Attributes:
         reduction: the ranks over which the coming step reduces; None: no reduction.
         is_timing: whether steps are timed; the host then waits for a CUDA device after backward.
     """
 
-    def __init__(self) -> None:
-        self._ddp: DistributedDataParallel | None = None
-        self._peers: Peers | None = None
-        self._trained: frozenset[Parameter] = frozenset()  # the parameters that DDP reduces
-        self._nbytes = 0  # of their gradients
+    def __init__(self, ddp: DistributedDataParallel, peers: Peers, *, is_manual: bool) -> None:
+        self._ddp: Any = ddp  # until the fit ends
+        self._peers, self._is_manual = peers, is_manual
         self.reduction: Ranks | None = "all"
         self.is_timing = False
         self._is_registered = False  # whether DDP calls `reduce`
-        self._is_manual = False  # whether the user's code calls backward
         self._has_reduced = False  # whether DDP has reduced a backward pass: the first one teaches it a static graph
-        self._handles: list[RemovableHandle] = []
-        self._means: set[Tensor] = set()  # with a manual backward: parameters whose gradients are means
-        self._last_launch_s: float | None = None  # when the last bucket of a backward pass was sent
-        # Without `reduce`: when the last gradient was ready. First all parameters have hooks, then only the last one.
-        self._clocks: dict[Parameter, RemovableHandle] = {}
-        self._last: Parameter | None = None
-
-    def register(self, ddp: DistributedDataParallel, peers: Peers, *, is_manual: bool) -> None:
-        """Begin with a model. Stock Lightning registers hooks only on CUDA, and does not warn.
-
-        Args:
-            ddp: the model whose buckets are reduced.
-            peers: the ranks that reduce its buckets.
-            is_manual: whether the user's code calls backward.
-        """
-        self._ddp, self._peers, self._is_manual, self._is_registered = ddp, peers, is_manual, False
-        self.reduction, self._has_reduced = "all", False
         # DDP ignores parameters that are frozen now and unfrozen later; the exchange reduces their gradients.
         self._trained = frozenset(parameter for parameter in ddp.parameters() if parameter.requires_grad)
         self._nbytes = sum(parameter.nbytes for parameter in self._trained)
-        self._means.clear()
+        self._means: set[Tensor] = set()  # with a manual backward: parameters whose gradients are means
         # Lightning prepares DDP in `manual_backward`; a plain `loss.backward()` bypasses that.
-        for parameter in self._trained if is_manual else ():
-            self._handles.append(parameter.register_post_accumulate_grad_hook(self._means.discard))
+        forgetting = self._trained if is_manual else ()
+        self._handles = [each.register_post_accumulate_grad_hook(self._means.discard) for each in forgetting]
+        self._last_launch_s: float | None = None  # when the last bucket of a backward pass was sent
+        # Without `reduce`: when the last gradient was ready. First all parameters have hooks, then only the last one.
         self._clocks = {each: each.register_post_accumulate_grad_hook(self._note_gradient) for each in self._trained}
+        self._last: Parameter | None = None
         self._intercept_if_needed()
 
     def release(self) -> None:
-        """Leave the parameters as they were before `register`."""
-        self._ddp, self._peers, self._trained, self._last = None, None, frozenset(), None
+        """Leave the parameters as they were, and the model to be collected: DDP's reducer holds this object."""
         for handle in (*self._handles, *self._clocks.values()):
             handle.remove()
-        self._handles, self._clocks = [], {}
+        self._ddp = None
 
     def _intercept_if_needed(self) -> None:
         """Let DDP call `reduce` from now on, if DDP cannot reduce the coming step by itself."""
-        ddp, peers = self._ddp, self._peers
-        assert ddp is not None
-        assert peers is not None
-        reduces_otherwise = ddp.require_backward_grad_sync and self.reduction != "all"
-        is_needed = self._is_manual or not peers.reduces_as_ddp or reduces_otherwise
+        reduces_otherwise = self._ddp.require_backward_grad_sync and self.reduction != "all"
+        is_needed = self._is_manual or not self._peers.reduces_as_ddp or reduces_otherwise
         if is_needed and not self._is_registered:
             self._is_registered = True
             for handle in self._clocks.values():
                 handle.remove()
             self._clocks = {}
-            ddp.register_comm_hook(state=None, hook=self.reduce)
+            self._ddp.register_comm_hook(state=None, hook=self.reduce)
 
     def prepare(self, workers: Collection[Synchronizer]) -> None:
         """If DDP reduces nothing in the coming step, let it fill no buckets and search for no unused parameters."""
         ddp = self._ddp
-        assert ddp is not None
         if ddp.require_backward_grad_sync and any(worker.plan.is_local for worker in workers):
             # DDP would rebuild its buckets, with a broadcast, in the next forward pass; here all ranks take part.
             ddp.reducer._rebuild_buckets()
@@ -112,7 +96,6 @@ class CommunicationHook:
         With `find_unused_parameters` DDP communicates with all ranks, so that the worker takes the mean of the node
         instead.
         """
-        assert self._ddp is not None
         if worker.plan.reduce == "all":
             return "all"
         return "node" if worker.plan.reduce == "node" and not self._ddp.find_unused_parameters else None
@@ -129,9 +112,9 @@ class CommunicationHook:
     def take(self, worker: Synchronizer) -> frozenset[Parameter]:
         """Return the parameters whose gradients are means already; note how long the optimizer has waited for them."""
         reduced = self.reduced(worker)
-        self._has_reduced |= self._ddp is not None and self._ddp.require_backward_grad_sync
+        self._has_reduced |= self._ddp.require_backward_grad_sync
         self._means.difference_update(worker.params if self._means else ())
-        if self._peers is not None and not worker.plan.is_local:
+        if not worker.plan.is_local:
             self._peers.ledger.exposed_s += self._wait_s()
             if reduced and not self._is_registered:
                 self._peers.count_all_reduce(self._nbytes)
@@ -160,7 +143,6 @@ class CommunicationHook:
             future = device_of(buffer.device).new_future()  # done after the queued work of the current stream
             future.set_result(buffer)
             return future
-        assert peers is not None
         if self._handles:
             self._means.update(bucket.parameters())
         # A product, as in DDP's reducer: a division gives other bits unless N is a power of two.
@@ -190,7 +172,7 @@ class CommunicationHook:
         if self._last is not None and len(self._clocks) > 1:  # the first time
             for parameter in self._clocks.keys() - {self._last}:
                 self._clocks.pop(parameter).remove()
-        if last is None or self._ddp is None or not self._waits_for(self._ddp.device):
+        if last is None or not self._waits_for(self._ddp.device):
             return 0.0
         return time.perf_counter() - last
 

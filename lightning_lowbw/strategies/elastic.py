@@ -174,11 +174,6 @@ class ElasticStrategy(Strategy):
         if len(self._workers) != 1:
             raise ConfigurationError(f"{len(self._workers)} optimizers: an elastic training has one. Return one.")
 
-    @property
-    @override
-    def _num_participants(self) -> int:
-        return max(2, self.world_size)  # other groups will come
-
     @override
     def reconfigure(self, method: Method) -> None:
         if self._workers and self._replica.settings:  # this group has joined the other groups

@@ -1,17 +1,16 @@
 """Agreement between ranks outside of the exchange, and the first callback, which triggers it.
 
-The metrics that callbacks monitor are made equal. The states of the optimizers are
-compared when a fit begins.
+The metrics that callbacks monitor are made equal. The states of the optimizers are compared when a fit begins, the
+weights when it ends.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
-import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback, Checkpoint, EarlyStopping
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -19,7 +18,9 @@ from torch.distributed.tensor import DTensor
 from lightning_lowbw.comm.agreement import agree, digest
 from lightning_lowbw.comm.collectives import all_reduce_
 from lightning_lowbw.strategies.checks import callbacks_of
-from lightning_lowbw.sync.checks import plain_values
+from lightning_lowbw.sync.buffers import IGNORED
+from lightning_lowbw.sync.checks import agree_on_end, plain_values
+from lightning_lowbw.sync.gradient import GradientSync
 from lightning_lowbw.sync.synchronizer import Synchronizer
 
 
@@ -88,13 +89,13 @@ def _monitored(trainer: pl.Trainer) -> list[str]:
 # The state of an optimizer that was trained before -------------------------------------------------------------------
 
 
-def agree_on_states(workers: Iterable[Synchronizer], group: dist.ProcessGroup | None) -> None:
+def agree_on_states(workers: Sequence[Synchronizer]) -> None:
     """Check that each optimizer has one state on all ranks, unless the coming step is local.
 
     Sparse and local steps of an earlier fit leave each rank a state of its own. A synchronous step with such a state
     would move the weights of each rank differently, and nobody would notice.
 
-    Collective: all ranks of the group, blocking; a digest.
+    Collective: the peers of the workers, blocking; a digest.
 
     Raises:
         DisagreementError: on all ranks; names the entries that differ.
@@ -111,7 +112,7 @@ def agree_on_states(workers: Iterable[Synchronizer], group: dist.ProcessGroup | 
         "states of the optimizers at the start of the fit (sparse and local steps of an earlier fit leave each rank a "
         "state of its own: return a new optimizer from configure_optimizers, or load one state on all ranks)",
         found,
-        group,
+        workers[0].peers.group if workers else None,
     )
 
 
@@ -121,3 +122,24 @@ def _comparable(value: Any) -> object:
     if isinstance(local, Tensor):
         return digest([local if type(local) is Tensor else local.dequantize()])[:8]
     return plain_values({"": value}).get("", type(value).__name__)
+
+
+def agree_on_weights(module: torch.nn.Module, workers: Iterable[Synchronizer]) -> None:
+    """Check, after the last step, that all ranks have the same weights where they must.
+
+    A worker that exchanges gradients compares all parameters that are trained, a replica the parameters of its
+    optimizer. Shards are not compared: if one shard raised, the ranks with the other shards would go on.
+
+    Collective: the peers of the workers, blocking.
+
+    Raises:
+        DisagreementError: on all ranks.
+    """
+    ignored = getattr(module, IGNORED, ())
+    for worker in workers:
+        if worker.parameters_agree and not worker.peers.are_shards:
+            compared = worker.by_name()
+            if isinstance(worker, GradientSync):
+                compared |= {name: each for name, each in module.named_parameters() if each.requires_grad}
+                compared = {name: each for name, each in compared.items() if name not in ignored}
+            agree_on_end(worker.step, compared, worker.peers.group)

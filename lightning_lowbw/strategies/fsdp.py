@@ -6,7 +6,7 @@ shard in the other nodes; `NodeShards` gives the method plain tensors.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -28,7 +28,7 @@ from typing_extensions import override
 
 from lightning_lowbw.arguments import names_arguments
 from lightning_lowbw.comm.agreement import differ, failing_together
-from lightning_lowbw.comm.collectives import TrafficLedger, broadcast_, broadcast_flat_
+from lightning_lowbw.comm.collectives import broadcast_, broadcast_flat_
 from lightning_lowbw.comm.peers import Peers
 from lightning_lowbw.comm.topology import (
     DIMENSIONS,
@@ -43,16 +43,16 @@ from lightning_lowbw.comm.topology import (
 from lightning_lowbw.errors import ConfigurationError
 from lightning_lowbw.method import Method, as_method
 from lightning_lowbw.strategies import checks
-from lightning_lowbw.strategies.checkpoint import GO_ON, CheckpointedStrategy, LoadShard
+from lightning_lowbw.strategies.checkpoint import GO_ON, CheckpointedStrategy
 from lightning_lowbw.strategies.keywords import Needs, as_timeout, written
 from lightning_lowbw.strategies.shared_buffers import SharedBuffers, buffers_of
 from lightning_lowbw.strategies.step_hooks import scaler_of
 from lightning_lowbw.sync.local_view import LocalTensors, LocalView, NodeShards
 from lightning_lowbw.sync.synchronizer import Synchronizer
 
-# Of a LightningModule that is sharded itself: its weights are gathered before each of these.
+# The weights of a LightningModule that is sharded itself are gathered before each of its methods.
 STEPS = ("training_step", "validation_step", "test_step", "predict_step")
-CONTAINERS = (nn.ModuleList, nn.ModuleDict)  # which are not called
+CONTAINERS = (nn.ModuleList, nn.ModuleDict)  # have no forward pass
 PARAMETERS = (nn.ParameterList, nn.ParameterDict)
 
 
@@ -61,20 +61,21 @@ class ShardedStrategy(CheckpointedStrategy, ModelParallelStrategy):
     """FSDP2 inside each node, a method between nodes: for models that do not fit on one GPU.
 
     Each node holds the model once, sharded over its ranks: by the module's own `configure_model`, written as for
-    Lightning's `ModelParallelStrategy` (``fully_shard(layer, mesh=self.device_mesh["data_parallel"])``); where it has
+    Lightning's `ModelParallelStrategy` (``fully_shard(layer, mesh=self.device_mesh["data_parallel"])``). If it has
     none, each layer of every `nn.ModuleList` and `nn.Sequential` is sharded, and each other child. After FSDP's
-    reduce-scatter each rank has its shard of the node's mean gradient; the method exchanges this, or the shard of the
-    weights, with the ranks that have the same shard in other nodes. N, the number of participants, is that of nodes.
+    reduce-scatter each rank has its shard of the node's mean gradient. The method exchanges this shard, or the shard of
+    the weights, with the ranks that have the same shard in other nodes. N, the number of participants, is the number of
+    nodes.
 
     Args:
         method: when the nodes communicate, and what they send; a `Method`, such as `DGC(...)` or `LocalSGD(...)`
-            return, or a mapping. k is that of each shard.
+            return, or a mapping. A density applies to each shard.
         topology: which ranks share a node: "auto" (by the launcher and the host names), a number of ranks per node,
             the ranks of each node, or a `Topology`. None: the method's own, or "auto". Nodes are of one size.
-        save_distributed_checkpoint: as of `ModelParallelStrategy`: a folder in which each rank writes its shards, or
+        save_distributed_checkpoint: as for `ModelParallelStrategy`: a folder in which each rank writes its shards, or
             one file, for which rank 0 gathers all weights in its memory.
-        resume: as of `Strategy`.
-        process_group_backend: of torch.distributed; None: by the device.
+        resume: as for `Strategy`.
+        process_group_backend: backend of torch.distributed; None: by the device.
         timeout: seconds that a collective may take, or a timedelta.
 
     Attributes:
@@ -91,6 +92,8 @@ class ShardedStrategy(CheckpointedStrategy, ModelParallelStrategy):
         >>> ShardedStrategy(LocalSGD(k_steps=4), topology=8)
         ShardedStrategy(Method(when=EveryK(k_steps=4)), topology=8)
     """
+
+    _all_ranks_save = True
 
     def __init__(
         self,
@@ -116,30 +119,21 @@ class ShardedStrategy(CheckpointedStrategy, ModelParallelStrategy):
                 "node, the ranks of each node such as [[0, 1], [2, 3]], or a Topology."
             )
         checks.refuse(checks.refusals_of_shards(given))
-        self.method = Method(when=given.when, what=given.what, where=Where())  # of flat peers, each is a node
-        self.ledger = TrafficLedger()
-        self._options = {"save_distributed_checkpoint": save_distributed_checkpoint, "resume": resume}
         self._mesh: NodeMesh | None = None
-        self._make_parts()
-        self._begin_state()
+        flat = Method(when=given.when, what=given.what, where=Where())  # each of the flat peers is a node
+        self._hold(flat, {"save_distributed_checkpoint": save_distributed_checkpoint, "resume": resume})
 
     @override
-    def _make_parts(self) -> None:
-        self.buffers = SharedBuffers(None, in_forward=False)
-        self._shards = self._reduction = NodeShards()
-        super()._make_parts()
-
-    @override
-    def _begin_state(self) -> None:
-        super()._begin_state()
-        self._shards.begin_fit(None if self._mesh is None else self._mesh.node)
+    def _begin_fit(self) -> None:
+        super()._begin_fit()
+        self._shards = self._reduction = NodeShards(None if self._mesh is None else self._mesh.node)
 
     def __repr__(self) -> str:
         return written(self, {"topology": self.topology, **self._options})
 
     @property
     def mesh(self) -> NodeMesh:
-        """The ranks of this rank's node, and those with the same shards; from the start of a fit on."""
+        """The ranks of the node of this rank, and the ranks with the same shards; from the start of a fit on."""
         if self._mesh is None:
             raise RuntimeError("The nodes are known when a fit, a validation or the like has begun.")
         return self._mesh
@@ -190,19 +184,9 @@ class ShardedStrategy(CheckpointedStrategy, ModelParallelStrategy):
                 "A GradScaler with a sharded model: each rank would skip steps alone. Give precision='bf16-mixed'."
             )
         equalise_(trainer.lightning_module, self._shards.tensors, self.mesh.peers())
-        self.buffers.begin(trainer.lightning_module)
+        self.buffers = SharedBuffers(trainer.lightning_module, None, in_forward=False)
         self._begin_workers(trainer)
         self._insert_first_callback(trainer)
-
-    @property
-    @override
-    def _equals(self) -> Peers:
-        return Peers(self.mesh.peers(), self.ledger, nodes=self.mesh.topology.nodes)
-
-    @property
-    @override
-    def _num_participants(self) -> int:
-        return self.mesh.topology.num_nodes
 
     @override
     def _make_workers(self) -> None:
@@ -215,18 +199,12 @@ class ShardedStrategy(CheckpointedStrategy, ModelParallelStrategy):
         tensors = self._shards.tensors
         view, shard_of = LocalView(optimizer, tensors), tensors.of
         named = [(name, shard_of(parameter)) for name, parameter in module.named_parameters()]
-        worker: Any = self.method.make_synchronizer(view.local, named, self._equals, buffers)
+        peers = Peers(self.mesh.peers(), self.ledger, nodes=self.mesh.topology.nodes)
+        worker: Any = self.method.make_synchronizer(view.local, named, peers, buffers)
         worker.params.whole_numels = {shard_of(parameter): parameter.numel() for parameter in module.parameters()}
         vars(worker.params).pop("small_numel", None)  # computed from the sizes of shards, for the fragments
         self._shards.views[worker] = view
         return worker
-
-    @override
-    def on_train_start(self) -> None:
-        # Not before: what loads the optimizers' states takes an empty step.
-        self._step_hooks.watch(self.trainer.lightning_module)
-        self._look()
-        super().on_train_start()
 
     @override
     def teardown(self) -> None:
@@ -234,11 +212,12 @@ class ShardedStrategy(CheckpointedStrategy, ModelParallelStrategy):
             view.release()
         if self.lightning_module is not None:
             vars(self.lightning_module).pop("configure_model", None)  # of `install_default`
-            reshard_(self.lightning_module)  # whoever looks at the weights finds all of them sharded
+            reshard_(self.lightning_module)  # code after the fit finds all weights sharded
         super().teardown()
 
+    @override
     def _look(self) -> None:
-        """Look at shards and options of parameters anew: others may have changed them, or a forward pass gathered."""
+        # Other code may have changed shards and options of parameters; a forward pass may have gathered weights.
         reshard_(self.trainer.lightning_module)
         for view in self._shards.views.values():
             view.pull()
@@ -255,9 +234,9 @@ class ShardedStrategy(CheckpointedStrategy, ModelParallelStrategy):
     def _end_step(self, worker: Synchronizer) -> None:
         view = self._shards.views[worker]
         if not worker.plan.is_local:
-            view.push_gradients()  # those that the optimizer was not to see
+            view.push_gradients()  # gradients that were hidden from the optimizer
         view.release()
-        reshard_(self.trainer.lightning_module)  # what a forward pass without a backward pass has gathered is outdated
+        reshard_(self.trainer.lightning_module)  # after a forward pass without a backward pass gathered weights are old
         super()._end_step(worker)
 
     # What the first callback calls ------------------------------------------------------------------------------
@@ -271,14 +250,12 @@ class ShardedStrategy(CheckpointedStrategy, ModelParallelStrategy):
     def show_anchor(self, *, weights_only: bool = False) -> None:
         """Put the anchor into the model, up to the end of a validation or of a save.
 
-        The next forward pass gathers the shards anew. The ranks of a node have buffers of their own, too: the model
-        shows those of its first rank, or the running statistics of rank 0 if gradients are exchanged.
+        The next forward pass gathers the shards anew. Each rank of a node has its own buffers: the model shows the
+        buffers of the node's first rank, or the running statistics of rank 0 if gradients are exchanged.
         """
-        if self._trainer is None or self._is_fit_over or self.is_interrupted or self._hooks.is_shown:
-            return
-        self._look()
+        was_shown = self._is_shown
         super().show_anchor(weights_only=weights_only)
-        if self._hooks.is_shown:
+        if self._is_shown and not was_shown:
             self._share_in_node()
 
     def _share_in_node(self) -> None:
@@ -288,37 +265,13 @@ class ShardedStrategy(CheckpointedStrategy, ModelParallelStrategy):
             broadcast_flat_(buffers, lambda flat: broadcast_(flat, self.mesh.node()))
 
     @override
-    def hide_anchor(self) -> None:
-        if self._hooks.is_shown:
-            self._look()
-            super().hide_anchor()
-
-    @override
     def finish(self) -> None:
-        self._look()
         super().finish()
         self._share_in_node()
-
-    @override
-    def agree_on_metrics(self) -> None:
-        reshard_(self.trainer.lightning_module)  # callbacks may put weights in after a validation, or take them out
-        super().agree_on_metrics()
 
     # The end, validation and checkpoints ------------------------------------------------------------------------
 
     @override
-    def on_validation_end(self) -> None:
-        super().on_validation_end()
-        reshard_(self.trainer.lightning_module)
-
-    @override
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        if self.is_interrupted:  # nothing is saved
-            return {}
-        if self._is_fitting and not self._is_fit_over:
-            self._hooks.share(self.trainer, self._equals, self.root_device)  # each rank writes buffers
-        return super().lightning_module_state_dict()
-
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         if self.is_interrupted:
@@ -326,7 +279,7 @@ class ShardedStrategy(CheckpointedStrategy, ModelParallelStrategy):
         raw = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
         if raw not in self._trained_optimizers:  # torch expects a state
             return {}
-        with self._step_hooks.allowing(raw):  # of an optimizer without a state, torch takes an empty step
+        with self._step_hooks.allowing(raw):  # torch takes an empty step if the optimizer has no state
             state: dict[str, Any] = super().optimizer_state(optimizer)
         return state
 
@@ -357,16 +310,15 @@ class ShardedStrategy(CheckpointedStrategy, ModelParallelStrategy):
         return (is_folder and "://" not in str(filepath)) or super()._is_renamed(filepath)
 
     @override
-    def _merged_states(self, metadata: Mapping[str, Any], path: _PATH, load: LoadShard) -> list[Mapping[str, Any]]:
-        """Return the mean over the nodes of what they had of this rank's shards."""
+    def _merged_ranks(self, metadata: Mapping[str, Any], path: _PATH) -> Sequence[int]:
+        """Return the ranks that had the shards of this rank, one in each node."""
         nodes, size = metadata["nodes"], self.mesh.topology.ranks_per_node
         if len(nodes[0]) != size:
             raise ConfigurationError(
                 f"{path} was written by nodes of {len(nodes[0])} ranks, and these have {size}. Resume "
                 f"with any number of nodes of {len(nodes[0])} ranks, or {GO_ON}."
             )
-        ranks = [node[self.mesh.coordinate] for node in nodes]
-        return [self._mean_of(number, ranks, load) for number in range(len(self.workers))]
+        return [node[self.mesh.coordinate] for node in nodes]
 
 
 # Modules without `configure_model` --------------------------------------------------------------------------------
@@ -383,7 +335,7 @@ def install_default(module: Any, device: torch.device) -> None:
 
 
 def _shard(module: Any, device: torch.device) -> None:
-    """Shard the children, and the layers in lists; the module itself takes what several of them share, and its own."""
+    """Shard the children, and the layers in lists; the module itself shards its own and shared parameters."""
     if any(isinstance(parameter, DTensor) for parameter in module.parameters()):  # in an earlier fit
         return
     # As in DDP rank 0 sends all tensors, before each rank keeps its shards.
@@ -405,7 +357,8 @@ def _shard(module: Any, device: torch.device) -> None:
         if all(users[parameter] <= set(layer.modules()) for parameter in layer.parameters())
     ]
     mesh = module.device_mesh[DIMENSIONS[0]]
-    for layer in alone:  # others stay gathered until the backward pass, as a root does: a loss may use their weights
+    # Layers outside of lists stay gathered until the backward pass, as a root does: a loss may use their weights.
+    for layer in alone:
         fully_shard(layer, mesh=mesh, reshard_after_forward=layer in in_lists)
     if not all(isinstance(parameter, DTensor) for parameter in module.parameters()):
         fully_shard(module, mesh=mesh)
@@ -414,7 +367,7 @@ def _shard(module: Any, device: torch.device) -> None:
 
 
 def _layers_in(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield the children of a module; in place of a list or dictionary of layers those that are in it."""
+    """Yield the children of a module; in place of a list or dictionary of layers the layers in it."""
     for child in module.children():
         if isinstance(child, CONTAINERS):
             yield from _layers_in(child)
@@ -422,32 +375,32 @@ def _layers_in(module: nn.Module) -> Iterator[nn.Module]:
             yield child
 
 
-# What is gathered, and what is not --------------------------------------------------------------------------------
+# Checks, and weights that are gathered ------------------------------------------------------------------------------
 
 
 def check_sharded(module: nn.Module, mesh: NodeMesh) -> None:
-    """Check that each parameter that is trained is sharded over this node, and not over more or less.
+    """Check that each trained parameter is sharded over exactly the ranks of this node.
 
     Raises:
         ConfigurationError: one is not; names it.
     """
     ranks = set(mesh.topology.nodes[mesh.topology.node_of(dist.get_rank())])
     for name, parameter in module.named_parameters():
-        others = set(parameter.device_mesh.mesh.flatten().tolist()) if isinstance(parameter, DTensor) else set()
-        if not others <= ranks or (parameter.requires_grad and len(ranks) > 1 and others != ranks):
+        over = set(parameter.device_mesh.mesh.flatten().tolist()) if isinstance(parameter, DTensor) else set()
+        if not over <= ranks or (parameter.requires_grad and len(ranks) > 1 and over != ranks):
             raise ConfigurationError(
-                f"{name!r} is sharded over ranks {sorted(others)}, and this node has {sorted(ranks)}: it would be sent "
+                f"{name!r} is sharded over ranks {sorted(over)}, and this node has {sorted(ranks)}: it would be sent "
                 "between nodes in every forward pass, or its gradient would be that of one rank alone. In "
                 'configure_model give each fully_shard mesh=self.device_mesh["data_parallel"], and end with '
-                "fully_shard(self, mesh=...), which takes what no block has."
+                "fully_shard(self, mesh=...), which shards the parameters of no block."
             )
 
 
 def check_reduced(module: nn.Module) -> None:
     """Check after a backward pass that FSDP has reduced all gradients.
 
-    In manual optimization it does not reduce those of the module's own parameters, and of layers that share one: they
-    are gathered for `training_step`, which has not ended.
+    In manual optimization it does not reduce the gradients of the module's own parameters, and of parameters that
+    layers share: these are gathered for `training_step`, which has not ended.
 
     Raises:
         ConfigurationError: a parameter is gathered and has a gradient, which would be missing in this step.
@@ -463,7 +416,7 @@ def check_reduced(module: nn.Module) -> None:
 def reshard_(module: nn.Module) -> None:
     """Free the weights that a forward pass has gathered, and that it keeps for a backward pass that may not come.
 
-    After a validation these would be used by the next forward pass, although the shards have other values by then.
+    After a validation the next forward pass would use them, although the shards have other values by then.
     """
     for layer in module.modules():
         if isinstance(layer, FSDPModule):
@@ -472,16 +425,15 @@ def reshard_(module: nn.Module) -> None:
 
 @torch.no_grad()
 def equalise_(module: nn.Module, tensors: LocalTensors, group: dist.ProcessGroup | None) -> None:
-    """Give all nodes the weights and buffers of the first, where they differ.
+    """Give all nodes the weights and buffers of the first node, if they differ.
 
     In place:
         Parameters and buffers.
 
-    Collective: the ranks of the group, which have the same shards; the shapes of buffers, two numbers, and the tensors
-    where these differ.
+    Collective: the ranks of the group, which have the same shards; two numbers, and the tensors if these differ.
     """
     shards: list[Tensor] = [tensors.of(parameter).detach() for parameter in module.parameters()]
     shards += buffers_of(module).values()
     if shards and dist.get_world_size(group) > 1 and any(differ([shards], group, shards[0].device)):
-        for tensor in shards:  # one by one: all of them together would be a second copy of the shard
+        for tensor in shards:  # one by one: all tensors together would be a second copy of the shard
             broadcast_flat_([tensor], lambda flat: broadcast_(flat, group))

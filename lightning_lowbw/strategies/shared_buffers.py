@@ -55,6 +55,7 @@ class SharedBuffers:
     """The choice of the buffers that rank 0 sends, and of the steps after which the ranks compare their buffers.
 
     Args:
+        module: the module that is fitted.
         asked: whether the user wants DDP's broadcast in every forward pass; None if they have not said so.
         in_forward: whether forward passes broadcast.
 
@@ -62,17 +63,13 @@ class SharedBuffers:
         is_check_due: whether the ranks compare their buffers before the next batch.
     """
 
-    def __init__(self, asked: bool | None, *, in_forward: bool = True) -> None:
+    def __init__(self, module: nn.Module, asked: bool | None, *, in_forward: bool = True) -> None:
         self._asked, self._in_forward = asked, in_forward
-        self._statistics: frozenset[str] = frozenset()  # names of buffers that no training step reads
+        # Names of buffers that no training step reads.
+        self._statistics = frozenset[str]() if asked is False else statistics_of(module)
         self._unequal: list[str] | None = None  # names of the buffers that the ranks change differently, if known
         self._num_compared = 0
         self.is_check_due = False
-
-    def begin(self, module: nn.Module) -> None:
-        """Forget the last fit."""
-        self._unequal, self._num_compared, self.is_check_due = None, 0, False
-        self._statistics = frozenset() if self._asked is False else statistics_of(module)
 
     def state_dict(self) -> dict[str, Any]:
         """Return what the ranks have found; equal on all ranks."""
@@ -117,8 +114,8 @@ class SharedBuffers:
         if new:
             nbytes = sum(buffers[name].nbytes for name in self._unequal if name in buffers)
             rank_zero_info(
-                f"The ranks change these buffers differently: {', '.join(new)}. Before each forward pass they get "
-                f"those of rank 0, as under DDP ({nbytes:,} bytes, all such buffers together). "
+                f"The ranks change these buffers differently: {', '.join(new)}. Before each forward pass rank 0 sends "
+                f"its buffers, as under DDP ({nbytes:,} bytes for all such buffers). "
                 "broadcast_buffers=False leaves this out: then each rank keeps its own."
             )
 

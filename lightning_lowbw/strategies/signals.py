@@ -1,11 +1,11 @@
 """SIGTERM, and SLURM's signal to save and requeue: a signal on one rank lets all ranks end or save after the same step.
 
-Lightning handles a signal only on the rank that receives it: this rank ends, or saves, and the others wait for it in
-the next collective. Lightning 2.6 also broadcasts in the handler, and before each batch broadcasts whether rank 0 has
-received one. Here a signal sets a request, which travels in the status of a compressed step, of a synchronous step of
-local SGD, or of an average. A step whose gradients DDP reduces has no status, nor has a step of a sharded model on a
-single node: after every fourth such step a separate message is begun, and its result is read after the next step, when
-it has arrived already.
+Lightning handles a signal only on the rank that receives it: this rank ends, or saves, and the other ranks wait for it
+in the next collective. Lightning 2.6 also broadcasts in the handler, and before each batch broadcasts whether rank 0
+has received a signal. Here a signal sets a request, which travels in the status of a compressed step, of a synchronous
+step of local SGD, or of an average. A step whose gradients DDP reduces has no status, nor has a step of a sharded model
+on a single node: after every fourth such step a separate message is begun, and its result is read after the next step,
+when it has arrived already.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import signal
 import sys
 import threading
 from collections.abc import Mapping
+from contextlib import ExitStack
 from typing import Any
 
 import lightning.pytorch as pl
@@ -36,14 +37,14 @@ class Signals:
 
     Args:
         workers: of the optimizers, at any time.
+        ends: gets what is to be done at the end of the fit; Lightning's connector puts the handlers back.
 
     Attributes:
         save_is_due: whether the ranks have agreed to save and requeue, as SLURM's signal asked for.
     """
 
-    def __init__(self, workers: Mapping[int, Synchronizer]) -> None:
-        self._workers = workers
-        self._loop: Any = None  # Lightning's, in which a broadcast is replaced
+    def __init__(self, workers: Mapping[int, Synchronizer], ends: ExitStack) -> None:
+        self._workers, self._ends = workers, ends
         self._asked: tuple[TensorWork, Synchronizer] | None = None  # a message that has been begun, and for which
         self._have_agreed = False  # whether a SIGTERM ends all ranks after the same step
         self.save_is_due = False
@@ -53,10 +54,6 @@ class Signals:
         """Whether the exception that is handled now is that of a SIGTERM, which all ranks raise after the same step."""
         return self._have_agreed and isinstance(sys.exc_info()[1], SIGTERMException)
 
-    def begin_fit(self) -> None:
-        """Forget the last fit."""
-        self._asked, self._have_agreed, self.save_is_due = None, False, False
-
     def defer(self, trainer: pl.Trainer) -> None:
         """Let SIGTERM and SLURM's signal set a request from now on; may be called again."""
         self._have_agreed |= trainer.world_size == 1  # a SIGTERM ends the only rank
@@ -64,7 +61,8 @@ class Signals:
             return
         loop = trainer.fit_loop.epoch_loop
         if hasattr(loop, "_broadcast_sigterm_tensor"):
-            loop._broadcast_sigterm_tensor, self._loop = (lambda: None), loop  # type: ignore[method-assign]
+            loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]
+            self._ends.callback(vars(loop).pop, "_broadcast_sigterm_tensor", None)
         if threading.current_thread() is not threading.main_thread():
             return
         if isinstance(trainer.strategy.launcher, _MultiProcessingLauncher):
@@ -82,12 +80,6 @@ class Signals:
         for signum in signal.valid_signals():
             handlers = getattr(signal.getsignal(signum), "signal_handlers", [])
             handlers[:] = [deferred.get(each, each) for each in handlers]
-
-    def restore(self) -> None:
-        """Give Lightning's loop back as it was; its connector puts the handlers back."""
-        if self._loop is not None:
-            vars(self._loop).pop("_broadcast_sigterm_tensor", None)
-            self._loop = None
 
     def _request_stop(self, *_: Any) -> None:
         for worker in self._workers.values():

@@ -1,7 +1,7 @@
-"""What of a Lightning step is wrapped besides DDP's hook: clipping, the scale of a GradScaler, and optimizers' steps.
+"""The wrapped parts of a Lightning step besides DDP's hook: clipping, a GradScaler's scale, and the optimizers' steps.
 
-Where the exchange is sparse, clipping comes before it, on this rank's own gradient: clipping the mean instead would
-shrink elements that contain the gradients of hundreds of steps.
+If the exchange is sparse, each rank clips its own gradient before it: clipping the mean instead would shrink elements
+that contain the gradients of hundreds of steps.
 """
 
 from __future__ import annotations
@@ -9,12 +9,11 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Protocol
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import Callback
-from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.utilities import GradClipAlgorithmType
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
@@ -24,76 +23,52 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_lowbw.errors import ConfigurationError
 from lightning_lowbw.strategies.checks import callbacks_in
+from lightning_lowbw.strategies.communication_hook import CommunicationHook
+from lightning_lowbw.sync.local_view import NodeShards
 from lightning_lowbw.sync.plain_loop import eagerly, has_step_hooks
 from lightning_lowbw.sync.synchronizer import Synchronizer
 
-READING_HOOK = "on_before_zero_grad"  # in which the gradients of the last step may be read
-CHANGING_HOOKS = ("on_before_backward", "on_after_backward")  # in which those of the next one may be changed,
-CHANGING_METHODS = (*CHANGING_HOOKS, "backward", "optimizer_step")  # or what is trained
-
-
-class Reduction(Protocol):
-    """How DDP or FSDP has reduced the gradients that a worker exchanges."""
-
-    def take(self, worker: Synchronizer) -> Collection[Any]:
-        """Return the parameters whose gradients are means already, for an exchange of them that begins now."""
-        ...
-
-    def give(self, worker: Synchronizer) -> None:
-        """Give the user's optimizer what a worker has made of its gradients."""
-        ...
-
-    def has_mean(self, worker: Synchronizer) -> bool:
-        """Return whether the gradients of the coming step are means over all ranks already."""
-        ...
-
-    def optimizer_of(self, worker: Synchronizer) -> Optimizer:
-        """Return the user's optimizer."""
-        ...
+READING_HOOK = "on_before_zero_grad"  # may read the gradients of the last step
+# Hooks and methods that may change the gradients of the next step, or the parameters that are trained.
+CHANGING_HOOKS = ("on_before_backward", "on_after_backward")
+CHANGING_METHODS = (*CHANGING_HOOKS, "backward", "optimizer_step")
+Reduction = CommunicationHook | NodeShards  # how DDP or FSDP has reduced the gradients that a worker exchanges
 
 
 class StepHooks:
-    """Wraps what leads to a step: clipping, in two methods of the precision plugin, and the optimizers' steps.
+    """Wraps clipping, in two methods of the precision plugin, and the optimizers' steps.
 
-    All clipping of Lightning ends in these two. The module's `configure_gradient_clipping` is called as always, once
-    per step; norms are multiplied by the method's factor. Steps of the module's parameters that Lightning does not take
-    are refused: their gradients have not been exchanged.
+    All clipping of Lightning ends in these two methods. The module's `configure_gradient_clipping` is called as always,
+    once per step; norms are multiplied by the method's factor. Steps of the module's parameters that Lightning does not
+    take are refused: their gradients have not been exchanged.
 
     Args:
         reduction: of the gradients, before the exchange.
+        trainer: of the fit.
+        worker_of: returns the worker of an optimizer.
 
     Attributes:
-        has_gradients: whether there are new ones since the last exchange.
+        has_gradients: whether there are new gradients since the last exchange.
     """
 
-    def __init__(self, reduction: Reduction) -> None:
-        self._reduction, self.has_gradients = reduction, False
-        self._plugin: Precision | None = None
-        self._original: Callable[..., None] | None = None  # the plugin's own
-        self._module: torch.nn.Module | None = None
+    def __init__(self, reduction: Reduction, trainer: pl.Trainer, worker_of: Callable[[Any], Synchronizer]) -> None:
+        self._reduction, self._trainer, self._worker_of = reduction, trainer, worker_of
+        self._plugin, self._module, self.has_gradients = trainer.precision_plugin, trainer.lightning_module, False
         self._handle: RemovableHandle | None = None
         self._stepping: Optimizer | None = None  # by Lightning, now
         self._has_exchanged = False  # for that step
         self._is_waiting = False  # whether its gradients are exchanged where Lightning would clip them, after its hooks
-
-    def install(self, trainer: pl.Trainer, worker_of: Callable[[Any], Synchronizer]) -> None:
-        """Replace the plugin's methods until `release`.
-
-        Args:
-            trainer: of the fit.
-            worker_of: returns the worker of an optimizer.
-        """
-        plugin, module = trainer.precision_plugin, trainer.lightning_module
-        clip_gradients, original = plugin.clip_gradients, plugin._clip_gradients
+        self._original = self._plugin._clip_gradients
+        clip_gradients = self._plugin.clip_gradients
 
         def clip_with_factor(
             optimizer: Any,
             clip_val: int | float = 0.0,
             gradient_clip_algorithm: GradClipAlgorithmType = GradClipAlgorithmType.NORM,
         ) -> None:
-            worker = worker_of(optimizer)
+            worker = self._worker_of(optimizer)
             is_of_rank = worker.plan.is_local or worker.plan.clips_before_exchange
-            if not (module.automatic_optimization or is_of_rank or self._reduction.has_mean(worker)):
+            if not (self._module.automatic_optimization or is_of_rank or self._reduction.has_mean(worker)):
                 raise ConfigurationError(
                     f"clip_gradients in manual optimization, step {worker.step}: here the mean over ranks is clipped, "
                     "and optimizer.step() makes it. Call self.manual_backward(loss), and take a method that sends "
@@ -105,92 +80,83 @@ class StepHooks:
         def clip_or_exchange(model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
             if not any(True for _ in parameters_of(optimizer)):
                 return
-            worker = worker_of(optimizer)
+            worker = self._worker_of(optimizer)
             if worker.plan.clips_before_exchange:
-                # The hooks get this rank's own gradient; what they write into param groups counts in this step.
+                # The hooks get this rank's own gradient; the options that they write count in this step.
                 if self._is_waiting:
                     self._is_waiting = False
-                    eagerly()(self.exchange, worker, trainer, is_after_hooks=True)
+                    eagerly()(self.exchange, worker, is_after_hooks=True)
             else:
-                original(model, optimizer, *args, **kwargs)
+                self._original(model, optimizer, *args, **kwargs)
 
-        self._plugin, self._original, self.has_gradients = plugin, original, False
-        plugin.clip_gradients = clip_with_factor  # type: ignore[method-assign]
-        plugin._clip_gradients = clip_or_exchange  # type: ignore[method-assign]
+        self._plugin.clip_gradients = clip_with_factor  # type: ignore[method-assign]
+        self._plugin._clip_gradients = clip_or_exchange  # type: ignore[method-assign]
 
-    def watch(self, module: torch.nn.Module) -> None:
-        """Check each step of any optimizer that has parameters of a module, until `release`."""
-        if self._handle is not None:  # of a fit that a tuner has ended
-            self._handle.remove()
-        self._module, self._handle = module, register_optimizer_step_pre_hook(self._refuse_others)
+    def watch(self) -> None:
+        """Check each step of any optimizer that has parameters of the module, until `release`."""
+        if self._handle is None:  # else a tuner has begun the fit
+            self._handle = register_optimizer_step_pre_hook(self._refuse_others)
 
     def release(self) -> None:
         """Give the plugin its own methods back, and stop checking."""
-        if self._plugin is not None:
-            del self._plugin.clip_gradients, self._plugin._clip_gradients
+        del self._plugin.clip_gradients, self._plugin._clip_gradients
         if self._handle is not None:
             self._handle.remove()
-        self._plugin = self._original = self._module = self._handle = None
 
-    def end_closure(self, worker: Synchronizer, trainer: pl.Trainer) -> None:
-        """Replace the gradients of the optimizer that steps by those it steps with, now or where Lightning clips."""
+    def end_closure(self, worker: Synchronizer) -> None:
+        """Exchange the gradients of the optimizer that steps, now or where Lightning clips."""
         has_gradients, self.has_gradients = self.has_gradients or worker.plan.is_local, False
-        if trainer.lightning_module.automatic_optimization and not has_gradients:
+        if self._module.automatic_optimization and not has_gradients:
             # The batch norm epoch of StochasticWeightAveraging: sent again these gradients would count twice.
             if worker.plan.reduce != "all":
                 worker.optimizer.zero_grad(set_to_none=True)
         elif worker.plan.clips_before_exchange:
             self._is_waiting = True
         else:
-            self.exchange(worker, trainer)
+            self.exchange(worker)
         self._has_exchanged = True
 
-    def sending_early(
-        self, trainer: pl.Trainer, worker_of: Callable[[Any], Synchronizer]
-    ) -> AbstractContextManager[None]:
+    def sending_early(self) -> AbstractContextManager[None]:
         """Return a context for a backward pass: its gradients may be sent in it, if the optimizer steps with them."""
-        if self._stepping is None or not takes_as_made(trainer):
+        if self._stepping is None or not takes_as_made(self._trainer):
             return nullcontext()
-        return worker_of(self._stepping).sending_early(begins=leaves_as_made(trainer))
+        return self._worker_of(self._stepping).sending_early(begins=leaves_as_made(self._trainer))
 
     @torch.no_grad()
-    def exchange(self, worker: Synchronizer, trainer: pl.Trainer, *, is_after_hooks: bool = False) -> None:
+    def exchange(self, worker: Synchronizer, *, is_after_hooks: bool = False) -> None:
         """Check the gradients of a step for faults, clip and exchange them; without the scale of a GradScaler.
 
         Args:
             worker: of the optimizer.
-            trainer: of the fit.
             is_after_hooks: whether Lightning's hooks before a step have been called.
         """
         reduced = self._reduction.take(worker)
         if not worker.takes_reduced(reduced):
-            exchange = functools.partial(self._exchange, worker, trainer, reduced)
+            exchange = functools.partial(self._exchange, worker, reduced)
             if worker.plan.is_local:  # Lightning alone clips and scales
                 exchange(False)
             else:
-                exchange_unscaled_(trainer.precision_plugin, worker.optimizer, exchange, is_after_hooks=is_after_hooks)
+                exchange_unscaled_(self._plugin, worker.optimizer, exchange, is_after_hooks=is_after_hooks)
         self._reduction.give(worker)
 
-    def _exchange(
-        self, worker: Synchronizer, trainer: pl.Trainer, reduced: Collection[Any], skip_nonfinite: bool
-    ) -> bool:
+    def _exchange(self, worker: Synchronizer, reduced: Collection[Any], skip_nonfinite: bool) -> bool:
         """Exchange; return whether the step is to be taken."""
         if not worker.is_prepared:
             worker.list_gradients(reduced=reduced)
-        module, clip_val = trainer.lightning_module, trainer.gradient_clip_val
+        module, clip_val = self._module, self._trainer.gradient_clip_val
         clips = worker.plan.clips_before_exchange and (clip_val or is_overridden("configure_gradient_clipping", module))
         # Clipping spreads a NaN, and a step that is skipped must leave the residuals as they are. In all other steps
-        # `exchange` checks, in the pass that accumulates the gradients; here it would read all of them once more.
+        # `exchange` checks, in the pass that accumulates the gradients; a check here would be one more pass.
         if (clips or skip_nonfinite) and worker.fault is None:
             worker.check_gradients()
         optimizer = self._reduction.optimizer_of(worker)
         if clips:
-            assert self._original is not None
-            self._original(module, optimizer, clip_val, gradient_clip_algorithm=trainer.gradient_clip_algorithm)
+            algorithm = self._trainer.gradient_clip_algorithm
+            self._original(module, optimizer, clip_val, gradient_clip_algorithm=algorithm)
         applies = not (
             worker.plan.reduce == "all"  # then the optimizer steps
             or skip_nonfinite
-            or self._is_gradient_seen(trainer, optimizer)
+            or self._is_gradient_seen(optimizer)
         )
         is_taken = worker.exchange(skip_nonfinite=skip_nonfinite, applies=applies)
         if is_taken and not skip_nonfinite:  # else before the optimizer's step, after all other hooks
@@ -199,7 +165,7 @@ class StepHooks:
 
     @contextmanager
     def allowing(self, optimizer: Optimizer) -> Iterator[None]:
-        """Allow the steps of one optimizer in a `with` block; after the exchange also of those that it contains.
+        """Allow the steps of an optimizer in a `with` block; after the exchange also the steps of its inner optimizers.
 
         Raises:
             ConfigurationError: the gradients were to be exchanged where Lightning clips, and that was not called.
@@ -222,7 +188,7 @@ class StepHooks:
 
         A wrapper (SAM, Lookahead) steps another optimizer in its own step: after the closure, or with it.
         """
-        if self._stepping is optimizer or self._module is None:
+        if self._stepping is optimizer:
             return
         parameters = {p for p in parameters_of(optimizer) if p.requires_grad or p.grad is not None}
         if parameters.isdisjoint(self._module.parameters()):
@@ -238,23 +204,23 @@ class StepHooks:
             "pass (in a hook of one the ranks would part there, too)."
         )
 
-    def _is_gradient_seen(self, trainer: pl.Trainer, optimizer: Optimizer) -> bool:
+    def _is_gradient_seen(self, optimizer: Optimizer) -> bool:
         """Return whether a hook of Lightning or of the optimizer may read the gradients that an optimizer steps with.
 
         Only for them sparse means become dense gradients. In manual optimization the user's own code follows the step,
         and may read them as well.
         """
-        module = trainer.lightning_module
+        module = self._module
         if not module.automatic_optimization or has_step_hooks(optimizer, but=[self._refuse_others]):
             return True
-        readers = (is_overridden(READING_HOOK, callback, parent=Callback) for callback in callbacks_in(trainer))
+        readers = (is_overridden(READING_HOOK, callback, parent=Callback) for callback in callbacks_in(self._trainer))
         return is_overridden(READING_HOOK, module) or any(readers)
 
 
 def takes_as_made(trainer: pl.Trainer) -> bool:
-    """Return whether a step's gradients are those of Lightning's own backward pass, unscaled; equal on all ranks.
+    """Return whether Lightning's own backward pass makes a step's gradients, unscaled; equal on all ranks.
 
-    Not where layers synchronise their statistics: they communicate in that pass.
+    False if layers synchronise their statistics: they communicate in that pass.
     """
     has_layer_sync = trainer.strategy._layer_sync is not None  # type: ignore[attr-defined]
     has_scaler = scaler_of(trainer.precision_plugin) is not None
@@ -262,7 +228,7 @@ def takes_as_made(trainer: pl.Trainer) -> bool:
 
 
 def leaves_as_made(trainer: pl.Trainer) -> bool:
-    """Return whether no hook on this rank may change gradients, or what is trained, between backward and the step."""
+    """Return whether no hook on this rank may change gradients, or freeze layers, between backward and the step."""
     of_module = (is_overridden(name, trainer.lightning_module) for name in CHANGING_METHODS)
     of_callbacks = (
         is_overridden(name, each, parent=Callback) for each in callbacks_in(trainer) for name in CHANGING_HOOKS

@@ -1,14 +1,14 @@
 """`DDPStrategy` with a method that is called at three points of a Lightning step.
 
-1. a DDP communication hook, on gloo as well as NCCL: all-reduce during backward, or pass the gradients through; what
-   goes in few bits begins to be sent in hooks of the parameters (`sync/early.py`);
+1. a DDP communication hook, on gloo as well as NCCL: all-reduce during backward, or pass the gradients through;
+   gradients in few bits begin to be sent in hooks of the parameters (`sync/early.py`);
 2. the end of the wrapped closure: check for faults, clip, exchange;
 3. after the step: the method's counters and averages, and the user's values back in the param groups.
 
-Automatic and manual optimization, accumulation, several optimizers and every precision plugin go through these. Where
-gradients are exchanged in every step, weights are equal on all ranks, and so are buffers where somebody looks at them.
-Where weights are averaged after some steps, each rank trains alone in between and sends nothing; validation,
-and checkpoints see the last average, and the fit ends with one of its own.
+Automatic and manual optimization, accumulation, several optimizers and every precision plugin go through these. If
+gradients are exchanged in every step, weights are equal on all ranks, and buffers are in validation and checkpoints. If
+weights are averaged after some steps, each rank trains alone in between and sends nothing; validation and checkpoints
+see the last average, and the fit ends with one more average.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from typing_extensions import override
 
 from lightning_lowbw.arguments import shows
 from lightning_lowbw.comm.agreement import agree
-from lightning_lowbw.comm.collectives import Level, TrafficLedger
+from lightning_lowbw.comm.collectives import Level
 from lightning_lowbw.comm.peers import Peers
 from lightning_lowbw.comm.topology import TopologyChoice
 from lightning_lowbw.method import Method, as_method
@@ -84,24 +84,9 @@ class Strategy(CheckpointedStrategy, DDPStrategy):
         **kwargs: Any,
     ) -> None:
         super().__init__(**given_keywords(type(self), kwargs))
-        self.method = as_method(method, topology)
-        self.ledger = TrafficLedger()
-        self._options = {"resume": resume}
-        self._make_parts()
+        self._hold(as_method(method, topology), {"resume": resume})
         checks.refuse(checks.refusals_of_replicas(self.method, self._ddp_kwargs))
-
-    @override
-    def _make_parts(self) -> None:
-        self.buffers = SharedBuffers(asked_of_buffers(self._ddp_kwargs))
-        self._hook = self._reduction = CommunicationHook()
-        super()._make_parts()
         self.peers = self._worker_peers = Peers()
-        self._begin_state()
-
-    @property
-    def _acts_alone(self) -> bool:
-        """Whether a world of one rank is trained otherwise than without the strategy."""
-        return self.method.acts_alone
 
     def __repr__(self) -> str:
         return written(self, self._options | plain_values(self._ddp_kwargs))
@@ -117,15 +102,13 @@ class Strategy(CheckpointedStrategy, DDPStrategy):
     @override
     def setup(self, trainer: pl.Trainer) -> None:
         if self._is_fitting:
-            # Each may have a path of its own; that they are of one save is compared where the shards are loaded.
+            # Each rank may have another path; `_load_shards` compares whether the files are of one save.
             source = "a checkpoint" if trainer.ckpt_path else "no checkpoint"
             agree("fit's ckpt_path ('last' finds what is on a rank's own disk)", {"ckpt_path": source})
             self._check_trainer(trainer)
             self._begin_fit()
             super().setup(trainer)
             self._begin_workers(trainer)
-            if self.world_size > 1 or self._acts_alone:
-                self._step_hooks.watch(trainer.lightning_module)
             if self._reports:
                 bring_monitor(trainer)
             if self.world_size == 1 and not self._acts_alone:
@@ -144,14 +127,9 @@ class Strategy(CheckpointedStrategy, DDPStrategy):
         checks.refuse(checks.refusals_of_replicas(self.method, {}, trainer, has_layer_sync=has_layer_sync))
 
     @override
-    def _begin_state(self) -> None:
-        super()._begin_state()
-        self._has_stepped = True  # since the last batch; what follows is not accumulated to it
-
-    @property
-    @override
-    def _equals(self) -> Peers:
-        return Peers(None, self.ledger)
+    def _begin_fit(self) -> None:
+        super()._begin_fit()
+        self._has_stepped = True  # since the last batch; the next gradients are not accumulated
 
     @override
     def _make_worker(self, optimizer: Optimizer, module: pl.LightningModule, buffers: Any) -> Synchronizer:
@@ -170,7 +148,7 @@ class Strategy(CheckpointedStrategy, DDPStrategy):
             takes_sparse=self.world_size > 1 and not self.method.exchanges_gradients,
         )
         self._make_peers(self._ddp_kwargs.get("process_group"))
-        self.buffers.begin(self.trainer.lightning_module)
+        self.buffers = SharedBuffers(self.trainer.lightning_module, asked_of_buffers(self._ddp_kwargs))
         super().configure_ddp()
         level: Level | None = "inter" if self.peers.is_two_level else None
         if self.world_size > 1:
@@ -225,13 +203,13 @@ class Strategy(CheckpointedStrategy, DDPStrategy):
     @override
     def _register_ddp_hooks(self) -> None:
         is_manual = not self.trainer.lightning_module.automatic_optimization
-        self._hook.register(self._ddp, self.peers, is_manual=is_manual)
+        self._hook = self._reduction = CommunicationHook(self._ddp, self.peers, is_manual=is_manual)
+        self._ends.callback(self._hook.release)
 
     @override
     def teardown(self) -> None:
         self.peers.close()
         self._worker_peers.close()
-        self._hook.release()
         super().teardown()
 
     # The step ---------------------------------------------------------------------------------------------------
@@ -252,7 +230,7 @@ class Strategy(CheckpointedStrategy, DDPStrategy):
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         is_reduced = self._ddp.require_backward_grad_sync  # into the gradients that have been made
-        with nullcontext() if is_reduced else self._step_hooks.sending_early(self.trainer, self.worker_of):
+        with nullcontext() if is_reduced else self._step_hooks.sending_early():
             return super().backward(closure_loss, optimizer, *args, **kwargs)
 
     @override
@@ -265,9 +243,9 @@ class Strategy(CheckpointedStrategy, DDPStrategy):
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Return it with whole velocities, of which each rank of a node keeps a part: any strategy resumes from it.
+        """Return the state with whole velocities, so that any strategy resumes from it; a rank of a node keeps a part.
 
-        Collective: the ranks of a node; all, where the optimizer shards its state, which rank 0 then gathers.
+        Collective: the ranks of a node; all ranks if the optimizer shards its state, which rank 0 then gathers.
         """
         if self.is_interrupted:  # nothing is saved
             return {}
@@ -276,9 +254,9 @@ class Strategy(CheckpointedStrategy, DDPStrategy):
         if worker is None or self._is_fit_over:
             return state
         whole = worker.whole_momentum()
-        if not whole:  # of an optimizer that shards its state Lightning returns nothing but on rank 0
+        if not whole:  # Lightning returns the state of an optimizer that shards it on rank 0 only
             return state
-        entries = dict(state["state"])  # new dictionaries: those of the state are the optimizer's own
+        entries = dict(state["state"])  # new dictionaries: the given ones belong to the optimizer
         for index, parameter in enumerate(p for group in worker.optimizer.param_groups for p in group["params"]):
             if parameter in whole:
                 entries[index] = {**entries.get(index, {}), worker.correction.velocity_key: whole[parameter]}
@@ -298,5 +276,5 @@ class Strategy(CheckpointedStrategy, DDPStrategy):
     @override
     def _restore(self, shard: Mapping[str, Any]) -> None:
         super()._restore(shard)
-        if not self.trainer.lightning_module.automatic_optimization:  # of a fit the first forward pass alone broadcasts
+        if not self.trainer.lightning_module.automatic_optimization:  # only the first forward pass of a fit broadcasts
             self._ddp.require_forward_param_sync = False

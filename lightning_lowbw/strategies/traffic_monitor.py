@@ -1,4 +1,4 @@
-"""Logs the traffic of the exchange, to the logger and the progress bar, and says at the end of a fit what was saved."""
+"""Logs the traffic of the exchange to the logger and the progress bar, and in one line the traffic of a fit."""
 
 from __future__ import annotations
 
@@ -34,26 +34,26 @@ class TrafficMonitor(Callback):
     - ``compression_ratio``: bytes that DDP would have sent since the last exchange / bytes sent; above 1 is better;
       only after an exchange. On two levels both are bytes between nodes, compared with a dense exchange on two
       levels ("hierarchical")
-    - ``exposed_s``: seconds in which the step waited for an exchange; on CUDA some steps late, and not in dense steps,
-      except those that `sparsity="auto"` times
+    - ``exposed_s``: seconds in which the step waited for an exchange; on CUDA some steps late, and in dense steps only
+      while `sparsity="auto"` times them
     - ``bytes_intra_node``, ``bytes_inter_node``: of the bytes sent, on two levels
 
-    and what the method reports, with a number behind it where there are several optimizers. Of methods that compress
-    gradients ("dgc"):
+    and the metrics of the method, with a number behind the name if there are several optimizers. Methods that compress
+    gradients ("dgc") report:
 
-    - ``density``: fraction of all trained elements that was sent, those of small tensors included
+    - ``density``: fraction of all trained elements that was sent, with the elements of small tensors
     - ``residual_norm``: 2-norm of the unsent gradient, from the first sparse step on; read anew every
       `Trainer(log_every_n_steps=...)` steps
 
-    Of methods that average weights ("local_sgd" and the like):
+    Methods that average weights ("local_sgd" and the like) report:
 
     - ``k_steps``: the period in use
     - ``averages``: averages since the start
     - ``consensus_distance``: ``||x_i - mean|| / ||mean||`` of this rank before the last average
 
-    With `ShardedStrategy` ("dgc_fsdp" and the like) all bytes are those between nodes, of this rank's shards.
+    With `ShardedStrategy` ("dgc_fsdp" and the like) only the bytes of this rank's shards between nodes are counted.
 
-    With stock DDP the bytes are those of its gradient all-reduce, by formula, and the rest is left out.
+    With stock DDP only the bytes are logged, by the formula of its gradient all-reduce.
 
     Args:
         prog_bar: whether the bytes sent and the compression ratio are shown in the progress bar.
@@ -74,7 +74,7 @@ class TrafficMonitor(Callback):
         if stage == "fit" and not isinstance(trainer.strategy, (BaseStrategy, DDPStrategy)):
             raise ConfigurationError(
                 f"TrafficMonitor reads the traffic of strategy='ddp' or of a strategy of this package; the strategy is "
-                f"{type(trainer.strategy).__name__}. Use one of these, or leave out the callback."
+                f"{type(trainer.strategy).__name__}. Use such a strategy, or leave out the callback."
             )
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -148,7 +148,7 @@ def summary(traffic: TrafficLedger) -> str:
     """Return in one sentence what a fit has saved.
 
     Args:
-        traffic: of this rank; on two levels the bytes between nodes are compared, with those of "hierarchical".
+        traffic: of this rank; on two levels its bytes between nodes are compared with the bytes of "hierarchical".
 
     Example:
         >>> summary(TrafficLedger(steps=100, sent_bytes=3_100_000_000, dense_bytes=410_000_000_000, exposed_s=0.84))

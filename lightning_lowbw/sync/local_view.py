@@ -181,20 +181,15 @@ class LocalView:
 class NodeShards:
     """This rank's shards of the gradients, for the workers; and the gradients after the exchange, for the optimizers.
 
+    Args:
+        node: returns the process group of the node.
+
     Attributes:
         tensors: the shards of the parameters.
         views: the views of the optimizers, by worker.
     """
 
-    def __init__(self) -> None:
-        self.begin_fit(None)
-
-    def begin_fit(self, node: WeakGroup | None) -> None:
-        """Forget the last fit.
-
-        Args:
-            node: returns the process group of the node.
-        """
+    def __init__(self, node: WeakGroup | None) -> None:
         self._node, self.tensors = node, LocalTensors()
         self.views: dict[Synchronizer, LocalView] = {}
 
