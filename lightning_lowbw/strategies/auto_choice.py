@@ -41,7 +41,7 @@ from lightning_lowbw.cost_model import (
 from lightning_lowbw.errors import ConfigurationError
 from lightning_lowbw.kernels.tensors import device_of
 from lightning_lowbw.method import Method
-from lightning_lowbw.strategies.checks import num_steps_of_fit, numels_of
+from lightning_lowbw.strategies.checks import num_steps_of_fit
 from lightning_lowbw.strategies.step_hooks import leaves_as_made, takes_as_made
 from lightning_lowbw.sync.gradient import GradientSync
 from lightning_lowbw.sync.synchronizer import Synchronizer
@@ -201,7 +201,7 @@ def refusals(workers: Sequence[GradientSync], *, is_dgc_asked_for: bool) -> dict
     unknown = {type(each.optimizer).__name__ for each in workers if not each.correction.is_complete}
     if unknown and not is_dgc_asked_for:
         return {"dgc": f"its accuracy is measured with SGD, Adam and AdamW, not with {', '.join(unknown)}"}
-    if not numels_of(workers)[0]:
+    if not shapes_of(workers)[0]:
         return {"dgc": "no tensor that is trained has min_numel elements and is not excluded"}
     try:
         for worker in workers:

@@ -152,9 +152,14 @@ class BaseStrategy(ParallelStrategy):
         if self.workers and method.exchanges_gradients and self.lightning_module is not None:
             checks.refuse_sparse_gradients(self.lightning_module)
         agree(f"configuration of {type(self).__name__}", method.settings())
-        self.method = self._given = method
+        self._given = method
+        self._use(method)
         for worker in self.workers:
             worker.method = method
+
+    def _use(self, method: Method) -> None:
+        """Begin the next step with a method."""
+        self.method = method
 
     def _agree_on_fit(self, others: Mapping[str, object]) -> None:
         """Check that all ranks begin the same fit: before callbacks are set up, which may communicate.
@@ -251,7 +256,7 @@ class BaseStrategy(ParallelStrategy):
         """
         before = self.workers
         self.signals.settle()  # a rank repeats its request
-        self.method = method
+        self._use(method)
         self._workers.clear()
         self._make_workers()
         for worker, old in zip(self.workers, before, strict=True):
@@ -341,7 +346,8 @@ class BaseStrategy(ParallelStrategy):
 
     def is_search(self, trainer: pl.Trainer) -> bool:
         """Return whether a tuner searches, with callbacks of its own: the fit comes after it."""
-        return self.world_size > 1 and self._first_callback not in checks.callbacks_in(trainer)
+        is_needed = self.world_size > 1 or self._acts_alone
+        return is_needed and self._first_callback not in checks.callbacks_in(trainer)
 
     def _insert_first_callback(self, trainer: pl.Trainer) -> None:
         if (self._workers or self._is_fitting) and self.is_search(trainer):  # for validation and the like as well

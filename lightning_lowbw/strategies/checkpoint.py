@@ -18,7 +18,6 @@ import zipfile
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import lightning.pytorch as pl
 import torch
 from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.fabric.utilities.cloud_io import get_filesystem
@@ -39,7 +38,6 @@ FORMAT = 4  # of the shards; 1 was that of version 0.1.0, 3 that of 0.2.0
 ALONE: Needs = "weights and optimizer"
 FOLDER_SUFFIX = ".ranks"  # no digits: Lightning reads version numbers off the names in a checkpoint folder
 PART = "checkpoint.part"  # in the folder of the shards: a checkpoint that is being written
-BEFORE = "checkpoint.before"  # the checkpoint that it replaces
 NAME = re.compile(r"rank-(\d+)-of-\d+-.+\.pt")
 GO_ON = (
     "give the strategy resume='weights and optimizer', which goes on from the file alone: with the step, the epoch, "
@@ -53,18 +51,8 @@ class CheckpointedStrategy(BaseStrategy):
     @override
     def _begin_fit(self) -> None:
         super()._begin_fit()
-        self._num_saves = 0
         self._removed: list[str] = []  # folders that rank 0 has removed, and other nodes not yet
         self._loaded: Mapping[str, Any] | None = None  # random numbers and a GradScaler's state, for the first batch
-
-    @override
-    def _begin_workers(self, trainer: pl.Trainer) -> None:
-        """Give the fit an identity, which distinguishes its shards from the shards of other fits.
-
-        Collective: all ranks.
-        """
-        super()._begin_workers(trainer)
-        self._run_id = self.broadcast(uuid.uuid4().hex[:12])
 
     @property
     def _kind(self) -> str:
@@ -132,10 +120,15 @@ class CheckpointedStrategy(BaseStrategy):
         if not self.workers or "optimizer_states" not in checkpoint:
             write(checkpoint, filepath)
             return
-        filepath = self._path_of_rank_zero(filepath)
-        self._num_saves += 1  # the same on all ranks: Lightning saves on all ranks
+        # The path and the removed folders may differ between ranks: names have metrics in them, and `ModelCheckpoint`
+        # removes the worst by a metric. The files of rank 0 count.
+        filepath, save_id, removed = self.broadcast((filepath, uuid.uuid4().hex[:12], self._removed))
+        self._removed = []
+        if self.local_rank == 0 and not self.is_global_zero:  # disks need not be shared
+            for removed_folder in removed:
+                remove_folder(removed_folder)
         folder = folder_of(filepath)
-        metadata = self._metadata()
+        metadata = self._metadata(save_id)
         path = shard_path(folder, self.global_rank, metadata)
         renames = self.is_global_zero and self._is_renamed(filepath)
         with failing_together():
@@ -154,10 +147,10 @@ class CheckpointedStrategy(BaseStrategy):
         """Return whether the checkpoint is written under another name first; see `overwrite`."""
         return type(self.checkpoint_io) is TorchCheckpointIO and "://" not in str(filepath)
 
-    def _metadata(self) -> dict[str, Any]:
+    def _metadata(self, save_id: str) -> dict[str, Any]:
         return {
             "num_ranks": self.world_size,
-            "save_id": f"{self._run_id}-{self._num_saves}",
+            "save_id": save_id,
             "format": FORMAT,
             "kind": self._kind,
             "nodes": self._nodes,
@@ -179,23 +172,6 @@ class CheckpointedStrategy(BaseStrategy):
             "buffers": {name: buffer.cpu().clone() for name, buffer in buffers.items()},
             "shared_buffers": self.buffers.state_dict(),
         }
-
-    def _path_of_rank_zero(self, filepath: _PATH) -> _PATH:
-        """Return the path of rank 0, and remove in each node what rank 0 has removed.
-
-        Both may differ between ranks: names have metrics in them, and `ModelCheckpoint` removes the worst by a metric.
-        Rank 0's files count.
-
-        Collective: all ranks.
-        """
-        if self.world_size == 1:
-            return filepath
-        filepath, removed = self.broadcast((filepath, self._removed))
-        self._removed = []
-        if self.local_rank == 0 and not self.is_global_zero:  # disks need not be shared
-            for folder in removed:
-                remove_folder(folder)
-        return filepath
 
     def _sweep(self, folder: str, path: str) -> None:
         """Delete earlier shards of this rank beside a checkpoint, and shards of ranks that no longer exist."""
@@ -381,7 +357,7 @@ def load_shard(checkpoint_path: _PATH, metadata: Mapping[str, Any], rank: int) -
     found = shard.get("rank"), shard.get("save_id")
     if found != (rank, metadata["save_id"]):
         raise ConfigurationError(
-            f"The shard {path!r} does not belong to the checkpoint beside it: its rank and save are {found}. All "
+            f"The shard {path!r} does not belong to the checkpoint beside it: its rank and save_id are {found}. All "
             f"shards must be of one save: copy the file and its folder once more, together, or {GO_ON}."
         )
     return shard
@@ -398,7 +374,7 @@ def overwrite(checkpoint: Any, filepath: str, folder: str, write: Callable[[Any,
 
     It is written into the folder of the shards, and then renamed. Lightning writes files to the folder for temporary
     files first: from another disk they would be copied, and a crash or a full disk would leave a part of one. A folder
-    cannot be renamed over another: a process that is killed between both renames leaves the previous one in `BEFORE`.
+    cannot be renamed over another: a process that is killed in between leaves the new checkpoint in `PART`.
 
     Args:
         checkpoint: for `write`.
@@ -406,15 +382,12 @@ def overwrite(checkpoint: Any, filepath: str, folder: str, write: Callable[[Any,
         folder: of its shards.
         write: makes a file, or a folder, of the name that it is given.
     """
-    part, before = f"{folder}/{PART}", f"{folder}/{BEFORE}"
+    part = f"{folder}/{PART}"
     _remove(part)  # of a process that was killed
     write(checkpoint, part)
     if os.path.isdir(part) or os.path.isdir(filepath):
-        _remove(before)
-        with contextlib.suppress(FileNotFoundError):
-            os.rename(filepath, before)
+        _remove(filepath)
     os.replace(part, filepath)
-    _remove(before)
 
 
 def _remove(path: str) -> None:

@@ -379,12 +379,6 @@ def refuse_sparse_gradients(module: torch.nn.Module) -> None:
             )
 
 
-def numels_of(workers: Iterable[Synchronizer]) -> tuple[list[int], list[int]]:
-    """Return the elements of each trained tensor that is sent sparse in sparse steps, and of each other one."""
-    found = [worker.params.numels_by_kind(worker.method.what) for worker in workers]
-    return [numel for sparse, _ in found for numel in sparse], [numel for _, others in found for numel in others]
-
-
 def warn_of_schedule(method: Method, trainer: pl.Trainer, workers: Sequence[Synchronizer]) -> None:
     """Warn if the run ends before its method has done anything but DDP; log the arithmetic of sparse steps."""
     if all(worker.peers.num_participants == 1 and not worker.peers.may_grow for worker in workers):
@@ -408,11 +402,14 @@ def warn_of_schedule(method: Method, trainer: pl.Trainer, workers: Sequence[Sync
 
 def _tell_of_sparse_steps(workers: Sequence[GradientSync]) -> None:
     """Log a change of an optimizer's arithmetic; warn if that is not complete, or if most elements are sent whole."""
-    sparse, others = numels_of(workers)
+    sparse, others = list[int](), list[int]()  # elements of each tensor
     for worker in workers:
+        by_kind = worker.params.numels_by_kind(worker.method.what)
+        sparse += by_kind[0]
+        others += by_kind[1]
         if not worker.correction.is_complete and worker.peers.rank == 0:
             warn_if_incomplete(worker.optimizer, worker.when)
-        if numels_of([worker])[0] and (note := worker.correction.note()):
+        if by_kind[0] and (note := worker.correction.note()):
             rank_zero_info(note)
     total = sum(sparse) + sum(others)
     if sum(sparse) < MUCH * total:

@@ -138,10 +138,6 @@ class ElasticStrategy(Strategy):
         return {**super().distributed_sampler_kwargs, "seed": seed}
 
     @override
-    def is_search(self, trainer: pl.Trainer) -> bool:  # the first callback is needed with one rank, too
-        return self._first_callback not in checks.callbacks_in(trainer)
-
-    @override
     def _check_trainer(self, trainer: pl.Trainer) -> None:
         super()._check_trainer(trainer)
         if trainer.max_steps < 0 or trainer.max_epochs not in (None, -1) or checks.callbacks_of(trainer, Timer):

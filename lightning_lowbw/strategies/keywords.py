@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from datetime import timedelta
-from typing import Any, Concatenate, Literal, ParamSpec
+from typing import Any, Literal
 
 from lightning.pytorch.strategies import DDPStrategy
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_lowbw.arguments import arguments_of, code_of, is_number
+from lightning_lowbw.arguments import code_of, is_number
 from lightning_lowbw.errors import ConfigurationError
-from lightning_lowbw.method import Method
 
 # This package sets the communication hook; the other options would communicate outside of the hook.
 OWNED = frozenset({"ddp_comm_state", "ddp_comm_hook", "ddp_comm_wrapper", "model_averaging_period"})
@@ -20,7 +19,6 @@ UNSUPPORTED = frozenset({"delay_all_reduce_named_params", "param_to_hook_all_red
 SET_BY_LIGHTNING = frozenset({"module", "device_ids", "output_device", "dim", "kwargs"})
 
 Needs = Literal["exact", "weights and optimizer"]  # the state that a resume must load
-Arguments = ParamSpec("Arguments")
 
 
 def _keyword(parameter: inspect.Parameter) -> inspect.Parameter:
@@ -47,33 +45,6 @@ STRATEGY_KEYWORDS = {
     "resume": inspect.Parameter("resume", inspect.Parameter.KEYWORD_ONLY, default="exact", annotation=Needs),
     **DDP_KEYWORDS,
 }
-
-
-def made_by(
-    preset: Callable[Arguments, Method], knobs: str
-) -> Callable[[Callable[..., None]], Callable[Concatenate[Any, Arguments], None]]:
-    """Decorate a constructor that takes a method: it then takes knobs of a preset, which makes the method.
-
-    Names, types and defaults are the preset's. The signature that `help` and LightningCLI read has these knobs and the
-    keywords of all strategies; a static checker sees the arguments of the preset.
-
-    Args:
-        preset: the preset, such as `DGC`.
-        knobs: the names of the knobs, separated by spaces; positional ones first.
-    """
-    names, known = knobs.split(), arguments_of(preset)
-
-    def decorate(init: Callable[..., None]) -> Callable[Concatenate[Any, Arguments], None]:
-        def __init__(self: Any, /, *args: Any, **kwargs: Any) -> None:
-            given = {name: kwargs.pop(name) for name in names if name in kwargs}
-            init(self, preset(*args, **given), **kwargs)
-
-        this = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
-        shown = [this, *(known[name] for name in names), *STRATEGY_KEYWORDS.values()]
-        __init__.__signature__ = inspect.Signature(shown)  # type: ignore[attr-defined]
-        return __init__
-
-    return decorate
 
 
 def given_keywords(strategy: type, kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -126,11 +97,8 @@ def asked_of_buffers(ddp_kwargs: Mapping[str, Any]) -> bool | None:
 
 def written(strategy: Any, options: Mapping[str, Any]) -> str:
     """Return the call that makes a strategy, with its method and the options that are not the defaults."""
-    defaults = {
-        name: parameter.default
-        for cls in reversed(type(strategy).__mro__[:-1])
-        if "method" in inspect.signature(cls).parameters
-        for name, parameter in inspect.signature(cls).parameters.items()
-    }
-    given = [f"{name}={value!r}" for name, value in options.items() if name not in defaults or value != defaults[name]]
+    known = inspect.signature(type(strategy)).parameters
+    given = [
+        f"{name}={value!r}" for name, value in options.items() if name not in known or value != known[name].default
+    ]
     return f"{type(strategy).__name__}({', '.join([code_of(strategy.method), *given])})"

@@ -6,10 +6,11 @@ of starting processes and for models with unused parameters, with the endings of
 
 from __future__ import annotations
 
+import inspect
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Concatenate, ParamSpec
 
 from lightning.fabric.strategies.registry import _StrategyRegistry
 from lightning.pytorch.strategies import StrategyRegistry
@@ -21,8 +22,32 @@ from lightning_lowbw.presets import DGC, DGC_SPARSITY, PRESETS, AdaptiveLocalSGD
 from lightning_lowbw.schedules.every_step import AUTO
 from lightning_lowbw.strategies.elastic import ElasticStrategy
 from lightning_lowbw.strategies.fsdp import ShardedStrategy
-from lightning_lowbw.strategies.keywords import made_by
+from lightning_lowbw.strategies.keywords import STRATEGY_KEYWORDS
 from lightning_lowbw.strategies.strategy import Strategy
+
+Arguments = ParamSpec("Arguments")
+
+
+def made_by(preset: Callable[Arguments, Method], knobs: str) -> Callable[Concatenate[Any, Arguments], None]:
+    """Return a constructor that takes knobs of a preset, which makes the method.
+
+    Names, types and defaults are the preset's. The signature that `help` and LightningCLI read has these knobs and the
+    keywords of all strategies; a static checker sees the arguments of the preset.
+
+    Args:
+        preset: the preset, such as `DGC`.
+        knobs: the names of the knobs, separated by spaces; positional ones first.
+    """
+    names, known = knobs.split(), arguments_of(preset)
+
+    def __init__(self: Any, /, *args: Any, **kwargs: Any) -> None:
+        given = {name: kwargs.pop(name) for name in names if name in kwargs}
+        Strategy.__init__(self, preset(*args, **given), **kwargs)
+
+    this = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+    shown = [this, *(known[name] for name in names), *STRATEGY_KEYWORDS.values()]
+    __init__.__signature__ = inspect.Signature(shown)  # type: ignore[attr-defined]
+    return __init__
 
 
 @shows(arguments_of(DGC))
@@ -83,9 +108,7 @@ class DGCStrategy(Strategy):
 
     _reports = True
 
-    @made_by(_dgc, "rampup_begin_step rampup_step sparsity pretrained min_numel exclude value_dtype topology")
-    def __init__(self, method: Method, **kwargs: Any) -> None:
-        super().__init__(method, **kwargs)
+    __init__ = made_by(_dgc, "rampup_begin_step rampup_step sparsity pretrained min_numel exclude value_dtype topology")
 
 
 class LocalSGDStrategy(Strategy):
@@ -128,9 +151,7 @@ class LocalSGDStrategy(Strategy):
         >>> trainer = Trainer(strategy=strategy, accelerator="cpu", devices=2, logger=False, barebones=True)
     """
 
-    @made_by(LocalSGD, "k_steps begin_step outer delay_steps num_fragments compression topology")
-    def __init__(self, method: Method, **kwargs: Any) -> None:
-        super().__init__(method, **kwargs)
+    __init__ = made_by(LocalSGD, "k_steps begin_step outer delay_steps num_fragments compression topology")
 
 
 class AdaptiveLocalSGDStrategy(Strategy):
@@ -155,11 +176,9 @@ class AdaptiveLocalSGDStrategy(Strategy):
         2
     """
 
-    @made_by(
+    __init__ = made_by(
         AdaptiveLocalSGD, "init_k_steps max_k_steps begin_step rule qsr_alpha outer delay_steps compression topology"
     )
-    def __init__(self, method: Method, **kwargs: Any) -> None:
-        super().__init__(method, **kwargs)
 
 
 class HierarchicalStrategy(Strategy):
@@ -191,9 +210,7 @@ class HierarchicalStrategy(Strategy):
         >>> trainer = Trainer(strategy=strategy, accelerator="cpu", devices=4, logger=False, barebones=True)
     """
 
-    @made_by(Hierarchical, "topology algorithm inter_dtype")
-    def __init__(self, method: Method, **kwargs: Any) -> None:
-        super().__init__(method, **kwargs)
+    __init__ = made_by(Hierarchical, "topology algorithm inter_dtype")
 
 
 class AutoStrategy(Strategy):
@@ -225,9 +242,7 @@ class AutoStrategy(Strategy):
 
     _candidates, _reports = tuple(CANDIDATES), True
 
-    @made_by(partial(DGC, sparsity=AUTO), "budget pretrained topology")
-    def __init__(self, method: Method, **kwargs: Any) -> None:
-        super().__init__(method, **kwargs)
+    __init__ = made_by(partial(DGC, sparsity=AUTO), "budget pretrained topology")
 
 
 STRATEGIES: dict[Any, type[Strategy]] = {

@@ -175,20 +175,12 @@ class Strategy(CheckpointedStrategy, DDPStrategy):
             )
         if method.hides_averages:
             self._worker_peers = method.make_peers(group, ledger=self.ledger, timeout=self._timeout, is_hidden=True)
-        self._sum_dense(method)
+        self._use(method)
 
     @override
-    def adopt(self, method: Method) -> None:
-        self._sum_dense(method)
-        super().adopt(method)
-
-    @override
-    def reconfigure(self, method: Method) -> None:
-        super().reconfigure(method)
-        self._sum_dense(method)
-
-    def _sum_dense(self, method: Method) -> None:
+    def _use(self, method: Method) -> None:
         """Let dense gradients be summed as a method does it; up to a choice that is still to come a step is DDP's."""
+        super()._use(method)
         self.peers.inter_dtype = method.inter_dtype
         self.peers.is_summed_flat = method.when.is_auto or method.where.algorithm == "flat"
         is_ddp = self.peers.is_summed_flat and (method.when.is_auto or method.what.sends_all)
