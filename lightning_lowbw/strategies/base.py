@@ -17,7 +17,6 @@ from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -234,7 +233,7 @@ class BaseStrategy(ParallelStrategy):
         raise NotImplementedError
 
     def _check_late_faults(self) -> None:
-        """Raise, on all ranks, what the last step has found after its message: it may be in the weights."""
+        """Raise, on all ranks, the faults that the last step has found after its message."""
         if not self._is_fit_over:
             for worker in self.workers:
                 worker.check_late_faults()
@@ -262,30 +261,10 @@ class BaseStrategy(ParallelStrategy):
         for worker, old in zip(self.workers, before, strict=True):
             worker.step, worker.batch, worker.requests = old.step, old.batch, old.requests
 
-    def _refuse_replaced(self) -> None:
-        """Refuse optimizers that a callback or a hook has put in the place of the optimizers of this fit.
-
-        A tuner's search (lr_find) may replace the list by one of the same optimizers. Nothing is communicated, because
-        hooks run on all ranks.
-
-        Raises:
-            ConfigurationError: on each rank that has other optimizers.
-        """
-        optimizers = self._trained_optimizers
-        if [id(optimizer) for optimizer in optimizers] != list(self._workers):
-            began = ", ".join(type(self._reduction.optimizer_of(worker)).__name__ for worker in self.workers)
-            now = ", ".join(type(optimizer).__name__ for optimizer in optimizers)
-            raise ConfigurationError(
-                f"The optimizers have been replaced in mid-fit: {now or 'none'} in place of {began or 'none'}. "
-                f"{type(self).__name__} keeps state for the optimizers with which the fit began. Change their param "
-                "groups instead; or save the weights, load them into the module, and begin a new fit, in which "
-                "configure_optimizers returns the other optimizers."
-            )
-
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_start(batch, batch_idx)
-        self._refuse_replaced()
+        checks.refuse_replaced(self._trained_optimizers, self._workers)
         if self.buffers.is_check_due:
             self.buffers.compare(self.trainer.lightning_module, self.root_device)
 
@@ -329,17 +308,16 @@ class BaseStrategy(ParallelStrategy):
 
     def _end_step(self, worker: Any) -> None:
         """Read the requests of the other ranks, and prepare the next step."""
-        trainer = self.trainer
         if self.replicas and worker.peers.num_ranks > 1:  # its averages have brought the requests
-            if trainer.world_size > 1:
-                self.signals.read_requests(worker, trainer)
+            if self.world_size > 1:
+                self.signals.read_requests(worker, self.trainer)
             return
-        self.signals.end_step(worker, trainer)
-        method = self.auto.end_step(worker, list(self._workers.values()), trainer)
+        self.signals.end_step(worker, self.trainer)
+        method = self.auto.end_step(worker, list(self._workers.values()), self.trainer)
         if method is not None:
             self.adopt(method)
             self._start_workers()
-        elif trainer.lightning_module.automatic_optimization:  # else Lightning's DDP broadcasts none
+        elif self.trainer.lightning_module.automatic_optimization:  # else Lightning's DDP broadcasts none
             self.buffers.note_step(self.workers)
 
     # What the first callback calls ------------------------------------------------------------------------------
@@ -394,8 +372,7 @@ class BaseStrategy(ParallelStrategy):
     def show_anchor(self, *, weights_only: bool = False) -> None:
         """Put tensors that are equal on all ranks into the model, up to the end of a validation or of a save.
 
-        If the method averages weights, this is the anchor: nothing is communicated, and the training is unaffected.
-        Else the buffers of rank 0.
+        The anchor, without communication, if the method averages weights; else the buffers of rank 0.
 
         Args:
             weights_only: whether only rank 0 reads the buffers.
@@ -418,12 +395,7 @@ class BaseStrategy(ParallelStrategy):
         are_changed = [worker.replica.hide() for worker in self.replicas]
         if any(are_changed) and not self._has_warned:
             self._has_warned = True
-            rank_zero_warn(
-                f"{type(self).__name__}: the weights were changed while the model had the last average, in a "
-                "validation or a save. These changes are dropped, and the training goes on from the weights before. "
-                "That is right for a module that normalises its weights in forward; a moving average of the weights "
-                "needs a method that exchanges gradients, such as 'dgc' or 'int8'."
-            )
+            checks.warn_of_dropped_changes(self.trainer)
 
     def finish(self) -> None:
         """Make the weights equal on all ranks, at the end of the training."""
@@ -458,7 +430,8 @@ class BaseStrategy(ParallelStrategy):
         if self.is_interrupted:  # nothing is saved, and nothing communicated
             return self.trainer.lightning_module.state_dict()
         if self._is_fitting and not self._is_fit_over:
-            self._refuse_replaced()  # a save may come between a new optimizer and its first batch
+            # A save may come between a new optimizer and its first batch.
+            checks.refuse_replaced(self._trained_optimizers, self._workers)
             self._check_late_faults()
             self.show_anchor(weights_only=not self._all_ranks_save)
         return super().lightning_module_state_dict()
@@ -519,11 +492,7 @@ class BaseStrategy(ParallelStrategy):
 
     @accelerator.setter
     def accelerator(self, accelerator: Accelerator) -> None:
-        """Set it.
-
-        Raises:
-            ConfigurationError: the Trainer belongs to the other package of Lightning.
-        """
+        """Set it; a Trainer of the other package of Lightning is refused."""
         checks.check_package(self, accelerator)
         self._accelerator = accelerator
 

@@ -239,6 +239,29 @@ def check_optimizers(optimizers: Sequence[Optimizer], named_parameters: Iterable
     agree_on_optimizers(optimizers, named_parameters)
 
 
+def refuse_replaced(optimizers: Sequence[Optimizer], workers: Mapping[int, Synchronizer]) -> None:
+    """Refuse optimizers that a callback or a hook has put in the place of the optimizers of this fit.
+
+    A tuner's search (lr_find) may replace the list by a list of the same optimizers. Nothing is communicated, because
+    hooks run on all ranks.
+
+    Args:
+        optimizers: the optimizers that are trained now.
+        workers: the workers by id of the optimizers with which the fit began.
+
+    Raises:
+        ConfigurationError: on each rank that has other optimizers.
+    """
+    if [id(optimizer) for optimizer in optimizers] != list(workers):
+        now = ", ".join(type(optimizer).__name__ for optimizer in optimizers) or "none"
+        began = ", ".join(type(worker.optimizer).__name__ for worker in workers.values()) or "none"
+        raise ConfigurationError(
+            f"The optimizers have been replaced in mid-fit: {now} in place of {began}. The strategy keeps state for "
+            "the optimizers with which the fit began. Change their param groups instead; or save the weights, load "
+            "them into the module, and begin a new fit, in which configure_optimizers returns the other optimizers."
+        )
+
+
 def agree_on_hyperparameters(trainer: pl.Trainer) -> None:
     """Check that learning rates and the like are the same on all ranks, whose weights would part otherwise.
 
@@ -310,6 +333,16 @@ def _averaging(trainer: pl.Trainer) -> list[str]:
     names = {each: [cls.__name__ for cls in type(each).__mro__] for each in callbacks_in(trainer)}
     named = [each for each, of_classes in names.items() if any(map(OWN_AVERAGING.fullmatch, of_classes))]
     return list(dict.fromkeys(type(each).__name__ for each in known + named))
+
+
+def warn_of_dropped_changes(trainer: pl.Trainer) -> None:
+    """Warn that changes of the weights were dropped, which were made while the model had the last average."""
+    rank_zero_warn(
+        f"{type(trainer.strategy).__name__}: the weights were changed while the model had the last average, in a "
+        "validation or a save. These changes are dropped, and the training goes on from the weights before. "
+        "That is right for a module that normalises its weights in forward; a moving average of the weights "
+        "needs a method that exchanges gradients, such as 'dgc' or 'int8'."
+    )
 
 
 def warn_if_seen_twice(trainer: pl.Trainer, workers: Sequence[LocalSync]) -> None:
