@@ -112,7 +112,8 @@ class AutoChoice:
         self._optimizer, self._last, self._times = None, None, []
         self.is_timing = self.is_open(method) and not is_search
         self.is_timing = self.is_timing and any(worker.peers.num_participants > 1 for worker in workers)
-        self._end = num_steps_of_fit(trainer, workers)
+        if self.is_timing:
+            self._end = num_steps_of_fit(trainer, workers)
 
     def restart_clock(self, ledger: TrafficLedger) -> None:
         """Do not count the time since the last step, such as validation or a checkpoint."""

@@ -14,6 +14,7 @@ from typing import Any, TypeVar, get_args
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
@@ -28,7 +29,6 @@ from lightning_lowbw.errors import ConfigurationError
 from lightning_lowbw.method import Method
 from lightning_lowbw.strategies import checks
 from lightning_lowbw.strategies.auto_choice import OF_AUTO, AutoChoice
-from lightning_lowbw.strategies.equality import FirstCallback, agree_on_monitored, agree_on_states, agree_on_weights
 from lightning_lowbw.strategies.keywords import Needs
 from lightning_lowbw.strategies.shared_buffers import SharedBuffers, buffers_by_optimizer
 from lightning_lowbw.strategies.signals import Signals
@@ -66,11 +66,11 @@ class BaseStrategy(ParallelStrategy):
     _all_ranks_save = False  # whether each rank writes weights and buffers; else rank 0 alone
 
     def _hold(self, method: Method, options: dict[str, Any]) -> None:
-        """Keep the arguments of the constructor, of which "resume" is one."""
+        """Keep the arguments of the constructor; "resume" is one of the options."""
         check_one_of("resume", options["resume"], get_args(Needs))
         self.method, self._options = method, options
         self._given = method  # before this fit has chosen numbers for an "auto", or for a fraction of the run
-        self._first_callback = FirstCallback()
+        self._first_callback = FirstCallback(self)
         self._ends = contextlib.ExitStack()  # what the parts of a fit do at its end
         self._begin_fit()
 
@@ -191,7 +191,7 @@ class BaseStrategy(ParallelStrategy):
         self.signals.defer(self.trainer)
         self._has_equal_epochs = checks.agree_on_length(self.trainer)
         if not self._has_own_states:
-            agree_on_states(self.workers)
+            checks.agree_on_states(self.workers)
         self._start_workers()
         is_search = self.is_search(self.trainer)
         for worker in self.replicas:
@@ -353,7 +353,7 @@ class BaseStrategy(ParallelStrategy):
     def agree_on_metrics(self) -> None:
         """Average the metrics that callbacks and schedulers monitor."""
         self._look()
-        agree_on_monitored(self.trainer, self.root_device)
+        checks.agree_on_monitored(self.trainer, self.root_device)
         self._check_equal()
 
     def begin_evaluation(self) -> None:
@@ -410,7 +410,7 @@ class BaseStrategy(ParallelStrategy):
         self.signals.settle()
         self._check_late_faults()
         self._check_equal()
-        agree_on_weights(self.trainer.lightning_module, self.workers)
+        checks.agree_on_weights(self.trainer.lightning_module, self.workers)
         for worker in self._workers.values():
             for parameter, velocity in worker.whole_momentum().items():  # each rank of a node had a part
                 worker.optimizer.state[parameter][worker.correction.velocity_key] = velocity
@@ -495,6 +495,38 @@ class BaseStrategy(ParallelStrategy):
         """Set it; a Trainer of the other package of Lightning is refused."""
         checks.check_package(self, accelerator)
         self._accelerator = accelerator
+
+
+class FirstCallback(Callback):
+    """The first callback of the list, so that the other callbacks see the anchor, and metrics that agree.
+
+    Args:
+        strategy: the strategy that it calls.
+    """
+
+    def __init__(self, strategy: BaseStrategy) -> None:
+        self._strategy = strategy
+
+    def on_train_epoch_start(self, *_: Any) -> None:
+        self._strategy.begin_epoch()
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self._strategy.end_batch()
+
+    def on_validation_start(self, *_: Any) -> None:
+        self._strategy.begin_evaluation()
+
+    def on_validation_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        if not trainer.sanity_checking:
+            self._strategy.agree_on_metrics()
+
+    def on_train_epoch_end(self, *_: Any) -> None:
+        self._strategy.end_epoch()
+
+    def on_train_end(self, *_: Any) -> None:
+        self._strategy.finish()
+
+    on_test_start = on_validation_start  # type: ignore[assignment]  # has no names of arguments
 
 
 def _unwrapped(optimizer: Any) -> Optimizer:

@@ -1,4 +1,4 @@
-"""What the Trainer says of a run; checks before the first step, and warnings of settings that cost accuracy."""
+"""The settings of a Trainer; refusals, agreement between ranks outside of the exchange, and warnings."""
 
 from __future__ import annotations
 
@@ -21,16 +21,24 @@ from lightning.pytorch.callbacks import (
 )
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from lightning_lowbw.comm.agreement import failing_together, gather
+from lightning_lowbw.comm.agreement import agree, digest, failing_together, gather
+from lightning_lowbw.comm.collectives import all_reduce_
 from lightning_lowbw.errors import ConfigurationError, DisagreementError
 from lightning_lowbw.method import Method
 from lightning_lowbw.namespaces import counterpart_of, package_of
 from lightning_lowbw.strategies.keywords import asked_of_buffers
 from lightning_lowbw.strategies.shared_buffers import buffers_of
-from lightning_lowbw.sync.buffers import agree_on_specs
-from lightning_lowbw.sync.checks import agree_on_model, agree_on_optimizers, warn_if_incomplete
+from lightning_lowbw.sync.buffers import IGNORED, agree_on_specs
+from lightning_lowbw.sync.checks import (
+    agree_on_end,
+    agree_on_model,
+    agree_on_optimizers,
+    plain_values,
+    warn_if_incomplete,
+)
 from lightning_lowbw.sync.gradient import GradientSync
 from lightning_lowbw.sync.local import LocalSync
 from lightning_lowbw.sync.synchronizer import Synchronizer
@@ -275,6 +283,95 @@ def agree_on_hyperparameters(trainer: pl.Trainer) -> None:
         "log the metric with sync_dist=True)"
     )
     agree_on_optimizers(trainer.optimizers, trainer.lightning_module.named_parameters(), topic=topic)
+
+
+def agree_on_states(workers: Sequence[Synchronizer]) -> None:
+    """Check that each optimizer has one state on all ranks, unless the coming step is local.
+
+    Sparse and local steps of an earlier fit leave each rank a state of its own. A synchronous step with such a state
+    would move the weights of each rank differently, and nobody would notice.
+
+    Collective: the peers of the workers, blocking; a digest.
+
+    Raises:
+        DisagreementError: on all ranks; names the entries that differ.
+    """
+    found: dict[str, object] = {}
+    for number, worker in enumerate(workers):
+        optimizer = worker.optimizer
+        if worker.plan.is_local or hasattr(optimizer, "consolidate_state_dict"):  # as ZeRO, which shards its state
+            continue
+        for name, parameter in worker.by_name().items():
+            for key, value in optimizer.state.get(parameter, {}).items():
+                found[f"optimizer {number}, {name}, {key}"] = _comparable(value)
+    agree(
+        "states of the optimizers at the start of the fit (sparse and local steps of an earlier fit leave each rank a "
+        "state of its own: return a new optimizer from configure_optimizers, or load one state on all ranks)",
+        found,
+        workers[0].peers.group if workers else None,
+    )
+
+
+def _comparable(value: Any) -> object:
+    """Return a value that ranks can compare: a digest of a tensor, a plain value, or the name of a class."""
+    local: Any = value.to_local() if isinstance(value, DTensor) else value
+    if isinstance(local, Tensor):
+        return digest([local if type(local) is Tensor else local.dequantize()])[:8]
+    return plain_values({"": value}).get("", type(value).__name__)
+
+
+def agree_on_weights(module: torch.nn.Module, workers: Iterable[Synchronizer]) -> None:
+    """Check, after the last step, that all ranks have the same weights where they must.
+
+    A worker that exchanges gradients compares all parameters that are trained, a replica the parameters of its
+    optimizer. Shards are not compared: if one shard raised, the ranks with the other shards would go on.
+
+    Collective: the peers of the workers, blocking.
+
+    Raises:
+        DisagreementError: on all ranks.
+    """
+    ignored = getattr(module, IGNORED, ())
+    for worker in workers:
+        if worker.parameters_agree and not worker.peers.are_shards:
+            compared = worker.by_name()
+            if isinstance(worker, GradientSync):
+                compared |= {name: each for name, each in module.named_parameters() if each.requires_grad}
+                compared = {name: each for name, each in compared.items() if name not in ignored}
+            agree_on_end(worker.step, compared, worker.peers.group)
+
+
+def agree_on_monitored(trainer: pl.Trainer, device: torch.device) -> None:
+    """Replace the metrics that callbacks and schedulers monitor by their mean over ranks: all ranks then decide alike.
+
+    Collective: all ranks, blocking.
+    """
+    names = _monitored(trainer)
+    if not names:
+        return
+    metrics = trainer.callback_metrics
+    sums = torch.zeros(len(names), 2, dtype=torch.float64)
+    for index, name in enumerate(names):
+        if name in metrics:
+            sums[index] = torch.tensor([float(metrics[name]), 1.0], dtype=torch.float32)
+    sums = sums.to(device)
+    all_reduce_(sums)
+    results = trainer._results
+    for name, (total, count) in zip(names, sums.tolist(), strict=True):
+        if not count:
+            continue
+        mean = torch.tensor(total / count, device=device)
+        for _, metric in () if results is None else results.valid_items():
+            assert results is not None
+            if name in results._forked_name(metric, on_step=False) and metric._computed is not None:
+                metric._computed = mean.to(metric._computed.dtype) if isinstance(metric._computed, Tensor) else mean
+        trainer._logger_connector._callback_metrics[name] = mean.to(torch.float32)
+
+
+def _monitored(trainer: pl.Trainer) -> list[str]:
+    names = {getattr(callback, "monitor", None) for callback in callbacks_of(trainer, Checkpoint, EarlyStopping)}
+    names |= {config.monitor for config in trainer.lr_scheduler_configs if config.reduce_on_plateau}
+    return sorted(str(name) for name in names if name)
 
 
 def refuse(refusals: Iterable[tuple[object, str]]) -> None:

@@ -16,7 +16,6 @@ from torch import Tensor
 from torch.futures import Future
 from torch.nn import Parameter
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import Optimizer
 
 from lightning_lowbw.comm.peers import Peers
 from lightning_lowbw.kernels.tensors import device_of
@@ -126,10 +125,6 @@ class CommunicationHook:
     def has_mean(self, worker: Synchronizer) -> bool:
         """Return whether the gradients of the coming step are means over all ranks already."""
         return worker.plan.reduce == "all" and bool(self.reduced(worker))
-
-    def optimizer_of(self, worker: Synchronizer) -> Optimizer:
-        """Return the user's optimizer."""
-        return worker.optimizer
 
     # A bucket ---------------------------------------------------------------------------------------------------
 

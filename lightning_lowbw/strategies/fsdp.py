@@ -68,8 +68,8 @@ class ShardedStrategy(CheckpointedStrategy, ModelParallelStrategy):
     nodes.
 
     Args:
-        method: when the nodes communicate, and what they send; a `Method`, such as `DGC(...)` or `LocalSGD(...)`
-            return, or a mapping. A density applies to each shard.
+        method: the schedule and the payload between nodes; a `Method`, such as `DGC(...)` or `LocalSGD(...)` return, or
+            a mapping. A density applies to each shard.
         topology: which ranks share a node: "auto" (by the launcher and the host names), a number of ranks per node,
             the ranks of each node, or a `Topology`. None: the method's own, or "auto". Nodes are of one size.
         save_distributed_checkpoint: as for `ModelParallelStrategy`: a folder in which each rank writes its shards, or

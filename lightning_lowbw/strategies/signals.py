@@ -37,7 +37,7 @@ class Signals:
 
     Args:
         workers: of the optimizers, at any time.
-        ends: gets what is to be done at the end of the fit; Lightning's connector puts the handlers back.
+        ends: undoes changes at the end of the fit; Lightning's connector puts the handlers back.
 
     Attributes:
         save_is_due: whether the ranks have agreed to save and requeue, as SLURM's signal asked for.

@@ -149,7 +149,8 @@ class StepHooks:
         # `exchange` checks, in the pass that accumulates the gradients; a check here would be one more pass.
         if (clips or skip_nonfinite) and worker.fault is None:
             worker.check_gradients()
-        optimizer = self._reduction.optimizer_of(worker)
+        optimizer = self._stepping  # the user's; a worker of shards has a twin
+        assert optimizer is not None
         if clips:
             algorithm = self._trainer.gradient_clip_algorithm
             self._original(module, optimizer, clip_val, gradient_clip_algorithm=algorithm)

@@ -48,8 +48,8 @@ class Strategy(CheckpointedStrategy, DDPStrategy):
     """DDP in which a method does the communication.
 
     Args:
-        method: when the ranks communicate, what they send, and to whom; a `Method`, such as `DGC(...)` or
-            `LocalSGD(...)` return, or a mapping, as `Method.describe` does.
+        method: the schedule, the payload and the topology; a `Method`, such as `DGC(...)` or `LocalSGD(...)` return,
+            or a mapping, as `Method.describe` does.
         topology: instead of the method's own: "flat" or, for two levels, "auto" (by the launcher and the host names), a
             number of ranks per node, the ranks of each node, or a `Topology`.
         resume: what ``fit(ckpt_path=...)`` loads: "exact" also the folder beside the ``.ckpt``, which has each rank's
@@ -104,7 +104,7 @@ class Strategy(CheckpointedStrategy, DDPStrategy):
         if self._is_fitting:
             # Each rank may have another path; `_load_shards` compares whether the files are of one save.
             source = "a checkpoint" if trainer.ckpt_path else "no checkpoint"
-            agree("fit's ckpt_path ('last' finds what is on a rank's own disk)", {"ckpt_path": source})
+            agree("fit's ckpt_path ('last' finds a file on a rank's own disk)", {"ckpt_path": source})
             self._check_trainer(trainer)
             self._begin_fit()
             super().setup(trainer)

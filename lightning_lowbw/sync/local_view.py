@@ -217,10 +217,6 @@ class NodeShards:
         """Return False: the gradients that FSDP has reduced are the mean of a node."""
         return False
 
-    def optimizer_of(self, worker: Synchronizer) -> Optimizer:
-        """Return the user's optimizer."""
-        return self.views[worker].optimizer
-
 
 # Messages between shards --------------------------------------------------------------------------------------------
 
