@@ -50,8 +50,8 @@ AVERAGING: tuple[type[pl.Callback], ...] = (
     StochasticWeightAveraging,
     *([pl.callbacks.WeightAveraging] if hasattr(pl.callbacks, "WeightAveraging") else []),  # not before Lightning 2.6
 )
-# Callbacks of other packages that do so, by the names of their classes.
-OWN_AVERAGING = re.compile(r"(EMA|Ema|SWA)(Callback|Weights?)?|.*(ExponentialMovingAverage|WeightAverag).*")
+# Callbacks of all packages that do so, by the names of their classes.
+NAMED_AVERAGING = re.compile(r"(EMA|Ema|SWA)(Callback|Weights?)?|.*(ExponentialMovingAverage|WeightAverag).*")
 # Callbacks that communicate, or decide what does.
 COLLECTIVE: tuple[type[pl.Callback], ...] = (Checkpoint, EarlyStopping, BatchSizeFinder, LearningRateFinder, *AVERAGING)
 
@@ -426,10 +426,8 @@ def refusals_of_replicas(
 
 def _averaging(trainer: pl.Trainer) -> list[str]:
     """Return the names of the callbacks that keep an average of the weights over steps."""
-    known = callbacks_of(trainer, *AVERAGING)
-    names = {each: [cls.__name__ for cls in type(each).__mro__] for each in callbacks_in(trainer)}
-    named = [each for each, of_classes in names.items() if any(map(OWN_AVERAGING.fullmatch, of_classes))]
-    return list(dict.fromkeys(type(each).__name__ for each in known + named))
+    classes = dict.fromkeys(type(each) for each in callbacks_in(trainer))
+    return [cls.__name__ for cls in classes if any(NAMED_AVERAGING.fullmatch(base.__name__) for base in cls.__mro__)]
 
 
 def warn_of_dropped_changes(trainer: pl.Trainer) -> None:
