@@ -222,8 +222,7 @@ class CheckpointedStrategy(BaseStrategy):
                 f"it, or {GO_ON}."
             )
         is_ours = metadata.get("format") == FORMAT
-        method = self.auto.load_state_dict(metadata["chosen"], self.method) if is_ours else None
-        if method is not None:
+        if is_ours and (method := self.auto.load_state_dict(metadata["chosen"], self.method)) is not None:
             self.adopt(method)
         states: Sequence[Mapping[str, Any]] = ()
         if not is_ours or metadata["kind"] != self._kind:
