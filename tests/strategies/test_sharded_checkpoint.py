@@ -15,8 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_lowbw import ShardedStrategy, Strategy
-from lightning_lowbw.compress.top_k import SPARSE_LOCO
-from lightning_lowbw.presets import DGC, LocalSGD
+from lightning_lowbw.presets import DGC, SPARSE_LOCO, LocalSGD
 from lightning_lowbw.strategies.checkpoint import PART
 from tests.ranks import on_ranks, run_ranks
 from tests.strategies.fits import Noted, refusal, saving
