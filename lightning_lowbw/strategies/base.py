@@ -206,7 +206,8 @@ class BaseStrategy(ParallelStrategy):
         Collective: all ranks.
         """
         if self.workers:
-            self.method = checks.resolved(self.method, self.trainer, self.workers)
+            # The given method: a tuner's search has had another number of steps.
+            self.method = checks.resolved(self._given, self.trainer, self.workers) or self.method
             for worker in self.workers:
                 worker.method = self.method
                 worker.check_schedule()

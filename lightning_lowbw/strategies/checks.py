@@ -134,8 +134,8 @@ def num_steps_of_fit(trainer: pl.Trainer, workers: Sequence[Synchronizer]) -> fl
     return num_steps - before / max(1, len(workers))
 
 
-def resolved(method: Method, trainer: pl.Trainer, workers: Sequence[Synchronizer]) -> Method:
-    """Return a method whose `begin_step` is a number of steps, in place of a fraction of the run.
+def resolved(method: Method, trainer: pl.Trainer, workers: Sequence[Synchronizer]) -> Method | None:
+    """Return a method whose `begin_step` is a number of steps, in place of a fraction of the run; None if it is none.
 
     Collective: all ranks, if it is a fraction.
 
@@ -144,7 +144,7 @@ def resolved(method: Method, trainer: pl.Trainer, workers: Sequence[Synchronizer
     """
     begin = method.when.begin_step
     if not isinstance(begin, float):
-        return method
+        return None
     num_steps = max(gather(num_steps_of_fit(trainer, workers), "number of steps"))
     if num_steps == math.inf:
         raise ConfigurationError(
