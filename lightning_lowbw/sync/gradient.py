@@ -25,6 +25,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -36,11 +37,11 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_lowbw.comm.peers import Peers, average_gradients_
 from lightning_lowbw.compress.corrections import ErrorFeedback, correction_for
-from lightning_lowbw.compress.params import Row, Rows, by_group, check_shapes
-from lightning_lowbw.errors import WITHOUT_RESIDUALS, ConfigurationError, DisagreementError, NonFiniteGradientError
+from lightning_lowbw.compress.params import Row, Rows, by_group
+from lightning_lowbw.errors import WITHOUT_RESIDUALS, ConfigurationError, DisagreementError
 from lightning_lowbw.kernels.reference import are_not_finite
 from lightning_lowbw.kernels.table import JoinedTable
-from lightning_lowbw.kernels.tensors import as_real, copy_all_, copy_in_order_, order_of, part, saved
+from lightning_lowbw.kernels.tensors import copy_all_, copy_in_order_, part
 from lightning_lowbw.schedules.schedule import Schedule
 from lightning_lowbw.sync.beside import Gathered
 from lightning_lowbw.sync.checks import agree_on_end, compare_batches, raise_at_other_batches
@@ -54,16 +55,19 @@ from lightning_lowbw.sync.exchange import (
     Prepared,
     WholeExchange,
 )
-from lightning_lowbw.sync.state import check_order, check_origin, origin, own_part
+from lightning_lowbw.sync.state import check_gradients, gradient_state, load_gradients_
 from lightning_lowbw.sync.status import (
     Fault,
     Faults,
     Status,
     any_of,
+    changed_gradient,
     first_fault,
     flags_of_node,
     make_mark,
+    nonfinite_gradient,
     overflow,
+    sparse_gradient,
     status_message,
 )
 from lightning_lowbw.sync.step_plan import StepPlan
@@ -158,8 +162,8 @@ class GradientSync(Synchronizer):
         sparse, others = self.params.numels_by_kind(self.method.what)
         share = sum(sparse) / max(1, sum(sparse) + sum(others))
         shown: dict[str, float | Tensor] = {"density": 1.0 - share * (1.0 - self.last_density)}
-        if self.residuals and (is_due or self._last_residual_norm is None):
-            self._last_residual_norm = self.residual_norm()
+        if self.compressed is not None and self.residuals and (is_due or self._last_residual_norm is None):
+            self._last_residual_norm = self.compressed.residuals.norm()
         if self._last_residual_norm is not None:
             shown["residual_norm"] = self._last_residual_norm
         return shown
@@ -168,10 +172,6 @@ class GradientSync(Synchronizer):
     def residuals(self) -> Mapping[str, Tensor]:
         """v of this rank's part of each tensor that has been compressed, by name; float32, flat."""
         return {} if self.compressed is None else self.compressed.residuals
-
-    def residual_norm(self) -> float:
-        """Return the 2-norm of this rank's residuals; reads all residuals."""
-        return 0.0 if self.compressed is None else self.compressed.residuals.norm()
 
     def check_schedule(self) -> None:
         """Check that the coming step is not dense after compressed ones, whose velocities differ by rank.
@@ -268,7 +268,7 @@ class GradientSync(Synchronizer):
         for row, gradient in zip(self._rows, gradients, strict=True):
             if gradient is not None and gradient.layout != torch.strided:
                 row.parameter.grad = None  # clipping would fail on this rank alone
-                self._faults.add(torch.ones((), dtype=torch.bool), [row.name], self._describe_sparse)
+                self._faults.add(torch.ones((), dtype=torch.bool), [row.name], partial(sparse_gradient, self.here))
 
     def _note(self, found: Faulty | None) -> None:
         """Note whether gradients of this step, or sums with their residuals, have an inf or NaN."""
@@ -276,7 +276,7 @@ class GradientSync(Synchronizer):
             # Clipping spreads an inf to all tensors: whose it was is known already.
             are_known = all(name in self._checked or name in self._missing for name in found[0])
             self._checked.update(found[0])
-            self._faults.add(found[1], found[0], self._describe_sum if are_known else self._describe_nonfinite)
+            self._faults.add(found[1], found[0], self._too_large if are_known else self._nonfinite)
 
     @part("exchange")
     @torch.no_grad()
@@ -486,7 +486,9 @@ class GradientSync(Synchronizer):
         self._is_grouped_late = False
         if self._groups:
             if changed := [name for sent in self._sent for name in sent.changed(rows)]:
-                self._faults.add(torch.ones(len(changed), dtype=torch.bool), changed, self._describe_changed)
+                self._faults.add(
+                    torch.ones(len(changed), dtype=torch.bool), changed, partial(changed_gradient, self.here)
+                )
             for group in self._groups[len(self._sent) : -1]:
                 self._send(group)
             rows = self._groups[-1]
@@ -593,39 +595,13 @@ class GradientSync(Synchronizer):
                     f"{WITHOUT_RESIDUALS}."
                 )
 
-    def _describe_sparse(self, name: str) -> Fault:
-        return Fault(
-            0,
-            ConfigurationError,
-            f"The gradient of {name!r} on {self.here} is sparse; only dense ones are exchanged. Build the layer with "
-            "sparse=False.",
-        )
-
-    def _describe_changed(self, name: str) -> Fault:
-        return Fault(
-            0,
-            ConfigurationError,
-            f"The gradient of {name!r} on {self.here} has changed after the backward pass had made and sent it. Change "
-            "gradients in on_after_backward, for which they are kept back. If reentrant checkpointing makes it several "
-            "times, pass use_reentrant=False to torch's checkpoint, or define an empty on_after_backward.",
-        )
-
-    def _describe_nonfinite(self, name: str) -> Fault:
-        # Where sparse, the pass that adds gradients to the residuals has found it.
+    def _nonfinite(self, name: str) -> Fault:
+        # In a sparse step the pass that adds gradients to the residuals has found it.
         is_added = self.plan.is_sparse and any(row.name == name and row.is_compressed for row in self._rows)
-        is_from_start = is_added and self.when.begin_step == 0 and len(self.when.stairs) <= 1
-        warm_up = "give it a warm-up (there is none: see rampup_begin_step, rampup_step), " if is_from_start else ""
-        return Fault(
-            4,
-            NonFiniteGradientError,
-            f"Step {self.step}: the gradient of {name!r} on {self.here} is not finite"
-            f"{', or too large to be added to the residual' if is_added else ''}. Nothing was applied. Lower the "
-            f"learning rate, clip the gradient, {warm_up}or look at the data there; with a GradScaler "
-            "(precision='16-mixed') such steps are skipped.",
-            is_skipped=True,
-        )
+        has_warm_up = self.when.begin_step > 0 or len(self.when.stairs) > 1
+        return nonfinite_gradient(self.here, self.step, name, is_added=is_added, has_warm_up=has_warm_up)
 
-    def _describe_sum(self, name: str) -> Fault:
+    def _too_large(self, name: str) -> Fault:
         return overflow(5, self.step, f"the gradient of {name!r} on {self.here}, added to the residual,")
 
     # The end of a step, and of the training -------------------------------------------------------------------------
@@ -680,22 +656,8 @@ class GradientSync(Synchronizer):
 
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's own state: the values that differ between ranks, and the step."""
-        parameters, state = self.by_name(), self.optimizer.state
-        kept = {name: parameters[name] for name in self.residuals if name in parameters}  # not what was taken out
-        velocities = {name: self.correction.saved(parameter) for name, parameter in kept.items()}
-        return {
-            **self.equal_state(),
-            **origin(self.peers),
-            "num_participants": self.peers.num_participants,
-            "correction": self.correction.kind,
-            "payload": type(self.method.what).__name__,
-            "shapes": {name: tuple(as_real(each).shape) for name, each in kept.items()},
-            "orders": {name: order_of(as_real(each)) for name, each in kept.items()},
-            "residuals": saved({name: self.residuals[name] for name in kept}),
-            "velocities": saved({name: velocity for name, velocity in velocities.items() if velocity is not None}),
-            "local": {name: saved({k: state[p][k] for k in self.correction.local_keys(p)}) for name, p in kept.items()},
-            "exchange": None if self.compressed is None else self.compressed.state_dict(),
-        }
+        parts = self.params, self.correction, self.compressed, self.peers
+        return {**self.equal_state(), **gradient_state(*parts, payload=type(self.method.what).__name__)}
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -706,47 +668,8 @@ class GradientSync(Synchronizer):
             ConfigurationError: it has tensors this optimizer does not have, or of another shape, or was made with
                 another payload or correction.
         """
-        self._check_state(state)
+        check_gradients(self.params, self.correction, self.peers, state, payload=type(self.method.what).__name__)
+        load_gradients_(self.params, self.correction, self.compressed, self.peers, state)
         self.is_compared = self._has_compressed = False
-        parameters = self.by_name()
-        of = (self.peers.local_rank, self.peers.num_local_ranks) if self.method.what.keeps_parts else (0, 1)
-
-        def own(name: str, kept: Tensor) -> Tensor:
-            check_order(parameters[name], name, state["orders"][name])
-            return own_part(kept, as_real(parameters[name]).numel(), of)
-
-        residuals = {name: own(name, kept) for name, kept in state["residuals"].items()}
-        self.params.orders = {name: order_of(as_real(parameters[name])) for name in residuals}
         self.load_equal_state(state)
-        self.correction.parts.clear()
         self.forget_late_faults()
-        if self.compressed is not None:
-            self.compressed.residuals.load(residuals, self.device)
-            if state["exchange"] is not None:
-                self.compressed.load_state_dict(state["exchange"])
-        for name, kept in state["velocities"].items():
-            part = self.peers.part(parameters[name].numel())
-            self.correction.load(parameters[name], own(name, kept), part)
-        for name, tensors in state["local"].items():
-            for key, value in tensors.items():
-                of_parameter = self.optimizer.state.get(parameters[name], {})
-                if key in of_parameter:  # of G^2 / N, where N may be another now
-                    factor = state["num_participants"] / self.peers.num_participants
-                    of_parameter[key].copy_(value.to(of_parameter[key].device) * factor)
-
-    def _check_state(self, state: Mapping[str, Any]) -> None:
-        check_origin(state, self.peers)
-        parameters, payload = self.by_name(), type(self.method.what).__name__
-        if state["residuals"] and state["payload"] != payload:
-            raise ConfigurationError(
-                f"The checkpoint keeps gradients that {state['payload']} has not sent, and with {payload} "
-                f"they never would be. Resume with the payload of that run, or {WITHOUT_RESIDUALS}."
-            )
-        if state["residuals"] and state["correction"] != self.correction.kind:
-            raise ConfigurationError(
-                f"The checkpoint keeps what {state['correction']!r} had not sent, and to {payload} with "
-                f"{type(self.optimizer).__name__}, which is {self.correction.kind!r}, that means something else. "
-                "Resume with the method and the optimizer that it was trained with ('momentum' is SGD, 'own_variance' "
-                f"Adam and AdamW), or {WITHOUT_RESIDUALS}."
-            )
-        check_shapes(state["shapes"], {name: as_real(parameter) for name, parameter in parameters.items()})

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_lowbw.comm.agreement import gather
-from lightning_lowbw.errors import NonFiniteGradientError
+from lightning_lowbw.errors import ConfigurationError, NonFiniteGradientError
 from lightning_lowbw.kernels.tensors import checksum, constant, upload
 
 MODULUS = 1 << 10  # of counts and of checksums in a mark: together below 2^20
@@ -204,6 +204,49 @@ class Faults:
             for name in compress(names, flags.view(-1).tolist())
         ]
         return min(found, key=lambda each: (each[0].rank_of_kind, each[1]), default=(None, 0))[0]
+
+
+def sparse_gradient(here: str, name: str) -> Fault:
+    """Return the fault of a gradient with a sparse layout; `here` is the rank or the node."""
+    return Fault(
+        0,
+        ConfigurationError,
+        f"The gradient of {name!r} on {here} is sparse; only dense ones are exchanged. Build the layer with "
+        "sparse=False.",
+    )
+
+
+def changed_gradient(here: str, name: str) -> Fault:
+    """Return the fault of a gradient that has changed after it was sent in the backward pass."""
+    return Fault(
+        0,
+        ConfigurationError,
+        f"The gradient of {name!r} on {here} has changed after the backward pass had made and sent it. Change "
+        "gradients in on_after_backward, for which they are kept back. If reentrant checkpointing makes it several "
+        "times, pass use_reentrant=False to torch's checkpoint, or define an empty on_after_backward.",
+    )
+
+
+def nonfinite_gradient(here: str, step: int, name: str, *, is_added: bool, has_warm_up: bool) -> Fault:
+    """Return the fault of a gradient with an inf or NaN.
+
+    Args:
+        here: the rank or the node.
+        step: the step.
+        name: of the parameter.
+        is_added: whether the fault was found as the gradient was added to a residual.
+        has_warm_up: whether the schedule has dense steps or several stairs.
+    """
+    warm_up = "" if has_warm_up else "give it a warm-up (there is none: see rampup_begin_step, rampup_step), "
+    return Fault(
+        4,
+        NonFiniteGradientError,
+        f"Step {step}: the gradient of {name!r} on {here} is not finite"
+        f"{', or too large to be added to the residual' if is_added else ''}. Nothing was applied. Lower the "
+        f"learning rate, clip the gradient, {warm_up if is_added else ''}or look at the data there; with a GradScaler "
+        "(precision='16-mixed') such steps are skipped.",
+        is_skipped=True,
+    )
 
 
 def overflow(rank_of_kind: int, step: int, what: str) -> Fault:

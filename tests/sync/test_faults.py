@@ -18,7 +18,7 @@ from torch.optim import SGD, AdamW, Optimizer, RMSprop
 import lightning_lowbw as lowbw
 from lightning_lowbw.comm.agreement import digest
 from lightning_lowbw.comm.collectives import TensorWork
-from lightning_lowbw.sync import exchange as exchanges
+from lightning_lowbw.sync import top_k
 from lightning_lowbw.sync.local_view import agree_in_node
 from lightning_lowbw.sync.quantized import FORMATS
 from tests.ranks import on_ranks
@@ -389,7 +389,7 @@ def test_what_would_turn_dense_is_refused() -> None:
 @on_ranks()
 def test_a_tensor_without_room_for_its_positions_is_refused_on_all_ranks() -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(exchanges, "MAX_NUMEL", 500)  # the matrix has more
+        patch.setattr(top_k, "MAX_NUMEL", 500)  # the matrix has more
         for exclude in ([], ["matrix"]):
             worker, parameters = attach(METHOD.replace(exclude=exclude))
             said = message_of(partial(take_step, worker, parameters, 0), lowbw.ConfigurationError)
