@@ -55,7 +55,7 @@ import torch.distributed as dist
 from lightning_lowbw.comm.agreement import gather
 from lightning_lowbw.elastic.membership import GivesUp, Quorum, Row, Settings, Share, latest_of, raise_refused, refusals
 from lightning_lowbw.elastic.transfer import CONNECT_S, POLL_S, RefusedError, StateClient, StateServer
-from lightning_lowbw.errors import ConfigurationError, DisagreementError
+from lightning_lowbw.errors import ConfigurationError
 from lightning_lowbw.namespaces import LOGGER
 
 T = TypeVar("T")
@@ -192,21 +192,26 @@ class TorchftMembership:
         self._told = row, settings
         if self._process == 0:
             self._server.row, self._server.settings = row, dict(settings)
+        wait_s = WAIT_S
         while True:
+            told = ""
             try:
                 self._lighthouse.hangs_from_s = math.inf
-                answer = self._ask(gives_up)
+                answer = self._ask(wait_s, gives_up)
                 if answer is None:
                     self._fail()  # other members may wait for this group; and the next request has another number
                     return None
                 if (quorum := self._join(*answer, gives_up)) is not None:
                     return quorum
                 continue
-            except RuntimeError as error:  # on all processes
+            except TimeoutError:
+                # The lighthouse may answer this request, which has ended: no member must wait for this group then.
+                wait_s = RENEW_S
+            except RuntimeError as error:
                 told = f"{error}"
             self._fail()  # not inside `except`: the error refers to the group
             self._say_if_due(told)
-            time.sleep(RETRY_S)
+            time.sleep(RETRY_S if told else 0.0)
 
     def _begin_to_wait(self) -> None:
         self._began_s = time.monotonic()
@@ -234,7 +239,7 @@ class TorchftMembership:
             progress: returns the progress in words.
 
         Raises:
-            RuntimeError, ConfigurationError, DisagreementError: on all processes, if the function raises an error.
+            RuntimeError, TimeoutError, ConfigurationError: on all processes, if the function raises an error.
         """
         result = Future[T | Exception]()
 
@@ -304,20 +309,20 @@ class TorchftMembership:
 
     # Members --------------------------------------------------------------------------------------------------------
 
-    def _ask(self, gives_up: GivesUp) -> tuple[int, Sequence[_Member]] | None:
+    def _ask(self, wait_s: float, gives_up: GivesUp) -> tuple[int, Sequence[_Member]] | None:
         """Return the number of the next quorum, and its members; None if a process of this group has given up.
 
         Raises:
-            RuntimeError: on all processes; there is none yet.
+            TimeoutError, RuntimeError: on all processes; there is none yet.
             DisagreementError: on all processes; this group differs from the other groups, which go on without it.
         """
         row, settings = self._told
         ends_s = self._began_s + POLL_S  # until then this group does not give up: the other groups are on their way
-        told, num_failures = row._replace(is_late=self._has_taken), self._num_failures
+        told = row._replace(is_late=self._has_taken)
 
         def request() -> tuple[int, list[_Member]]:
-            own = _Member(self._name, f"{self._address}:{self._store.port}", self._server.address, told, num_failures)
-            return self._lighthouse.quorum(own, lambda: num_failures == self._num_failures)
+            stores = f"{self._address}:{self._store.port}", self._server.address
+            return self._lighthouse.quorum(_Member(self._name, *stores, told, self._num_failures), wait_s)
 
         answer = self._call(request, lambda: time.monotonic() >= ends_s and gives_up(), lambda: "")
         if answer is None:
@@ -525,30 +530,27 @@ class _Lighthouse:
         self._heartbeats = threading.Thread(target=self._send_heartbeats, name="lowbw-heartbeats", daemon=True)
         self._heartbeats.start()
 
-    def quorum(self, own: _Member, is_asked: Callable[[], bool]) -> tuple[int, list[_Member]]:
+    def quorum(self, own: _Member, wait_s: float) -> tuple[int, list[_Member]]:
         """Wait for the next quorum; return its number and members, in the same order for all.
-
-        Args:
-            own: this member.
-            is_asked: returns whether this group still waits for the answer.
 
         Raises:
             ConfigurationError: another group has the name of this one, or a member is another program.
             RuntimeError, TimeoutError: there is none yet.
         """
         self.is_away = False
-        client, self._client = self._client, None
-        client = client or self._connect()
-        data = {"row": list(own.row), "failures": own.failures}
-        of_own = {"replica_id": own.name, "address": own.state, "store_address": own.store, "data": data}
-        wait_s, found = WAIT_S, None
-        while found is None:
-            try:  # the lighthouse's page shows the step
-                found = client.quorum(timeout=timedelta(seconds=wait_s), step=own.row.rounds, **of_own)
-            except TimeoutError:
-                if not is_asked():
-                    raise
-                wait_s = RENEW_S
+        client, self._client = self._client or self._connect(), None
+        try:
+            found = client.quorum(
+                replica_id=own.name,
+                address=own.state,
+                store_address=own.store,
+                step=own.row.rounds,  # for the lighthouse's page
+                data={"row": list(own.row), "failures": own.failures},
+                timeout=timedelta(seconds=wait_s),
+            )
+        except TimeoutError:
+            self._client = client
+            raise
         self._client = client
         members = {each.replica_id: member for each in found.participants if (member := _member_of(each)) is not None}
         strangers = {each.replica_id for each in found.participants}.difference(members)
@@ -630,8 +632,8 @@ def _member_of(participant: Any) -> _Member | None:
 
 
 def _for_all(error: Exception) -> Exception:
-    """Return an error for all processes of a group: RuntimeError if another attempt may succeed."""
-    return error if isinstance(error, (ConfigurationError, DisagreementError)) else RuntimeError(f"{error}")
+    """Return an error for all processes of a group: RuntimeError or TimeoutError if another attempt may succeed."""
+    return error if isinstance(error, (ConfigurationError, TimeoutError)) else RuntimeError(f"{error}")
 
 
 def _turn_of(name: str, own_name: str) -> int:

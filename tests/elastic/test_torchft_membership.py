@@ -10,7 +10,6 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -231,24 +230,17 @@ def test_the_processes_of_a_group_fail_together() -> None:
 
 
 @pytest.fixture
-def a_lighthouse() -> Iterator[Callable[[list[Any]], tuple[_Lighthouse, list[float]]]]:
-    """Make a client whose lighthouse gives some answers, and a list of the timeouts of its requests."""
+def a_lighthouse() -> Iterator[Callable[[list[Any]], _Lighthouse]]:
+    """Make a client whose lighthouse answers with some participants."""
     made: list[_Lighthouse] = []
 
-    def make(answers: list[Any]) -> tuple[_Lighthouse, list[float]]:
-        waits: list[float] = []
-
-        def quorum(*, timeout: timedelta, **_: object) -> Any:
-            waits.append(timeout.total_seconds())
-            if isinstance(answer := answers.pop(0), Exception):
-                raise answer
-            return SimpleNamespace(quorum_id=1, participants=answer)
-
-        client = SimpleNamespace(quorum=quorum, heartbeat=lambda *_, **__: None)
+    def make(participants: list[Any]) -> _Lighthouse:
+        answer = SimpleNamespace(quorum_id=1, participants=participants)
+        client = SimpleNamespace(quorum=lambda **_: answer, heartbeat=lambda *_, **__: None)
         made.append(
             _Lighthouse(SimpleNamespace(LighthouseClient=lambda *_, **__: client), "http://127.0.0.1:1", "site")
         )
-        return made[-1], waits
+        return made[-1]
 
     yield make
     for lighthouse in made:
@@ -263,28 +255,34 @@ def participant(store: str = "127.0.0.1:1", failures: int = 2) -> SimpleNamespac
 OWN = _Member("site", "127.0.0.1:1", "127.0.0.1:2", Row(3, tokens=8.0), 2)
 
 
-def test_a_group_that_waits_for_long_leaves_the_other_groups_their_time_to_come(a_lighthouse: Any) -> None:
-    """With each request the lighthouse begins the join timeout anew."""
-    lighthouse, waits = a_lighthouse([TimeoutError(), TimeoutError(), [participant()]])
-    _, (member,) = lighthouse.quorum(OWN, lambda: True)
-    assert member.row == Row(3, tokens=4.0)
-    assert waits == [12.0, 5.0, 5.0]
-    lighthouse, _ = a_lighthouse([TimeoutError()])
-    with pytest.raises(TimeoutError):
-        lighthouse.quorum(OWN, lambda: False)
+@on_ranks(1)
+def test_a_group_that_waits_for_long_leaves_the_other_groups_their_time_to_come() -> None:
+    """With each request the lighthouse begins the join timeout anew. A late answer finds that the group has left."""
+    membership, _ = a_member_of("site", {})
+    membership._address, membership._store = "127.0.0.1", SimpleNamespace(port=1)  # type: ignore[assignment]
+    membership._server = SimpleNamespace(address="127.0.0.1:2")  # type: ignore[assignment]
+    membership._has_taken, asked = False, list[tuple[float, int, bool]]()
+
+    def quorum(own: _Member, wait_s: float) -> Any:
+        asked.append((wait_s, own.failures, membership._group is None))
+        raise TimeoutError
+
+    membership._lighthouse.quorum = quorum  # type: ignore[method-assign]
+    assert membership.quorum(Row(), {}, lambda: len(asked) > 2 and time.sleep(1.0) is None) is None
+    assert asked[:3] == [(12.0, 0, False), (5.0, 1, True), (5.0, 2, True)]
 
 
 def test_answers_that_are_refused(a_lighthouse: Any) -> None:
     """An answer to an older request is not taken; a second group with the name, and another program, are errors."""
     with pytest.raises(RuntimeError, match="an older request"):
-        a_lighthouse([[participant(failures=1)]])[0].quorum(OWN, lambda: True)
+        a_lighthouse([participant(failures=1)]).quorum(OWN, 1.0)
     with pytest.raises(ConfigurationError, match=r"Another group has the name 'site', too\. Give each group a name"):
-        a_lighthouse([[participant(store="127.0.0.1:9")]])[0].quorum(OWN, lambda: True)
+        a_lighthouse([participant(store="127.0.0.1:9")]).quorum(OWN, 1.0)
     stranger = SimpleNamespace(replica_id="stranger", data=None)
     with pytest.raises(ConfigurationError, match=r"members of another program, .*\['stranger'\]"):
-        a_lighthouse([[participant(), stranger]])[0].quorum(OWN, lambda: True)
+        a_lighthouse([participant(), stranger]).quorum(OWN, 1.0)
     trains = OWN._replace(row=Row(3, is_new=False))
-    assert len(a_lighthouse([[participant(), stranger]])[0].quorum(trains, lambda: True)[1]) == 1
+    assert len(a_lighthouse([participant(), stranger]).quorum(trains, 1.0)[1]) == 1
 
 
 def test_who_is_late_with_the_state_is_waited_for() -> None:
