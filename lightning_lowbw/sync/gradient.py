@@ -122,11 +122,7 @@ class GradientSync(Synchronizer):
         )
         if not method.when.is_auto:  # with "auto" nothing is corrected yet, and perhaps never
             self.correction.check()
-        if not what.sends_all:
-            peers.check_parts()
         what.check(method.when, has_levels=peers.is_two_level)
-        what.check_names(self.params.names())
-        self.compressed = what.exchange(peers, method.when)
 
     # Read by the strategies -----------------------------------------------------------------------------------------
 
@@ -203,7 +199,9 @@ class GradientSync(Synchronizer):
         if self.peers.num_ranks == 1:
             self.check_schedule()
             return
-        self._check_method()
+        if not self.when.is_auto:
+            self.correction.check()
+        self.check_method()
         what, reduced = self.method.what, frozenset(reduced)
         skipped = reduced if self.plan.reduce == "all" else frozenset()
         self._rows = self.params.trained(None if self.plan.reduce == "all" else what, skipped)
@@ -571,16 +569,6 @@ class GradientSync(Synchronizer):
         self._hidden = []
 
     # Checks and faults ----------------------------------------------------------------------------------------------
-
-    def _check_method(self) -> None:
-        """Check that the method, which may be replaced between steps, still fits what is kept."""
-        what = self.method.what
-        if not self.when.is_auto:
-            self.correction.check()
-        self.check_payload()
-        self.check_schedule()
-        if self.compressed is not None:
-            self.compressed.payload = what
 
     def _check_rows(self) -> None:
         kept = frozenset(self.residuals)

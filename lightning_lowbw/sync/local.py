@@ -120,10 +120,6 @@ class LocalSync(Synchronizer):
         self._period: Period | None = None  # of an adaptive rule, once an average has been applied
         self.loss = RunningLoss()
         self._rate_of = Rates()
-        method.what.check_names(self.params.names())
-        self.compressed = method.what.exchange(peers, method.when)
-        if self.compressed is not None:
-            peers.check_parts()
         self.replica = Replica(self.params, self.compressed, peers, named_buffers, self.when)
         self.buffers, self.fragments = self.replica.buffers, self.replica.fragments
         self.consensus_distance: Tensor | None = None
@@ -139,10 +135,6 @@ class LocalSync(Synchronizer):
         """The schedule."""
         return cast("EveryK", self.method.when)
 
-    @property
-    def is_local(self) -> bool:
-        return self._is_local_at(self.step)
-
     def _is_local_at(self, step: int) -> bool:
         begin = self.when.begin_step if self._local_since is None else self._local_since
         is_after = isinstance(begin, int) and step >= begin
@@ -151,14 +143,14 @@ class LocalSync(Synchronizer):
     @property
     def plan(self) -> StepPlan:
         """The plan of the coming step. A rank clips the gradient with which it steps."""
-        if not self.is_local:
+        if not self._is_local_at(self.step):
             return SYNCHRONOUS
         return LOCAL_IN_NODES if self.peers.is_two_level else LOCAL
 
     @property
     def k_steps(self) -> int:
         """The period in use; 1 while synchronous."""
-        if not self.is_local:
+        if not self.plan.is_local:
             return 1
         return self.when.k_steps if self.when.rule == "fixed" or self._period is None else self._period.k
 
@@ -192,10 +184,7 @@ class LocalSync(Synchronizer):
     # One step -------------------------------------------------------------------------------------------------------
 
     def list_gradients(self, *, reduced: Collection[Parameter] = ()) -> None:
-        self.check_schedule()
-        self.check_payload()
-        if self.compressed is not None:
-            self.compressed.payload = self.method.what  # may have been replaced
+        self.check_method()
         self.is_prepared, self._reduced = True, frozenset(reduced)
 
     @torch.no_grad()
@@ -210,7 +199,7 @@ class LocalSync(Synchronizer):
         if not self.is_prepared:
             self.list_gradients()
         self.is_prepared = False
-        if self.peers.num_ranks > 1 or self.is_local:
+        if self.peers.num_ranks > 1 or self.plan.is_local:
             self._average_gradients()
         self.is_exchanged = True
         return True
@@ -223,7 +212,7 @@ class LocalSync(Synchronizer):
         for parameter in averaged if self.plan.reduce != "none" else ():
             if parameter.grad is not None and parameter.grad.layout != torch.strided:
                 parameter.grad = parameter.grad.to_dense()
-        if self.is_local:
+        if self.plan.is_local:
             self._unread = None  # left by a schedule that was replaced; the next average sends its requests
             self.begin_local()
             if averaged and self.plan.reduce == "node":
@@ -258,7 +247,7 @@ class LocalSync(Synchronizer):
             return 0
         read, self._unread = self._unread, None
         status = read()
-        if status.is_faulty or not status.is_at_one_step:
+        if status.is_faulty or status.differences()[0]:
             raise_at_other_batches(self.batch, self.step, self.fault_group)
         self.agree_on(before | status.requests)
         return status.requests
@@ -275,13 +264,13 @@ class LocalSync(Synchronizer):
 
         Collective: all ranks, when an average is begun or applied. If it raises, nothing has been averaged.
         """
-        was_local = self.is_local
+        was_local = self.plan.is_local
         self.has_communicated = not was_local
         self.step += 1
         self.peers.ledger.steps += 1
         self.loss.end_step()
         if not was_local:
-            if self.is_local:
+            if self.plan.is_local:
                 self.loss.clear()
             self.begin_local()
             return
@@ -295,7 +284,7 @@ class LocalSync(Synchronizer):
 
         Collective: all ranks, the first time; the buffers are compared. `exchange` calls it, too.
         """
-        if not self.is_local:
+        if not self.plan.is_local:
             return
         if self._local_since is None:
             self._local_since = self.step

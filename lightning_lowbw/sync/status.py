@@ -64,11 +64,6 @@ class Status:
         requests, own_marks = zip(*(divmod(round(mark), MODULUS**2) for mark in marks), strict=True)
         return cls(sums, any(faults), list(own_marks), functools.reduce(operator.or_, requests))
 
-    @property
-    def is_at_one_step(self) -> bool:
-        """Whether all ranks have the same count, of steps or batches, in their marks."""
-        return not self.differences()[0]
-
     def differences(self) -> tuple[str, str]:
         """Return the counts and the checksums in the marks of all ranks, for an error; each empty if all are equal."""
         checksums, counts = zip(*(divmod(mark, MODULUS) for mark in self.marks), strict=True)

@@ -97,7 +97,6 @@ class Synchronizer:
     correction: ErrorFeedback | None = None
     parameters_agree: bool = True  # whether the parameters are the same on all ranks; known without communication
     fault: Tensor | None = None
-    compressed: Exchange | None
 
     def __init__(
         self,
@@ -112,6 +111,10 @@ class Synchronizer:
             )
         self.method, self.optimizer, self.peers = method, optimizer, peers
         self.params = Params(optimizer, named_parameters)
+        method.what.check_names(self.params.names())
+        self.compressed: Exchange | None = method.what.exchange(peers, method.when)
+        if self.compressed is not None:
+            peers.check_parts()
         self._made_for = method
         self.step = self.batch = 0
         self.is_prepared = self.is_exchanged = self.is_stepping = False
@@ -336,11 +339,14 @@ class Synchronizer:
 
     # Also called by the strategies ----------------------------------------------------------------------------------
 
-    def check_payload(self) -> None:
-        """Raise if the method has been replaced by one for which this worker has not been made."""
+    def check_method(self) -> None:
+        """Take the method of the coming step; raise if it has been replaced by one that does not fit this worker."""
         if self.method is not self._made_for:
             self.method.what.check_replacement(self._made_for.what)
             self.method.when.check_replacement(self._made_for.when)
+        self.check_schedule()
+        if self.compressed is not None:
+            self.compressed.payload = self.method.what
 
     def check_schedule(self) -> None:
         """Raise if the coming step does not fit the state; called when the training starts."""
