@@ -31,7 +31,7 @@ from benchmarks.harness import RESULTS, describe_environment
 from benchmarks.models import mlp_25m
 from lightning_lowbw.compress.codec import VALUE_NAMES, SparseCodec
 from lightning_lowbw.compress.selection import num_selected
-from lightning_lowbw.kernels.reference import correct_, largest, scatter_mean_, take_
+from lightning_lowbw.kernels.reference import Constants, correct_, largest, scatter_mean_, take_
 from lightning_lowbw.schedules.every_step import EveryStep
 from lightning_lowbw.tools.zoo import ByteLanguageModel, DigitsClassifier, DigitsData, StdlibText
 
@@ -167,7 +167,7 @@ class VirtualRanks:
             of_sparse = [own[number] for number, p in enumerate(self.parameters) if p in set(self.sparse)]
             parts = []
             for gradient, (residual, velocity), count in zip(of_sparse, state, counts, strict=True):
-                correct_(residual, velocity, gradient, momentum=self.momentum, nesterov=self.nesterov)
+                correct_(residual, velocity, gradient, Constants(momentum=self.momentum, nesterov=self.nesterov))
                 indices = largest(residual.view(-1), count)
                 parts.append((indices, take_(residual.view(-1), velocity.view(-1), indices)))
             messages.append(codec.encode(parts, self.numels))

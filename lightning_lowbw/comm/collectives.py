@@ -242,7 +242,7 @@ def on_wire(tensor: Tensor, group: dist.ProcessGroup | None, *, is_sum: bool) ->
     Args:
         is_sum: whether the tensor is reduced or broadcast; else it is gathered, and gloo gathers only CPU tensors.
     """
-    is_taken = not is_gloo(group, tensor.device) or (is_sum and device_of(tensor.device).gloo_sums)
+    is_taken = not is_gloo(group, tensor.device) or (is_sum and tensor.device.type in ("cpu", "cuda"))
     return tensor if is_taken else tensor.cpu()
 
 

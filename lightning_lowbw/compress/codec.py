@@ -40,6 +40,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from lightning_lowbw.kernels import dispatch, gpu
 from lightning_lowbw.kernels.dispatch import compiled_for
@@ -396,11 +397,7 @@ def _blocks(values: Tensor, counts: Sequence[int]) -> Tensor:
     if len(counts) != 1:
         return values.take(_members(counts, values.device))
     missing = -counts[0] % LEVELS_BLOCK
-    return (
-        torch.cat([values, values[-1:].expand(missing)]).view(-1, LEVELS_BLOCK)
-        if missing
-        else values.view(-1, LEVELS_BLOCK)
-    )
+    return pad(values.unsqueeze(0), (0, missing), mode="replicate").view(-1, LEVELS_BLOCK)
 
 
 def _slots(counts: Sequence[int], device: torch.device) -> Tensor:

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from lightning_lowbw.kernels import reference
 from lightning_lowbw.kernels.reference import Arrival, Segment, largest_integer, largest_scale_bits
+from lightning_lowbw.kernels.table import factors_of
 from lightning_lowbw.kernels.tensors import allocate
 
 T = TypeVar("T")
@@ -134,9 +135,8 @@ def scale_add(factor, x, scale, y, out):
 
 
 @inner
-def take_square(g, square, largest, adam, s):
+def take_square(g, square, largest, beta2, share, slope, least, s):
     """Update Adam's second moment; write the divisor of the velocity."""
-    beta2, share, slope, least = adam
     for i in range(g.size):
         square[i] = multiply_add(share * g[i], g[i], beta2 * square[i])
     root = square
@@ -170,10 +170,9 @@ def correct(v, u, g, s, gain, momentum, nesterov, is_adam):
 
 
 @kernel
-def accumulate_kernel(
-    v, u, gradient, w, square, largest, momentum, gain, nesterov, decay, less, sign, adam, least, positions, fault
-):
+def accumulate_kernel(v, u, gradient, w, square, largest, factors, nesterov, least, positions, fault):
     """Correct and accumulate a gradient, and collect where the sum reaches a bound; see `cpu.accumulate_`."""
+    momentum, decay, ahead, sign, gain, beta2, share, slope, floor = factors  # `table.Factors`
     count, bits, bits_of_gradient = 0, v.view(np.int32), gradient.view(np.int32)
     room = np.empty((3, CACHED), dtype=np.float32)
     g, s = room[0], room[1]
@@ -186,15 +185,15 @@ def accumulate_kernel(
             own = room[2, : stop - start]
         if w.size:
             scale_add(decay, w[start:stop], sign, own, own_g)
-        elif sign == one and less == 0:
+        elif sign == one and ahead == 0:
             own_g = own
         else:
             for i in range(own.size):
                 own_g[i] = sign * own[i]
         if square.size:
-            take_square(own_g, square[start:stop], largest[start:stop], adam, s)
-        if less != 0:
-            scale_add(less, own_v, one, own_g, own_g)
+            take_square(own_g, square[start:stop], largest[start:stop], beta2, share, slope, floor, s)
+        if ahead != 0:
+            scale_add(-ahead, own_v, one, own_g, own_g)
         correct(own_v, u[start:stop], own_g, s, gain, momentum, nesterov, square.size > 0)
         if fault.size and largest_bits(bits[start:stop], stop - start) >= INFINITE:
             fault[0] = True
@@ -501,10 +500,8 @@ def accumulate_(segment: Segment, threshold: float, most: int = sys.maxsize) -> 
     """
     moment, residual = segment.second_moment, segment.residual
     square, largest = (None, None) if moment is None else (moment.square, moment.largest)
-    adam = (0.0,) * 4 if moment is None else (moment.beta2, (1.0 - moment.beta2) * moment.share, *moment.line)
     tensors = (residual, segment.momentum_buffer, segment.gradient, segment.weight, square, largest)
-    numbers = segment.momentum, 1.0 - segment.dampening, segment.weight_decay, -segment.ahead, segment.sign
-    momentum, gain, decay, less, sign = map(np.float32, numbers)
+    factors = tuple(map(np.float32, factors_of(segment)))
     fault = np.empty(0, dtype=np.bool_) if segment.fault is None else segment.fault.view(1).numpy()
     least, most = _bits(threshold), min(most, residual.numel())
 
@@ -512,8 +509,7 @@ def accumulate_(segment: Segment, threshold: float, most: int = sys.maxsize) -> 
         positions = _room(min(most, stop - start) if threshold > 0 else -CHUNK)
         count = accumulate_kernel(
             *(NOTHING if each is None else each.detach()[start:stop].numpy() for each in tensors),
-            momentum, gain, segment.nesterov, decay, less, sign, tuple(map(np.float32, adam)), least,
-            positions.numpy(), fault,
+            factors, segment.nesterov, least, positions.numpy(), fault,
         )  # fmt: skip
         return positions[:count].add_(start) if count <= most else None
 

@@ -280,13 +280,9 @@ def _tiles(shapes: tuple[tuple[int, int], ...]) -> tuple[list[tuple[int, int]], 
     Args:
         shapes: for each tensor its elements, and about how many elements are sent.
     """
-    tiles: list[tuple[int, int]] = []
-    numbers: list[int] = []
-    for numel, count in shapes:
-        shift = max(LEAST_TILE_SHIFT, (numel * SENT_PER_TILE // count).bit_length() - 1)
-        tiles.append((shift, sum(numbers)))
-        numbers.append(-(-numel // (1 << shift)))
-    return tiles, numbers
+    shifts = [max(LEAST_TILE_SHIFT, (numel * SENT_PER_TILE // count).bit_length() - 1) for numel, count in shapes]
+    numbers = [-(-numel // (1 << shift)) for (numel, _), shift in zip(shapes, shifts, strict=True)]
+    return list(zip(shifts, accumulate(numbers, initial=0), strict=False)), numbers
 
 
 @lru_cache(maxsize=64)

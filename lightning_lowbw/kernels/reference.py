@@ -89,10 +89,10 @@ class Constants:
 
     Args:
         momentum: m, in [0, 1).
-        dampening: d; see `correct_`.
+        dampening: d, in [0, 1); see `correct_`.
         nesterov: whether the optimizer uses Nesterov's form; no effect without a buffer.
         weight_decay: c.
-        ahead: see `correct_`.
+        ahead: a, not negative; see `correct_`.
         sign: -1.0 with `maximize=True`, else 1.0.
     """
 
@@ -126,7 +126,7 @@ class OtherPart(Constants):
     def update_(self) -> None:
         """Bring the second moment up to date; elements that are not finite count as zero."""
         gradient = self.gradient.nan_to_num(0.0, 0.0, 0.0)
-        self.second_moment.update_(decayed(gradient, self.weight, weight_decay=self.weight_decay, sign=self.sign))
+        self.second_moment.update_(decayed(gradient, self.weight, self))
 
 
 @dataclass(kw_only=True)
@@ -188,12 +188,8 @@ def correct_(
     residual: Tensor,
     momentum_buffer: Tensor | None,
     gradient: Tensor,
-    *,
-    momentum: float,
-    nesterov: bool,
-    dampening: float = 0.0,
+    constants: Constants,
     divisor: Tensor | None = None,
-    ahead: float = 0.0,
 ) -> None:
     """Accumulate a corrected gradient locally: momentum correction.
 
@@ -212,23 +208,21 @@ def correct_(
         residual: v, the unsent gradient; float32, the parameter's shape.
         momentum_buffer: u, the optimizer's own velocity, the parameter's shape and dtype; None without momentum.
         gradient: g, this rank's mean gradient, clipped, weight decay already added; the parameter's shape.
-        momentum: m, in [0, 1).
-        nesterov: whether the optimizer takes the look-ahead form.
-        dampening: d, in [0, 1).
+        constants: m, d, a, and whether the optimizer takes the look-ahead form.
         divisor: s, the parameter's shape; None for 1. Not with Nesterov's form.
-        ahead: a, not negative.
 
     Source: arXiv 1712.01887, section 3.2 and appendix B.
     """
-    if ahead != 0:
-        gradient = gradient.sub(residual, alpha=ahead)  # g - a v: the decay of the weight after the residual
+    momentum = constants.momentum
+    if constants.ahead != 0:
+        gradient = gradient.sub(residual, alpha=constants.ahead)  # g - a v: the decay of the weight after the residual
     if momentum_buffer is None:
         residual.add_(gradient)
         return
-    momentum_buffer.mul_(momentum).add_(gradient, alpha=1.0 - dampening)  # u = m u + (1 - d) g
+    momentum_buffer.mul_(momentum).add_(gradient, alpha=1.0 - constants.dampening)  # u = m u + (1 - d) g
     if divisor is not None:
         residual.addcdiv_(momentum_buffer, divisor)  # v = v + u / s
-    elif nesterov:
+    elif constants.nesterov:
         residual.add_(gradient).add_(momentum_buffer, alpha=momentum)  # v = v + g + m u, torch's Nesterov form
     else:
         residual.add_(momentum_buffer)  # v = v + u (eq. 7)
@@ -262,12 +256,10 @@ def are_not_finite(tensors: Sequence[Tensor]) -> Tensor:
     return largest * 0 != 0  # NaN of a NaN, and of an infinity
 
 
-def decayed(gradient: Tensor, weight: Tensor | None, *, weight_decay: float, sign: float) -> Tensor:
+def decayed(gradient: Tensor, weight: Tensor | None, constants: Constants) -> Tensor:
     """Return ``g = sign G + c w`` (eq. 12): float32, because c w would be lost in a narrow G."""
-    gradient = gradient.float()
-    if sign < 0:
-        gradient = -gradient
-    return gradient if weight is None else gradient.add(weight, alpha=weight_decay)
+    gradient = -gradient.float() if constants.sign < 0 else gradient.float()
+    return gradient if weight is None else gradient.add(weight, alpha=constants.weight_decay)
 
 
 def accumulate_(segment: Segment, threshold: float, most: int = sys.maxsize) -> Tensor | None:
@@ -294,17 +286,9 @@ def accumulate_(segment: Segment, threshold: float, most: int = sys.maxsize) -> 
         are_finite = gradient.isfinite()
         segment.fault.logical_or_(are_finite.all().logical_not_())
         gradient = torch.where(are_finite, gradient, 0.0)  # the step is refused; until then v stays finite
-    gradient = decayed(gradient, segment.weight, weight_decay=segment.weight_decay, sign=segment.sign)
-    correct_(
-        residual,
-        segment.momentum_buffer,
-        gradient,
-        momentum=segment.momentum,
-        nesterov=segment.nesterov,
-        dampening=segment.dampening,
-        divisor=None if segment.second_moment is None else segment.second_moment.update_(gradient),
-        ahead=segment.ahead,
-    )
+    gradient = decayed(gradient, segment.weight, segment)
+    divisor = None if segment.second_moment is None else segment.second_moment.update_(gradient)
+    correct_(residual, segment.momentum_buffer, gradient, segment, divisor)
     if segment.fault is not None:
         segment.fault.logical_or_(is_finite(residual).logical_not_())  # a sum of finite numbers may overflow
     if not threshold > 0:

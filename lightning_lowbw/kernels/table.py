@@ -174,7 +174,7 @@ class Workspace:
             self._gradients = gradients
         constants = [_constants(segment) for segment in everything]
         if constants != self._constants:
-            self.factors = upload([_factors(segment) for segment in everything], torch.float32, device)
+            self.factors = upload([factors_of(segment) for segment in everything], torch.float32, device)
         self._constants = constants
 
     def _describe(self, everything: list[Segment | OtherPart], gradients: list[int], device: torch.device) -> None:
@@ -284,13 +284,14 @@ _NUMBERS = attrgetter("momentum", "weight_decay", "ahead", "sign", "dampening")
 
 
 def _constants(segment: Segment | OtherPart) -> tuple[Any, ...]:
-    """Return the numbers that `_factors` is computed from."""
+    """Return the numbers that `factors_of` is computed from."""
     moment = segment.second_moment
     of_moment = None if moment is None else (moment.beta2, moment.share, moment.eps, moment.corrections)
     return _NUMBERS(segment), of_moment
 
 
-def _factors(segment: Segment | OtherPart) -> Factors:
+def factors_of(segment: Segment | OtherPart) -> Factors:
+    """Return the numbers of a tensor's step."""
     moment = segment.second_moment
     slope, least = (0.0, 1.0) if moment is None else moment.line
     return Factors(

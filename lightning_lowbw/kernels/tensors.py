@@ -385,15 +385,10 @@ class Serial:
 
     Args:
         device: of torch.
-
-    Attributes:
-        is_synchronous: whether an operation has been done when its call returns, so that the host's clock times it.
-        gloo_sums: whether gloo sums and broadcasts tensors of the device; it never gathers tensors of a GPU.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.is_synchronous = self.gloo_sums = device.type == "cpu"
         self._module: Any = getattr(torch, device.type, torch.cpu)  # such as torch.mps and torch.xpu
 
     def upload(self, tensor: Tensor) -> Tensor:
@@ -431,7 +426,7 @@ class Serial:
 
     def rng_state(self) -> dict[str, Tensor]:
         """Return the state of its random number generator, by its type of device; none for the CPU."""
-        return {} if self.is_synchronous else {self.device.type: self._module.get_rng_state()}
+        return {} if self.device.type == "cpu" else {self.device.type: self._module.get_rng_state()}
 
     def set_rng_state(self, states: Mapping[str, Any]) -> None:
         """Load the result of `rng_state`, unless it is the state of another type of device."""
@@ -445,8 +440,6 @@ class Cuda:
     Args:
         device: of torch.
     """
-
-    is_synchronous, gloo_sums = False, True
 
     def __init__(self, device: torch.device) -> None:
         self.device = device

@@ -638,24 +638,19 @@ def apply_kernel(
     messages = tl.arange(0, MESSAGES)
     exists = messages < num_messages
     firsts = (tl.load(row + ARRIVED_GROUP) * num_messages + messages) * num_elements + tl.load(row + ARRIVED_FIRST)
-    # The first element at or behind the start of the tile, and its end, of each message: two binary searches.
-    begins = tl.zeros([MESSAGES], tl.int64)
-    begins_size = tl.zeros([MESSAGES], tl.int64) + count
-    ends = tl.zeros([MESSAGES], tl.int64)
-    ends_size = begins_size
+    # The first element at or behind the start of the tile, and its end, of each message: two binary searches at once.
+    is_end = tl.arange(0, 2)[:, None] == 1
+    border = tl.where(is_end, end, start)
+    found = tl.zeros([2, MESSAGES], tl.int64)
+    size = found + count
     for _ in range(turns):
-        half = begins_size // 2
-        position = tl.load(positions + firsts + begins + half, mask=exists & (begins_size > 0), other=0)
-        is_before = (begins_size > 0) & (position < start)
-        begins = tl.where(is_before, begins + half + 1, begins)
-        begins_size = tl.where(is_before, begins_size - half - 1, half)
-        half = ends_size // 2
-        position = tl.load(positions + firsts + ends + half, mask=exists & (ends_size > 0), other=0)
-        is_before = (ends_size > 0) & (position < end)
-        ends = tl.where(is_before, ends + half + 1, ends)
-        ends_size = tl.where(is_before, ends_size - half - 1, half)
-    begins += firsts
-    ends += firsts
+        half = size // 2
+        position = tl.load(positions + firsts + found + half, mask=exists & (size > 0), other=0)
+        is_before = (size > 0) & (position < border)
+        size = tl.where(is_before, size - half - 1, half)
+        found = tl.where(is_before, found + half + 1, found)
+    begins = firsts + tl.sum(tl.where(is_end, 0, found), 0)
+    ends = firsts + tl.sum(tl.where(is_end, found, 0), 0)
     for phase in tl.static_range(0, 6):  # clear; of senders count, divide, clear; add; step
         if phase == 0 or phase == 4 or (SENDERS and phase < 4) or (STEPS and phase == 5):
             for message in range(num_messages):
@@ -741,14 +736,6 @@ def num_not_finite(values):
 
 
 @triton.jit
-def nearest(value, unit, is_finite, largest):
-    """Return the nearest integers in units of a scale, of halves the even one, as float32; 0 if it is not finite."""
-    shifter = 12582912.0  # 1.5 * 2^23: a number added to it loses its fraction, and is at most 127 here
-    quotient = tl.minimum(tl.maximum(tl.math.div_rn(value, unit), -largest - 1.0), largest + 1.0)
-    return tl.where(is_finite, tl.minimum(tl.maximum((quotient + shifter) - shifter, -largest), largest), 0.0)
-
-
-@triton.jit
 def write_dense(
     values, message, blocks, columns, size, codes, largest, limit, tiny, V: tl.constexpr, BITS: tl.constexpr,
     BLOCKS: tl.constexpr,
@@ -774,7 +761,10 @@ def write_dense(
         tl.store(message + 2 * blocks + 1, (narrow >> 8).to(tl.uint8), mask=blocks * SCALED < size)
         scale = tl.where(is_finite, (narrow << 16).to(tl.float32, bitcast=True), 1.0)[:, None]
         unit, is_finite = tl.maximum(scale, tiny) + tl.zeros_like(values), is_finite[:, None]
-        numbers = nearest(values, unit, is_finite, largest)
+        # The nearest integers, of two the even one. 1.5 * 2^23: a number added to it loses its fraction.
+        quotients = tl.minimum(tl.maximum(tl.math.div_rn(values, unit), -largest - 1.0), largest + 1.0)
+        numbers = tl.minimum(tl.maximum((quotients + 12582912.0) - 12582912.0, -largest), largest)
+        numbers = tl.where(is_finite, numbers, 0.0)
         unsent = tl.where(is_finite, values - numbers * scale, float("nan"))
         numbers = numbers.to(tl.int32)
         if BITS == 8:

@@ -15,12 +15,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from lightning_lowbw.comm.echoes import echo
 from lightning_lowbw.compress.codec import SparseCodec
 from lightning_lowbw.compress.selection import SampledSelector, Selection
 from lightning_lowbw.kernels import dispatch, gpu, reference
-from lightning_lowbw.kernels.reference import Arrival, SecondMoment
+from lightning_lowbw.kernels.reference import Arrival, SecondMoment, Segment
 from lightning_lowbw.kernels.table import GPU_BLOCK
-from tests.kernels.bits import BFLOAT16, DEVICE, FLOAT32, IS_TRITON, equal_bits
+from lightning_lowbw.sync.quantized import Quantized, QuantizedExchange
+from tests.kernels.bits import BFLOAT16, DEVICE, FLOAT16, FLOAT32, IS_TRITON, equal_bits
 from tests.kernels.segments import DECAY, FORMS, LARGE, check, compress, draw_parts, make, memory, redraw, state
 
 # (numel, k): one block and less, its borders, several; from all elements down to one in a thousand
@@ -54,70 +56,48 @@ def test_all_forms_at_once() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered")  # by numpy, in Triton's interpreter
-def test_what_is_not_finite_counts_as_zero_and_is_told() -> None:
-    """In the flag of its tensor; of an infinity the largest finite number is sent. Without a flag nobody looks."""
+def test_inf_and_nan_count_as_zeros_and_set_the_fault() -> None:
+    """A gradient without a fault is not checked."""
     forms = [{"momentum": 0.5}, {"momentum": 0.5, "gradient": BFLOAT16}, {"momentum": 0.5, **DECAY}, {}]
-    fault = torch.zeros(4, dtype=torch.bool, device=DEVICE)
-    segments = [replace(make(GPU_BLOCK + 5, 9, **form), fault=fault[i]) for i, form in enumerate(forms)]  # type: ignore[arg-type]
+    faults = torch.zeros(4, dtype=torch.bool, device=DEVICE).unbind()
+    segments = [replace(make(GPU_BLOCK + 5, 9, **form), fault=faults[i]) for i, form in enumerate(forms)]  # type: ignore[arg-type]
+    segments.append(make(*LARGE, momentum=0.5))
     segments[0].gradient[[3, GPU_BLOCK + 4]] = torch.tensor([float("nan"), float("inf")], device=DEVICE)
-    segments[1].gradient[7] = -float("inf")
+    segments[1].gradient[7] = segments[4].gradient[700] = -float("inf")
     segments[3].residual[9], segments[3].gradient[9] = 3e38, 3e38  # their sum overflows
-    read_only = [each.gradient.clone() for each in segments]
-    twins = [replace(each, gradient=each.gradient.nan_to_num(0.0, 0.0, 0.0)) for each in copy.deepcopy(segments[:3])]
-    positions, values = compress(segments, memory())
-    expected = reference.compress_many_(twins, masking=True)
-    assert positions[:27].equal(expected[0])
-    assert values[:27].equal(expected[1])
-    for mine, theirs in zip(segments, twins, strict=False):
-        assert mine.residual.equal(theirs.residual)
-        assert mine.momentum_buffer is not None
-        assert mine.momentum_buffer.equal(theirs.momentum_buffer)  # type: ignore[arg-type]
-    assert fault.tolist() == [True, True, False, True]
-    assert all(equal_bits(mine.gradient, before) for mine, before in zip(segments, read_only, strict=True))
-    unwatched = make(*LARGE, momentum=0.5)
-    unwatched.gradient[700] = -float("inf")
-    check([unwatched], memory())
-    assert unwatched.residual[700] == -float("inf")
+    check(segments, memory())
+    assert [bool(fault) for fault in faults] == [True, True, False, True]
+    assert segments[4].residual[700] == -float("inf")
 
 
-def test_general_factors() -> None:
-    """To the bit, but to rounding in Triton's interpreter: of what it gives the k largest are taken all the same."""
-    numel, k = LARGE
-    segment = make(numel, k, weight=FLOAT32, momentum=0.9, nesterov=True, weight_decay=1e-4, ahead=3e-3)
-    (twin,) = copy.deepcopy([segment])
-    positions, values = compress([segment], memory(), masking=False)
-    corrected = segment.residual.index_put((positions,), values)
-    assert positions.equal(corrected.abs().topk(k).indices.sort().values)
-    reference.accumulate_(twin, 0.0)
-    rounding = 1e-6 if IS_TRITON else 0.0
-    torch.testing.assert_close(corrected, twin.residual, rtol=rounding, atol=rounding)
-    torch.testing.assert_close(segment.momentum_buffer, twin.momentum_buffer, rtol=rounding, atol=rounding)
-
-
-def make_second_moment(numel: int, dtype: torch.dtype = FLOAT32, amsgrad: bool = False) -> SecondMoment:
-    square = torch.rand(numel).to(dtype).to(DEVICE)
-    largest = torch.rand(numel).to(dtype).to(DEVICE) if amsgrad else None
-    return SecondMoment(square=square, largest=largest, beta2=0.99, share=0.5, eps=1e-8, corrections=(0.5, 0.1))
-
-
-@pytest.mark.parametrize(("amsgrad", "dtype"), [(True, FLOAT32), (False, BFLOAT16)])
-def test_adam_to_rounding(amsgrad: bool, dtype: torch.dtype) -> None:
-    """Beside a tensor of SGD; the k largest are those of the backend's own residual."""
-    numel, k = LARGE
-    factors = {"momentum": 0.7, "dampening": 0.7, "weight_decay": 2.0**-6, "ahead": 2.0**-5, "sign": -1.0}
-    adam = make(numel, k, dtype, dtype, dtype, **factors)
-    adam = replace(adam, second_moment=make_second_moment(numel, dtype, amsgrad))
-    segments = [adam, make(numel, k, momentum=0.5)]
-    twins = copy.deepcopy(segments)
+def check_to_rounding(segments: list[Segment], unit: float) -> None:
+    """Compare with the reference to rounding; the k largest are the largest of the backend's own residual."""
+    twins, k = copy.deepcopy(segments), LARGE[1]
     positions, values = compress(segments, memory(), masking=False)
     for segment, twin, at, sent in zip(segments, twins, positions.split(k), values.split(k), strict=True):
         reference.accumulate_(twin, 0.0)
         corrected = segment.residual.index_put((at,), sent)
         assert at.equal(corrected.abs().topk(k).indices.sort().values)
-        unit = 1e-6 if dtype == FLOAT32 else 2.0**-7
-        torch.testing.assert_close(corrected, twin.residual, rtol=10 * unit, atol=1e-6)
+        torch.testing.assert_close(corrected, twin.residual, rtol=10 * unit, atol=unit and 1e-6)
         for a, b in zip(segment.tensors[1:], twin.tensors[1:], strict=True):
-            torch.testing.assert_close(a, b, rtol=unit, atol=1e-6)
+            torch.testing.assert_close(a, b, rtol=unit, atol=unit and 1e-6)
+
+
+def test_general_factors() -> None:
+    """To the bit, except in Triton's interpreter."""
+    factors = {"momentum": 0.9, "nesterov": True, "weight_decay": 1e-4, "ahead": 3e-3}
+    check_to_rounding([make(*LARGE, weight=FLOAT32, **factors)], 1e-6 if IS_TRITON else 0.0)
+
+
+@pytest.mark.parametrize(("amsgrad", "dtype"), [(True, FLOAT32), (False, BFLOAT16)])
+def test_adam_to_rounding(amsgrad: bool, dtype: torch.dtype) -> None:
+    """Beside a tensor of SGD."""
+    square, largest = (torch.rand(LARGE[0]).to(dtype).to(DEVICE) for _ in range(2))
+    moment = {"beta2": 0.99, "share": 0.5, "eps": 1e-8, "corrections": (0.5, 0.1)}
+    adam = SecondMoment(square=square, largest=largest if amsgrad else None, **moment)  # type: ignore[arg-type]
+    factors = {"momentum": 0.7, "dampening": 0.7, "weight_decay": 2.0**-6, "ahead": 2.0**-5, "sign": -1.0}
+    segment = replace(make(*LARGE, dtype, dtype, dtype, **factors), second_moment=adam)
+    check_to_rounding([segment, make(*LARGE, momentum=0.5)], 1e-6 if dtype == FLOAT32 else 2.0**-7)
 
 
 def test_of_equal_magnitudes_the_first_are_taken() -> None:
@@ -262,3 +242,60 @@ def test_the_largest_of_each_chunk(chunk: int, k: int, k_last: int) -> None:
         segment.gradient.zero_()
     segments[2].residual.zero_()
     check(segments, Selection())
+
+
+# Tensors as one vector ------------------------------------------------------------------------------------------------
+
+NUMELS = [3, 130, 1, 2 * GPU_BLOCK + 7, 64, 900, 5, GPU_BLOCK, 1]  # many in one block, and one over several blocks
+Parts = list[tuple[Tensor, Tensor]]  # a tensor, and its signal in the midst of it
+
+
+def draw_vector(dtypes: tuple[torch.dtype, ...], scale: float) -> Parts:
+    """Return signals that begin anywhere, with magnitudes from tiny to large, zeros and halves."""
+    parts = []
+    for number, numel in enumerate(NUMELS):
+        dtype = dtypes[number % len(dtypes)]
+        whole = (torch.randn(numel + 3) * 10.0 ** torch.randint(-6, 4, (numel + 3,)) * scale).to(dtype).to(DEVICE)
+        whole[::5] = 0.0
+        parts.append((whole, whole[2 : 2 + numel]))
+    parts[3][1][:600] = (torch.arange(600) % 255 - 127) / 2  # with a scale of about 1
+    return parts
+
+
+NOT_FINITE: dict[str, list[tuple[int, int, float]]] = {
+    "": [],
+    "three": [(0, 1, float("inf")), (3, 9, float("nan")), (7, 5, -float("inf"))],
+}
+
+
+@pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered")  # by numpy, in Triton's interpreter
+@pytest.mark.parametrize("not_finite", NOT_FINITE)
+@pytest.mark.parametrize("value_dtype", ["int8", "int4", "bfloat16", "float16"])
+@pytest.mark.parametrize("dtypes", [(FLOAT32,), (FLOAT32, BFLOAT16, FLOAT16)], ids=["float32", "mixed"])
+def test_an_exchange_in_few_bits(
+    dtypes: tuple[torch.dtype, ...], value_dtype: str, not_finite: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two rounds among echoes have the bits of plain torch: residuals, means, and which signals are not finite."""
+    tiny = 1e-28 if BFLOAT16 in dtypes or value_dtype == "bfloat16" else 1e-38  # the interpreter: no subnormal bfloat16
+    for num_participants, scale in ((2, 1.0), (3, tiny), (4, 6.0)):
+        both = [QuantizedExchange(Quantized(value_dtype=value_dtype), echo(num_participants)) for _ in range(2)]
+        for _ in range(2):
+            parts, found = draw_vector(dtypes, scale), list[list[Tensor]]()
+            for number, place, value in NOT_FINITE[not_finite]:
+                parts[number][1][place] = value
+            bad = [number for number, (_, signal) in enumerate(parts) if not signal.isfinite().all()]
+            for exchange, uses_kernels in zip(both, (True, False), strict=True):
+                monkeypatch.setattr(dispatch, "uses_triton", lambda device, is_on=uses_kernels and IS_TRITON: is_on)
+                monkeypatch.setattr(dispatch, "_disabled", set() if uses_kernels else {"cpu"})
+                mine = copy.deepcopy(parts)
+                prepared = exchange.prepare({str(number): signal for number, (_, signal) in enumerate(mine)})
+                means = prepared.send().wait().mean.dense()
+                assert prepared.faults is None or prepared.faults[1].nonzero().flatten().tolist() == bad
+                assert (prepared.faults is not None) == (uses_kernels and IS_TRITON)
+                assert exchange.fault is not None
+                kept = [*exchange.residuals.values(), exchange.fault]
+                found.append([*means.values(), *kept, *(whole for whole, _ in mine)])
+            for one, other in zip(*found, strict=True):  # a NaN has many bits
+                assert equal_bits(
+                    *(each.nan_to_num(9.0) if each.is_floating_point() else each for each in (one, other))
+                )

@@ -19,19 +19,11 @@ POINTERS = {
         "i32": "owners counts counting block_counts block_bases positions ordered_positions kth left bins num_greater "
         "num_ties ends_greater ends_ties num_ones words messages spans",
         "fp32": "factors thresholds last_kth values ordered_values sent_values",
-        "fp64": "room",
         "u8": "message received answer flags",
     }.items()
     for name in names.split()
 }
-SCALARS = {
-    **dict.fromkeys(["first", "k", "k_last", "masking", "num_tensors", "num_messages", "turns", "first_tile"], "i32"),
-    **dict.fromkeys(["num_elements", "message_words", "first_value", "first_code", "width", "unary_bits"], "i64"),
-    **dict.fromkeys(["first_bit", "end_bit", "first_place"], "i64"),
-    **dict.fromkeys(["limit", "scale", "largest", "tiny", "dependent", "share"], "fp32"),
-    **dict.fromkeys(["numel", "row_bytes", "chunk", "size", "codes", "first_row"], "i64"),
-}
-OF_SCALES = {"limit": "i32"}  # its bits
+FLOATS = {"limit", "scale", "largest", "tiny", "share"}
 
 
 def assembly(kernel: Any, capability: int, constants: dict[str, Any], **options: int) -> str:
@@ -40,13 +32,14 @@ def assembly(kernel: Any, capability: int, constants: dict[str, Any], **options:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    types = {**POINTERS, **SCALARS, **dict.fromkeys(constants, "constexpr")}
-    if "words" in kernel.arg_names or "chunk" in kernel.arg_names:  # what has been selected
+    types = {**POINTERS, **dict.fromkeys(FLOATS, "fp32"), **dict.fromkeys(constants, "constexpr")}
+    if "words" in kernel.arg_names or "chunk" in kernel.arg_names:  # selected positions
         types["positions"] = "*i64"
     if "codes" in kernel.arg_names:
-        types |= OF_SCALES
+        types["limit"] = "i32"  # the bits of a scale
+    types = {each.name: types.get(each.name, each.annotation_type or "i32") for each in kernel.params}
     assert all(param.is_constexpr or param.do_not_specialize for param in kernel.params)
-    source = ASTSource(kernel, {name: types[name] for name in kernel.arg_names}, constants, {})
+    source = ASTSource(kernel, types, constants, {})
     compiled = triton.compile(source, GPUTarget("cuda", capability, WARP_SIZE), {**gpu.OPTIONS, **options})
     assert compiled.asm["cubin"]
     return str(compiled.asm["ptx"])

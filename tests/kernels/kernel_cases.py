@@ -12,7 +12,6 @@ from itertools import accumulate
 import pytest
 import torch
 
-from lightning_lowbw.comm.echoes import echo
 from lightning_lowbw.comm.peers import fill_
 from lightning_lowbw.compress.codec import SparseCodec, layout_of
 from lightning_lowbw.compress.selection import SampledSelector
@@ -22,7 +21,7 @@ from lightning_lowbw.kernels.table import GPU_BLOCK, JoinedRow, JoinedTable, Wor
 from lightning_lowbw.kernels.tensors import copy_all_
 from lightning_lowbw.sync.beside import Gathered
 from lightning_lowbw.sync.kernels import what_fails
-from lightning_lowbw.sync.quantized import Quantized, QuantizedExchange
+from tests.kernels.backend_cases import draw_vector
 from tests.kernels.bits import BFLOAT16, FLOAT16, FLOAT32, equal_bits
 from tests.kernels.segments import FORMS, LARGE, check, draw_parts, make, redraw
 from tests.kernels.workers import METHODS, make_worker
@@ -179,101 +178,38 @@ def test_a_message_of_many_blocks_of_words(value_dtype: str, monkeypatch: pytest
 
 
 def test_damaged_messages_stay_inside_their_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where a CPU raises, a GPU returns positions that can be used as an index."""
-    sizes = [(1000, 3), (7, 0), (40, 33), (300, 70)]
-    codec, parts, numels = SparseCodec("bfloat16"), draw_parts(sizes), [numel for numel, _ in sizes]
-    counts, chance = [k for _, k in sizes], torch.Generator().manual_seed(0)
-    monkeypatch.setattr(dispatch, "uses_triton", lambda device: False)
-    whole = codec.encode(parts, numels).cpu()
+    """Where a CPU raises, a GPU returns positions inside the tensors: too large ones become the last."""
+    counts, numels = [3, 0, 33, 70], [1000, 7, 40, 300]
+    codec, chance, num_refused = SparseCodec("bfloat16"), torch.Generator().manual_seed(0), 0
+    monkeypatch.setattr(dispatch, "uses_triton", lambda device: True)
+    whole = codec.encode(draw_parts(list(zip(numels, counts, strict=True))), numels)
     words_bytes = 4 * layout_of(tuple(counts), tuple(numels)).num_words
-    num_refused = 0
     for number in range(14):
         message = whole.clone()
-        places = torch.randint(words_bytes, (number % 6,), generator=chance)
-        message[places] = torch.randint(256, places.shape, generator=chance, dtype=torch.uint8)
+        places = torch.randint(words_bytes, (number % 6,), generator=chance).to(DEVICE)
+        message[places] = torch.randint(256, places.shape, generator=chance, dtype=torch.uint8).to(DEVICE)
         if number in (12, 13):  # no position, and only positions
             message[:words_bytes] = 255 * (number % 2)
-        row, is_refused = message.unsqueeze(0), False
-        try:
-            expected = codec.decode(row, counts, numels)[0]
-        except ValueError:
-            is_refused = True
-        with monkeypatch.context() as kernels:
-            kernels.setattr(dispatch, "uses_triton", lambda device: True)
-            positions, values = (each.cpu() for each in codec.decode(row.to(DEVICE), counts, numels))
-            assert positions.shape == values.shape == (1, sum(counts))
-            for numel, mine in zip(numels, positions[0].split(counts), strict=True):
-                assert ((mine >= 0) & (mine < numel)).all()
-            assert is_refused or positions.equal(expected)
-        num_refused += is_refused
+        positions, values = (each.cpu() for each in codec.decode(message.unsqueeze(0), counts, numels))
+        assert positions.shape == values.shape == (1, sum(counts))
+        for numel, mine in zip(numels, positions[0].split(counts), strict=True):
+            assert ((mine >= 0) & (mine < numel)).all()
+        with monkeypatch.context() as plain:
+            plain.setattr(dispatch, "uses_triton", lambda device: False)
+            try:
+                assert positions.equal(codec.decode(message.unsqueeze(0).cpu(), counts, numels)[0])
+            except ValueError:
+                num_refused += 1
     assert 4 < num_refused < 12
-
-
-def test_a_position_behind_the_end_becomes_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One of a tensor with as many bits, and a few elements more."""
-    codec, positions = SparseCodec("float32"), torch.tensor([1, 2, 1010])
-    monkeypatch.setattr(dispatch, "uses_triton", lambda device: False)
-    message = codec.encode([(positions, torch.ones(3))], [1023]).to(DEVICE)
-    monkeypatch.setattr(dispatch, "uses_triton", lambda device: True)
+    message = SparseCodec("float32").encode(
+        [(torch.tensor([1, 2, 1010], device=DEVICE), torch.ones(3, device=DEVICE))], [1023]
+    )
     for numel, expected in ((1023, 1010), (1011, 1010), (1010, 1009), (1000, 999)):
-        found, _ = codec.decode(message.unsqueeze(0), [3], [numel])
+        found, _ = SparseCodec("float32").decode(message.unsqueeze(0), [3], [numel])
         assert found.tolist() == [[1, 2, expected]]
 
 
 # Tensors as one vector ------------------------------------------------------------------------------------------------
-
-NUMELS = [3, 130, 1, 2 * GPU_BLOCK + 7, 64, 900, 5, GPU_BLOCK, 1]  # many in one block, and one over several blocks
-Parts = list[tuple[torch.Tensor, torch.Tensor]]  # a tensor, and its signal in the midst of it
-
-
-def draw_vector(dtypes: tuple[torch.dtype, ...], scale: float) -> Parts:
-    """Return signals that begin anywhere, with magnitudes from tiny to large, zeros and halves."""
-    parts = []
-    for number, numel in enumerate(NUMELS):
-        dtype = dtypes[number % len(dtypes)]
-        whole = (torch.randn(numel + 3) * 10.0 ** torch.randint(-6, 4, (numel + 3,)) * scale).to(dtype).to(DEVICE)
-        whole[::5] = 0.0
-        parts.append((whole, whole[2 : 2 + numel]))
-    parts[3][1][:600] = (torch.arange(600) % 255 - 127) / 2  # with a scale of about 1
-    return parts
-
-
-NOT_FINITE: dict[str, list[tuple[int, int, float]]] = {
-    "": [],
-    "three": [(0, 1, float("inf")), (3, 9, float("nan")), (7, 5, -float("inf"))],
-}
-
-
-@pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered")  # by numpy, in Triton's interpreter
-@pytest.mark.parametrize("not_finite", NOT_FINITE)
-@pytest.mark.parametrize("value_dtype", ["int8", "int4", "bfloat16", "float16"])
-@pytest.mark.parametrize("dtypes", [(FLOAT32,), (FLOAT32, BFLOAT16, FLOAT16)], ids=["float32", "mixed"])
-def test_an_exchange_in_few_bits(
-    dtypes: tuple[torch.dtype, ...], value_dtype: str, not_finite: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Two rounds among echoes have the bits of plain torch: residuals, means, and which signals are not finite."""
-    tiny = 1e-28 if BFLOAT16 in dtypes or value_dtype == "bfloat16" else 1e-38  # the interpreter: no subnormal bfloat16
-    for num_participants, scale in ((2, 1.0), (3, tiny), (4, 6.0)):
-        both = [QuantizedExchange(Quantized(value_dtype=value_dtype), echo(num_participants)) for _ in range(2)]
-        for _ in range(2):
-            parts, found = draw_vector(dtypes, scale), list[list[torch.Tensor]]()
-            for number, place, value in NOT_FINITE[not_finite]:
-                parts[number][1][place] = value
-            bad = [number for number, (_, signal) in enumerate(parts) if not signal.isfinite().all()]
-            for exchange, uses_kernels in zip(both, (True, False), strict=True):
-                monkeypatch.setattr(dispatch, "uses_triton", lambda device, uses_kernels=uses_kernels: uses_kernels)
-                mine = copy.deepcopy(parts)
-                prepared = exchange.prepare({str(number): signal for number, (_, signal) in enumerate(mine)})
-                means = prepared.send().wait().mean.dense()
-                assert prepared.faults is None or prepared.faults[1].nonzero().flatten().tolist() == bad
-                assert (prepared.faults is not None) == uses_kernels
-                assert exchange.fault is not None
-                kept = [*exchange.residuals.values(), exchange.fault]
-                found.append([*means.values(), *kept, *(whole for whole, _ in mine)])
-            for one, other in zip(*found, strict=True):  # a NaN has many bits
-                assert equal_bits(
-                    *(each.nan_to_num(9.0) if each.is_floating_point() else each for each in (one, other))
-                )
 
 
 @pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered")  # by numpy, in Triton's interpreter

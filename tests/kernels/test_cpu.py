@@ -133,28 +133,3 @@ def test_what_is_compiled_is_kept_and_works_where_it_cannot_be(tmp_path: Path) -
     (tmp_path / "file").write_text("")
     program = "from lightning_lowbw.kernels import cpu; import torch; assert not cpu.largest(torch.ones(9), 1).any()"
     run_without_lightning(program, NUMBA_CACHE_DIR=str(tmp_path / "file" / "folder"))
-
-
-@pytest.mark.skipif(CPU is None, reason="needs numba")
-@pytest.mark.parametrize("bits", [8, 4])
-@pytest.mark.parametrize("numel", [1, 129, 1001])
-def test_integers_with_a_scale_per_block(bits: int, numel: int) -> None:
-    """Ties, zeros, and what is not finite; in rows with gaps between them, which numba leaves to the reference."""
-    values = torch.randn(5, numel) * torch.tensor([1e-3, 1e3, 1e-38, 1e38, 0.0])[:, None]
-    values[0] = (torch.arange(numel) % 255 - 127) / 2  # halves go to the even one
-    values[1, numel // 2] = float("inf")
-    values[2, -1:] = float("nan")
-    assert CPU is not None
-    found = []
-    for module in (CPU, reference):
-        room = torch.full((5, numel * bits // 8 + 3), 7, dtype=torch.uint8)
-        packed = room[:, : -(-numel * bits // 8)]
-        packed = packed.contiguous() if module is CPU else packed
-        scales = torch.empty((5, -(-numel // reference.SCALED)), dtype=torch.bfloat16)
-        unsent = values.clone()
-        module.encode_blocks_(unsent, scales, packed, bits)
-        found.append([unsent, scales, packed, module.decode_blocks(scales, packed, numel, bits)])
-        assert bool((room[:, packed.shape[1] :] == 7).all())
-    for one, other in zip(*found, strict=True):
-        assert one.isnan().equal(other.isnan())
-        assert equal_bits(one.masked_fill(one.isnan(), 0), other.masked_fill(other.isnan(), 0))
