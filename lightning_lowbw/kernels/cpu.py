@@ -21,8 +21,7 @@ import torch
 from torch import Tensor
 
 from lightning_lowbw.kernels import reference
-from lightning_lowbw.kernels.reference import Arrival, Segment, largest_integer, largest_scale_bits
-from lightning_lowbw.kernels.table import factors_of
+from lightning_lowbw.kernels.reference import Arrival, Segment, factors_of, largest_integer, largest_scale_bits
 from lightning_lowbw.kernels.tensors import allocate
 
 T = TypeVar("T")
@@ -172,7 +171,7 @@ def correct(v, u, g, s, gain, momentum, nesterov, is_adam):
 @kernel
 def accumulate_kernel(v, u, gradient, w, square, largest, factors, nesterov, least, positions, fault):
     """Correct and accumulate a gradient, and collect where the sum reaches a bound; see `cpu.accumulate_`."""
-    momentum, decay, ahead, sign, gain, beta2, share, slope, floor = factors  # `table.Factors`
+    momentum, decay, ahead, sign, gain, beta2, share, slope, floor = factors  # `reference.Factors`
     count, bits, bits_of_gradient = 0, v.view(np.int32), gradient.view(np.int32)
     room = np.empty((3, CACHED), dtype=np.float32)
     g, s = room[0], room[1]

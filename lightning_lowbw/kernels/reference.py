@@ -184,6 +184,37 @@ def _tensors_of(values: Segment | SecondMoment) -> dict[str, Tensor]:
     return {name: each for name, each in vars(values).items() if isinstance(each, Tensor) and name != "fault"}
 
 
+class Factors(NamedTuple):
+    """The numbers of a tensor's step, see `Segment`; float32 for compiled passes."""
+
+    momentum: float
+    weight_decay: float
+    ahead: float
+    sign: float
+    undamped: float  # 1 - dampening
+    beta2: float
+    of_square: float  # the factor of a squared gradient in the second moment
+    slope: float  # of `SecondMoment.line`
+    least: float
+
+
+def factors_of(segment: Segment | OtherPart) -> Factors:
+    """Return the numbers of a tensor's step."""
+    moment = segment.second_moment
+    slope, least = (0.0, 1.0) if moment is None else moment.line
+    return Factors(
+        momentum=segment.momentum,
+        weight_decay=segment.weight_decay,
+        ahead=segment.ahead,
+        sign=segment.sign,
+        undamped=1.0 - segment.dampening,
+        beta2=0.0 if moment is None else moment.beta2,
+        of_square=0.0 if moment is None else (1.0 - moment.beta2) * moment.share,
+        slope=slope,
+        least=least,
+    )
+
+
 def correct_(
     residual: Tensor,
     momentum_buffer: Tensor | None,

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_lowbw.kernels.reference import OtherPart, Segment
+from lightning_lowbw.kernels.reference import OtherPart, Segment, factors_of
 from lightning_lowbw.kernels.tensors import device_of, upload
 
 GPU_BLOCK = 2048  # elements per program
@@ -60,20 +60,6 @@ class TableRow(NamedTuple):
 
 
 GRADIENT = TableRow._fields.index("gradient")
-
-
-class Factors(NamedTuple):
-    """The numbers of a tensor's step, as in `reference.Segment`; float32."""
-
-    momentum: float
-    weight_decay: float
-    ahead: float
-    sign: float
-    undamped: float  # 1 - dampening
-    beta2: float
-    of_square: float  # the factor of a squared gradient in the second moment
-    slope: float  # of `SecondMoment.line`
-    least: float
 
 
 class Field(NamedTuple):
@@ -288,23 +274,6 @@ def _constants(segment: Segment | OtherPart) -> tuple[Any, ...]:
     moment = segment.second_moment
     of_moment = None if moment is None else (moment.beta2, moment.share, moment.eps, moment.corrections)
     return _NUMBERS(segment), of_moment
-
-
-def factors_of(segment: Segment | OtherPart) -> Factors:
-    """Return the numbers of a tensor's step."""
-    moment = segment.second_moment
-    slope, least = (0.0, 1.0) if moment is None else moment.line
-    return Factors(
-        momentum=segment.momentum,
-        weight_decay=segment.weight_decay,
-        ahead=segment.ahead,
-        sign=segment.sign,
-        undamped=1.0 - segment.dampening,
-        beta2=0.0 if moment is None else moment.beta2,
-        of_square=0.0 if moment is None else (1.0 - moment.beta2) * moment.share,
-        slope=slope,
-        least=least,
-    )
 
 
 def _rows(segments: Sequence[Segment | OtherPart], kinds: Sequence[Kind]) -> list[TableRow]:

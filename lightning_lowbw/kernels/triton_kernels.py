@@ -14,7 +14,8 @@ import triton
 import triton.language as tl
 
 from lightning_lowbw.kernels import reference, table
-from lightning_lowbw.kernels.table import Arrived, Factors, Field, JoinedRow, TableRow
+from lightning_lowbw.kernels.reference import Factors
+from lightning_lowbw.kernels.table import Arrived, Field, JoinedRow, TableRow
 
 
 def columns(of):

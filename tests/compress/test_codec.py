@@ -53,13 +53,13 @@ def check(sizes: list[tuple[int, int]], parts: list[Tensor]) -> None:
     (decoded,) = unpack(words.unsqueeze(0), counts, numels)
     assert decoded.dtype == torch.int32
     assert decoded.equal(positions.int())
-    for first, stop in ((0, 1), (1, 4), (len(sizes) - 1, len(sizes))):  # some of them
+    for first, stop in ((0, 1), (1, 4), (len(sizes) - 1, len(sizes))):  # some tensors
         (some,) = unpack(words.unsqueeze(0), counts, numels, slice(first, stop))
         assert some.equal(decoded[sum(counts[:first]) : sum(counts[:stop])])
 
 
 def test_what_comes_out_is_what_went_in() -> None:
-    """Of each tensor alone, drawn, and bunched at either end; and of all of them in one stream."""
+    """Each tensor alone, with drawn positions and positions at either end; and all tensors in one stream."""
     for count, numel in AWKWARD:
         for positions in (draw(count, numel), torch.arange(count), torch.arange(numel - count, numel)):
             check([(count, numel)], [positions])

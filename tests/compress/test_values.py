@@ -66,7 +66,7 @@ def test_pieces_are_coded_as_the_whole(bits: int, counts: list[int]) -> None:
 
 @pytest.mark.parametrize("name", codec.VALUE_NAMES)
 def test_hard_values(name: str) -> None:
-    """Of all magnitudes float32 has, in one block: none becomes infinite, none changes its sign."""
+    """All magnitudes of float32 in one block: none becomes infinite, none changes its sign."""
     largest = torch.finfo(torch.float32).max
     edges = torch.tensor([largest, 3.395e38, 1e30, 65520.0, 65504.0, 1.0, 6e-8, 1e-9, 1e-38, 1e-40, 1.4e-45, 0.0])
     values = torch.cat([edges, -edges])
@@ -95,7 +95,7 @@ def test_two_levels_are_the_best_two(numel: int) -> None:
 
 @pytest.mark.parametrize("name", codec.VALUE_NAMES)
 def test_zeros_stay_beside_values(name: str) -> None:
-    """Padding of a dead tensor; the smallest of the others moves up by a level, for zero takes its own."""
+    """Padding of a dead tensor; the smallest value that is not zero moves up by a level, because zero takes its own."""
     values = torch.tensor([0.0, 2.0, -0.0, -4.0, 0.0, 2.5])
     decoded = code(name, values)
     assert (decoded[values == 0] == 0).all()

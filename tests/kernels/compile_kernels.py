@@ -10,7 +10,7 @@ import torch
 from lightning_lowbw.kernels import gpu, table
 
 TARGETS = {70: "float32", 80: "float32", 90: "bfloat16"}  # compute capability, times ten: the oldest and two in use
-OLDEST = min(TARGETS)  # of which the longest kernels have to do
+OLDEST = min(TARGETS)  # only the longest kernels are compiled for it
 WARP_SIZE = 32
 POINTERS = {
     name: f"*{type_name}"

@@ -15,14 +15,14 @@ import pytest
 def speed_up() -> None:
     """Do once what the interpreter does in each operation. All that it computes and checks stays.
 
-    Its own bookkeeping takes three quarters of the time. Where this Triton does it otherwise, nothing is changed.
+    Its own bookkeeping takes three quarters of the time. Another version of Triton, if it differs, is left as it is.
     """
     import triton.language as tl
     from triton.runtime import interpreter
 
     def see_all() -> None: ...
 
-    if hasattr(interpreter, "_patch_lang"):  # `triton.language` means what is interpreted for good
+    if hasattr(interpreter, "_patch_lang"):  # `triton.language` stays the interpreter's for good
         interpreter._patch_lang(types.FunctionType(see_all.__code__, {"tl": tl, "core": tl.core}))
         interpreter._patch_lang = lambda _: types.SimpleNamespace(restore=lambda: None)
     if hasattr(interpreter, "_get_np_dtype"):

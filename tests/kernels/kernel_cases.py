@@ -1,6 +1,6 @@
 """What only the Triton kernels do; `test_gpu` runs this in Triton's interpreter, `tests/gpu` on a GPU.
 
-What all backends do is in `backend_cases`, which runs there as well.
+`backend_cases` runs there as well.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def missed(workspace: Workspace) -> list[int]:
-    """Return the tensors whose threshold did not fit in the last step, so that all of them was looked through."""
+    """Return the tensors whose threshold did not fit in the last step, and which were searched as a whole."""
     counts = zip(workspace.rows, workspace.counts.tolist(), strict=True)
     return [number for number, (row, count) in enumerate(counts) if not row.k <= count <= row.capacity]
 
@@ -51,7 +51,7 @@ def test_kinds_lie_together_and_thresholds_fit() -> None:
 
 
 def test_ties_of_many_candidates() -> None:
-    """More than a program looks at at a time: 100 larger ones, all at the end, and the first 2124 of 2500 others."""
+    """More than a program looks at in a turn: 100 larger elements at the end, and the first 2124 of 2500 ties."""
     segment = replace(make(64 * GPU_BLOCK, SELECT_BLOCK + 176), momentum_buffer=None)
     segment.gradient.zero_()
     segment.residual.clamp_(-0.9, 0.9)[::10][:2500] = -1.0
@@ -86,7 +86,7 @@ def test_more_tensors_than_a_program_looks_at_a_time(monkeypatch: pytest.MonkeyP
 
 
 def test_thresholds_are_found_and_steered() -> None:
-    """Two digits of all magnitudes tell how many reach what: the count that follows is near the one that is wanted."""
+    """The digits of all magnitudes give a threshold: the number of candidates that follows is near the aim."""
     numel, k = 16 * GPU_BLOCK, 40
     segment = replace(make(numel, k), momentum_buffer=None)
     workspace = Workspace()
@@ -162,7 +162,7 @@ def test_the_order_in_which_blocks_run_does_not_matter(monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("value_dtype", ["bfloat16", "int2"])
 def test_a_message_of_many_blocks_of_words(value_dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tensors that begin and end in any of them, several in one, all and none of them sent; whole and in part."""
+    """Tensors begin and end in any block, several in one; all or none of their elements are sent; whole and in part."""
     monkeypatch.setattr(gpu, "WORDS_BLOCK", 2)
     monkeypatch.setattr(gpu, "TENSORS", 2)
     sizes = [(3, 3000), (0, 50), (130, 260), (1, 2), (64, 64), (2, 90), (1, 9), (7, 900), (200, 200), (0, 1), (5, 999)]
@@ -178,7 +178,7 @@ def test_a_message_of_many_blocks_of_words(value_dtype: str, monkeypatch: pytest
 
 
 def test_damaged_messages_stay_inside_their_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where a CPU raises, a GPU returns positions inside the tensors: too large ones become the last."""
+    """A GPU returns positions inside the tensors, and raises no error: too large positions become the last."""
     counts, numels = [3, 0, 33, 70], [1000, 7, 40, 300]
     codec, chance, num_refused = SparseCodec("bfloat16"), torch.Generator().manual_seed(0), 0
     monkeypatch.setattr(dispatch, "uses_triton", lambda device: True)
@@ -235,7 +235,7 @@ def test_what_is_sent_whole_is_gathered_and_written(dtypes: tuple[torch.dtype, .
 
 
 def test_what_a_node_has_gathered_is_read_with_gaps_between_its_rows() -> None:
-    """Of two ranks, the parts of the second are shorter."""
+    """The parts of the second rank are shorter."""
     longest, tensors = GPU_BLOCK + 15, [torch.zeros(numel, device=DEVICE, dtype=BFLOAT16) for numel in (2049, 7, 2058)]
     rows, table = torch.randn(2, longest, device=DEVICE), list[JoinedRow]()
     parts = [(slice(0, 1025), slice(0, 4), slice(0, 1029)), (slice(1025, 2049), slice(4, 7), slice(1029, 2058))]
@@ -252,29 +252,24 @@ def test_what_a_node_has_gathered_is_read_with_gaps_between_its_rows() -> None:
 
 
 def test_the_table_of_a_vector_follows_what_changes() -> None:
-    """And is kept where nothing does."""
-    device, table = torch.device(DEVICE), JoinedTable()
+    """If nothing changes, it is kept."""
+    device, table, last = torch.device(DEVICE), JoinedTable(), None
     a, b, more = (torch.ones(numel, device=DEVICE) for numel in (5, GPU_BLOCK, 9))
-
-    def rows(*tensors: torch.Tensor) -> list[JoinedRow]:
-        starts = accumulate(map(torch.numel, tensors), initial=0)
-        whole = ((each, slice(0, each.numel()), start) for each, start in zip(tensors, starts, strict=False))
-        return [JoinedRow.of(tensor, part, start, tensor) for tensor, part, start in whole]
-
-    last = None
     for tensors in ((a, b), (a.clone(), b), (b, a), (b, a, more), (b, a.to(FLOAT16), more), (more,)):
-        given, numel = rows(*tensors), sum(map(torch.numel, tensors))
+        starts, numel = accumulate(map(torch.numel, tensors), initial=0), sum(map(torch.numel, tensors))
+        places = zip(tensors, starts, strict=False)
+        given = [JoinedRow.of(each, slice(0, each.numel()), start, each) for each, start in places]
         assert table.update(given, device).table is not last
         last = table.table
         assert table.update(given, device).table is last
         fresh = JoinedTable().update(given, device)
         assert fresh.table.equal(last)
-        for shape in ((1, numel), (3, numel // 3 + 1), (1, numel)):
+        for shape in ((1, numel), (3, numel // 3 + 1)):
             assert table.spans(*shape).equal(fresh.spans(*shape))
-        assert table.spans(1, numel) is table.spans(1, numel)
+            assert table.spans(*shape) is table.spans(*shape)
 
 
-# Before the training, and in a selection ------------------------------------------------------------------------------
+# Before the training --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("optimizer", "name"), [*(("momentum", each) for each in METHODS), ("Adam", "dgc")])

@@ -32,17 +32,11 @@ def make(
     weight: torch.dtype | None = None,
     **factors: Any,
 ) -> Segment:
-    def draw(dtype: torch.dtype) -> Tensor:
-        return torch.randn(numel).to(dtype).to(DEVICE)
+    def draw(dtype: torch.dtype | None) -> Any:
+        return None if dtype is None else torch.randn(numel).to(dtype).to(DEVICE)
 
-    return Segment(
-        residual=draw(FLOAT32),
-        momentum_buffer=None if momentum_buffer is None else draw(momentum_buffer),
-        gradient=draw(gradient),
-        weight=None if weight is None else draw(weight),
-        k=k,
-        **factors,
-    )
+    tensors = {"residual": draw(FLOAT32), "momentum_buffer": draw(momentum_buffer)}
+    return Segment(**tensors, gradient=draw(gradient), weight=draw(weight), k=k, **factors)
 
 
 def state(segments: Sequence[Segment]) -> list[Tensor]:

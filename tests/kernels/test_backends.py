@@ -1,4 +1,4 @@
-"""What all backends do, here that of the CPU; `test_gpu` and tests/gpu run the same cases with Triton's."""
+"""The cases of all backends, here with the CPU's; `test_gpu` and tests/gpu run the same cases with Triton's."""
 
 from tests.kernels import backend_cases
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -19,7 +18,7 @@ CPU = dispatch.compiled_for()
 MODULES = [reference, pytest.param(CPU, marks=pytest.mark.skipif(CPU is None, reason="needs numba"))]
 KINDS = ("normal", "ties", "not finite", "denormal", "one magnitude", "all bits")
 SIZES = [1, 64, 65, 1000, 70_001]
-# Of one element; all sent; ending within the tensor; longer than it; SparseLoCo's.
+# One element; all sent; ending within the tensor; longer than it; SparseLoCo's.
 CHUNKS = [(1, 1, 0), (7, 7, 3), (50, 2, 5), (1 << 20, 4096, 3), (4096, 64, 64)]
 
 
@@ -97,21 +96,13 @@ def test_accumulating_tells_the_same(module: ModuleType) -> None:
         assert module.accumulate_(segments[1], 1e-45, numel - 1) is None
 
 
-@pytest.fixture
-def three_threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(CPU, "MIN_PER_THREAD", 100)
-    before = torch.get_num_threads()
-    torch.set_num_threads(3)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.mark.skipif(CPU is None, reason="needs numba")
-@pytest.mark.usefixtures("three_threads")
 @pytest.mark.parametrize("numel", [0, 199, 301, 10_001])
-def test_several_threads(numel: int) -> None:
-    """Chunks are not torn apart; a fault is told from each thread."""
+def test_several_threads(numel: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No thread gets a part of a chunk; each thread sets the fault."""
     assert CPU is not None
+    monkeypatch.setattr(CPU, "MIN_PER_THREAD", 100)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
     values = make("ties", max(1, numel))[:numel]
     for chunk in (1, 64, 301, 5000):
         k_last = min(1, numel % chunk)

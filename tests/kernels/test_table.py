@@ -56,17 +56,21 @@ def test_the_table_follows_whatever_changes() -> None:
     changes += [{"momentum_buffer": torch.ones(64)}, {"momentum": 0.5}, {"ahead": 0.25}, {"weight_decay": 0.0}]
     changes += [{"nesterov": True}, {"k": 5}, {"fault": torch.tensor(False)}, {"residual": torch.ones(64)}]
     given = {name: torch.ones(64) for name in ("residual", "momentum_buffer", "gradient", "weight")}
+
+    def compare(*segments: Segment) -> None:
+        kept.update(segments)
+        fresh = Workspace()
+        fresh.update(segments)
+        assert (kept.rows, kept.kinds, kept.launches) == (fresh.rows, fresh.kinds, fresh.launches)
+        assert kept.table.equal(fresh.table)
+        assert kept.factors.equal(fresh.factors)
+
     for change in changes:
         segment = Segment(**{**given, "k": 3, "momentum": 0.9, "weight_decay": 0.1, **change})
         other = Segment(residual=given["residual"], gradient=given["gradient"], k=1)
         for segments in ([segment], [segment, other], [other, segment]):
-            kept.update(segments)
-            fresh = Workspace()
-            fresh.update(segments)
-            assert (kept.rows, kept.kinds, kept.launches) == (fresh.rows, fresh.kinds, fresh.launches), change
-            assert kept.table.equal(fresh.table), change
-            assert kept.factors.equal(fresh.factors), change
-    # In segments that are given again the gradient and the factors may be others, and `.data` of what they have.
+            compare(*segments)
+    # If segments are given again, the gradient and the factors may differ, and `.data` of their tensors.
     segment.gradient = torch.ones(65)[1:]
     for given_again in (
         lambda: setattr(segment, "gradient", torch.ones(64)),
@@ -75,10 +79,5 @@ def test_the_table_follows_whatever_changes() -> None:
         lambda: setattr(segment.residual, "data", torch.ones(65)[1:]),
     ):
         for _ in range(2):
-            kept.update([other, segment])
-            fresh = Workspace()
-            fresh.update([other, segment])
-            assert (kept.rows, kept.kinds, kept.launches) == (fresh.rows, fresh.kinds, fresh.launches)
-            assert kept.table.equal(fresh.table)
-            assert kept.factors.equal(fresh.factors)
+            compare(other, segment)
             given_again()

@@ -59,20 +59,12 @@ def test_each_call_has_lists_of_one_dtype_and_equal_strides(monkeypatch: pytest.
         assert not any(map(has_gaps, targets))
 
     monkeypatch.setattr(torch, "_foreach_copy_", spy)
-    some = tensors("cpu")
-    gaps = [torch.empty(5, 4)[:, ::2] for _ in range(2)]
-    assert [has_gaps(each) for each in (*gaps, *some, torch.empty(2, 1).expand(2, 3))] == [
-        *[True] * 2,
-        *[False] * 24,
-        True,
-    ]
-    copy_all_([*some, gaps[0]], [*(each.float().contiguous() for each in some), gaps[1]])
+    some, gaps = tensors("cpu"), torch.empty(5, 4)[:, ::2]
+    assert has_gaps(gaps)
+    copy_all_([*some, gaps], [*(each.float().contiguous() for each in some), torch.empty(5, 4)[:, ::2]])
     assert len(calls) == len(DTYPES)
-    calls.clear()
-    a, b = torch.empty(8, 4, 1, 1), torch.empty(8, 4, 1, 1, memory_format=torch.channels_last)
-    assert a.stride() != b.stride()
-    copy_all_([a], [b])
-    assert [each.shape for each in calls[0]] == [(32,)]
+    copy_all_([torch.empty(8, 4, 1, 1)], [torch.empty(8, 4, 1, 1, memory_format=torch.channels_last)])
+    assert [each.shape for each in calls[-1]] == [(32,)]
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -1,6 +1,6 @@
 """All that Triton would compile in a sparse step has been compiled at the start, on all ranks together.
 
-Kernels are stubs that note what Triton compiles a kernel for: constexprs, dtypes, and what it specialises.
+Stubs take the place of kernels and note for which constexprs, dtypes and special values Triton compiles them.
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ def break_kernel(patch: pytest.MonkeyPatch, *, raises: bool) -> None:
 @pytest.mark.skipif(dispatch.compiled_for() is None, reason="needs numba")
 @on_ranks(4)
 def test_kernels_that_fail_on_one_rank_are_used_by_none() -> None:
-    """In a group, whose numbers count: 1, 3; those of the group 0, 2 work, and are used."""
+    """Ranks are counted in the group: 1, 3. The kernels of the other group, 0, 2, work and are used."""
     rank, groups = dist.get_rank(), [dist.new_group([first, first + 2]) for first in range(2)]
     sentence = f"All ranks compress in plain torch, which is slower. rank 1: {REASON}"
     with pytest.MonkeyPatch.context() as patch, listening() as said:
