@@ -40,7 +40,7 @@ def sending(*, num_groups: int = 100) -> Iterator[list[Message]]:
     messages, send = list[Message](), PendingQuantized.send
 
     def noted(self: Any, status: Tensor | None, whole: Any) -> Any:
-        messages.append(Message(tuple(self._signal), status is not None, torch._C._current_graph_task_id() != -1))
+        messages.append(Message(tuple(self._names), status is not None, torch._C._current_graph_task_id() != -1))
         return send(self, status, whole)
 
     with pytest.MonkeyPatch.context() as patch:
