@@ -86,7 +86,7 @@ def sorted_into(subject: str, arguments: Mapping[str, Any], *kinds: type) -> lis
     """Return the arguments that are fields of each of some dataclasses.
 
     Raises:
-        ConfigurationError: an argument is a field of none of them.
+        ConfigurationError: none of the dataclasses has a field with the name of an argument.
     """
     names = [[field.name for field in fields(kind) if field.init] for kind in kinds]
     unknown = [str(name) for name in arguments if not any(name in of_kind for of_kind in names)]

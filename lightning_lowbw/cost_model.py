@@ -335,7 +335,7 @@ class Cost:
     memory_bytes: float
 
 
-def cost_of(method: Method, shapes: Shapes, cluster: Cluster, step_s: float, others: Shapes = ()) -> Cost:
+def cost_of(method: Method, shapes: Shapes, cluster: Cluster, step_s: float, extra: Shapes = ()) -> Cost:
     """Return the cost of a method's exchange after its warm-up, by the equations at the top of the module.
 
     Args:
@@ -343,7 +343,7 @@ def cost_of(method: Method, shapes: Shapes, cluster: Cluster, step_s: float, oth
         shapes: the shapes of the trained tensors.
         cluster: the nodes and links.
         step_s: seconds of a step without communication.
-        others: shapes of further trained tensors; these are sent whole whatever their sizes.
+        extra: shapes of further trained tensors, which are sent whole whatever their sizes.
 
     Example:
         >>> two_nodes = Cluster(2, 1, Link(latency_s=0.0, bandwidth_bytes_per_s=125e6))
@@ -362,7 +362,7 @@ def cost_of(method: Method, shapes: Shapes, cluster: Cluster, step_s: float, oth
     numel, small = sum(numels), small_numel(numels)
     # All other tensors are sent whole: in a message of the compressed tensors, or in an all-reduce.
     compressed = [shape for shape in shapes if what.compresses("", math.prod(shape), small)]
-    numel += sum(map(math.prod, others))
+    numel += sum(map(math.prod, extra))
     num_whole = numel - sum(map(math.prod, compressed))
     messages = what.messages(compressed, between.num_ranks, num_local, when=when)
     narrow = method.inter_dtype if what.sends_all else None
@@ -463,13 +463,13 @@ class Between:
 
 
 def predict(
-    shapes: Shapes, others: Shapes, cluster: Cluster, step_s: float, given: Method, dense_s: float | None = None
+    shapes: Shapes, extra: Shapes, cluster: Cluster, step_s: float, given: Method, dense_s: float | None = None
 ) -> Measured:
     """Return the times on a cluster, predicted by the cost model.
 
     Args:
         shapes: the shapes of the trained tensors that sparse steps compress.
-        others: the shapes of the other trained tensors.
+        extra: the shapes of the remaining trained tensors.
         cluster: the nodes and links.
         step_s: seconds of a step without communication.
         given: as in `choose`.
@@ -478,16 +478,16 @@ def predict(
     """
     whole = Method(where=given.where)
     if dense_s is not None:
-        unhidden_s = cost_of(whole, shapes, replace(cluster, overlap=0.0), step_s, others).seconds
+        unhidden_s = cost_of(whole, shapes, replace(cluster, overlap=0.0), step_s, extra).seconds
         hidden_s = unhidden_s - (dense_s - step_s)  # or the link was faster than when it was measured
         cluster = replace(cluster, overlap=min(max(0.0, hidden_s / step_s), MOST_OVERLAP))
     methods: dict[float | str, Method] = {name: make(0, given) for name, make in EVERY_STEP.items()}
-    add_s = {name: cost_of(method, [*shapes, *others], cluster, step_s).seconds for name, method in methods.items()}
+    add_s = {name: cost_of(method, [*shapes, *extra], cluster, step_s).seconds for name, method in methods.items()}
     if shapes:
         for density in DENSITIES:
             method = replace(given, when=EveryStep(sparsity=(1.0 - density,))).replace(min_numel=1, exclude=())
-            add_s[density] = cost_of(method, shapes, cluster, step_s, others).seconds
-    whole_s = cost_of(whole, shapes, cluster, step_s, others).seconds
+            add_s[density] = cost_of(method, shapes, cluster, step_s, extra).seconds
+    whole_s = cost_of(whole, shapes, cluster, step_s, extra).seconds
     dense_s = step_s + whole_s if dense_s is None else dense_s
     # If the wait was longer than predicted, scale: half the bytes wait for about half of the measured time.
     add_s[HALF_DDP] *= (dense_s - step_s) / whole_s if whole_s > 0 else 1.0

@@ -1,4 +1,4 @@
-"""The errors of this package. All of them are raised on every rank, or the job would hang."""
+"""The errors of this package. Each error is raised on every rank, or the job would hang."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ WITHOUT_RESIDUALS = "resume without the residuals: strategies take resume='weigh
 
 
 class ConfigurationError(ValueError):
-    """What the user asked for cannot run; the message says what was given, what is allowed and what to do."""
+    """The settings of the user cannot run; the message names the given value, the allowed values and the way out."""
 
 
 class DisagreementError(ConfigurationError):

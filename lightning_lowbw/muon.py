@@ -71,7 +71,7 @@ class MuonAdamW(Optimizer):
         if "is_muon" not in param_group:
             raise ConfigurationError(
                 "MuonAdamW takes no further parameters, for instance parameters that are unfrozen during a training. "
-                "Set requires_grad=True on all of them before you make the optimizer."
+                "Set requires_grad=True on all parameters before you make the optimizer."
             )
         super().add_param_group(param_group)
 

@@ -33,7 +33,7 @@ COPIES = {f"{PACKAGE}.{name}": f"{MIRROR}.{name}" for name in ("strategies", "ca
 
 
 def package_of(thing: object) -> str | None:
-    """Return the package that an object's class, or a base of it, belongs to; None where it is none of Lightning's."""
+    """Return the package of Lightning to which an object's class, or a base class, belongs; else None."""
     roots = (cls.__module__.partition(".")[0] for cls in type(thing).__mro__)
     return next((PACKAGES[root] for root in roots if root in PACKAGES), None)
 

@@ -49,8 +49,6 @@ class Payload(ABC):
             is waited for.
         takes_weights: whether its mean can count participants unequally, as in elastic rounds.
         replaces_step: whether the pass that compresses does the work of the optimizer's step.
-        steps_to_loss: optimizer steps to DDP's loss, times DDP's, where gradients are exchanged in every step; None
-            where that is not measured.
         fixed: names of fields that cannot change during a training.
     """
 
@@ -63,7 +61,6 @@ class Payload(ABC):
     can_be_hidden: ClassVar[bool] = False
     takes_weights: ClassVar[bool] = False
     replaces_step: ClassVar[bool] = False
-    steps_to_loss: ClassVar[float | None] = None
     fixed: ClassVar[tuple[str, ...]] = ()
 
     def __init_subclass__(cls, key: str | None = None) -> None:
@@ -190,7 +187,6 @@ class Whole(Payload, key="whole"):
     """Every element, in float32 (or wider, if the tensor is); nothing is kept back."""
 
     sends_all = can_be_hidden = takes_weights = True
-    steps_to_loss = 1.0
 
     def messages(self, shapes: Shapes, num_participants: int, num_parts: int = 1, *, when: Schedule) -> list[Message]:
         return []

@@ -36,11 +36,6 @@ RELATIVE_CHANGE = 1e-6  # a learning rate that differs by less has not changed
 LOSS_DECAY = 0.9  # the weight of a step shrinks by this factor with each later step
 AUTO = "auto"
 MOST_FRAGMENTS = 4  # for "auto"
-# Steps to DDP's loss with hidden averages, divided by DDP's, by benchmarks/results/steps_to_loss.md (a test compares
-# them). Measured with this outer rate and momentum; used up to the measured numbers of replicas and periods, and up to
-# twice the measured steps, because the ratio grows with these.
-STEPS_BY_LOG2 = 0.15
-HIDDEN_OUTER, MOST_REPLICAS, MOST_K, MOST_STEPS = (0.7, 0.6), 8, 16, 960
 DEFAULT_OUTER_LR = {"none": 1.0, "slowmo": 1.0, "nesterov": 0.7}
 DEFAULT_OUTER_MOMENTUM = {"none": 0.0, "slowmo": 0.5, "nesterov": 0.9}
 
@@ -134,14 +129,6 @@ class EveryK(Schedule, key="k"):
         """Whether the next k follows from the loss."""
         return self.rule in ("fleet", "adacomm")
 
-    def steps_to_loss(self, num_participants: int, num_steps: float) -> float | None:
-        is_measured = self.rule == "fixed" and 2 <= num_participants <= MOST_REPLICAS and 1 < self.k_steps <= MOST_K
-        is_measured = is_measured and num_steps <= MOST_STEPS
-        is_hidden = self.delay_steps == self.k_steps - 1 and self.begin_step == 0 and self.mixing is None
-        if not (is_measured and is_hidden and self._outer_rates == HIDDEN_OUTER):
-            return None
-        return 1.0 + STEPS_BY_LOG2 * math.log2(self.k_steps) * math.log2(num_participants)
-
     def check_replacement(self, before: Schedule) -> None:
         super().check_replacement(before)
         made_for = cast("EveryK", before)
@@ -153,12 +140,6 @@ class EveryK(Schedule, key="k"):
                 "fragments, cannot change during a training. Change k_steps, or a delay to another value above 0; or "
                 "attach the method anew."
             )
-
-    @property
-    def _outer_rates(self) -> tuple[float, float]:
-        """The outer learning rate and momentum."""
-        lr = DEFAULT_OUTER_LR[self.outer] if self.outer_lr is None else self.outer_lr
-        return lr, DEFAULT_OUTER_MOMENTUM[self.outer] if self.outer_momentum is None else self.outer_momentum
 
     def next_period(self, period: Period, lr: float, loss: float) -> Period:
         """Return the period after an average, from numbers that are equal on all ranks.
@@ -199,7 +180,8 @@ class EveryK(Schedule, key="k"):
             velocities: as `starts`; empty with "none".
             inner_lr: the learning rate of the inner optimizer; with 0 nothing has moved, and SlowMo's u stays the same.
         """
-        lr, momentum = self._outer_rates
+        lr = DEFAULT_OUTER_LR[self.outer] if self.outer_lr is None else self.outer_lr
+        momentum = DEFAULT_OUTER_MOMENTUM[self.outer] if self.outer_momentum is None else self.outer_momentum
         if self.outer == "none" or (self.outer == "slowmo" and inner_lr <= 0):
             torch._foreach_copy_(starts, means)
             return

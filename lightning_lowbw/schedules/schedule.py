@@ -67,15 +67,6 @@ class Schedule:
         """
         return otherwise
 
-    def steps_to_loss(self, num_participants: int, num_steps: float) -> float | None:
-        """Return the optimizer steps to DDP's loss, divided by DDP's, for averages of weights; None: not measured.
-
-        Args:
-            num_participants: N.
-            num_steps: the steps of DDP.
-        """
-        return None
-
     def check_replacement(self, before: Schedule) -> None:
         """Check that this schedule can replace the schedule for which a worker was made.
 

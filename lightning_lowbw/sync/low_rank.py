@@ -165,7 +165,7 @@ class PendingLowRank(Pending):
     In place:
         The residuals; in `wait` also the warm starts, and each signal that is float32 and contiguous.
 
-    Collective: all ranks, with the same names; an all-reduce, and another one in `wait`.
+    Collective: all ranks, with the same names; an all-reduce, and a second one in `wait`.
 
     Wire:
         4 bytes for each of the (n + m) r numbers of a matrix, and for each element of a tensor that is sent whole.

@@ -215,11 +215,6 @@ class Quantized(Payload, key="quantized"):
     def __post_init__(self) -> None:
         check_one_of("value_dtype", self.value_dtype, tuple(FORMATS))
 
-    @property
-    def steps_to_loss(self) -> float | None:  # type: ignore[override]
-        # int4 loses in one of three tasks: benchmarks/results/quantized_accuracy.md
-        return None if self.value_dtype == "int4" else 1.0
-
     def exchange(self, peers: Peers, when: Schedule) -> QuantizedExchange:
         return QuantizedExchange(self, peers, is_hidden=bool(when.delay_steps))
 

@@ -111,7 +111,6 @@ class TopK(Payload, key="top_k"):
     momentum_masking: bool | None = None
 
     takes_density = corrects = can_be_hidden = takes_weights = replaces_step = True
-    steps_to_loss = 1.0  # at the densities of `cost_model`: benchmarks/results/headline.md
     fixed = ("mean_over",)
 
     def __post_init__(self) -> None:

@@ -1,1 +1,1 @@
-"""The commands beside `lowbw-train`, and small tasks to train. The rest of the package imports none of it."""
+"""The commands beside `lowbw-train`, and small tasks to train. The core of the package does not import them."""

@@ -1,4 +1,4 @@
-"""What the ranks of a cluster have, what its links carry, and what would be slow. Start it as the training is started:
+"""Finds the versions of all ranks, the speed of the links, and slow settings. Start it as the training is started:
 
 torchrun --nproc-per-node 4 ... --no-python lowbw-check --out check.yaml
 srun lowbw-check --out check.yaml
@@ -36,7 +36,7 @@ from lightning_lowbw.tools.plan import Plan, make_cluster, shapes_of
 
 PACKAGES = ("lightning-lowbw", "torch", "lightning", "pytorch-lightning", "triton", "numba")
 SAME = ("device", "python", *PACKAGES, "nccl")  # on all ranks, or the slowest or oldest decides
-# Backward is two thirds of a step, and the first bucket is full after some of it; a CPU that sends does not compute.
+# Backward is two thirds of a step, and some time passes before the first bucket is full; a CPU that sends is busy.
 OF_GPU = {"memory_gbyte_per_s": 1000.0, "overlap": 0.5}
 OF_CPU = {"memory_gbyte_per_s": 8.0, "overlap": 0.0}
 NUM_STEPS = 100_000  # the length of a run that is not given, as in conf/plan.yaml
@@ -44,7 +44,7 @@ SLOW_PAIR, LONG_LATENCY_S = 0.5, 0.005  # of the fastest pair; one way
 
 
 def check_ranks(device: torch.device) -> dict[str, Any]:
-    """Return what was found, in plain values: the cluster as `plan.make_cluster` takes it, pairs, ranks, warnings.
+    """Return plain values: the cluster as `plan.make_cluster` takes it, the pairs of nodes, the ranks, the warnings.
 
     Takes about half a second for each node.
 
@@ -74,7 +74,7 @@ def check_ranks(device: torch.device) -> dict[str, Any]:
 
 
 def describe_rank(device: torch.device) -> dict[str, Any]:
-    """Return where this rank is, and the versions of what it has."""
+    """Return the host, interface and device of this rank, and the versions of its packages."""
     is_cuda = device.type == "cuda"  # whose collectives are NCCL's, on an interface of its own setting
     return {
         "host": socket.gethostname(),
@@ -116,7 +116,7 @@ def address() -> str:
 def measure_links(
     groups: Sequence[tuple[tuple[int, ...], tuple[int, ...]]], device: torch.device
 ) -> dict[tuple[int, ...], Link]:
-    """Return the link between the ranks of each group, under its key; all of them at the same time.
+    """Return the link between the ranks of each group, under its key; all groups are measured at the same time.
 
     Collective: all ranks, blocking.
 
@@ -133,7 +133,7 @@ def measure_links(
 
 
 def turns(num: int) -> Iterator[list[tuple[int, int]]]:
-    """Yield all pairs of so many, in turns in which each has at most one pair: a round-robin tournament.
+    """Yield all pairs of so many nodes, in turns in which each node has at most one pair: a round-robin tournament.
 
     Example:
         >>> [*turns(4)]
@@ -176,7 +176,7 @@ def slow(
 
 
 def text(found: Mapping[str, Any]) -> str:
-    """Return what `check_ranks` has found as a page; ranks that have the same share a line."""
+    """Return the results of `check_ranks` as a page; ranks with the same description share a line."""
     cluster = found["cluster"]
     lines = [f"{cluster['nodes']} nodes x {cluster['ranks_per_node']} ranks, all at once: {_shown(cluster)}"]
     lines[0] += f"; inside a node {cluster['inside_gbit_per_s']:g} Gb/s" if found["pairs"] else ""
@@ -207,7 +207,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         "lowbw-check", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--out", metavar="FILE", help="write what was found, for lowbw-plan link=FILE")
+    parser.add_argument("--out", metavar="FILE", help="write the results, for lowbw-plan link=FILE")
     parser.add_argument("--parameters", type=float, metavar="N", help="of a model: say which strategy suits it")
     parser.add_argument("--step-s", type=float, default=0.2, metavar="S", help="seconds of a step alone (default 0.2)")
     options = parser.parse_args(arguments)

@@ -1,4 +1,4 @@
-"""`lowbw-plan`: what each method would take on a cluster, by the cost model, and which one to use."""
+"""`lowbw-plan`: the time of a step with each method on a cluster, by the cost model, and the method to use."""
 
 from __future__ import annotations
 
@@ -41,10 +41,11 @@ from lightning_lowbw.presets import preset
 from lightning_lowbw.schedules.every_step import EveryStep
 from lightning_lowbw.sync.top_k import TopK
 
-SIDE = 1024  # of the matrices that stand for a model of which only the number of parameters is known
+SIDE = 1024  # of the matrices that stand for a model if only its number of parameters is known
 EVERY_K = ("local_sgd", "diloco", "streaming_diloco", "sparse_loco")
 FLAT = ("ddp", HALF_DDP, "float16", "int8", "int4", "powersgd", "dgc", *EVERY_K)
 BUDGET = EveryStep().budget
+HEADS, WIDTHS = ("s per step", "MB sent / node", "MB kept / rank", "x bfloat16"), (11, 16, 16, 12)
 LEVELS = "_hierarchical"
 ON_TWO_LEVELS = ("hierarchical", *(each + LEVELS for each in FLAT[2:]))
 # As in conf/plan.yaml.
@@ -57,8 +58,8 @@ class Plan:
     """A training that is planned.
 
     Args:
-        shapes: of the tensors that are trained.
-        cluster: where.
+        shapes: the shapes of the trained tensors.
+        cluster: the nodes and links.
         step_s: seconds of a step without communication.
         run: its length, its optimizer, and whether weights are trained already.
     """
@@ -68,29 +69,22 @@ class Plan:
     step_s: float
     run: Run
 
-    def cost(self, name: str) -> Cost | None:
-        """Return the cost of a name for `Trainer(strategy=...)`, of dgc after its warm-up; None: too short a run."""
-        method = self._method(name)
-        return None if method is None else cost_of(method, self.shapes, self.cluster, self.step_s)
+    def predicted(self, name: str) -> tuple[Cost, float] | None:
+        """Return the cost of a name for `Trainer(strategy=...)` (of dgc after its warm-up), and the seconds of a step.
 
-    def _method(self, name: str) -> Method | None:
+        The seconds are the mean of the run. None: the run is too short for the method.
+        """
         base, topology = name.removesuffix(LEVELS), "auto" if name.endswith(LEVELS) else None
         if base == "dgc":
-            found = self._dgc(name)
-            return None if found is None else found.method
-        return Method() if base == "ddp" else preset(base).at(topology)
-
-    def steps(self, name: str) -> float | None:
-        """Return the steps to ddp's loss, times ddp's; None where that is not measured."""
-        method, cluster = self._method(name), self.cluster
-        participants = cluster.num_nodes * (1 if name.endswith(LEVELS) else cluster.ranks_per_node)
-        return None if method is None else steps_to_loss(method, participants, self.run.num_steps)
-
-    def _dgc(self, name: str) -> Candidate | None:
-        given = _given("auto" if name.endswith(LEVELS) else "flat")
-        # By this name dense steps are in float32: bfloat16 is no candidate.
-        found = CANDIDATES["dgc"](self._predicted(given).of(("ddp", "dgc")), self.run, given)
-        return found if isinstance(found, Candidate) else None
+            given = _given(topology or "flat")
+            # By this name dense steps are in float32: bfloat16 is no candidate.
+            found = CANDIDATES["dgc"](self._predicted(given).of(("ddp", "dgc")), self.run, given)
+            if isinstance(found, str):
+                return None
+            return cost_of(found.method, self.shapes, self.cluster, self.step_s), found.mean_s
+        method = Method() if base == "ddp" else preset(base).at(topology)
+        cost = cost_of(method, self.shapes, self.cluster, self.step_s)
+        return cost, self.step_s + cost.seconds
 
     def _predicted(self, given: Method) -> Measured:
         small = small_numel([*map(math.prod, self.shapes)])
@@ -102,14 +96,6 @@ class Plan:
     def names(self) -> tuple[str, ...]:
         """Return the methods of the table."""
         return FLAT + ON_TWO_LEVELS * (min(self.cluster.num_nodes, self.cluster.ranks_per_node) > 1)
-
-    def seconds(self, name: str) -> float:
-        """Return the predicted seconds of a step, the mean of the run; NaN if it is too short for the method."""
-        if name.removesuffix(LEVELS) == "dgc":
-            found = self._dgc(name)
-            return math.nan if found is None else found.mean_s
-        cost = self.cost(name)
-        return math.nan if cost is None else self.step_s + cost.seconds
 
     def recommended(self) -> tuple[str, str]:
         """Return the name of the strategy to use, and why.
@@ -141,17 +127,11 @@ class Plan:
             f"{cluster.ranks_per_node} ranks, {number(link.bandwidth_bytes_per_s * 8e-9)} Gb/s, latency "
             f"{ms(link.latency_s)}, {ms(self.step_s)} a step without communication"
         )
-        heads = "s per step", "MB sent / node", "MB kept / rank", "x bfloat16", "steps", "hours"
-        lines = [_wrapped(setting), "", _row("method", *heads)]
-        for name in self.names():
-            if cost := self.cost(name):
-                seconds, speed_up = self.seconds(name), self.seconds(HALF_DDP) / self.seconds(name)
-                kept_mb = number(cost.memory_bytes / 1e6)
-                steps, hours = self.steps(name), "?"
-                if steps is not None:
-                    hours = number(steps * self.run.num_steps * seconds / 3600)
-                shown = number(seconds), number(cost.node_bytes / 1e6), kept_mb, f"{speed_up:.2f}"
-                lines.append(_row(name, *shown, "?" if steps is None else number(steps), hours))
+        lines = [_wrapped(setting), "", _row("method", *HEADS)]
+        rows = {name: row for name in self.names() if (row := self.predicted(name)) is not None}
+        for name, (cost, seconds) in rows.items():
+            numbers = seconds, cost.node_bytes / 1e6, cost.memory_bytes / 1e6
+            lines.append(_row(name, *map(number, numbers), f"{rows[HALF_DDP][1] / seconds:.2f}"))
         name, why = self.recommended()
         ending = LEVELS if name.endswith(ON_TWO_LEVELS[0]) else ""
         topology = ', topology="auto"' if ending else ""
@@ -159,39 +139,17 @@ class Plan:
         strategy = of_class if self.run.is_pretrained else f'"lowbw{ending}"'
         choosing = f"Trainer(strategy={strategy}), which measures and chooses: by this model {name}"
         advice = "stay with ddp" if name == "ddp" else choosing
-        of_steps = (
-            "Steps: to ddp's loss, times ddp's, and the hours of so many; ?: not measured. By headline.md, "
-            "quantized_accuracy.md and (more than 1) steps_to_loss.md in benchmarks/results."
-        )
         held_gb = number((16 if self.run.is_adam else 12) * numel / 1e9)  # float32; SGD with momentum
         of_memory = (
             f"A rank holds {held_gb} GB: trained parameters, gradients and the optimizer's state, besides what the "
-            "table says is kept. If that does not fit, none of these: int8_fsdp, over a WAN sparse_loco_fsdp."
+            "table says is kept. If that does not fit, use int8_fsdp, over a WAN sparse_loco_fsdp."
         )
-        said = map(_wrapped, (of_steps, of_memory, f"Recommended: {advice}", f"Why: {why}."))
+        said = map(_wrapped, (of_memory, f"Recommended: {advice}", f"Why: {why}."))
         return "\n".join([*lines, "", *said, ""])
 
 
-def steps_to_loss(method: Method, num_participants: int, num_steps: float) -> float | None:
-    """Return the optimizer steps that a method needs to DDP's loss, divided by DDP's; None if not measured.
-
-    Args:
-        method: the method.
-        num_participants: N.
-        num_steps: the steps of DDP.
-
-    Examples:
-        >>> steps_to_loss(Method(), 2, 500), steps_to_loss(preset("powersgd"), 2, 500)
-        (1.0, None)
-    """
-    if not method.averages_weights:
-        return method.what.steps_to_loss
-    return method.when.steps_to_loss(num_participants, num_steps) if method.what.sends_all else None
-
-
 def _row(name: str, *columns: str) -> str:
-    widths = (11, 16, 16, 12, 7, 8)
-    return f"{name:29}" + "".join(f"{column:>{width}}" for column, width in zip(columns, widths, strict=True))
+    return f"{name:29}" + "".join(f"{column:>{width}}" for column, width in zip(columns, WIDTHS, strict=True))
 
 
 def _wrapped(line: str) -> str:
@@ -241,10 +199,10 @@ def shapes_of(num_parameters: int) -> list[tuple[int, ...]]:
 
 
 def show(config: DictConfig) -> None:
-    """Print what each method would take.
+    """Print the table of the methods, and the method to use.
 
     Args:
-        config: As composed from conf/plan.yaml.
+        config: as composed from conf/plan.yaml.
     """
     numbers = {name: config[name] for name in CLUSTER}
     if config.link is not None:
