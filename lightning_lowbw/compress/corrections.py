@@ -2,8 +2,8 @@
 
 A correction says how a gradient enters the residual (`kernels.reference.Constants`), which state of the
 optimizer is the velocity, and the remaining work of the optimizer's step. `torch.optim.SGD`: momentum correction, arXiv
-1712.01887. Adam and AdamW: Adam's step on a rank's own gradient. All others: error feedback; the optimizer steps with
-the mean.
+1712.01887. Adam and AdamW: Adam's step on a rank's own gradient. Other optimizers: error feedback;
+the optimizer steps with the mean.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Part = Callable[[int], slice]  # of a number of elements, that of this rank
 
 
 class Sources(NamedTuple):
-    """What the segments of a step are made of, so that the next step may take them again.
+    """The values from which the segments of a step are made: if they are equal, the next step takes the segments again.
 
     Attributes:
         kinds: which fields each has.
@@ -45,7 +45,7 @@ class Sources(NamedTuple):
 class ErrorFeedback:
     """``v = v + G``. The optimizer applies its own momentum and decay to the mean.
 
-    A velocity is the optimizer's own state; on two levels each rank keeps its part of it here instead.
+    A velocity is the optimizer's own state; on two levels each rank keeps its part of the velocity here instead.
 
     Attributes:
         kind: saved in a checkpoint, because residuals and velocities depend on it.
@@ -104,12 +104,12 @@ class ErrorFeedback:
         self._rows, self._part = {row.name: row for row in rows}, part
         groups = {id(row.group): row.group for row in self._rows.values()}
         self._constants = {key: self.constants(group) for key, group in groups.items()}
-        # One decision for all tensors: a pass of the kernels masks all of them or none.
+        # One decision for all tensors: a pass of the kernels masks all velocities or none.
         momenta = [constants.momentum for constants in self._constants.values()]
         self.clears = payload.masks(momenta, by_default=self.masks)
 
     def sources(self) -> Sources | None:
-        """Return what the segments of this step are made of; None where they are others in each step."""
+        """Return the values from which segments are made in this step; None if each step makes new segments."""
         parameters, state = [row.parameter for row in self._rows.values()], self.optimizer.state
         velocities: list[Any] = []
         if self.velocity_key is not None:
@@ -156,7 +156,7 @@ class ErrorFeedback:
         """Count the step, where the optimizer does not."""
         self._rows, self._constants = {}, {}
 
-    # The velocity: the optimizer's own, or this rank's part of it ---------------------------------------------------
+    # The velocity: the optimizer's own, or this rank's part ----------------------------------------------------------
 
     def has_velocity(self, constants: Constants) -> bool:
         """Return whether tensors with these constants have a velocity."""
@@ -266,7 +266,7 @@ class AdamCorrection(ErrorFeedback):
 
     def __init__(self, optimizer: Optimizer, num_participants: int, *, keeps_parts: bool = False) -> None:
         super().__init__(optimizer, num_participants, keeps_parts=keeps_parts)
-        # The optimizer's count of steps as it was left, its version, and what it says.
+        # The optimizer's count of steps after the last step: the tensor, its version and its number.
         self._counted: dict[Parameter, tuple[Tensor, int, int]] = {}
         self._coming: dict[Parameter, int] = {}  # the number of the step in progress
 
@@ -277,7 +277,7 @@ class AdamCorrection(ErrorFeedback):
             return ""
         return (
             f"{type(self.optimizer).__name__}: beta1={', '.join(map(str, lowered))} is lowered to {largest} for sparse "
-            f"tensors in the sparse phase: what is sent late is a mean over steps already."
+            f"tensors in the sparse phase: an element that is sent late is a mean over steps already."
         )
 
     def local_keys(self, parameter: Parameter) -> tuple[str, ...]:

@@ -146,7 +146,7 @@ class Params:
         self._names = names_of(named_parameters)
         self.whole_numels: Mapping[Parameter, int] = {}
         self.orders: dict[str, Order] = {}
-        self._rows = Rows()  # of the last step, what they were made of, and who has the ids in that
+        self._rows = Rows()  # of the last step; the key from which they were made; the objects whose ids are in the key
         self._key: tuple[Any, ...] = ()
         self._reduced: tuple[Any, ...] | None = None  # of a step all of whose gradients DDP has reduced: no rows
         self._members: list[tuple[Parameter, dict[str, Any]]] = []
@@ -260,7 +260,7 @@ def is_compressible(parameter: Tensor) -> bool:
 
 
 def check_shapes(saved: Mapping[str, Sequence[int]], tensors: Mapping[str, Tensor]) -> None:
-    """Check that what a state has of some tensors, by name, are shapes of these tensors.
+    """Check that the shapes in a state, by name, are those of the tensors.
 
     Raises:
         ConfigurationError: one is missing, or has another shape.
@@ -276,11 +276,11 @@ def check_shapes(saved: Mapping[str, Sequence[int]], tensors: Mapping[str, Tenso
 
 
 def small_numel(numels: Iterable[int]) -> int:
-    """Return the elements below which a tensor is small for a model: the smallest are 3 % of it, together.
+    """Return the number of elements below which a tensor is small: the small tensors together are 3 % of the model.
 
     Sending these whole costs little, and norms, biases and the last layer do not wait. It is a fraction, because all
     matrices of a small model are small; but not below 1,024 elements, where sending all costs less than the work for
-    one more tensor, nor above 16,384, or 3 % of a large model would be most of what is sent.
+    one more tensor, nor above 16,384, or 3 % of a large model would be most of the message.
 
     Args:
         numels: elements of each tensor that is trained.

@@ -1,4 +1,4 @@
-"""What is asked of every payload, the payloads by the names that they have in files, and the one that sends all."""
+"""The interface of payloads, the payloads by their names in files, and `Whole`, which sends every element."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ PAYLOADS: dict[str, type[Payload]] = {}
 
 
 class Message(NamedTuple):
-    """What a payload hands to a collective. The bytes are those of what is summed, or of what a rank sends to others.
+    """A message that a payload hands to a collective. For an all-reduce `nbytes` is the size of the sum; for the other
+    collectives it is the size of the message that a rank sends.
 
-    "gather_in_node" is an all-gather between the ranks of a node; the others are between participants.
+    "gather_in_node" is an all-gather between the ranks of a node; the other collectives are between participants.
     The status of a step, and the tensors that are sent whole, go in the first message.
     """
 
@@ -31,9 +32,9 @@ class Message(NamedTuple):
 
 @dataclass(frozen=True)
 class Payload(ABC):
-    """What is sent: a frozen dataclass that answers what follows, and is registered as it is defined.
+    """The part of a signal that is sent: the base of frozen dataclasses, which are registered when they are defined.
 
-    What is not answered is as in a payload that compresses every tensor and keeps back what it does not send.
+    The defaults are those of a payload that compresses every tensor and keeps back the elements that it does not send.
 
     Attributes:
         key: its name in a file, ``{payload: top_k}``; the argument of the class statement.
@@ -42,7 +43,7 @@ class Payload(ABC):
         takes_density: whether it sends as many elements as the schedule's stairs of sparsity say.
         corrects: whether gradients enter the residual as the optimizer's correction says (`compress.corrections`);
             else by error feedback.
-        keeps_parts: whether each rank of a node keeps back its part of every tensor only; else all of it.
+        keeps_parts: whether each rank of a node keeps back its part of every tensor only; if not, the whole tensor.
         can_be_early: whether gradients can go in several messages; all but the last message begin in the
             backward pass.
         can_be_hidden: whether its exchange sends everything when it begins, so that local steps can be taken before it

@@ -1,6 +1,6 @@
 """How tensors of all ranks become their mean: one interface, an implementation for each payload.
 
-    prepared = exchange.prepare(signal)       # e = e + signal, or a correction of it; choose, and take out of e
+    prepared = exchange.prepare(signal)       # e = e + (corrected) signal; choose elements, and take them out of e
     pending = prepared.send(status, whole)    # encode; one message
     arrived = pending.wait()                  # 1/N of the sum, in one order: the same bits on all ranks
     arrived.mean.step_(steps)                 # w = w - rate mean; or mean.dense()
@@ -55,12 +55,12 @@ class Mean(Protocol):
 
 
 class Arrived(NamedTuple):
-    """What the messages of all ranks have brought.
+    """The content of the messages of all ranks.
 
     Attributes:
         mean: of what the payload compresses.
         status: the sum of the statuses; empty where none was given.
-        whole: means of what was sent whole in the same message: `wide_dtype`, in the shapes of the tensors.
+        whole: means of the tensors that were sent whole in this message: `wide_dtype`, in the shapes of the tensors.
     """
 
     mean: Mean
@@ -120,10 +120,10 @@ class Exchange(Protocol):
     """Exchanges the signals of one optimizer, step after step, or average after average.
 
     Attributes:
-        residuals: what is kept back of this rank's part of each tensor, by name; flat.
+        residuals: the elements that are kept back of this rank's part of each tensor, by name; flat.
         fault: flags on the device: whether the last exchange has left an inf or NaN in a mean or a residual, after its
             status had gone; the next status reports it. None: nothing is left to report.
-        payload: what is sent; may be replaced between steps, on all ranks.
+        payload: the payload; may be replaced between steps, on all ranks.
     """
 
     residuals: Residuals
@@ -152,7 +152,7 @@ class Exchange(Protocol):
         ...
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load a `state_dict` of the same ranks; or one of another payload, of which nothing is taken."""
+        """Load a `state_dict` of the same ranks; the state of another payload changes nothing."""
         ...
 
 

@@ -82,7 +82,7 @@ class GradientSync(Synchronizer):
 
     Attributes:
         last_density: the fraction of elements that the last step sent of a compressed tensor; 1.0 in the dense phase.
-        correction: how a gradient enters the residual, and what is left to the optimizer.
+        correction: how a gradient enters the residual, and the work that is left to the optimizer.
         compared: all parameters of the model. Every `CHECK_EVERY_STEPS` steps the ranks compare a checksum of the
             trained parameters, also of another optimizer or of none. () in a plain loop, which compares its own.
     """
@@ -287,8 +287,8 @@ class GradientSync(Synchronizer):
             `.grad` of the optimizer's parameters, the momentum buffers, the residuals. With `applies` sparse parameters
             are stepped, including AdamW's decay, if there is a correction; else by `step_exchanged`.
 
-        Collective: all ranks, blocking. In the dense phase one all-reduce; then the messages of the payload, of which
-        the first has the status and the tensors that are sent whole: for TopK one all-gather. With `skip_nonfinite` an
+        Collective: all ranks, blocking. In the dense phase one all-reduce; then the messages of the payload. The first
+        message has the status and the tensors that are sent whole: for TopK one all-gather. With `skip_nonfinite` an
         all-reduce comes before them. On two levels the ranks of a node gather the messages.
 
         Wire:
@@ -334,7 +334,7 @@ class GradientSync(Synchronizer):
         if self.fault is None:
             self._check_values()
         pending = prepared.send(self._message(), whole if gathered is None else {GATHERED: gathered.joined})
-        # end: 1/N of the sum of what all ranks have sent; no weight changes before the status has been read
+        # end: 1/N of the sum over the participants; no weight changes before the status has been read
         mean, numbers, means = self._wait_for([*(sent.pending for sent in self._sent), pending])
         status = Status.read(numbers.tolist(), self.peers.num_ranks)
         self.agree_on(status.requests)
@@ -368,7 +368,7 @@ class GradientSync(Synchronizer):
         return WholeExchange(self.peers, dtype=dtype).prepare({})
 
     def _wait_for(self, pendings: Sequence[Pending]) -> Arrived:
-        """Wait for the messages of a step: those that began in the backward pass, and the last one with the status."""
+        """Wait for the messages of a step: earlier ones from the backward pass, and the last one with the status."""
         if len(pendings) == 1:
             return pendings[0].wait()
         exchange, means, faults = self.compressed, dict[str, Tensor](), list[Tensor]()
@@ -432,7 +432,7 @@ class GradientSync(Synchronizer):
         return {row.name: row.in_order(torch.zeros_like(row.parameter) if g is None else g) for row, g in gradients}
 
     def _gather(self, whole: Mapping[str, Tensor]) -> Gathered | None:
-        """Gather what is sent whole, and look for inf and NaN, where kernels of a GPU do that."""
+        """Gather the tensors that are sent whole, and look for inf and NaN; None without the kernels of a GPU."""
         names = [name for name, tensor in whole.items() if tensor.numel()]
         tensors = [*filter(Tensor.numel, whole.values())]
         if not Gathered.takes(tensors):
@@ -562,7 +562,7 @@ class GradientSync(Synchronizer):
             hooks.move_to_end(self._showing.id, last=False)
 
     def _give_back(self) -> None:
-        """Put the gradients back that the optimizer has not seen, for whoever reads them after its step."""
+        """Put the gradients back that the optimizer has not seen, for hooks that read them after its step."""
         for parameter, gradient in self._hidden:
             if parameter.grad is None:
                 parameter.grad = gradient
@@ -612,7 +612,7 @@ class GradientSync(Synchronizer):
     def after_step(self) -> None:
         self.correction.end_step()
         self._give_back()
-        if self._showing is not None:  # not in the hook itself, while torch goes through all of them
+        if self._showing is not None:  # not in the hook itself, while torch goes through all hooks
             self._showing.remove()
             self._showing = None
         self._groups, self._sent = [], []

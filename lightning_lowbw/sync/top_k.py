@@ -7,7 +7,7 @@ Therien, Lidin, Belilovsky, "Communication Efficient LLM Pre-training with Spars
     accumulate   e = beta e + D        (or a correction of D; `compress.corrections`)
     send         Q(the k largest of e, per tensor or chunk)
     keep         e = e - the sent values
-    average      the sum of what all N sent, each element divided by N, or by the number that sent it
+    average      the sum over all N participants, each element divided by N, or by the number that sent it
 
 Deviation: a chunk is a number of consecutive elements of a tensor, row by row, and the rest; SparseLoCo's authors cut
 matrices into square tiles and vectors into divisors of their length, and as here send as many of a small chunk as of a
@@ -87,11 +87,11 @@ class TopK(Payload, key="top_k"):
         exclude: names of parameters that are always sent dense; shell patterns such as ``"*.bias"``.
         decay: the factor of the residual from one round to the next, in [0, 1]; 1: no decay.
         mean_over: what a sum is divided by: all N participants ("ranks"), or the number that sent this element
-            ("senders"). An element that a single participant has sent changes by the whole value with "senders", by 1/N
-            of it with "ranks".
+            ("senders"). An element that a single participant has sent changes by the whole value with "senders", by
+            1/N of the value with "ranks".
         momentum_masking: whether the velocity of sent elements is cleared (momentum factor masking). None: for SGD, as
             in the paper, at densities up to (1 - momentum) / 2, 5 % with 0.9. Above, an element is sent again before
-            its momentum has faded, and would lose most of it. Not for Adam.
+            its momentum has faded, and would lose most of the momentum. Not for Adam.
 
     Raises:
         ConfigurationError: a value is out of range.
@@ -131,7 +131,7 @@ class TopK(Payload, key="top_k"):
         for name in ("chunk", "min_numel"):
             value = getattr(self, name)
             if not is_count(value) and value is not None:
-                choices_of = "for whole tensors" if name == "chunk" else "for a share of what is trained"
+                choices_of = "for whole tensors" if name == "chunk" else "for a share of the trained elements"
                 raise ConfigurationError(
                     f"{name}={value!r}: give a number of elements, an integer >= 1, or None {choices_of}."
                 )
@@ -258,7 +258,7 @@ def _at(payload: TopK, density: float) -> TopK:
 class TopKExchange:
     """Exchanges the largest elements of tensors between peers, and keeps the rest of each.
 
-        prepare   e = beta e + signal, or a correction of it; the k largest of e   | `compress.selection`
+        prepare   e = beta e + (corrected) signal; the k largest elements of e     | `compress.selection`
         send      encode them, an all-gather between peers                         | `compress.codec`, `comm.peers`
         wait      1/N of the sum, in one order                                     | `SparseMean`
 
@@ -279,11 +279,11 @@ class TopKExchange:
         self._segments: dict[str, Segment] = {}
         self._made_of: tuple[Any, ...] = ()
         self._constants: Mapping[int, Any] = {}
-        self._flags = torch.empty(0, dtype=torch.bool)  # for each tensor, and views of these flags
+        self._flags = torch.empty(0, dtype=torch.bool)  # one per tensor, and views of these flags
         self._views: tuple[Tensor, ...] = ()
 
     def prepare(self, signal: Signal, correction: ErrorFeedback | None = None) -> Prepared:
-        """Accumulate a signal into the residuals, and take the largest elements out of them.
+        """Accumulate a signal into the residuals, and take the largest elements out of the residuals.
 
         In place:
             The residuals; with a correction the velocities, and Adam's second moments.
@@ -313,7 +313,7 @@ class TopKExchange:
         return Prepared(partial(self._send, selected, whole), None if correction is None else (names, self._flags))
 
     def _segments_of(self, parts: Mapping[str, Tensor], correction: ErrorFeedback | None) -> dict[str, Segment]:
-        """Return the segments of tensors with elements: those of the last step, if only gradients and constants differ.
+        """Return the segments of tensors with elements: those of the last step, if only gradients or constants differ.
 
         Args:
             parts: this rank's part of each tensor, contiguous.
@@ -420,7 +420,7 @@ def _part(tensor: Tensor, peers: Peers) -> Tensor:
 
 
 class Piece(NamedTuple):
-    """What is decoded together, within DECODED_BYTES.
+    """The elements that are decoded together, within DECODED_BYTES.
 
     Several local ranks with parts of equal sizes, where all tensors of one fit; else some tensors of one; of a tensor
     that is too large some participants.
@@ -435,10 +435,10 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class Messages:
-    """What the messages of an all-gather contain.
+    """The content of the messages of an all-gather.
 
-    Two nodes of two ranks, a tensor w of 5 elements and one b of 2: each rank sends what is selected of its part of
-    both, and gets all four messages.
+    Two nodes of two ranks, a tensor w of 5 elements and one b of 2: each rank sends the selected elements of
+    its parts of both, and gets all four messages.
 
                     local rank 0                        local rank 1
         node 0      [w[0:3], b[0:1] | status]           [w[3:5], b[1:2], padding | status]
@@ -492,7 +492,7 @@ def _messages(
     num_participants: int,
     most: int,
 ) -> Messages:
-    """Return what messages contain, so many elements at a time; once for those of every step."""
+    """Return the content of messages, so many elements at a time; computed once for the tensors of every step."""
     parts = [
         {name: part for name, numel in numels if (part := part_of(numel, each, num_local_ranks)).stop > part.start}
         for each in range(num_local_ranks)
@@ -521,8 +521,8 @@ class PendingTopK(Pending):
     """Messages of all participants, in progress.
 
     Args:
-        messages: what they contain.
-        peers: who takes part.
+        messages: their content.
+        peers: the participants.
         work: the all-gather.
         beside: the status and the whole tensors, which follow the elements.
         device: of the messages.
@@ -545,7 +545,7 @@ class PendingTopK(Pending):
 
 
 ELEMENT_BYTES = 8  # a position in int32, a value in float32
-DECODED_BYTES = 1 << 28  # 256 MiB of decoded elements at once, or those of one tensor in one message
+DECODED_BYTES = 1 << 28  # 256 MiB of decoded elements at once, or the elements of one tensor in one message
 
 
 class Span(NamedTuple):
@@ -569,7 +569,7 @@ class Decoded:
         values: float32, of the same shape.
         spans: of the tensors, by name; one, where not all participants are here.
         first: participant that is here.
-        num_participants: of which some or all are here.
+        num_participants: all participants; some or all are here.
     """
 
     positions: Tensor
@@ -608,7 +608,7 @@ class Decoded:
 
         Args:
             arrival: of the tensor.
-            mean: float32, of all of these calls; `arrival.out` where that is float32.
+            mean: float32, the same in all of these calls; `arrival.out` if that is float32.
         """
         positions, values = self.positions[0], self.values[0]
         if self.first == 0:
