@@ -134,16 +134,17 @@ class Members(Peers):
 
     Attributes:
         membership: as given.
-        members: collectives of this process and the processes with its rank in the other groups.
+        between: collectives of this process and the processes with its rank in the other groups.
         weights: weights of the members in the mean of this round.
     """
 
     may_grow = True
+    between: MemberCollectives
 
     def __init__(self, membership: Membership, ledger: TrafficLedger | None = None) -> None:
         super().__init__(None, ledger)
         self.membership = membership
-        self.members = self.between = MemberCollectives(membership, self.ledger)
+        self.between = MemberCollectives(membership, self.ledger)
         self.node = Collectives(None, self.ledger, "intra")
         self.local_rank, self.num_local_ranks = self.node.rank, self.node.num_ranks
         self.is_two_level = self.ledger.has_levels = self.num_local_ranks > 1
@@ -154,24 +155,24 @@ class Members(Peers):
 
     @property
     def rank(self) -> int:
-        return self.members.rank * self.num_local_ranks + self.local_rank
+        return self.between.rank * self.num_local_ranks + self.local_rank
 
     @property
     def num_participants(self) -> int:
-        return self.members.num_ranks
+        return self.between.num_ranks
 
     @property
     def weight(self) -> float:
-        return self.weights[self.members.rank] / self.num_local_ranks if self.weights else super().weight
+        return self.weights[self.between.rank] / self.num_local_ranks if self.weights else super().weight
 
     def begin_all_reduce_(self, tensor: Tensor, *, dtype: torch.dtype | None = None) -> TensorWork:
-        part = self.members.begin_all_reduce_(self.node.reduce_scatter(tensor)).wait()
+        part = self.between.begin_all_reduce_(self.node.reduce_scatter(tensor)).wait()
         return TensorWork(tensor.copy_(self.node.gather_parts(part, tensor.numel())) if self.is_two_level else part)
 
     begin_sum_ = begin_all_reduce_
 
     def begin_gather(self, message: Tensor) -> TensorWork:
-        received = self.members.begin_all_gather(message).wait()
+        received = self.between.begin_all_gather(message).wait()
         shape = self.num_local_ranks, self.num_participants, message.numel()
         return TensorWork(self.node.all_gather(received.view(-1)).view(shape))
 
@@ -459,10 +460,10 @@ class ElasticSync(LocalSync):
         """Exchange the work of a round; without any work, only wait for the members."""
         if quorum is None or quorum.healed is not None:
             return None
-        self.members.members.begin(quorum)
+        self.members.between.begin(quorum)
         weights = quorum.weights
         if not weights:
-            self.members.members.begin_all_gather(torch.zeros(1))
+            self.members.between.begin_all_gather(torch.zeros(1))
             return None
         self.members.weights = weights if len({*weights}) > 1 else ()
         # The rows have told everything but the learning rate.
@@ -500,7 +501,7 @@ class ElasticSync(LocalSync):
 
         self._hidden = work, result
         self._begin_clock()
-        self.members.members.is_hidden = True
+        self.members.between.is_hidden = True
         threading.Thread(target=run, name="lowbw-round", daemon=True).start()
 
     def settle(self) -> bool:
@@ -520,7 +521,7 @@ class ElasticSync(LocalSync):
         self.membership.note(math.inf)
         with self.members.ledger.waiting(CPU):
             quorum, average = result.result()
-        self.members.members.is_hidden = False
+        self.members.between.is_hidden = False
         return self._conclude(work, quorum, average), None if quorum is None or quorum.healed is None else quorum
 
     def _row(self, settings: Settings) -> Row:
