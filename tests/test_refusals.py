@@ -11,10 +11,12 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from omegaconf import OmegaConf
 
 import lightning_lowbw as lowbw
 from lightning_lowbw.presets import as_compression, preset
-from lightning_lowbw.tools.plan import CLUSTER, make_cluster
+from lightning_lowbw.tools.plan import CLUSTER, make_cluster, show
+from tests.programs import ROOT
 from tests.ranks import on_ranks
 from tests.strategies.fits import At, adamw, make, refusal, same, train
 from tests.strategies.test_kept_optimizer import Keeps
@@ -26,6 +28,7 @@ NODE_WISE = lowbw.Where(topology="auto", algorithm="leader")
 DENSE, DILOCO = lowbw.Hierarchical(), lowbw.LocalSGD(k_steps=4, begin_step=0, outer="nesterov")
 NUMBERS = dict(zip(CLUSTER, (2, 1, 10.0, 0.1, 200.0, 1000.0, 0.5), strict=True))
 OUT_OF_RANGE = {"nodes": 0, "ranks_per_node": None, "latency_ms": -1.0, "overlap": 50}  # None: not given; 50: percent
+UNKNOWN_OPTIMIZER = OmegaConf.merge(OmegaConf.load(ROOT / "conf/plan.yaml"), {"optimizer": "admw"})
 REFUSED: dict[Callable[..., Any], list[tuple[dict[str, Any], str]]] = {
     lowbw.EveryStep: [
         ({"rampup_begin_step": -1}, r"rampup_begin_step=-1: .* integer >= 0"),
@@ -141,6 +144,7 @@ REFUSED: dict[Callable[..., Any], list[tuple[dict[str, Any], str]]] = {
         ({"method": DILOCO, "min_replicas": 1.5}, "min_replicas=1.5: give a number of groups"),
         ({"method": DILOCO, "topology": 2}, "each group is a node. .*, num_fragments and topology"),
     ],
+    show: [({"config": UNKNOWN_OPTIMIZER}, "optimizer='admw': choose one of sgd, adam, adamw")],
     make_cluster: [({"numbers": {**NUMBERS, name: value}}, name) for name, value in OUT_OF_RANGE.items()],
 }
 
@@ -181,6 +185,27 @@ def kept(first: str, second: str, optimizer: Any = adamw, **options: Any) -> Cal
 
 UNEQUAL = r"states of the optimizers at the start of the fit .* return a new optimizer from configure_optimizers"
 IN_PLACE = r"have been replaced in mid-fit: Adam in place of SGD\. .* Change their param groups instead"
+
+
+class Ema(pl.Callback):
+    """A moving average of another package."""
+
+
+AVERAGED: dict[str, dict[str, Any]] = {  # options of a Trainer that do not go with averages of weights
+    "Give a number of batches": {"val_check_interval": "00:00:00:05", "check_val_every_n_epoch": None},
+    "sync_batchnorm=True": {"sync_batchnorm": True},
+    "StochasticWeightAveraging with a": {"callbacks": [pl.callbacks.StochasticWeightAveraging(0.01)]},
+    "Ema with a method that averages the weights after some steps: in between": {"callbacks": [Ema()]},
+    "would prune different weights": {"callbacks": [pl.callbacks.ModelPruning("l1_unstructured")]},
+}
+if hasattr(pl.callbacks, "WeightAveraging"):  # since Lightning 2.6
+    AVERAGED["WeightAveraging with a method that averages"] = {"callbacks": [pl.callbacks.WeightAveraging()]}
+
+
+def averaged(options: dict[str, Any]) -> Callable[[], Any]:
+    return lambda: train(lowbw.LocalSGDStrategy(), Tiny(), 2 * STEPS, 2, **options)
+
+
 FITS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     **{f"{name}, optimizer replaced": (replaced(name), lowbw.ConfigurationError, IN_PLACE) for name in NAMES},
     "optimizer replaced in a step": (replaced("dgc", "on_before_zero_grad"), lowbw.ConfigurationError, IN_PLACE),
@@ -188,6 +213,10 @@ FITS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "sparse, then sparse": (kept("dgc, dense at first", "dgc", sgd), lowbw.DisagreementError, UNEQUAL),
     "local, then int8": (kept("local_sgd", "int8", rmsprop), lowbw.DisagreementError, UNEQUAL),
     "local, then synchronous at first": (kept("diloco", "post-local"), lowbw.DisagreementError, UNEQUAL),
+    **{
+        f"averages, {words}": (averaged(options), lowbw.ConfigurationError, words)
+        for words, options in AVERAGED.items()
+    },
     "shards": (kept("dgc, sharded", "dgc, sharded", topology=1), lowbw.DisagreementError, UNEQUAL),
 }
 

@@ -22,7 +22,6 @@ from tests.strategies.fits import (
     Noted,
     Silence,
     gathered,
-    refusal,
     same,
     saving,
     traffic,
@@ -141,25 +140,6 @@ def test_a_search_is_no_run(tmp_path: Path) -> None:
     _, said = warned(lambda: train(strategy, WithRate(), 40, callbacks=callbacks, default_root_dir=tmp_path))
     assert strategy.replicas[0].when.begin_step == 20
     assert not [each for each in said if "optimizer steps" in each]
-
-
-class Ema(pl.Callback):
-    """A moving average of another package."""
-
-
-@pytest.mark.skipif(not hasattr(pl.callbacks, "WeightAveraging"), reason="a time since Lightning 2.6")
-@pytest.mark.fault
-@on_ranks(2)
-def test_settings_that_do_not_go_with_replicas_are_refused() -> None:
-    for words, options in (
-        ("Give a number of batches", {"val_check_interval": "00:00:00:05", "check_val_every_n_epoch": None}),
-        ("sync_batchnorm=True", {"sync_batchnorm": True}),
-        ("WeightAveraging with a method that averages", {"callbacks": [pl.callbacks.WeightAveraging()]}),
-        ("StochasticWeightAveraging with a method", {"callbacks": [pl.callbacks.StochasticWeightAveraging(0.01)]}),
-        ("Ema with a method that averages the weights after some steps: in between", {"callbacks": [Ema()]}),
-        ("would prune different weights", {"callbacks": [pl.callbacks.ModelPruning("l1_unstructured")]}),
-    ):
-        assert words in refusal(LocalSGDStrategy(), Tiny(), 8, 2, **options)
 
 
 @on_ranks(2)

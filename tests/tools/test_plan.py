@@ -17,7 +17,6 @@ from omegaconf import OmegaConf
 from lightning_lowbw import DGC, LocalSGD, Method, PowerSGD, QuantizedGradients, Topology, Where
 from lightning_lowbw.comm.link import Link
 from lightning_lowbw.cost_model import Cluster, Run, cost_of
-from lightning_lowbw.errors import ConfigurationError
 from lightning_lowbw.tools.check import check_ranks, join_ranks, slow
 from lightning_lowbw.tools.plan import CLUSTER, Plan, make_cluster, shapes_of, show
 from tests.programs import ROOT, forget_launcher, free_port, run_script
@@ -112,18 +111,6 @@ def test_rounds_and_what_hides_them(method: Method, cluster: Cluster, node_bytes
     assert (cost.node_bytes, cost.seconds) == pytest.approx((node_bytes, seconds), rel=1e-3)
 
 
-def test_few_bits_are_hidden_where_they_begin_in_the_backward_pass() -> None:
-    """Between two participants that is all but the last of four groups; on two levels nothing begins there."""
-    shapes, method = [(1000, 250)] * 8, QuantizedGradients("int8")
-    for ranks_per_node, each, share in ((1, method, 1 / 4), (2, method.at(2), 1.0)):
-        cluster = Cluster(2, ranks_per_node, Link(0.0, 1e6), overlap=0.5)
-        late, early = (
-            cost_of(each, shapes, replace(cluster, begins_early=begins_early), step_s=100.0).seconds
-            for begins_early in (False, True)
-        )
-        assert early == pytest.approx(share * late, rel=0.05)
-
-
 def test_a_plain_loop_is_planned_as_one(capsys: pytest.CaptureFixture[str]) -> None:
     rows = []
     for begins_early in (True, False):
@@ -156,11 +143,6 @@ def test_of_two_that_are_as_fast_the_one_on_two_levels() -> None:
     assert 'Trainer(strategy="lowbw_hierarchical")' in plan.text()
     fine_tuned = replace(plan, run=replace(plan.run, is_pretrained=True)).text()
     assert 'Trainer(strategy=lowbw.AutoStrategy(pretrained=True, topology="auto"))' in " ".join(fine_tuned.split())
-
-
-def test_an_optimizer_that_is_not_known_is_no_sgd() -> None:
-    with pytest.raises(ConfigurationError, match="optimizer='admw': choose one of sgd, adam, adamw"):
-        show(OmegaConf.merge(OmegaConf.load(ROOT / "conf/plan.yaml"), {"optimizer": "admw"}))
 
 
 def test_what_would_be_slow_is_named() -> None:
