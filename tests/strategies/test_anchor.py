@@ -45,16 +45,6 @@ def test_validating_and_saving_change_nothing(method: Method, tmp_path: Path) ->
     assert len(set(fits.gathered(after.values[2]))) == 1 + method.averages_weights, "a replica is local"
 
 
-@on_ranks(2)
-def test_all_ranks_see_the_same_buffers() -> None:
-    """Look after the last synchronous step, right after averages, and in the middle of an accumulation."""
-    looks = fits.Noted(fits.weights, *fits.LOOKS)
-    options = {"callbacks": [looks], "val_check_interval": 1, "accumulate_grad_batches": 2}
-    fits.train(Strategy(LocalSGD(2, 3)), None, 14, 1, **options)
-    shown = fits.same(looks.values[2 * (1 + 5) :])  # before: the sanity check, and five batches of steps as in DDP
-    assert len(shown) == 2 * 9 + 1
-
-
 @pytest.mark.parametrize("name", ["local_sgd", "diloco", "delayed"])
 @on_ranks(2)
 def test_between_two_averages_the_last_one_is_validated_and_saved(name: str, tmp_path: Path) -> None:

@@ -13,9 +13,9 @@ from torch.optim import SGD, Adam, AdamW, Optimizer, RMSprop
 
 from lightning_lowbw import Method, ShardedStrategy, Strategy
 from lightning_lowbw.comm.agreement import digest
-from lightning_lowbw.presets import DGC, LocalSGD, PowerSGD, QuantizedGradients
+from lightning_lowbw.presets import DGC, LocalSGD
 from tests.ranks import on_ranks
-from tests.strategies.fits import refusal, same, train, whole_weights
+from tests.strategies.fits import same, train, whole_weights
 from tests.strategies.sharded_models import Plain, shard_digest
 from tests.tiny import MIN_NUMEL, ManualTiny, Tiny, amp_with_scaler, weights_of
 
@@ -126,38 +126,6 @@ def test_of_a_sharded_model_too() -> None:
             train(ShardedStrategy(SPARSE, topology=1), module, STEPS)
             digests.add(shard_digest(module))
         assert len(digests) == 1
-
-
-# An optimizer that calls its closure twice --------------------------------------------------------------------------
-
-
-class Twice(Optimizer):
-    """SAM without its perturbation."""
-
-    def __init__(self, parameters: Any, lr: float = 0.01) -> None:
-        super().__init__(parameters, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure: Any) -> Any:  # type: ignore[override]
-        for _ in range(2):
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                parameter.sub_(parameter.grad, alpha=group["lr"])
-        return loss
-
-
-@pytest.mark.fault
-@on_ranks(2)
-def test_a_closure_that_is_called_twice_is_refused_where_gradients_are_kept_back() -> None:
-    for method in (SPARSE, QuantizedGradients("int8"), PowerSGD(rank=1)):
-        message = refusal(Strategy(method), Tiny(Twice), STEPS)
-        assert "Twice has called its closure twice in step 0" in same(message)
-    flat, on_nodes = Tiny(Twice), Tiny(Twice)
-    train(Strategy(Method()), flat, STEPS)
-    train(Strategy(Method(), topology=1), on_nodes, STEPS)
-    assert same(weights_of(flat)) == weights_of(on_nodes)
 
 
 # Steps of which a rank, or torch's optimizer, sees nothing -----------------------------------------------------------

@@ -149,22 +149,6 @@ def test_a_run_can_change_to_dgc(name: str, writer: str, tmp_path: Path) -> None
     assert trainer.strategy.workers[0].step == STEPS
 
 
-@on_ranks(2)
-def test_a_run_can_go_on_under_plain_ddp(tmp_path: Path) -> None:
-    """With the state that AdamW has after any 7 steps, under any strategy. With momentum: test_levels.py."""
-    path, model = f"{tmp_path}/some.ckpt", Tiny(fits.adamw)
-    fits.train_by_step(DGC, path, (7,), model=Tiny(fits.adamw, data_by_step=True))
-    states = torch.load(path, weights_only=True)["optimizer_states"][0]["state"]
-    assert len(states) == 8
-    for state in states.values():
-        assert set(state) == {"exp_avg", "exp_avg_sq", "step"}
-        assert float(state["step"]) == 7.0
-        assert all(value.isfinite().all() and value.count_nonzero() > 0 for value in state.values())
-    trainer = fits.train("ddp", model, STEPS, max_steps=STEPS, max_epochs=-1, resume=path)
-    fits.same(weights_of(model))
-    assert trainer.global_step == STEPS
-
-
 class Named(Tiny):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         self.log("mine", float(self.global_rank))

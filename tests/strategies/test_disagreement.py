@@ -30,8 +30,6 @@ class Wrong(Tiny):
     def __init__(self, what: str) -> None:
         super().__init__()
         self.what = what
-        if what == "shape":
-            self.extra = nn.Linear(4, 4 + dist.get_rank())
         if what == "sparse":
             self.words = nn.Embedding(100, 16, sparse=True)
         if what == "max_norm":
@@ -65,15 +63,13 @@ REFUSED: dict[str, tuple[Callable[[int], Any], str]] = {
         lambda rank: lowbw.ShardedStrategy(lowbw.DGC(), topology=1) if rank else lowbw.DGCStrategy(),
         "class: rank 0 has 'DGCStrategy', rank 1 has 'ShardedStrategy'",
     ),
-    "shape": (lambda _: make("dgc"), "model|extra.weight|(4, 4)|(5, 4)"),
     "momentum": (lambda _: make("dgc"), "momentum|0.9|0.95"),
-    "exclude": (lambda _: make("dgc", {"exclude": ("embedding.*",)}), "'embedding.*' matches no parameter|wide.weight"),
     "sparse": (lambda _: make("dgc"), "'words'|sparse=False"),
     "shared": (lambda _: make("dgc"), "in two optimizers"),
     "twice": (lambda _: make("int8"), "twice in one"),
     "max_norm": (lambda _: make("int8"), "checksums|max_norm"),
 }
-OF_ONE_RANK = ("exclude", "sparse", "shared", "twice")  # which would be wrong on one rank, too
+OF_ONE_RANK = ("sparse", "shared", "twice")  # which would be wrong on one rank, too
 
 
 def refused(strategy: Any, model: Tiny, *args: Any, **options: Any) -> str:

@@ -59,44 +59,18 @@ class Unreturned(ManualTiny):
         return loss
 
 
-class SAM(Optimizer):
-    """Its two steps are those of the user's training_step; `step` is automatic optimization's."""
+class Wrapper(Optimizer):
+    """Calls its closure itself, and then the optimizer that it wraps, as SAM does."""
 
-    def __init__(self, params: Any, rho: float = 0.05) -> None:
-        super().__init__(params, {"lr": 0.05, "rho": rho})
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.05})
         self.base_optimizer = SGD(self.param_groups, lr=0.05)
         self.param_groups = self.base_optimizer.param_groups
-
-    @torch.no_grad()
-    def first_step(self) -> None:
-        for parameter in self.param_groups[0]["params"]:
-            self.state[parameter]["old"] = parameter.clone()
-            parameter.add_(parameter.grad, alpha=0.1)
-        self.zero_grad()
-
-    @torch.no_grad()
-    def second_step(self) -> None:
-        for parameter in self.param_groups[0]["params"]:
-            parameter.copy_(self.state[parameter]["old"])
-        self.base_optimizer.step()
 
     def step(self, closure: Any = None) -> Any:
         loss = closure()
         self.base_optimizer.step()
         return loss
-
-
-class ManualSAM(Tiny):
-    def __init__(self) -> None:
-        super().__init__(SAM)
-        self.automatic_optimization = False
-
-    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:  # type: ignore[override]
-        optimizer: Any = self.optimizers()
-        self.manual_backward(super().training_step(batch, batch_idx))
-        optimizer.first_step()
-        self.manual_backward(super().training_step(batch, batch_idx))
-        optimizer.second_step()
 
 
 class ByHand(Tiny):
@@ -133,7 +107,7 @@ def check_refused(name: str, model: Tiny, begin: str) -> None:
 )
 @on_ranks(2)
 def test_a_step_of_another_optimizer_is_refused_before_it_moves_a_weight(name: str) -> None:
-    for model in [Unreturned] if "sharded" in name else [InBackward, HalfInBackward, Unreturned, ManualSAM]:
+    for model in [Unreturned] if "sharded" in name else [InBackward, HalfInBackward, Unreturned]:
         check_refused(name, model(), "SGD.step() was called directly")
 
 
@@ -190,10 +164,10 @@ class Allowed(ManualTiny):
 @on_ranks(2)
 def test_steps_inside_of_a_step_and_of_others_than_the_module_s_parameters_are_allowed(name: str) -> None:
     ends = []
-    for model in (Tiny(Lookahead), Tiny(SAM), Tiny(partial(SGD, lr=0.05)), Allowed()):
+    for model in (Tiny(Lookahead), Tiny(Wrapper), Tiny(partial(SGD, lr=0.05)), Allowed()):
         train(name, model, STEPS)
         if name == "local_sgd" and isinstance(model, Allowed):
             del model.target  # it follows the weights of its own rank, and belongs to no average
         ends.append(same(weights(model)))
-    lookahead, sam, as_without, _ = ends
-    assert lookahead == sam == as_without
+    lookahead, wrapper, as_without, _ = ends
+    assert lookahead == wrapper == as_without
