@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -290,6 +290,20 @@ def count_messages(peers: Peers, count: Counter[str]) -> None:
     vars(peers.ledger)["record"] = recording
 
 
+@contextmanager
+def counting(patch: pytest.MonkeyPatch, peers: Peers) -> Iterator[Operations]:
+    """Count what is done inside with tensors of a device that is not there."""
+    count = stand_in(patch, peers.num_ranks)
+    count_messages(peers, count)
+    with torch.no_grad(), FakeTensorMode(), Operations(count) as operations:
+        yield operations
+
+
+def tenths_per_parameter(operations: Operations, parameters: list[Parameter]) -> int:
+    """Return the most bytes in use beyond those at the start, in tenths per parameter."""
+    return round(10 * (operations.most - operations.start) / sum(each.numel() for each in parameters))
+
+
 def fake_parameters(model: str) -> list[Parameter]:
     """Return the parameters of a model on a device that is not there; inside of `FakeTensorMode`."""
     last = torch.channels_last if model.endswith(CHANNELS_LAST) else torch.contiguous_format
@@ -324,9 +338,7 @@ def know_what_differs(buffers: ReplicaBuffers) -> None:
 def count_step(patch: pytest.MonkeyPatch, model: str, optimizer: Any, peers: Any, *, also: str = "") -> Counter[str]:
     """Return what the second compressed step has launched and waited for, without that of the user's optimizer."""
     has_scaler, is_sharded = also == GRAD_SCALER, also == SHARDED
-    count = stand_in(patch, peers.num_ranks)
-    count_messages(peers, count)
-    with torch.no_grad(), FakeTensorMode(), Operations(count) as operations:
+    with counting(patch, peers) as operations:
         parameters = fake_parameters(model)
         if also == BF16_TRUE:
             parameters = [Parameter(parameter.to(torch.bfloat16)) for parameter in parameters]
@@ -359,8 +371,8 @@ def count_step(patch: pytest.MonkeyPatch, model: str, optimizer: Any, peers: Any
                     return worker.exchange(skip_nonfinite=skip_nonfinite, applies=True)
 
                 exchange_unscaled_(precision, ours, exchange)
-        count[BYTES] = round(10 * (operations.most - operations.start) / sum(p.numel() for p in parameters))
-        return count
+        operations.count[BYTES] = tenths_per_parameter(operations, parameters)
+        return operations.count
 
 
 def count_average(
@@ -369,9 +381,7 @@ def count_average(
     """Return what one average has launched and waited for, from its begin to the weights that it changes."""
     peers, of_average = Peers(), Counter[str]()
     monkeypatch.setattr(ReplicaBuffers, "agree_on_shapes", lambda *_: None)  # the status says 1 of everything
-    count = stand_in(monkeypatch, peers.num_ranks)
-    count_messages(peers, count)
-    with torch.no_grad(), FakeTensorMode(), Operations(count) as operations:
+    with counting(monkeypatch, peers) as operations:
         parameters = fake_parameters(model)
         named = [(str(i), each) for i, each in enumerate(parameters)]
         buffers = fake_buffers(model) if has_buffers else {}
@@ -385,9 +395,8 @@ def count_average(
                 worker.exchange()
                 operations.clear()
             if step > K_STEPS:
-                of_average.update(count)
-                nbytes = (operations.most - operations.start) / sum(p.numel() for p in parameters)
-                of_average[BYTES] = max(of_average[BYTES], round(10 * nbytes))
+                of_average.update(operations.count)
+                of_average[BYTES] = max(of_average[BYTES], tenths_per_parameter(operations, parameters))
         assert worker.num_averages == 2
         return of_average
 
@@ -397,9 +406,7 @@ def count_local_step(
 ) -> Counter[str]:
     """Return what the third step has launched and waited for, which is synchronous or local."""
     peers = Peers()
-    count = stand_in(monkeypatch, peers.num_ranks)
-    count_messages(peers, count)
-    with torch.no_grad(), FakeTensorMode(), Operations(count) as operations:
+    with counting(monkeypatch, peers) as operations:
         parameters = fake_parameters("ResNet-50")
         named = [(str(i), each) for i, each in enumerate(parameters)]
         buffers = fake_buffers("ResNet-50")
@@ -415,8 +422,8 @@ def count_local_step(
                 if is_sharded:
                     agree_in_node(worker, None)
                 worker.exchange()
-        count[BYTES] = round(10 * (operations.most - operations.start) / sum(p.numel() for p in parameters))
-        return count
+        operations.count[BYTES] = tenths_per_parameter(operations, parameters)
+        return operations.count
 
 
 def run_now(
@@ -582,9 +589,9 @@ def eight_ranks() -> Iterator[None]:
 @pytest.mark.usefixtures("eight_ranks")
 def test_the_tables_of_hidden_fragments_are_written_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where addresses are the same again, also while another fragment is in progress."""
-    count = stand_in(monkeypatch, 8)
-    with torch.no_grad(), FakeTensorMode(), Operations(count):
-        exchange = QuantizedExchange(Quantized(value_dtype="int4"), Peers(), is_hidden=True)
+    peers = Peers()
+    with counting(monkeypatch, peers) as operations:
+        exchange = QuantizedExchange(Quantized(value_dtype="int4"), peers, is_hidden=True)
         shapes = {"first": [(300, 20), (7,)], "second": [(5, 5000)]}
         fragments = [
             {f"{name} {i}": torch.empty(shape, device="cuda") for i, shape in enumerate(shapes[name])}
@@ -592,22 +599,22 @@ def test_the_tables_of_hidden_fragments_are_written_once(monkeypatch: pytest.Mon
         ]
         uploads = []
         for _ in range(3):
-            count.clear()
+            operations.clear()
             for pending in [exchange.prepare(fragment).send() for fragment in fragments]:
                 pending.wait().mean.dense()
-            uploads.append(count["upload"])
+            uploads.append(operations.count["upload"])
     assert uploads == [4, 0, 0]  # of each its table, and which tensors are in which block
 
 
 @pytest.mark.usefixtures("eight_ranks")
 def test_the_anchor_takes_no_memory_of_the_device_while_it_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
-    count = stand_in(monkeypatch, 8)
-    monkeypatch.setattr(FakeTensor, "__float__", lambda tensor: 0.0, raising=False)  # no rank has a fault
+    peers = Peers()
     monkeypatch.setattr(ReplicaBuffers, "compare", lambda *_: None)  # there are no buffers
-    with torch.no_grad(), FakeTensorMode(), Operations(count) as operations:
+    with counting(monkeypatch, peers) as operations:
+        monkeypatch.setattr(FakeTensor, "__float__", lambda tensor: 0.0, raising=False)  # no rank has a fault
         parameters = fake_parameters("ResNet-50")
         named = [(str(i), each) for i, each in enumerate(parameters)]
-        worker = LocalSync(LocalSGD(4, 0, outer="nesterov"), SGD(parameters, lr=0.1), named, Peers(), dict)
+        worker = LocalSync(LocalSGD(4, 0, outer="nesterov"), SGD(parameters, lr=0.1), named, peers, dict)
         with worker.stepping():
             worker.exchange()
         operations.clear()
@@ -621,9 +628,8 @@ def test_the_anchor_takes_no_memory_of_the_device_while_it_is_shown(monkeypatch:
 
 @pytest.mark.usefixtures("eight_ranks")
 def test_whole_velocities_are_gathered_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    count = stand_in(monkeypatch, 8)
     peers = make_peers(8, 2)
-    with torch.no_grad(), FakeTensorMode(), Operations(count) as operations:
+    with counting(monkeypatch, peers) as operations:
         parameters = fake_parameters("ResNet-50")
         named = [(str(i), each) for i, each in enumerate(parameters)]
         worker = GradientSync(DGC(sparsity=[0.999]), SGD(parameters, lr=0.1, momentum=0.9), named, peers)

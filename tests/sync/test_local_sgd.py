@@ -70,28 +70,6 @@ def test_equals_replicas_in_one_process(nodes: Nodes, make: Make) -> None:
             assert all(results[rank]["digests"] == results[node[0]]["digests"] for rank in node)
 
 
-def test_one_rank_resumes_its_outer_steps_to_the_bit() -> None:
-    """Without torch.distributed; no average is in progress. The rank is shown as it is."""
-    method, saved = LocalSGD(3, 0, outer="nesterov", delay_steps=2), list[dict[str, Any]]()
-    ends = []
-    for steps in (range(8), range(5, 8)):
-        parameters = problem.make_parameters(AWKWARD)
-        worker = method.attach(ADAMW(parameters.values()), parameters.items())
-        if saved:
-            problem.set_weights(parameters, saved[0]["weights"])
-            worker.load_state_dict(saved[0]["state"])
-        for step in steps:
-            if step == 5:
-                saved.append({"weights": problem.weights_of(parameters), "state": worker.state_dict()})
-            problem.take_step(worker, parameters, step)
-        ends.append(digest(parameters.values()))
-        with worker.consensus():
-            assert digest(parameters.values()) == ends[-1]
-        worker.finish()
-        assert digest(parameters.values()) == ends[-1]
-    assert ends[0] == ends[1]
-
-
 # Buffers -----------------------------------------------------------------------------------------------------------
 
 

@@ -25,6 +25,7 @@ from tests.sync.problem import AWKWARD, FLAT, MOMENTUM, NODES, Make, Nodes, Sign
 
 STEPS = 6
 SHAPES = {name: AWKWARD[name] for name in ("scalar", "empty", "vector", "cube", "conv", "matrix", "transposed")}
+SHAPES |= {"twin": SHAPES["matrix"], "third": SHAPES["matrix"]}  # matrices of one shape are multiplied together
 ADAMW = partial(AdamW, lr=0.02, eps=1e-3)
 
 # The paper ------------------------------------------------------------------------------------------------------------
@@ -268,28 +269,6 @@ def test_autocast_does_not_round_the_factors() -> None:
         with torch.autocast("cpu", enabled=is_enabled):  # as in Lightning's manual optimization
             digests.append(problem.train(PowerSGD(1), partial(SGD, lr=LR), {"matrix": (30, 20)}, steps=3)["digests"])
     assert digests[0] == digests[1]
-
-
-ALIKE = {"a": (30, 20), "b": (30, 20), "c": (4, 5, 6), "d": (30, 20), "e": (4, 5, 6), "f": (20, 30), "g": (7,)}
-
-
-def train_together(most: int, nodes: Nodes, dtype: torch.dtype) -> dict[str, Any]:
-    low_rank.BATCH_OF_CPU = most  # put back by `run_ranks`
-    return problem.train(PowerSGD(2), MOMENTUM, ALIKE, nodes, STEPS, dtype=dtype)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("nodes", [FLAT, NODES["crossed"]])
-def test_matrices_are_multiplied_together_as_one_by_one(nodes: Nodes, dtype: torch.dtype) -> None:
-    """To rounding; and the replicas are equal."""
-    close = 1e-5 if dtype == torch.float32 else 0.05
-    found, expected = (run_ranks(train_together, sum(map(len, nodes)), most, nodes, dtype) for most in (1 << 24, 1))
-    assert len({each["digests"][-1] for each in found}) == 1
-    for one, other in zip(found, expected, strict=True):
-        for what in ("weights", "residuals"):
-            assert one[what].keys() == other[what].keys()
-            for name, tensor in one[what].items():
-                torch.testing.assert_close(tensor, other[what][name], rtol=close, atol=close)
 
 
 @on_ranks()

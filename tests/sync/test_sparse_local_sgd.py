@@ -89,19 +89,16 @@ def test_nodes_of_three_agree_whatever_the_rounding_of_their_mean() -> None:
 def test_narrow_weights() -> None:
     """Changes far below the rounding of a bfloat16 weight, which the consensus in float32 adds up."""
     weight = Parameter(torch.full((64,), 256.0, dtype=torch.bfloat16))
-    double = Parameter(torch.ones(64, dtype=torch.float64))
     compression = Compression(density=0.9, min_numel=1, value_dtype="float32", mean_over="ranks")
-    optimizer = torch.optim.SGD([weight, double], lr=1.0)
-    LocalSGD(k_steps=2, begin_step=0, compression=compression).attach(optimizer, [("w", weight), ("d", double)])
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    LocalSGD(k_steps=2, begin_step=0, compression=compression).attach(optimizer, [("w", weight)])
     for step in range(16):
         # a step of 2 on one of two ranks in every other step, of which half arrives: 257, and in bfloat16 256 again
         weight.grad = torch.zeros_like(weight)
         weight.grad[0] = -2.0 if dist.get_rank() == 0 and step % 2 else 0.0
-        double.grad = torch.full_like(double, 1e-12)
         optimizer.step()
-    assert float(double[0].detach()) == pytest.approx(1 - 16e-12, abs=1e-14), "float64 is averaged whole"
     assert float(weight[0].detach()) == pytest.approx(256.0 + 8, abs=1), "it forgets what is below its rounding"
-    problem.same_on_all(digest([weight, double]))
+    problem.same_on_all(digest([weight]))
 
 
 def exclude(pattern: str) -> list[str]:
