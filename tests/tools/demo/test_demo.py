@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -56,25 +55,17 @@ def test_the_numbers_of_the_table() -> None:
     assert (ddp["measured_kb"], dgc["measured_kb"]) == (5.0, None)
 
 
-def test_what_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(demo, "_has_lab", lambda: True)
     monkeypatch.setattr(demo, "train", lambda *_: RUNS)
-    monkeypatch.setattr(demo, "time", SimpleNamespace(perf_counter=iter([100.0, 223.4]).__next__))
     document, results = tmp_path / "lab.md", tmp_path / "results"
     document.write_text(DOCUMENT)
     assert demo.main(["--output", str(results), "--document", str(document), "--seeds", "1", "2"]) == 0
-    written = json.loads((results / "demo.json").read_text())
-    assert written["total_s"] == pytest.approx(123.4)
-    assert [row["strategy"] for row in written["rows"]] == list(STRATEGIES)
+    assert [row["strategy"] for row in json.loads((results / "demo.json").read_text())["rows"]] == list(STRATEGIES)
     table = (results / "demo.md").read_text()
-    assert table.count("\n| ") == 1 + len(written["rows"])
     assert "15.0 (1 of 2)" in table
-    assert table.endswith("The demo took 123 s in all.\n")
     assert document.read_text() == DOCUMENT.replace("old\n", table)
     assert (results / "demo.png").stat().st_size > 10_000
-    shown = capsys.readouterr().out
-    assert demo.LINK in shown
-    assert "The demo took 123 s in all" in shown
 
 
 def test_without_the_lab_it_says_what_is_not_seen(
