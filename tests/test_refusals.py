@@ -1,4 +1,4 @@
-"""What cannot be is refused where it is written: by call, what it is given, and words of the error."""
+"""Arguments that are refused at the call: by call, its arguments, and words of the error."""
 
 from __future__ import annotations
 

@@ -114,7 +114,7 @@ def test_a_moving_average_works_with_a_method_that_exchanges_gradients() -> None
 
 
 def diverge(method: Method, model: Tiny, folder: Path | None, *callbacks: pl.Callback, **options: Any) -> str:
-    """Return what is said of weights that are not finite; with a folder they would be saved."""
+    """Return the message about weights that are not finite; with a folder the run would save them."""
     if folder is not None:
         saves = ModelCheckpoint(folder, filename="last", every_n_train_steps=3, enable_version_counter=False)
         options |= {"enable_checkpointing": True}

@@ -67,7 +67,7 @@ def with_hook(base: Any, place: str) -> Any:
 
 
 class Left(pl.Callback):
-    """Whether what has been written is in the groups when a step is over."""
+    """Checks that written values are still in the groups when a step is over."""
 
     def __init__(self, is_ahead: bool) -> None:
         self.is_ahead = is_ahead
@@ -128,7 +128,7 @@ def test_of_a_sharded_model_too() -> None:
         assert len(digests) == 1
 
 
-# Steps of which a rank, or torch's optimizer, sees nothing -----------------------------------------------------------
+# Steps without a large gradient on one rank, or without any gradient for torch's optimizer ---------------------------
 
 
 class OnOneRank(Tiny):
@@ -166,7 +166,7 @@ def fit_compiled(method: Method, compiles: bool) -> list[float]:
 
 @on_ranks(2, timeout_s=240.0)
 def test_a_compiled_step_is_the_step() -> None:
-    """Its rate in a tensor, as in torch's tutorial; the exchange is left out of what is traced."""
+    """The learning rate is a tensor, as in torch's tutorial; the exchange is not traced."""
     for method in (SPARSE, LocalSGD(k_steps=3, begin_step=2)):
         assert fit_compiled(method, True) == pytest.approx(fit_compiled(method, False), abs=1e-4)
 

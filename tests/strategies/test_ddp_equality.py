@@ -19,7 +19,7 @@ from lightning_lowbw.comm.collectives import all_reduce_bytes
 from lightning_lowbw.comm.peers import Peers
 from lightning_lowbw.strategies.communication_hook import CommunicationHook
 from tests.ranks import on_ranks
-from tests.strategies.fits import gathered, make, same, train
+from tests.strategies.fits import Noted, make, same, train
 from tests.tiny import ManualTiny, Tiny, amp_with_scaler, make_data, make_trainer, weights_of
 
 STEPS = 8
@@ -172,11 +172,16 @@ def test_only_dense_steps_search(make_model: Callable[..., Tiny]) -> None:
         check_searches(make(name), make_model, [], 0)
 
 
-# Whoever looks at the gradients of a sparse step gets them dense; where nobody does they are never made --------------
+# Code that is known to look at the gradients of a sparse step gets them dense; else they are never made ---------------
 
 NUM_LOOKS, FIRST_SPARSE = 6, 2
 SPARSE = ("wide.weight", "wider.weight", "head.weight")
 Gradients = dict[str, "Tensor | None"]
+
+
+def gradients_of(module: pl.LightningModule) -> Gradients:
+    named = {name: p.grad for name, p in module.named_parameters() if p.requires_grad}
+    return {name: None if gradient is None else gradient.clone() for name, gradient in named.items()}
 
 
 class Seeing(Tiny):
@@ -185,8 +190,7 @@ class Seeing(Tiny):
         self.seen: list[Gradients] = []
 
     def look(self, *_: Any) -> None:
-        named = {name: p.grad for name, p in self.named_parameters() if p.requires_grad}
-        self.seen.append({name: None if gradient is None else gradient.clone() for name, gradient in named.items()})
+        self.seen.append(gradients_of(self))
 
 
 class WithLateHook(Seeing):
@@ -210,53 +214,28 @@ class Manual(ManualTiny, Seeing):
         return loss
 
 
-class LookingBefore(pl.Callback):
-    """Sees a rank's own gradient: in sparse steps the hook comes before the exchange, as clipping does."""
-
-    def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
-        assert isinstance(pl_module, Seeing)
-        pl_module.look()
-
-
-class LookingAfterwards(pl.Callback):
-    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
-        assert isinstance(pl_module, Seeing)
-        pl_module.look()
-
-
-# Who looks: a module, or callbacks. The late one sees a step's gradients when the next one begins.
-ONLOOKERS: dict[str, tuple[type[Seeing], list[pl.Callback]]] = {
-    "early callback": (Seeing, [LookingBefore()]),
-    "late hook": (WithLateHook, []),
-    "optimizer's hook": (WithOptimizerHook, []),
-    "manual optimization": (Manual, []),
-    "nobody": (Seeing, []),
-    "unseen callback": (Seeing, [LookingAfterwards()]),
-}
-
-
 @on_ranks(2)
 def test_onlookers_get_dense_gradients_and_change_nothing() -> None:
-    """Who is not known to look finds nothing: what has been applied is gone, as after zero_grad."""
-    fits: dict[str, tuple[str, list[Gradients]]] = {}
-    for name, (make_module, callbacks) in ONLOOKERS.items():
+    """A callback after the batch is not known to look, and finds nothing: a gradient that was applied is gone.
+
+    A look before the optimizer's step is at the gradient of this rank: tests/sync/test_plain_loops.py.
+    """
+    ends, seen, unseen = list[str](), list[list[Gradients]](), Noted(gradients_of)
+    for make_module in (WithOptimizerHook, WithLateHook, Manual, Seeing):
         module = make_module()
-        train("dgc, warm-up", module, NUM_LOOKS, callbacks=callbacks)
-        fits[name] = same(weights_of(module)), module.seen
-    both = gathered(fits["early callback"][1][FIRST_SPARSE:])
-    for first, second in zip(*both, strict=True):
-        assert not any(torch.equal(first[name], second[name]) for name in SPARSE)
-    weights, expected = fits["optimizer's hook"]
-    assert len(expected) == NUM_LOOKS
+        train("dgc, warm-up", module, NUM_LOOKS, callbacks=[unseen] if make_module is Seeing else [])
+        ends.append(same(weights_of(module)))
+        seen.append(module.seen)
+    assert len({*ends}) == 1
+    expected, late, manual, _ = seen
     for gradients in expected[FIRST_SPARSE:]:
-        for name in SPARSE:
-            gradient = gradients[name]
+        for gradient in map(gradients.get, SPARSE):
+            assert gradient is not None
             assert 0 < gradient.count_nonzero() < 0.9 * gradient.numel(), "neither a rank's own nor nothing"
-    assert {other for other, _ in fits.values()} == {weights}
-    # Before the first step there is nothing to be forgotten, and the last one's is not.
-    for seen, due in ((fits["late hook"][1][1:], expected[:-1]), (fits["manual optimization"][1], expected)):
-        for first, second in zip(seen, due, strict=True):
+    # Before the first step there is nothing to be forgotten, and the gradient of the last step is not forgotten.
+    for found, due in ((late[1:], expected[:-1]), (manual, expected)):
+        for first, second in zip(found, due, strict=True):
             assert all(torch.equal(first[name], gradient) for name, gradient in second.items())
-    for number, gradients in enumerate(fits["unseen callback"][1]):
+    for number, gradients in enumerate(unseen.values):
         absent = {name for name, gradient in gradients.items() if gradient is None}
         assert absent == (set(SPARSE) if number >= FIRST_SPARSE else set())

@@ -43,15 +43,17 @@ class Wrong(Tiny):
     def configure_optimizers(self) -> Any:
         if self.what == "momentum":
             return sgd(self.parameters(), momentum=0.9 + 0.05 * dist.get_rank())
+        if self.what == "number" and dist.get_rank() == 1:
+            return []
         if self.what == "shared":
             self.automatic_optimization = False
             return [sgd(self.wide.parameters()), sgd([*self.wide.parameters(), *self.head.parameters()])]
-        if self.what == "twice":  # of which torch only warns
+        if self.what == "twice":  # torch only warns
             return sgd([*trained(self), self.wide.weight])
         return super().configure_optimizers()
 
 
-# The strategy of a rank, and what is said.
+# The strategy of a rank, and words of the error.
 REFUSED: dict[str, tuple[Callable[[int], Any], str]] = {
     "config": (
         lambda rank: make("dgc", {"sparsity": (0.9 + 0.01 * rank,)}),
@@ -64,6 +66,7 @@ REFUSED: dict[str, tuple[Callable[[int], Any], str]] = {
         "class: rank 0 has 'DGCStrategy', rank 1 has 'ShardedStrategy'",
     ),
     "momentum": (lambda _: make("dgc"), "momentum|0.9|0.95"),
+    "number": (lambda _: make("local_sgd"), "optimizers"),
     "sparse": (lambda _: make("dgc"), "'words'|sparse=False"),
     "shared": (lambda _: make("dgc"), "in two optimizers"),
     "twice": (lambda _: make("int8"), "twice in one"),
@@ -73,7 +76,7 @@ OF_ONE_RANK = ("sparse", "shared", "twice")  # which would be wrong on one rank,
 
 
 def refused(strategy: Any, model: Tiny, *args: Any, **options: Any) -> str:
-    """Return what is said before the first step."""
+    """Return the error before the first step."""
     message = refusal(strategy, model, *args, **options)
     assert model.trainer.global_step == 0
     return message
@@ -90,7 +93,7 @@ def test_refused_on_all_ranks_before_the_first_step() -> None:
         assert all(word in str(caught.value) for word in words.split("|")), str(caught.value)
 
 
-# Of the two ranks.
+# A setting, and its value on each of the two ranks.
 SETTINGS: list[tuple[str, tuple[Any, Any]]] = [
     ("max_steps", (4, 6)),
     ("max_epochs", (1, 2)),

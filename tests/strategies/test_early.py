@@ -27,7 +27,7 @@ STEPS = 6
 
 
 class Message(NamedTuple):
-    """What was sent: the names of its tensors, whether a status was with it, and whether in a backward pass."""
+    """A message: the names of its tensors, whether it has a status, and whether it was sent in a backward pass."""
 
     names: tuple[str, ...]
     has_status: bool
@@ -36,7 +36,7 @@ class Message(NamedTuple):
 
 @contextmanager
 def sending(*, num_groups: int = 100) -> Iterator[list[Message]]:
-    """Let the tiny layers go in groups of their own; return what is sent."""
+    """Let the tiny layers go in groups of their own; return the messages."""
     messages, send = list[Message](), PendingQuantized.send
 
     def noted(self: Any, status: Tensor | None, whole: Any) -> Any:
@@ -107,7 +107,7 @@ def test_each_message_is_the_definition_and_all_but_the_last_begin_in_the_backwa
 
 
 class UnusedAtFirst(Tiny):
-    """What is used by no rank, or by one, comes before the layers whose gradients are there at first."""
+    """Layers that no rank uses, or one rank, come before the layers whose gradients are ready first."""
 
     def __init__(self) -> None:
         super().__init__(unused=True)
@@ -159,7 +159,7 @@ def test_one_message_goes_where_gradients_are_not_final_in_the_backward_pass(cas
 
 @on_ranks()
 def test_a_dense_step_of_ddp_is_left_alone() -> None:
-    """But for those in which something else is due, such as the first."""
+    """Except for steps in which something else is due, such as the first step."""
     exchanged, exchange = list[int](), GradientSync.exchange
 
     def noted(self: Any, **options: Any) -> bool:
@@ -176,7 +176,7 @@ def test_a_dense_step_of_ddp_is_left_alone() -> None:
 
 @on_ranks()
 def test_a_nan_is_told_on_all_ranks_before_anything_is_applied() -> None:
-    """In all of rank 1's gradients, of which most have been sent; what was kept back goes back on the other rank."""
+    """All gradients of rank 1 have it, and most of them have been sent."""
     before: dict[str, Any] = {}
 
     def note(trainer: pl.Trainer, module: pl.LightningModule) -> None:
@@ -194,7 +194,7 @@ def test_a_nan_is_told_on_all_ranks_before_anything_is_applied() -> None:
 
 
 class Doubling(Tiny):
-    """A hook of one rank, from the middle of the backward pass on, comes after all others."""
+    """A hook of one rank, registered in the middle of the backward pass, comes after all other hooks."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         def double(parameter: nn.Parameter) -> None:

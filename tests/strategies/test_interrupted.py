@@ -79,7 +79,7 @@ def die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-CUTS = {"shard": 1, "checkpoint": 0}  # what is cut, and the rank that writes it
+CUTS = {"shard": 1, "checkpoint": 0}  # the file that is cut, and the rank that writes it
 
 
 @pytest.mark.fault
@@ -166,7 +166,7 @@ def test_ranks_that_are_interrupted_apart_save_nothing_and_end(name: str, raised
     assert first == second
 
 
-# Shards that are not those of the save --------------------------------------------------------------------------------
+# Shards of another save ----------------------------------------------------------------------------------------------
 
 
 class Evil:
@@ -224,7 +224,7 @@ def test_a_shard_with_a_wrong_bit_is_an_error_or_has_the_right_numbers(tmp_path:
 
 
 class SlowDisk(TorchCheckpointIO):
-    """Takes long for a checkpoint, and looks meanwhile whether the one that is there has all its shards."""
+    """Takes long for a checkpoint, and checks meanwhile that the checkpoint on disk has all its shards."""
 
     def __init__(self) -> None:
         self.num_looks, self.missing = 0, list[str]()
@@ -250,7 +250,7 @@ def test_a_save_in_the_background_keeps_the_shards_of_the_checkpoint_on_disk(tmp
 
 @on_ranks(2, timeout_s=60.0)
 def test_weights_that_rank_0_saves_alone_wait_for_nobody(tmp_path: Path) -> None:
-    """As under DDP; it waited for the others, which were in the next step."""
+    """As under DDP: the other ranks are in the next step."""
     path = tmp_path / "weights.ckpt"
 
     def save(trainer: Any, module: Any) -> None:

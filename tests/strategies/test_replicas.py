@@ -1,4 +1,4 @@
-"""Averages of weights in Lightning: what is sent and logged, counters, begins as fractions of a run."""
+"""Averages of weights in Lightning: bytes and metrics, counters, begins as fractions of a run."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_averages_come_when_due_and_nothing_is_sent_between(accumulate: int, opt
 @on_ranks(2)
 def test_what_is_logged() -> None:
     distances, logged = list[float](), traffic()
-    model = Tiny(partial(torch.optim.SGD, lr=1e-12))  # the fifth step moves nothing: what differs has been set here
+    model = Tiny(partial(torch.optim.SGD, lr=1e-12))  # the fifth step moves nothing: all differences are set here
 
     def drift(trainer: pl.Trainer, module: pl.LightningModule) -> None:
         for p in trained(module):
@@ -144,7 +144,7 @@ def test_a_search_is_no_run(tmp_path: Path) -> None:
 
 @on_ranks(2)
 def test_a_second_fit_has_its_own_fraction_and_so_has_a_callback() -> None:
-    """The second has 6 steps, of which the first is number 0, and the Trainer has done 6 before."""
+    """The second fit has 6 steps, numbered from 0, and the Trainer has done 6 steps before it."""
     strategy, by_callback = LocalSGDStrategy(k_steps=2, begin_step=0.5), LocalSGDStrategy(k_steps=3)
     trainer = make_trainer(strategy, 2)
     for epochs in (1, 2):

@@ -2,8 +2,8 @@
 
 Shapes that differ between ranks are an error, also in mid-fit; shapes that change alike are not looked for.
 
-What a module does to its buffers in hooks lasts, as under ddp, also while the buffers of others are shown; and what DDP
-ignores, and frozen weights of other classes, is each rank's own.
+Changes of buffers in a module's hooks last, as under ddp, also while the buffers of another rank are shown. Buffers and
+parameters that DDP ignores, and frozen weights of other classes, are each rank's own.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def buffers_of(module: nn.Module) -> str:
 @pytest.mark.parametrize("kind", KINDS)
 @on_ranks(2)
 def test_buffers_are_those_of_rank_zero_wherever_somebody_looks(kind: str) -> None:
-    """Also at the end of an epoch with a validation: what is decided there is decided by all alike, as under ddp."""
+    """Also at the end of an epoch with a validation: all ranks decide alike there, as under ddp."""
     strategy, model = (make() for make in KINDS[kind])
     hooks = ("on_train_batch_end", "on_validation_batch_end", "on_train_epoch_end")
     trained, validated, ended = noted = [Noted(buffers_of, hook) for hook in hooks]
@@ -122,7 +122,7 @@ def test_a_buffer_that_ddp_cannot_broadcast_is_named() -> None:
     check_model(model)
 
 
-# Of the user ----------------------------------------------------------------------------------------------------------
+# Buffers that the user's hooks change ---------------------------------------------------------------------------------
 
 
 class Hooks(Tiny):
@@ -152,7 +152,7 @@ class Hooks(Tiny):
 @pytest.mark.parametrize("strategy", ["int8", "local_sgd"])  # compressed from the first step on; with local steps
 @on_ranks(2)
 def test_what_hooks_set_stays_and_is_in_the_checkpoint(strategy: str, tmp_path: Path) -> None:
-    """Of what a fit has seen, and fits that were resumed after its validation and its epoch."""
+    """The buffers seen by a fit are compared with two fits that resume after its validation and after its epoch."""
     paths = [f"{tmp_path}/validated.ckpt", f"{tmp_path}/epoch.ckpt"]
     saves = [
         At(3, lambda trainer, _: trainer.save_checkpoint(paths[0]), "on_validation_end"),
@@ -173,7 +173,7 @@ def test_what_hooks_set_stays_and_is_in_the_checkpoint(strategy: str, tmp_path: 
 
 
 class Buffers(Tiny):
-    """Has buffers that all ranks change alike, differently, or from step 2 on, beside those of batch norm."""
+    """Has buffers that all ranks change alike, differently, or from step 2 on, beside the buffers of batch norm."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -194,7 +194,7 @@ class Buffers(Tiny):
 
 
 def count_broadcasts(**keywords: Any) -> tuple[list[int], list[int], list[str], list[str]]:
-    """Return the bytes of buffers before each forward pass, by DDP and the ledger; the buffers seen; what was said."""
+    """Return the bytes of buffers before each forward pass, by DDP and the ledger; the buffers seen; the messages."""
     sent, model, said = list[int](), Buffers(), list[str]()
     broadcast = DistributedDataParallel._distributed_broadcast_coalesced
 
@@ -215,7 +215,7 @@ def count_broadcasts(**keywords: Any) -> tuple[list[int], list[int], list[str], 
 
 @on_ranks(2)
 def test_buffers_that_ranks_change_differently_are_broadcast_and_counted() -> None:
-    """Not batch norm's statistics, nor what all ranks compute alike; the ranks compare after steps 1 and 2."""
+    """Except batch norm's statistics, and buffers that are equal anyway; the ranks compare after steps 1 and 2."""
     sent, counted, seen, said = count_broadcasts()
     same(seen)
     assert sent == counted == [4 * 108, 4 * 3] + [4 * 8] * 8
@@ -258,13 +258,7 @@ class Bank(Tiny):
         return super().training_step(batch, batch_idx) * (1.0 + 0.01 * self.average.sum())
 
 
-METHODS = {
-    "local_sgd": {"k_steps": 2},
-    "diloco": {"k_steps": 2},
-    "streaming": {"k_steps": 2, "delay_steps": 1},
-    DGC: {},
-    "int8": {},
-}
+METHODS = {"streaming": {"k_steps": 2, "delay_steps": 1}, DGC: {}, "int8": {}}
 
 
 @pytest.mark.parametrize("name", ["local_sgd", "int8", "int8, sharded"])
@@ -301,7 +295,7 @@ def test_a_shape_that_changes_alike_ends_with_the_values_of_rank_zero(name: str)
     assert model.bank.tolist() == [0.0, *[1.0 + step for step in range(8)]]
 
 
-@pytest.mark.parametrize("name", ["local_sgd", "diloco", DGC])
+@pytest.mark.parametrize("name", METHODS)
 @on_ranks(2)
 def test_an_ignored_bank_is_each_ranks_own_after_a_resume_too(name: str, tmp_path: Path) -> None:
     path, ends = f"{tmp_path}/some.ckpt", []

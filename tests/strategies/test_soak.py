@@ -36,7 +36,7 @@ def held() -> dict[str, int]:
 
 
 def fit_again_and_again(name: str, path: str) -> list[dict[str, int]]:
-    """Return what is held after each fit. A fit resumes from the checkpoint of the fit before it."""
+    """Return the counts of `held` after each fit. A fit resumes from the checkpoint of the fit before it."""
     holds = []
     for last in range(STEPS, STEPS * NUM_FITS + 1, STEPS):
         model, resume = Tiny(data_by_step=True, poison=(1, 3)), path if last > STEPS else None
@@ -52,5 +52,5 @@ def fit_again_and_again(name: str, path: str) -> list[dict[str, int]]:
 @pytest.mark.parametrize("name", ["dgc", "sparse_loco"])
 def test_nothing_grows(name: str, tmp_path: Path) -> None:
     for _, *settled in run_ranks(fit_again_and_again, 2, name, f"{tmp_path}/some.ckpt"):  # the first fit loads
-        # A fit that were kept would add half of it; a few numbers come and go with metrics.
+        # If a fit stayed alive, it would add half of the first value; a few numbers come and go with metrics.
         assert all(each[key] <= 1.25 * settled[0][key] for each in settled for key in each), settled

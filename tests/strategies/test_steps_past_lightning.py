@@ -1,5 +1,5 @@
 """Steps that Lightning does not take: nothing has exchanged their gradients, so they are refused before they move a
-weight; those that a returned optimizer takes in its own step are allowed.
+weight. A returned optimizer may step another optimizer in its own step.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ STEPS = 4
 
 
 class InBackward(Tiny):
-    """Steps in hooks of the backward pass, as in torch's tutorial; some parameters, or all of them."""
+    """Steps in hooks of the backward pass, as in torch's tutorial, for some parameters or all parameters."""
 
     share = 1.0
 

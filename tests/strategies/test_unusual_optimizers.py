@@ -1,4 +1,4 @@
-"""Optimizers with two sets of weights, and those that communicate in their step: right with gradients, else refused."""
+"""Optimizers with two sets of weights, or with communication in their step: right with gradients, else refused."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def test_a_learning_rate_of_none_trains(name: str) -> None:
 
 
 class WithoutHooks(Optimizer):
-    """Holds an optimizer, and has not called Optimizer's constructor, as those that add noise for privacy."""
+    """Holds an optimizer, and has not called Optimizer's constructor, as optimizers that add noise for privacy."""
 
     def __init__(self, inner: Optimizer) -> None:
         self.inner, self.defaults = inner, inner.defaults

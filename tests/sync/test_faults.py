@@ -1,4 +1,4 @@
-"""What goes wrong in a step or an average is told on all ranks, and no weight has changed."""
+"""A fault in a step or an average is an error on all ranks, and no weight has changed."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def test_what_is_not_finite_enters_no_state(num_ranks: int, make: Any, name: str
 
 
 def add_up_too_much(checks_now: bool, nodes: Nodes, ends: bool) -> tuple[str, int]:
-    """Return what is said, and in which step; rank 1 has gradients as large as float32."""
+    """Return the error and its step; rank 1 has gradients as large as float32."""
     worker, parameters = attach(METHOD, nodes=nodes)
     for step in range(3):
         worker.optimizer.zero_grad()
@@ -143,9 +143,9 @@ def add_up_too_much(checks_now: bool, nodes: Nodes, ends: bool) -> tuple[str, in
 def test_finite_gradients_whose_sum_is_not_are_told(num_ranks: int) -> None:
     """In the step that adds them up; where gradients are looked at before, in the next one, or where the run ends."""
     nodes, place = (FLAT, "on rank ") if num_ranks == 2 else (NODES["blocks"], "on node 0")
-    who = "on rank 1" if num_ranks == 2 else "on node 0 (ranks [0, 1])"
+    owner = "on rank 1" if num_ranks == 2 else "on node 0 (ranks [0, 1])"
     said, _ = add_up_too_much(False, nodes, False)
-    assert f"'matrix' {who} is not finite, or too large to be added to the residual" in said
+    assert f"'matrix' {owner} is not finite, or too large to be added to the residual" in said
     for ends in (False, True):
         said, step = add_up_too_much(True, nodes, ends)
         assert f"the gradient of 'matrix' {place}" in said
@@ -176,7 +176,7 @@ def test_shards_tell_in_the_next_step_what_their_residuals_have_become() -> None
 
 
 def overflow_changes(value_dtype: str, ends: str, nodes: Nodes) -> list[str]:
-    """Return what each period says, until one fails, where ranks move by 3e38 in the first one: with float16 rank 1."""
+    """Return the message of each period, or ""; in the first one rank 1, and with int4 each rank, moves by 3e38."""
     weight = Parameter(torch.zeros(600))
     optimizer = SGD([weight], lr=1.0)
     method = lowbw.LocalSGD(2, 0, compression=value_dtype)
@@ -208,16 +208,16 @@ def test_what_is_kept_of_changes_too_large_is_told(num_ranks: int, value_dtype: 
     """The weights agree then, and may be finite: of 3e38 float16 sends 65504, and the rest adds up to an infinity."""
     *before, said = same_on_all(overflow_changes(value_dtype, ends, NODES["blocks"] if num_ranks == 4 else ()))
     assert before == ([""] if ends == "next" else [])
-    who = "rank 1" if value_dtype == "float16" else "rank 0"
-    who = "node 0 (ranks [0, 1])" if num_ranks == 4 else who
-    assert f"what was kept of earlier changes of the weights on {who} has become too large for float32" in said
+    owner = "rank 1" if value_dtype == "float16" else "rank 0"
+    owner = "node 0 (ranks [0, 1])" if num_ranks == 4 else owner
+    assert f"what was kept of earlier changes of the weights on {owner} has become too large for float32" in said
     assert f"Step {4 if ends == 'next' else 2}: " in said
 
 
 @pytest.mark.parametrize("dtype", FORMATS)
 @on_ranks()
 def test_what_is_kept_of_gradients_too_large_is_told(dtype: str) -> None:
-    """The sum of two is not finite, or what is kept of them grows until it is not: never silently."""
+    """The sum of two gradients is not finite, or the residual grows until it is not finite: never silently."""
     for value in (3e38, 1e30):
         weight, said = Parameter(torch.zeros(300)), list[str]()
         optimizer = SGD([weight], lr=1e-39)
@@ -325,7 +325,7 @@ def test_other_weights_are_found_out() -> None:
         take_step(worker, parameters, 0)
 
 
-# What is refused in a step --------------------------------------------------------------------------------------------
+# Refusals in a step ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("clips", [False, True])

@@ -1,6 +1,6 @@
 """What a sparse step on a GPU launches and waits for, counted without one.
 
-Tensors are fake, on a device "cuda" of which nothing but shapes exists; kernels of Triton are stubs. What is counted is
+Tensors are fake: their device "cuda" does not exist; kernels of Triton are stubs. The counts are of
 each operation of torch that computes or copies something, each kernel, and each wait of the host for the device.
 """
 
@@ -124,7 +124,7 @@ def indexed(tensor: Tensor, index: Any) -> Tensor:
     return tensor
 
 
-@cache  # as the next one, of what is done at each operation
+@cache  # called at each operation, as the next function
 def name_of(operation: Any) -> tuple[str, str]:
     """Return the library of an operation, and its name."""
     library, name, *_ = f"{operation}.".split(".")
@@ -216,7 +216,7 @@ def is_dense(tensor: Tensor) -> bool:
     return True
 
 
-# Of real tensors: whose result is on the host, or has a size that it must know.
+# Operations on real tensors whose result is on the host, or has a size that the host must know.
 WAITING = ("_local_scalar_dense", "nonzero", "_unique2", "bincount", "masked_select")
 
 
@@ -257,11 +257,11 @@ class Event:
         self.recorded.append(self)
 
     def synchronize(self) -> None:
-        assert self not in self.recorded, "the host waits for what it has launched in this step"
+        assert self not in self.recorded, "the host waits for a launch of this step"
 
 
 def stand_in(monkeypatch: pytest.MonkeyPatch, num_ranks: int) -> Counter[str]:
-    """Replace the device, its kernels and its queues; return what counts what they would have done."""
+    """Replace the device, its kernels and its queues; return the counter of their calls."""
     count: Counter[str] = Counter()
     for name in vars(triton_kernels):
         if name.endswith("_kernel"):
@@ -292,7 +292,7 @@ def count_messages(peers: Peers, count: Counter[str]) -> None:
 
 @contextmanager
 def counting(patch: pytest.MonkeyPatch, peers: Peers) -> Iterator[Operations]:
-    """Count what is done inside with tensors of a device that is not there."""
+    """Count the operations inside on tensors of a device that is not there."""
     count = stand_in(patch, peers.num_ranks)
     count_messages(peers, count)
     with torch.no_grad(), FakeTensorMode(), Operations(count) as operations:
@@ -351,12 +351,12 @@ def count_step(patch: pytest.MonkeyPatch, model: str, optimizer: Any, peers: Any
         scale = torch.ones((), device="cuda")
         scaler = SimpleNamespace(is_enabled=lambda: has_scaler, _get_scale_async=lambda: scale)
         precision = SimpleNamespace(scaler=scaler)
-        for _ in range(2):  # the first makes what is kept
+        for _ in range(2):  # the first step makes the buffers
             for parameter in parameters:
                 parameter.grad = torch.empty_like(parameter)
             operations.clear()
             with worker.stepping():
-                if also == IN_GROUPS:  # in a backward pass all but the last of these launches are hidden
+                if also == IN_GROUPS:  # in a backward pass all launches but the last are hidden
                     with worker.sending_early(begins=False):
                         pass
                 reduced = parameters if worker.plan.reduce == "node" else ()  # by DDP, during backward
@@ -378,7 +378,7 @@ def count_step(patch: pytest.MonkeyPatch, model: str, optimizer: Any, peers: Any
 def count_average(
     monkeypatch: pytest.MonkeyPatch, model: str, method: Method, *, has_buffers: bool, is_logged: bool
 ) -> Counter[str]:
-    """Return what one average has launched and waited for, from its begin to the weights that it changes."""
+    """Return the launches and waits of one average, from its begin to the weights that it changes."""
     peers, of_average = Peers(), Counter[str]()
     monkeypatch.setattr(ReplicaBuffers, "agree_on_shapes", lambda *_: None)  # the status says 1 of everything
     with counting(monkeypatch, peers) as operations:
@@ -388,7 +388,7 @@ def count_average(
         worker = LocalSync(method, SGD(parameters, lr=0.1, momentum=0.9), named, peers, lambda: buffers)
         know_what_differs(worker.buffers)
         worker.measures_distance = is_logged
-        for step in range(2 * K_STEPS + 1):  # the first average makes what is kept
+        for step in range(2 * K_STEPS + 1):  # the first average makes the buffers
             for parameter in parameters:
                 parameter.grad = torch.empty_like(parameter)
             with worker.stepping():
@@ -500,7 +500,7 @@ K_STEPS = 2
 LOCAL_SGD = LocalSGD(K_STEPS, 0)
 HIDDEN = LocalSGD(K_STEPS, 0, outer="nesterov", delay_steps=1)
 BATCH_NORM, LOGGED = " with batch norm", ", distance logged"
-# None depends on the number of tensors, except those that select chunks; the checksum takes some for 8M elements.
+# No count depends on the number of tensors, except if chunks are selected; the checksum takes some for 8M elements.
 AVERAGES: dict[str, tuple[Method, int]] = {
     "local SGD, ResNet-50": (LOCAL_SGD, 45),
     f"local SGD, ResNet-50{CHANNELS_LAST}": (LOCAL_SGD, 45),
@@ -514,7 +514,7 @@ AVERAGES: dict[str, tuple[Method, int]] = {
 # Five for each 256 MiB of elements, or each tensor that has more; means of 16 bits range by range, cleared before.
 MOST_MORE = {AT_A_QUARTER: 160, BF16_TRUE: gpu.NUM_RANGES + 4, SHARDED: 12}
 MOST_QUANTIZED, MOST_QUANTIZED_IN_NODE = 12, 25
-MOST_LOW_RANK = 280  # eight for each shape of a matrix, and each 16M elements of it; and the columns
+MOST_LOW_RANK = 280  # eight for each shape of a matrix and each 16M elements; and the columns
 
 
 def count_cell(monkeypatch: pytest.MonkeyPatch, cell: tuple[str, str, str, str]) -> Counter[str]:
@@ -588,7 +588,7 @@ def eight_ranks() -> Iterator[None]:
 
 @pytest.mark.usefixtures("eight_ranks")
 def test_the_tables_of_hidden_fragments_are_written_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where addresses are the same again, also while another fragment is in progress."""
+    """If addresses are the same again, also while another fragment is in progress."""
     peers = Peers()
     with counting(monkeypatch, peers) as operations:
         exchange = QuantizedExchange(Quantized(value_dtype="int4"), peers, is_hidden=True)
@@ -622,7 +622,7 @@ def test_the_anchor_takes_no_memory_of_the_device_while_it_is_shown(monkeypatch:
         gc.collect()
         before, numel = operations.start, sum(p.numel() for p in parameters)
         assert (operations.used - before) / numel < 0.01
-        # Of a checksum, whatever the model's size; two buckets are less.
+        # The memory of a checksum, whatever the model's size; two buckets are less.
         assert operations.most - before < 14 * tensors.CHUNK
 
 

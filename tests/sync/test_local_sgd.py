@@ -166,7 +166,7 @@ def test_half_types_are_summed_in_float32() -> None:
 @pytest.mark.parametrize(("outer", "moved"), [({}, 0.0), ({**DILOCO, "outer_momentum": 0.0, "outer_lr": 1.0}, 8.0)])
 @on_ranks()
 def test_an_outer_optimizer_keeps_what_half_types_round_away(outer: dict[str, Any], moved: float) -> None:
-    """One of two ranks moves by the least that a bfloat16 can, the mean by half of it; x0 is in float32."""
+    """One of two ranks moves by the least that a bfloat16 can, the mean by half as much; x0 is in float32."""
     weight = Parameter(torch.full((4,), 256.0, dtype=torch.bfloat16))
     worker = LocalSGD(2, 0, **outer).attach(torch.optim.SGD([weight], lr=1.0), [("w", weight)])
     for step in range(16):
@@ -200,7 +200,7 @@ def test_a_synchronous_step_tells_in_the_next_one_what_the_ranks_have_said_and_t
     def ask(worker: Any, parameters: Any, step: int) -> None:
         if dist.get_rank() == 1:
             worker.stop_requested = step == 1
-            worker.save_requested = worker.save_requested or step == 3  # until all have heard of it
+            worker.save_requested = worker.save_requested or step == 3  # until all ranks have agreed
 
     hooks: dict[str, Any] = {"before": ask, "look": lambda worker, _: (worker.stop_agreed, worker.save_agreed)}
     agreed = [(False, False), (False, False), (True, False), (False, True)]
@@ -237,7 +237,7 @@ CONTROL = all_reduce_bytes(4 * (5 + 2 * 2), 2)  # the control message of each av
 @on_ranks()
 def test_fragments_are_balanced_by_the_bytes_that_are_sent() -> None:
     most = []
-    for num_fragments in (1, 2):  # tensors of which the small are sent whole: most of the bytes
+    for num_fragments in (1, 2):  # small tensors are sent whole, and are most of the bytes
         parameters, sent = [Parameter(torch.zeros(numel)) for numel in [8192, 4096] + [100] * 20], [0]
         method = LocalSGD(2, 0, num_fragments=num_fragments, compression=Compression())
         worker = method.attach(torch.optim.SGD(parameters, lr=0.0), [])

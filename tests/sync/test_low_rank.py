@@ -56,7 +56,7 @@ class Paper:
         return {name: self.mean_of(name, [each[name].double() for each in signals]) for name in SHAPES}
 
     def mean_of(self, name: str, flat: list[Tensor]) -> Tensor:
-        """Rows of a matrix are those of its first dimension in memory; a vector is a row."""
+        """The rows of a matrix are its first dimension in memory; a vector is a row."""
         num_rows = 1 if len(SHAPES[name]) < 2 else SHAPES[name][name == "transposed"]
         num_columns = flat[0].numel() // num_rows
         rank = min(self.rank, num_rows, num_columns)
@@ -123,7 +123,7 @@ def test_columns_become_those_of_a_decomposition_but_for_signs(rank: int) -> Non
 
 
 def test_a_column_that_depends_on_the_columns_before_it_is_the_spares() -> None:
-    """Or zero: only rounding is left of it, in any direction. No matrix of zeros becomes NaN."""
+    """Or zero: only rounding is left, in any direction. No matrix of zeros becomes NaN."""
     columns, spare = torch.randn(1, 40, 4), torch.randn(1, 40, 4)
     columns[:, :, 2] = columns[:, :, :2] @ torch.tensor([3.0, -0.1])
     for given, is_lost in ((columns, [2]), (columns * 0, [0, 1, 2, 3])):
@@ -222,7 +222,7 @@ def train_through_changes(most: int) -> tuple[dict[str, Tensor], dict[str, Tenso
         most: elements that are multiplied together.
 
     Returns:
-        The weights; those that they would be if nothing was kept back; and the state.
+        The weights; the weights without residuals; and the state.
     """
     low_rank.BATCH_OF_CPU = most  # put back by `run_ranks`
     shapes = {"vector": (17,), "matrix": (30, 20), "twin": (30, 20), "square": (16, 16), "third": (30, 20)}
@@ -252,7 +252,7 @@ def train_through_changes(most: int) -> tuple[dict[str, Tensor], dict[str, Tenso
 
 @pytest.mark.parametrize("most", [1, 1300])
 def test_tensors_may_come_and_go_and_the_rank_may_change(most: int) -> None:
-    """One by one, and two of a shape together, of which one may come later."""
+    """One by one, and two tensors of a shape together; one of the two may come later."""
     results = run_ranks(train_through_changes, 2, most)
     kept = merge_states(state for _, _, state in results)["residuals"]
     assert kept.keys() == {"matrix", "twin", "third", "square", "optimizer.7"}
@@ -273,7 +273,7 @@ def test_autocast_does_not_round_the_factors() -> None:
 
 @on_ranks()
 def test_products_are_exact_where_less_is_allowed() -> None:
-    """As far as a CPU can tell: what is allowed is taken back for the products alone."""
+    """As far as a CPU can tell: the setting is changed for the products alone."""
     digests, seen = [], set[str]()
     product = torch.baddbmm
 

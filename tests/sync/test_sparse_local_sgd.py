@@ -68,7 +68,7 @@ def test_fragments_and_an_outer_optimizer_step_with_the_sparse_mean() -> None:
 
 
 def test_where_nothing_is_whole_a_round_is_one_all_gather() -> None:
-    """The status is part of it: a small all-reduce of its own costs more frames than it has bytes."""
+    """The status is part of the message: a small all-reduce of its own costs more frames than it has bytes."""
     choices = {"k_steps": 3, "compression": {"value_dtype": "int2"}}
     numels = [torch.Size(shape).numel() for shape in SPARSE.values()]
     message = Compression(**with_base(choices)["compression"]).nbytes(numels) + 4 * (5 + 2 * 2)
@@ -93,11 +93,11 @@ def test_narrow_weights() -> None:
     optimizer = torch.optim.SGD([weight], lr=1.0)
     LocalSGD(k_steps=2, begin_step=0, compression=compression).attach(optimizer, [("w", weight)])
     for step in range(16):
-        # a step of 2 on one of two ranks in every other step, of which half arrives: 257, and in bfloat16 256 again
+        # one of two ranks steps by 2 in every other step, and half arrives: 257, which is 256 in bfloat16
         weight.grad = torch.zeros_like(weight)
         weight.grad[0] = -2.0 if dist.get_rank() == 0 and step % 2 else 0.0
         optimizer.step()
-    assert float(weight[0].detach()) == pytest.approx(256.0 + 8, abs=1), "it forgets what is below its rounding"
+    assert float(weight[0].detach()) == pytest.approx(256.0 + 8, abs=1), "it forgets changes below its rounding"
     problem.same_on_all(digest([weight]))
 
 

@@ -1,4 +1,4 @@
-"""`lowbw-plan` and `lowbw-check`: the cost model against what is sent and what others have measured; the commands."""
+"""`lowbw-plan` and `lowbw-check`: the cost model against sent bytes and published measurements; the commands."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.sync.problem import same_on_all
 
 PAGE = ROOT / "docs/quick_start.md"
 # Faster R-CNN on 2 nodes, TCP, as PaddlePaddle Fleet documents it: Gb/s, seconds per step of the dense training and of
-# DGC. The 1.9 s between the first two dense rows are 0.9 ns for each bit: 66M elements. Of these 0.034 s are hidden.
+# DGC. The 1.9 s between the first two dense rows are 0.9 ns for each bit: 66M elements; 0.034 s are hidden.
 FLEET = {1.0: (2.45, 0.375), 10.0: (0.55, 0.375), 100.0: (0.3725, 0.375)}
 FLEET_SHAPES = shapes_of(66_000_000)
 FLEET_STEP_S, FLEET_OVERLAP = 0.3725, 0.09
@@ -92,7 +92,7 @@ def test_the_bytes_are_those_of_the_ledger(name: str, ranks_per_node: int) -> No
 
 
 SLOW = Link(latency_s=1.0, bandwidth_bytes_per_s=1e18)
-# Of 1,000 elements: bytes of a node, and rounds less what is hidden.
+# For 1,000 elements: bytes of a node, and rounds without the hidden part.
 ROUNDS: list[tuple[Method, Cluster, float, float]] = [
     (Method(), Cluster(4, 1, SLOW), 6000, 6),
     (Method(), Cluster(4, 1, SLOW, overlap=0.5), 6000, 6 - 0.5),
@@ -190,7 +190,7 @@ main()
 
 
 def test_the_commands_of_the_page(tmp_path: Path) -> None:
-    """The check on two ranks first; then its file is read, by plans of which the first is on the page."""
+    """The check on two ranks first; then plans read its file. The first plan is on the page."""
     for name in ("check", "plan"):
         (tmp_path / f"{name}.py").write_text(PROGRAM.format(name))
     page = PAGE.read_text()

@@ -1,4 +1,4 @@
-"""The demo: its trainings, shortened; and what it writes."""
+"""The demo: its trainings, shortened; and its files."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_a_training_over_each_kind_of_link(link: str) -> None:
     assert [run.strategy for run in runs] == list(STRATEGIES)
     for run in runs:
         assert run.interface_bytes is not None
-        if link != LOOPBACK:  # which others use as well
+        if link != LOOPBACK:  # other programs use it as well
             assert sum(run.sent_bytes) < run.interface_bytes < 2 * sum(run.sent_bytes)
 
 
