@@ -22,7 +22,6 @@ from tests.strategies.fits import At, adamw, make, refusal, same, train
 from tests.strategies.test_kept_optimizer import Keeps
 from tests.tiny import Tiny, sgd, trained
 
-NODES = ((0, 1), (2, 3))
 FEW, BFLOAT16 = lowbw.Quantized(), lowbw.Where(topology="auto", inter_dtype="bfloat16")
 NODE_WISE = lowbw.Where(topology="auto", algorithm="leader")
 DENSE, DILOCO = lowbw.Hierarchical(), lowbw.LocalSGD(k_steps=4, begin_step=0, outer="nesterov")

@@ -13,11 +13,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
-from torch import Tensor
 
 from lightning_lowbw import ConfigurationError, DGCStrategy
 from lightning_lowbw.strategies import checkpoint
-from tests.ranks import on_ranks, run_ranks
+from tests.ranks import on_ranks
 from tests.strategies import fits
 from tests.tiny import Tiny, amp_with_scaler, make_data, weights_of
 
@@ -48,41 +47,6 @@ def test_a_resume_continues_to_the_bit_also_from_files_that_were_moved(name: str
     dist.barrier()
     for file in (path.format(1), str(moved)):
         assert fits.state_of(fits.train_by_step(name, resume=file, plugins=[amp()])) == whole, file
-
-
-def save(name: str, path: str, save_at: int) -> None:
-    fits.train_by_step(name, path, (save_at,))
-
-
-def resume_elsewhere(name: str, path: str) -> dict[tuple[str, str], Tensor]:
-    """Go on from the consensus; return what a rank begins with."""
-
-    def state(module: Any) -> dict[tuple[str, str], Tensor]:
-        of_worker = module.trainer.strategy.workers[0].state_dict()
-        return {(kind, key): kept for kind in KEPT for key, kept in of_worker.get(kind, {}).items()}
-
-    begun, after = fits.Noted(state, "on_train_start"), fits.Noted()
-    trainer = fits.train_by_step(name, resume=path, callbacks=[begun, after])
-    fits.same(fits.weights(trainer.lightning_module))
-    assert len(after.values) == STEPS - 7
-    return begun.values[0]  # type: ignore[no-any-return]
-
-
-KEPT = ("residuals", "velocities")
-
-
-@pytest.mark.parametrize("name", [DGC, "local_sgd"])
-def test_another_number_of_ranks_begins_with_the_mean_of_what_was_kept(name: str, tmp_path: Path) -> None:
-    path = f"{tmp_path}/some.ckpt"
-    run_ranks(save, 2, name, path, 7)
-    shards = [torch.load(path, weights_only=True) for path in sorted((tmp_path / "some.ckpt.ranks").iterdir())]
-    for num_ranks in (1, 3):
-        for kept in run_ranks(resume_elsewhere, num_ranks, name, path):
-            assert {kind for kind, _ in kept} == ({*KEPT} if name == DGC else set())
-            for (kind, key), value in kept.items():
-                expected = torch.stack([shard["workers"][0][kind][key] for shard in shards]).mean(0)
-                torch.testing.assert_close(value, expected, rtol=0, atol=1e-7)
-                assert float(value.abs().max()) > 0
 
 
 class OwnMetric(Tiny):
@@ -147,33 +111,6 @@ def test_a_run_can_change_to_dgc(name: str, writer: str, tmp_path: Path) -> None
     assert f"was written by {writer}. DGCStrategy, of kind 'gradients', begins with the weights" in said[-1]
     fits.same(weights_of(trainer.lightning_module))
     assert trainer.strategy.workers[0].step == STEPS
-
-
-class Named(Tiny):
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        self.log("mine", float(self.global_rank))
-        return super().training_step(batch, batch_idx)
-
-
-@on_ranks(2)
-def test_a_checkpoint_of_replicas_is_a_plain_file_of_rank_0_with_the_last_average_and_shards_beside_it(
-    tmp_path: Path,
-) -> None:
-    """Rank 1 would name the file after its own metric."""
-    seen, options = fits.Noted(fits.weights, "on_save_checkpoint"), {"every_n_train_steps": 3, "monitor": "mine"}
-    saver = ModelCheckpoint(tmp_path, filename="{step}-{mine:.1f}", save_top_k=1, **options)
-    strategy = fits.make("local_sgd", {"k_steps": 4, "begin_step": 1})
-    fits.train(strategy, Named(), 4, callbacks=[seen, saver], enable_checkpointing=True)
-    assert fits.same(seen.values)
-    dist.barrier()
-    (path,), (folder,) = tmp_path.glob("*.ckpt"), tmp_path.glob("*.ranks")
-    assert folder.name == path.name + ".ranks"
-    state = torch.load(path, weights_only=True)["state_dict"]
-    own, others = (torch.load(shard, weights_only=True)["workers"][0] for shard in folder.iterdir())
-    assert all(torch.equal(state[name], start) for name, start in own["start"].items())
-    assert not torch.equal(own["own"]["wide.weight"], others["own"]["wide.weight"])
-    assert not torch.equal(own["own"]["wide.weight"], own["start"]["wide.weight"])
-    Tiny().load_state_dict(state)
 
 
 # With nothing left to train ------------------------------------------------------------------------------------------

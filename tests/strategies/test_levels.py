@@ -22,10 +22,11 @@ from torch.utils.data import DataLoader, TensorDataset
 import lightning_lowbw as lowbw
 from lightning_lowbw.comm.agreement import digest
 from lightning_lowbw.comm.collectives import all_reduce_bytes
+from lightning_lowbw.sync.state import merge_states
 from tests.comm.test_collectives import timeout_of
 from tests.programs import forget_launcher, free_port
 from tests.ranks import on_ranks, run_ranks
-from tests.strategies.fits import Silence, gathered, make, same, saving, train, warned, weights
+from tests.strategies.fits import Noted, Silence, gathered, make, same, saving, train, warned, weights
 from tests.tiny import BATCH, Tiny, amp_with_scaler, make_data, make_trainer, weights_of
 
 STEPS = 8
@@ -113,8 +114,16 @@ def resume_to_the_bit(path: str) -> None:
 
 @on_ranks(2)
 def resume_elsewhere(path: str) -> None:
-    for other in ("dgc, warm-up", "ddp"):
-        go_on(make(other), resume=path)
+    """Go on with the mean of the ranks' residuals, and under DDP."""
+    begun = Noted(lambda module: module.trainer.strategy.workers[0].state_dict()["residuals"], "on_train_start")
+    go_on(make("dgc, warm-up"), resume=path, callbacks=[begun])
+    shards = (torch.load(shard, weights_only=True) for shard in sorted(Path(f"{path}.ranks").iterdir()))
+    expected = merge_states(shard["workers"][0] for shard in shards)["residuals"]
+    assert begun.values[0].keys() == expected.keys() > {"wide.weight"}
+    for name, residual in begun.values[0].items():
+        torch.testing.assert_close(residual, expected[name].view_as(residual))
+        assert residual.any()
+    go_on(make("ddp"), resume=path)
 
 
 def test_resume_to_the_bit_and_elsewhere(tmp_path: Path) -> None:

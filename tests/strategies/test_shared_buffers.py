@@ -258,7 +258,7 @@ class Bank(Tiny):
         return super().training_step(batch, batch_idx) * (1.0 + 0.01 * self.average.sum())
 
 
-METHODS = {"streaming": {"k_steps": 2, "delay_steps": 1}, DGC: {}, "int8": {}}
+METHODS = {"diloco": {"k_steps": 2}, DGC: {}, "int8": {}}
 
 
 @pytest.mark.parametrize("name", ["local_sgd", "int8", "int8, sharded"])
