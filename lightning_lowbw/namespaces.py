@@ -16,7 +16,7 @@ import ast
 import importlib
 import sys
 from collections.abc import Mapping
-from importlib.abc import Loader, MetaPathFinder
+from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from importlib.util import find_spec, spec_from_file_location
 from types import CodeType, ModuleType
@@ -106,25 +106,6 @@ class _Loader(SourceFileLoader):
         return compile(tree, self.path, "exec", dont_inherit=True)
 
 
-class _ThenConnecting(Loader):
-    """Loads `pytorch_lightning` as it would be loaded otherwise, and then connects it."""
-
-    def __init__(self, loader: Loader) -> None:
-        self._loader = loader
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        return self._loader.create_module(spec)
-
-    def exec_module(self, module: ModuleType) -> None:
-        assert module.__spec__ is not None
-        module.__spec__.loader = module.__loader__ = self._loader
-        self._loader.exec_module(module)
-        _finder.connect()
-
-    def __getattr__(self, name: str) -> Any:  # what the spec is asked for, if the package is not imported
-        return getattr(self._loader, name)
-
-
 class _Finder(MetaPathFinder):
     """Finds the modules that are built on `pytorch_lightning`, and notices when that is imported.
 
@@ -159,7 +140,13 @@ class _Finder(MetaPathFinder):
         others = (finder for finder in sys.meta_path if finder is not self)
         spec = next((found for each in others if (found := each.find_spec(fullname, path, target))), None)
         if spec is not None and spec.loader is not None:
-            spec.loader = _ThenConnecting(spec.loader)
+            execute = spec.loader.exec_module
+
+            def execute_and_connect(module: ModuleType) -> None:
+                execute(module)
+                self.connect()
+
+            spec.loader.exec_module = execute_and_connect  # type: ignore[method-assign]
         return spec
 
     def connect(self) -> None:
