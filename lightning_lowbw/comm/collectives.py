@@ -290,12 +290,20 @@ class TensorWork:
         The future carries its device: gloo's own futures do not, and DDP would not wait for them on CUDA.
         """
         future = device_of(self.tensor.device).new_future()
+
+        def hand_over(reduced: Future[list[Tensor]]) -> None:
+            try:
+                reduced.value()  # raises what the collective has raised
+                future.set_result(self._filled())
+            except Exception as error:  # noqa: BLE001 - raised again where the future is waited for
+                future.set_exception(error)  # type: ignore[arg-type]  # torch's annotation is wrong
+
         if self.work is None:
             future.set_result(self.tensor)
         elif isinstance(self.work, Future):
             return self.work
         else:
-            self.work.get_future().add_done_callback(lambda reduced: _hand_over(reduced, self._filled, future))
+            self.work.get_future().add_done_callback(hand_over)
         return future
 
     def _filled(self) -> Tensor:
@@ -580,16 +588,6 @@ def broadcast_flat_(tensors: Iterable[Tensor], broadcast_: Callable[[Tensor], ob
     broadcast_(message)  # no backend sends int16, or unsigned integers that are wider than a byte
     for alike, row in zip(groups, message.split([row.numel() for row in rows]), strict=True):
         torch._foreach_copy_(alike, _unflatten_dense_tensors(row.view(alike[0].dtype), alike))
-
-
-def _hand_over(reduced: Future[list[Tensor]], filled: Callable[[], Tensor], future: Future[Tensor]) -> None:
-    try:
-        reduced.value()  # raises what the collective has raised
-        tensor = filled()
-    except Exception as error:  # noqa: BLE001 - raised again where the future is waited for
-        future.set_exception(error)  # type: ignore[arg-type]  # torch's annotation is wrong
-    else:
-        future.set_result(tensor)
 
 
 # In the background ----------------------------------------------------------------------------------------------------

@@ -579,18 +579,6 @@ def fill_(room: Tensor, sizes: list[int], tensors: Sequence[Tensor], weight: flo
             view.copy_(part).mul_(weight)
 
 
-def mean_over(tensors: Sequence[Tensor], peers: Ranks, device: torch.device) -> list[Tensor]:
-    """Return the mean of tensors over ranks, in `wide_dtype`; see `MeanWork`.
-
-    Collective: all ranks, blocking.
-
-    Args:
-        device: the device of the message.
-    """
-    nothing = torch.zeros(1, dtype=torch.float32, device=device)
-    return MeanWork(tensors, nothing, peers).wait()[0]
-
-
 def average_gradients_(
     parameters: Sequence[Parameter],
     peers: Ranks,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -116,7 +116,8 @@ class Topology:
             ConfigurationError: the sizes differ; the message names them.
         """
         if not self.has_equal_nodes:
-            shown = ", ".join(f"node {index} has {_shown(node)}" for index, node in enumerate(self.nodes))
+            sizes = (f"{len(node)} ({', '.join(map(str, node))})" for node in self.nodes)
+            shown = ", ".join(f"node {index} has {size}" for index, size in enumerate(sizes))
             raise ConfigurationError(
                 f"The nodes have different numbers of ranks ({shown}). Only local SGD of whole weights (no "
                 "compression, no shards) and HierarchicalStrategy(algorithm='leader' or 'flat') support that. Start "
@@ -136,11 +137,6 @@ class Topology:
         """Return the ranks with one local rank in all nodes, which exchange a part. Needs nodes of one size."""
         assert local_rank < self.ranks_per_node
         return tuple(node[local_rank] for node in self.nodes)
-
-
-def _shown(ranks: Iterable[int]) -> str:
-    ranks = list(ranks)
-    return f"{len(ranks)} ({', '.join(map(str, ranks))})"
 
 
 # "flat", "auto", ranks per node, the ranks of each node, or these as a value

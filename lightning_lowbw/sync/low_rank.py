@@ -36,7 +36,7 @@ import torch
 from torch import Tensor
 
 from lightning_lowbw.arguments import is_count, names_arguments
-from lightning_lowbw.comm.peers import MeanWork, Peers, mean_over
+from lightning_lowbw.comm.peers import MeanWork, Peers
 from lightning_lowbw.compress.corrections import ErrorFeedback
 from lightning_lowbw.compress.payload import FLOAT_BYTES, Message, Payload, Shapes
 from lightning_lowbw.compress.selection import Residuals
@@ -228,7 +228,8 @@ class PendingLowRank(Pending):
             for batch, matrices, left in zip(self._batches, self._matrices, lefts, strict=True):
                 matrices.add_(self._signals(batch, matrices))
                 rights.append(matrices.mT @ left)
-            rights = mean_over(rights, exchange.peers, device) if rights else []
+            if rights:
+                rights, _ = MeanWork(rights, torch.zeros(1, device=device), exchange.peers).wait()
             infinite = are_not_finite([*means, *rights]).any()  # an inf in M makes an inf or NaN in M Q
             exchange.fault = infinite if exchange.fault is None else exchange.fault | infinite
             # mean = P Q^T;  e = M - P Q^T
