@@ -377,7 +377,7 @@ class Collectives:
     ) -> None:
         self._group = WeakGroup(group)
         self.ledger = TrafficLedger() if ledger is None else ledger
-        self.level, self.is_alone, self._tags = level, is_alone, itertools.count(1)
+        self.level, self._tags = level, itertools.count(1)
         # Cached: torch looks these up in many dictionaries, and a step asks a dozen times.
         is_one = is_alone or not dist.is_initialized()
         self.num_ranks = 1 if is_one else dist.get_world_size(group)

@@ -179,19 +179,6 @@ FORMATS: dict[str, QuantizedFormat] = {  # a file with another format adds it he
 }
 
 
-def quantized_mean_bytes(numel: int, num_ranks: int, value_format: QuantizedFormat, *, is_hidden: bool = False) -> int:
-    """Return the bytes a rank sends for a mean of vectors in few bits: 2 (W - 1) parts of ceil(numel / W) values.
-
-    One of two ranks sends its whole vector to the other rank; for hidden averages each rank sends it to all ranks.
-
-    On two levels these are the bytes of a part of ceil(numel / ranks of a node) elements, between nodes. To gather the
-    parts of the mean, a rank sends `all_gather_bytes` of a part in float32 in its node.
-    """
-    if num_ranks == 2 or is_hidden:
-        return all_gather_bytes(value_format.nbytes(numel), num_ranks)
-    return 2 * (num_ranks - 1) * value_format.nbytes(-(-numel // num_ranks))
-
-
 # The payload and its exchange -----------------------------------------------------------------------------------------
 
 
@@ -247,7 +234,7 @@ class QuantizedExchange:
 
     def __init__(self, payload: Quantized, peers: Peers, *, is_hidden: bool = False) -> None:
         self.payload, self.peers, self.is_hidden, num = payload, peers, is_hidden, peers.num_participants
-        nbytes = quantized_mean_bytes(SCALED, num, FORMATS[payload.value_dtype], is_hidden=True)
+        nbytes = all_gather_bytes(FORMATS[payload.value_dtype].nbytes(SCALED), num)
         if is_hidden and num > 1 and nbytes >= all_reduce_bytes(FLOAT_BYTES * SCALED, num):
             raise ConfigurationError(
                 f"delay_steps with {payload} among {num} participants: each rank would send its values to all ranks, "
@@ -297,8 +284,9 @@ class PendingQuantized(Pending):
     Collective: all ranks with tensors of the same sizes, and equal tensors on the ranks of a node.
 
     Wire:
-        `quantized_mean_bytes` of all elements together: for int8 a quarter, for int4 an eighth of the float32
-        all-reduce, and a scale per 128 values. An all-to-all and an all-gather; between two ranks one all-gather.
+        2 (N - 1) parts of ceil(n / N) values, in an all-to-all and an all-gather; with n the elements of this rank's
+        parts. Between two ranks, and if averages are hidden, N - 1 vectors of n values, in one all-gather. On two
+        levels then the parts of the mean, in float32, or if averages are hidden the received messages, in the node.
 
     Args:
         exchange: the exchange, which has the residuals.

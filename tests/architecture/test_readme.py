@@ -11,7 +11,7 @@ import pytest
 from benchmarks.slow_link import Cell
 from lightning_lowbw import Compression
 from lightning_lowbw.comm.collectives import all_reduce_bytes
-from lightning_lowbw.sync.quantized import FORMATS, quantized_mean_bytes
+from lightning_lowbw.sync.quantized import FORMATS
 from tests.programs import ROOT
 
 README = (ROOT / "README.md").read_text()
@@ -89,7 +89,7 @@ def test_the_seconds_of_two_sites() -> None:
     """7B parameters at 200 Mb/s, one rank per site."""
     page, numel = " ".join((ROOT / "docs/wan.md").read_text().split()), 7_000_000_000
     sparse = Compression().nbytes([1 << 20]) * numel / (1 << 20)
-    int8 = quantized_mean_bytes(numel, 2, FORMATS["int8"])
+    int8 = FORMATS["int8"].nbytes(numel)
     sparse_s, int8_s, model_s = (8 * nbytes / 2e8 for nbytes in (sparse, int8, 4 * numel))
     assert f"sends {sparse / 1e6:.0f} MB to the other site every 15 steps ({sparse_s:.1f} s)" in page
     assert f"would send {int8 / 1e9:.1f} GB in each step ({int8_s:.0f} s)" in page

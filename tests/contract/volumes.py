@@ -11,7 +11,7 @@ from itertools import accumulate
 
 from lightning_lowbw import EveryK, EveryStep, LowRank, Quantized, TopK, Whole
 from lightning_lowbw.comm.collectives import all_gather_bytes, all_reduce_bytes
-from lightning_lowbw.sync.quantized import FORMATS, quantized_mean_bytes
+from lightning_lowbw.sync.quantized import FORMATS
 from tests.contract.rows import Row
 from tests.sync.problem import AWKWARD
 
@@ -44,8 +44,10 @@ class Volumes:
 
     def quantized(self, value_dtype: str, numels: Sequence[int]) -> int:
         """Return the bytes of a mean in few bits."""
-        given = sum(self.parts(numels)), self.num_participants, FORMATS[value_dtype]
-        return quantized_mean_bytes(*given, is_hidden=self.row.method.hides_averages)
+        numel, num, nbytes = sum(self.parts(numels)), self.num_participants, FORMATS[value_dtype].nbytes
+        if num == 2 or self.row.method.hides_averages:
+            return (num - 1) * nbytes(numel)
+        return 2 * (num - 1) * nbytes(-(-numel // num))
 
     def sparse(self, what: TopK, numels: Sequence[int], density: float | None) -> int:
         """Return the bytes of the largest elements."""
