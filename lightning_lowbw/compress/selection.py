@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -203,7 +202,6 @@ class Residuals(Mapping[str, Tensor]):
 
     def __init__(self) -> None:
         self._views: dict[str, Tensor] = {}
-        self._places: dict[str, tuple[Tensor, int]] = {}  # of a view: the buffer, and where it begins there
 
     def __getitem__(self, name: str) -> Tensor:
         """Return the residual of a tensor, to be changed in place: float32, shape (numel,)."""
@@ -244,23 +242,21 @@ class Residuals(Mapping[str, Tensor]):
                 apart[name] = numel
         if not apart:
             return
-        made, places = _allocate(apart, device)
-        for name, view in made.items():
+        for name, view in _allocate(apart, device).items():
             if name in views:
                 view.copy_(views[name])
             views[name] = view
-        self._places |= places
 
     def together(self, names: Sequence[str]) -> Tensor | None:
         """View residuals of one size as one tensor, of shape (names, numel); None if they do not lie at equal distances
         in one buffer."""
-        buffers, starts = zip(*(self._places[name] for name in names), strict=True)
-        numel = self._views[names[0]].numel()
+        views = [self._views[name] for name in names]
+        starts, numel = [view.storage_offset() for view in views], views[0].numel()
         step = starts[1] - starts[0] if len(names) > 1 else numel
         is_even = all(start == starts[0] + step * number for number, start in enumerate(starts))
-        if step < numel or not is_even or any(buffer is not buffers[0] for buffer in buffers):
+        if step < numel or not is_even or len({view.untyped_storage()._cdata for view in views}) > 1:
             return None
-        return torch.as_strided(buffers[0], (len(names), numel), (step, 1), starts[0])
+        return torch.as_strided(views[0], (len(names), numel), (step, 1), starts[0])
 
     def to(self, device: torch.device) -> None:
         """Move all tensors into one buffer; tensors that are on the device already stay."""
@@ -273,7 +269,6 @@ class Residuals(Mapping[str, Tensor]):
 
     def pop(self, name: str) -> Tensor:
         """Take a residual out and return it; its memory is free again when the whole buffer is."""
-        del self._places[name]
         return self._views.pop(name)
 
     def state(self) -> dict[str, Tensor]:
@@ -288,17 +283,13 @@ class Residuals(Mapping[str, Tensor]):
             device: of the residuals; the CPU by default.
         """
         numels = {name: each.numel() for name, each in state.items()}
-        self._views, self._places = _allocate(numels, device or torch.device("cpu"))
+        self._views = _allocate(numels, device or torch.device("cpu"))
         for name, view in self._views.items():
             view.copy_(state[name].reshape(-1))
 
 
-def _allocate(
-    numels: Mapping[str, int], device: torch.device
-) -> tuple[dict[str, Tensor], dict[str, tuple[Tensor, int]]]:
-    """Return flat views of zeros into a new buffer, which start at multiples of the alignment, and their places."""
+def _allocate(numels: Mapping[str, int], device: torch.device) -> dict[str, Tensor]:
+    """Return flat views of zeros into a new buffer, which start at multiples of the alignment."""
     sizes = [-(-numel // ALIGNMENT) * ALIGNMENT for numel in numels.values()]
     buffer = torch.zeros(sum(sizes), dtype=torch.float32, device=device)
-    views = {name: part[:numel] for (name, numel), part in zip(numels.items(), buffer.split(sizes), strict=True)}
-    places = {name: (buffer, start) for name, start in zip(numels, accumulate(sizes, initial=0), strict=False)}
-    return views, places
+    return {name: part[:numel] for (name, numel), part in zip(numels.items(), buffer.split(sizes), strict=True)}

@@ -132,15 +132,15 @@ class Workspace:
         self._sizes: list[tuple[int, int, int]] = []  # addresses of residuals, elements and k
         self._gradients: list[int] = []  # their addresses
         self._segments: list[Segment | OtherPart] = []  # of the last step
-        self._tensors: list[Tensor] = []  # all tensors of the segments, without gradients
-        self._addresses: tuple[list[int], ...] = ()  # of `_tensors`; and how gradients are aligned
+        self._ends: list[int] = []  # how their gradients are aligned
         self._constants: list[tuple[Any, ...]] = []  # of the factors
 
     def update(self, segments: Sequence[Segment]) -> None:
         """Take over the tensors of this step.
 
         Args:
-            segments: if a segment was given before, only its gradient, in the same dtype, and its factors may differ.
+            segments: if a segment was given before, only its gradient, in the same dtype, and its factors may differ:
+                its other tensors have their addresses of then.
         """
         device = segments[0].residual.device
         others = [other for segment in segments for other in segment.other_parts]
@@ -149,11 +149,9 @@ class Workspace:
         ends = [address % ALIGNMENT_BYTES for address in gradients]
         self.num_tensors = len(segments)
         is_again = len(everything) == len(self._segments) and all(map(is_, everything, self._segments))
-        if not (is_again and ([each.data_ptr() for each in self._tensors], ends) == self._addresses):
+        if not is_again or ends != self._ends:
             self._describe(everything, gradients, device)
-            self._segments = [] if others else everything  # other parts have views of the gradients
-            self._tensors = [each for segment in everything for each in _tensors(segment) if each is not None]
-            self._addresses = [each.data_ptr() for each in self._tensors], ends
+            self._segments, self._ends = [] if others else everything, ends  # other parts have views of the gradients
         if gradients != self._gradients:
             self._host[:, GRADIENT] = gradients
             self.table = device_of(device).upload(torch.from_numpy(self._host.copy()))
