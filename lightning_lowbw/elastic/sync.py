@@ -196,7 +196,7 @@ class _Work:
         tokens: tokens of these steps.
         lr: largest learning rate.
         residuals: residuals before the exchange.
-        prepared: arguments of `send_average`.
+        prepared: arguments of `Replica.send_average`.
     """
 
     step: int
@@ -449,7 +449,7 @@ class ElasticSync(LocalSync):
                 "_ddp_params_and_buffers_to_ignore."
             )
         trained = [p for p in self._all.parameters if p.requires_grad and p.numel()]  # the same on all members
-        prepared = self.prepare_average(trained, takes_buffers=True)
+        prepared = self.replica.prepare_average(self.step, trained, takes_buffers=True)
         work = _Work(self.step, self._steps, self.tokens, self._lr, copies(self.replica.residuals), prepared)
         if self.step >= self.last_step:  # a state without steps would say that the training has ended
             self.membership.serve(None)
@@ -468,7 +468,7 @@ class ElasticSync(LocalSync):
         self.members.weights = weights if len({*weights}) > 1 else ()
         # The rows have told everything but the learning rate.
         status = average_status(Sums(lr=work.lr), None, 0.0, 0, self.peers, self.device)
-        return self.send_average(*work.prepared, status)
+        return self.replica.send_average(*work.prepared, status)
 
     def _conclude(self, work: _Work, quorum: Quorum | None, average: Average | None) -> bool:
         """Apply a round if it counts; else restore the work. Return whether it counts."""

@@ -141,11 +141,19 @@ class EveryK(Schedule, key="k"):
                 "attach the method anew."
             )
 
-    def next_period(self, period: Period, lr: float, loss: float) -> Period:
+    def next_period(self, period: Period, lr: float, loss: float | None) -> Period:
         """Return the period after an average, from numbers that are equal on all ranks.
 
         While the learning rate still rises above all earlier values (warm-up) the reference follows it and k keeps its
         first value. A learning rate or a loss that is not positive and finite leaves k as it is.
+
+        Args:
+            period: the period in use.
+            lr: the mean over ranks.
+            loss: the mean since the last average, over ranks; None if a rank has none.
+
+        Raises:
+            ConfigurationError: the rule needs a loss.
         """
         if self.rule == "fixed" or not (lr > 0 and math.isfinite(lr)):
             return period
@@ -153,6 +161,11 @@ class EveryK(Schedule, key="k"):
         if self.rule == "qsr":
             root = min(self.qsr_alpha / lr, float(self.max_k_steps))  # the square of a larger root would overflow
             return replace(period, k=min(max(self.k_steps, math.floor(root**2)), self.max_k_steps), last_lr=lr)
+        if loss is None:
+            raise ConfigurationError(
+                f"rule={self.rule!r} chooses k by the training loss, and there was none: return it from "
+                "training_step, or call worker.observe_loss(loss) in a loop of your own; or use rule='qsr'."
+            )
         if not (loss > 0 and math.isfinite(loss)):
             return period
         if period.peak_lr is None or period.reference_loss is None or lr > period.peak_lr * (1 + RELATIVE_CHANGE):

@@ -301,7 +301,7 @@ def agree_on_states(workers: Sequence[Synchronizer]) -> None:
         optimizer = worker.optimizer
         if worker.plan.is_local or hasattr(optimizer, "consolidate_state_dict"):  # as ZeRO, which shards its state
             continue
-        for name, parameter in worker.by_name().items():
+        for name, parameter in worker.params.by_name().items():
             for key, value in optimizer.state.get(parameter, {}).items():
                 found[f"optimizer {number}, {name}, {key}"] = _comparable(value)
     agree(
@@ -334,7 +334,7 @@ def agree_on_weights(module: torch.nn.Module, workers: Iterable[Synchronizer]) -
     ignored = getattr(module, IGNORED, ())
     for worker in workers:
         if worker.parameters_agree and not worker.peers.are_shards:
-            compared = worker.by_name()
+            compared = worker.params.by_name()
             if isinstance(worker, GradientSync):
                 compared |= {name: each for name, each in module.named_parameters() if each.requires_grad}
                 compared = {name: each for name, each in compared.items() if name not in ignored}

@@ -103,7 +103,7 @@ class CommunicationHook:
         """Return the parameters whose gradients are means already: not after a plain `loss.backward()`."""
         is_reduced = self._reduction_of(worker) is not None
         if is_reduced and self._is_manual:
-            is_reduced = self._means.issuperset(self._trained.intersection(worker.parameters()))
+            is_reduced = self._means.issuperset(self._trained.intersection(worker.params))
         return self._trained if is_reduced else frozenset()
 
     # For `StepHooks` ---------------------------------------------------------------------------------------

@@ -607,7 +607,7 @@ class GradientSync(Synchronizer):
                 takes meanwhile would meet these messages with its own: torch then ends the process.)
         """
         self.check_late_faults()
-        agree_on_end(self.step, self.by_name(), self.peers.group)
+        agree_on_end(self.step, self.params.by_name(), self.peers.group)
 
     def after_step(self) -> None:
         self.correction.end_step()

@@ -40,28 +40,25 @@ from lightning_lowbw.errors import ConfigurationError
 from lightning_lowbw.kernels.reference import are_not_finite
 from lightning_lowbw.kernels.tensors import Rates, as_real, device_of, download, laid_out, part, relative_distance
 from lightning_lowbw.schedules.every_k import EveryK, Period, RunningLoss, steps_before
-from lightning_lowbw.sync.buffers import wide_copies
 from lightning_lowbw.sync.checks import (
     agree_on_end,
     raise_at_other_batches,
     refuse_second_weights,
     refuse_shared_steps,
 )
-from lightning_lowbw.sync.exchange import WholeExchange
 from lightning_lowbw.sync.fragments import (
     Average,
     Fragment,
     Sums,
     apply_means_,
     average_status,
-    changes_of,
     check_marks,
     differing,
     due,
     nonfinite_weight,
 )
 from lightning_lowbw.sync.replica import COPY, Replica
-from lightning_lowbw.sync.state import Named, check_replica, load_replica_, replica_state
+from lightning_lowbw.sync.state import check_replica, load_replica_, replica_state
 from lightning_lowbw.sync.status import (
     Faults,
     Status,
@@ -351,52 +348,19 @@ class LocalSync(Synchronizer):
         is_resized = fragment.takes_buffers and bool(self.buffers.changed())
         own = Sums(lr=self._lr, num_resized=float(is_resized))
         status = average_status(own, self.loss.mean(), faults.any(self.device), mark, self.peers, self.device)
-        average, whole, changes = self.prepare_average(parameters, takes_buffers=fragment.takes_buffers)
+        prepared = self.replica.prepare_average(self.step, parameters, takes_buffers=fragment.takes_buffers)
+        average = self.replica.send_average(*prepared, status)
         average.faults = faults
-        return self.send_average(average, whole, changes, status)
-
-    def prepare_average(self, parameters: list[Parameter], *, takes_buffers: bool) -> tuple[Average, Named, Named]:
-        """Return an average, the tensors to be sent whole, and the changes that the payload sends.
-
-        Args:
-            parameters: have elements.
-            takes_buffers: whether the buffers are averaged, too.
-        """
-        # signal: D = x - x0 of the parameters that the payload sends; x of the other ones, and the changes of buffers.
-        replica, is_delayed = self.replica, self.when.delay_steps > 0
-        average = Average(self.step, parameters, takes_buffers=takes_buffers)
-        average.snapshots = wide_copies(parameters) if is_delayed else None
-        average.buffer_snapshots = self.buffers.snapshot() if takes_buffers and is_delayed else {}
-        sent = list(filter(replica.compresses, parameters))
-        moves = changes_of(list(map(as_real, sent)), [replica.start[p] for p in sent])
-        changes = dict(zip(map(self.name_of, sent), moves, strict=True))
-        named = zip(map(self.name_of, parameters), average.snapshots or parameters, strict=True)
-        whole = {name: value for name, value in named if name not in changes}
-        return average, whole | (self.buffers.changes() if takes_buffers else {}), changes
-
-    def send_average(self, average: Average, whole: Named, changes: Named, status: Tensor) -> Average:
-        """Send the tensors that `prepare_average` has returned.
-
-        Collective: all ranks, with the same parameters.
-        """
-        # exchange: the status is part of the message of the changes if no fragment sends anything else. Ranks at
-        # different steps must issue the same collectives, so that the status shows the difference.
-        is_alone = not whole and bool(changes) and self.replica.sends_changes_only
-        if not is_alone:
-            average.whole = WholeExchange(self.peers, in_memory_order=True).prepare(whole).send(status)
-        if changes:
-            assert self.compressed is not None
-            average.changes = self.compressed.prepare(changes).send(status if is_alone else None)
         return average
 
     @part("end average")
     def _end_average(self, fragment: Fragment) -> None:
         """Wait for the average of a fragment, and apply it: on all ranks, or on no rank."""
-        average = fragment.work
+        average, num_ranks = fragment.work, self.peers.num_ranks
         assert average is not None
         # wait: the status first, because an inf of one rank must change no weight of another rank
         means, numbers = average.wait_for_whole()
-        status = Status.read(numbers.tolist(), self.peers.num_ranks)
+        status = Status.read(numbers.tolist(), num_ranks)
         sums = Sums(*status.sums)
         check_marks(status, average, batch=self.batch, step=self.step, group=self.peers.group)
         if status.is_faulty:
@@ -404,23 +368,10 @@ class LocalSync(Synchronizer):
         self.apply_average(average, means, sums, fragment.moved)
         fragment.work = None
         self.agree_on(status.requests)
-        self._adapt_period(sums)
-
-    def _adapt_period(self, sums: Sums) -> None:
-        """Choose the period after an average, by the rule.
-
-        Raises:
-            ConfigurationError: on all ranks; the rule needs the loss of every rank.
-        """
-        when, num_ranks = self.when, self.peers.num_ranks
-        if when.needs_loss and sums.num_losses < num_ranks:
-            raise ConfigurationError(
-                f"rule={when.rule!r} chooses k by the training loss, and there was none: return it from "
-                "training_step, or call worker.observe_loss(loss) in a loop of your own; or use rule='qsr'."
-            )
-        if when.rule != "fixed":
-            period, loss = self._period or Period(when.k_steps), sums.loss / max(sums.num_losses, 1.0)
-            self._period = when.next_period(period, sums.lr / num_ranks, loss)
+        if self.when.rule != "fixed":
+            loss = sums.loss / num_ranks if sums.num_losses == num_ranks else None
+            period = self._period or Period(self.when.k_steps)
+            self._period = self.when.next_period(period, sums.lr / num_ranks, loss)
 
     def apply_average(
         self, average: Average, means: dict[str, Tensor], sums: Sums, moved: Collection[Parameter] = ()
@@ -524,7 +475,7 @@ class LocalSync(Synchronizer):
         self.replica.hide()
         if self.replica.is_equal:
             self.check_late_faults()
-            agree_on_end(self.step, self.by_name(), self.peers.group)
+            agree_on_end(self.step, self.params.by_name(), self.peers.group)
         else:
             self.replica.average(self.faults_of(differing(self.fragments)), self.fault_group)
         self.replica.drop_averages()

@@ -84,7 +84,7 @@ def attach(
             )
         named = [(name, parameter) for parameter, name in names.items()]
         worker = make(named)
-    agree_on_model(worker.by_name().items(), process_group)
+    agree_on_model(worker.params.by_name().items(), process_group)
     agree_on_optimizers([optimizer], named, process_group)
     worker.agree_on_buffers()
     _tell(worker)
@@ -182,7 +182,7 @@ def _take_step(worker: Synchronizer, step: Callable[..., Any], args: tuple[Any, 
     if not worker.is_compared:
         agree_on_beginning(
             worker.optimizer,
-            worker.by_name(),
+            worker.params.by_name(),
             worker.step,
             worker.peers.group,
             compares_weights=worker.parameters_agree,

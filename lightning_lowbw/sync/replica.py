@@ -20,7 +20,7 @@ from lightning_lowbw.kernels.tensors import as_real, checksum, device_of, saved
 from lightning_lowbw.schedules.every_k import EveryK, balance
 from lightning_lowbw.sync.buffers import ReplicaBuffers, wide_copies
 from lightning_lowbw.sync.exchange import Exchange, WholeExchange
-from lightning_lowbw.sync.fragments import differing, make_fragments, unsent_of
+from lightning_lowbw.sync.fragments import Average, changes_of, differing, make_fragments, unsent_of
 from lightning_lowbw.sync.status import Faults, first_fault
 from lightning_lowbw.sync.synchronizer import raise_fault
 
@@ -109,6 +109,45 @@ class Replica:
             messages = self.exchange.payload.messages([real.shape], num_participants, when=self._when)
             return sent_bytes(messages, num_participants)
         return all_reduce_bytes(real.numel() * wide_dtype(parameter).itemsize, num_participants)
+
+    def prepare_average(
+        self, step: int, parameters: list[Parameter], *, takes_buffers: bool
+    ) -> tuple[Average, dict[str, Tensor], dict[str, Tensor]]:
+        """Return an average, the tensors to be sent whole, and the changes that the payload sends.
+
+        Args:
+            step: optimizer steps completed.
+            parameters: have elements.
+            takes_buffers: whether the buffers are averaged, too.
+        """
+        # signal: D = x - x0 of the parameters that the payload sends; x of the other ones, and the changes of buffers.
+        is_delayed, name_of = self._when.delay_steps > 0, self.params.name_of
+        average = Average(step, parameters, takes_buffers=takes_buffers)
+        average.snapshots = wide_copies(parameters) if is_delayed else None
+        average.buffer_snapshots = self.buffers.snapshot() if takes_buffers and is_delayed else {}
+        sent = list(filter(self.compresses, parameters))
+        moves = changes_of(list(map(as_real, sent)), [self.start[p] for p in sent])
+        changes = dict(zip(map(name_of, sent), moves, strict=True))
+        named = zip(map(name_of, parameters), average.snapshots or parameters, strict=True)
+        whole = {name: value for name, value in named if name not in changes}
+        return average, whole | (self.buffers.changes() if takes_buffers else {}), changes
+
+    def send_average(
+        self, average: Average, whole: dict[str, Tensor], changes: dict[str, Tensor], status: Tensor
+    ) -> Average:
+        """Send the tensors that `prepare_average` has returned.
+
+        Collective: all ranks, with the same parameters.
+        """
+        # exchange: the status is part of the message of the changes if no fragment sends anything else. Ranks at
+        # different steps must issue the same collectives, so that the status shows the difference.
+        is_alone = not whole and bool(changes) and self.sends_changes_only
+        if not is_alone:
+            average.whole = WholeExchange(self.peers, in_memory_order=True).prepare(whole).send(status)
+        if changes:
+            assert self.exchange is not None
+            average.changes = self.exchange.prepare(changes).send(status if is_alone else None)
+        return average
 
     def keep_starts(self, *, on_host: bool) -> None:
         """Keep the anchor of each parameter that has none yet; a frozen parameter gets its anchor once it trains.

@@ -128,14 +128,6 @@ class Synchronizer:
         """Return the name of a parameter, by which its state is kept."""
         return self.params.name_of(parameter)
 
-    def parameters(self) -> list[Parameter]:
-        """Return all parameters of the optimizer, also frozen ones; once each, in order."""
-        return list(self.params)
-
-    def by_name(self) -> dict[str, Parameter]:
-        """Return all parameters of the optimizer by name."""
-        return self.params.by_name()
-
     @property
     def device(self) -> torch.device:
         """The device of the parameters."""

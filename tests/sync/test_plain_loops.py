@@ -314,7 +314,7 @@ def test_an_optimizer_has_one_worker_and_is_not_kept_alive() -> None:
         assert reference() is None, "something keeps it, with its state"
     weight = one_parameter()[0]
     worker = DGC().attach(SGD([{"params": []}, {"params": [weight]}], lr=0.1), [("weight", weight)])
-    assert worker.parameters() == [weight]
+    assert list(worker.params) == [weight]
 
 
 def test_what_cannot_be_attached_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
