@@ -49,7 +49,7 @@ from lightning_lowbw.compress.selection import Residuals
 from lightning_lowbw.errors import ConfigurationError
 from lightning_lowbw.kernels import dispatch, gpu
 from lightning_lowbw.kernels.dispatch import blocks_for
-from lightning_lowbw.kernels.reference import SCALED, Code
+from lightning_lowbw.kernels.reference import SCALED, Code, scales_end
 from lightning_lowbw.kernels.table import JoinedRow, JoinedTable
 from lightning_lowbw.kernels.tensors import allocate, copy_all_, flat, split_front
 from lightning_lowbw.schedules.schedule import Schedule
@@ -138,7 +138,7 @@ class LinearFormat:
     bits: int
 
     def nbytes(self, numel: int) -> int:
-        return self._scales_end(numel) + self._integers_end(numel)
+        return scales_end(numel) + self._integers_end(numel)
 
     def write_(self, messages: Tensor, numel: int, start: int, values: Tensor) -> None:
         sent, integers = (messages[:, each] for each in self._sections(numel, start, start + values.shape[1]))
@@ -155,12 +155,9 @@ class LinearFormat:
 
     def _sections(self, numel: int, start: int, stop: int) -> tuple[slice, slice]:
         """Return where in a message the scales and the integers of a range are."""
-        split = self._scales_end(numel)
+        split = scales_end(numel)
         integers = slice(split + self._integers_end(start), split + self._integers_end(stop))
-        return slice(self._scales_end(start), self._scales_end(stop)), integers
-
-    def _scales_end(self, numel: int) -> int:
-        return -(-numel // SCALED) * SCALE_BYTES
+        return slice(scales_end(start), scales_end(stop)), integers
 
     def _integers_end(self, numel: int) -> int:
         return -(-numel * self.bits // 8)  # rounded up: the last byte of int4 may hold one value

@@ -36,14 +36,11 @@ def test_which_one_runs() -> None:
 
 
 @needs_numba
-def test_a_numba_that_cannot_be_imported_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not installed, or not for this numpy."""
+def test_numba_and_triton_that_are_not_installed_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Numba is also named if it cannot be imported, because it is not for this numpy."""
     monkeypatch.setattr(dispatch, "_import_cpu", dispatch._import_cpu.__wrapped__)
     monkeypatch.setitem(sys.modules, "lightning_lowbw.kernels.cpu", None)  # as an import that fails
     assert kernels_for(torch.zeros(8)) is reference
     assert what_is_missing(CPU) == "numba is not installed, or cannot be imported: pip install numba."
-
-
-def test_triton_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert what_is_missing(torch.device("cuda", 77)) == "Triton is not installed: pip install triton."
