@@ -2,7 +2,7 @@
 
     python -m lightning_lowbw.tools.demo
 
-The nodes are those of the lab, at 200 Mb/s. Where the lab cannot be made, two processes train over the loopback
+The lab makes the nodes, with links of 200 Mb/s. If the lab cannot be made, two processes train over the loopback
 interface, which shows accuracy and bytes, but not the time on a slow link. Takes less than three minutes on two cores.
 """
 
@@ -43,7 +43,7 @@ SEEDS = (1, 2, 3)
 
 
 class Recorder(Callback):
-    """Keep the loss, the time and the bytes of each step, and what the interface sent during all of them."""
+    """Keep the loss, the time and the bytes of each step, and the bytes of the interface during all steps."""
 
     def __init__(self) -> None:
         self.seconds: list[float] = []
@@ -211,7 +211,7 @@ def to_markdown(rows: Sequence[dict[str, Any]], caption: str) -> str:
 
 
 def replace_block(path: Path, markdown: str) -> None:
-    """Put the table in place of what is between the markers of a file.
+    """Replace the text between the markers of a file by the table.
 
     Raises:
         ValueError: it has no markers.
@@ -272,7 +272,7 @@ def smooth(values: Sequence[float], length: int) -> list[float]:
     return [(late - early) / length for early, late in zip(sums, sums[length:], strict=False)]
 
 
-# All of them ----------------------------------------------------------------------------------------------------------
+# All runs -----------------------------------------------------------------------------------------------------------
 
 NUM_NODES = 2
 LINK, RATE = "200 Mb/s", "200mbit"

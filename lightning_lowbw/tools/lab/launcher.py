@@ -33,7 +33,7 @@ class Report:
         seconds: from the start of the first rank to the end of the last.
         exit_status: of each rank; negative is a signal.
         traffic: of each node's interface, by the kernel.
-        failed: the ranks that failed first; the others were ended because of it.
+        failed: the ranks that failed first, for which the lab ended the other ranks.
         timed_out: whether all were ended because the time was over.
     """
 
@@ -79,7 +79,7 @@ def launch(
     timeout_s: float | None = None,
     output: IO[bytes] | int | None = None,
 ) -> Report:
-    """Start a command once per rank, stream rank 0's output, wait for all; if one fails, end the others.
+    """Start a command once per rank, stream rank 0's output, wait for all ranks; if one fails, end the other ranks.
 
     Args:
         network: entered already.
@@ -170,7 +170,7 @@ def _cores(rank: int, num_ranks: int) -> list[int]:
 
 @contextlib.contextmanager
 def _started() -> Iterator[list[subprocess.Popen[bytes]]]:
-    """Hold the ranks; end those that still run when the block is left, on errors and on Ctrl-C too."""
+    """Hold the ranks; at the end of the block, also after an error or Ctrl-C, end all ranks that still run."""
     ranks: list[subprocess.Popen[bytes]] = []
     try:
         yield ranks
@@ -206,7 +206,7 @@ def _signal(ranks: Sequence[subprocess.Popen[bytes]], number: signal.Signals) ->
 
 @contextlib.contextmanager
 def _changing(network: Network, changes: Sequence[tuple[float, float | None]]) -> Iterator[list[LabError]]:
-    """Change the rates of all links at the given times, beside the run; yield what goes wrong."""
+    """Change the rates of all links at the given times, beside the run; yield the errors."""
     over = threading.Event()
     failures: list[LabError] = []
     started = time.monotonic()

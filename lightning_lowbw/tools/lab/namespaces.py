@@ -26,7 +26,7 @@ CLONE_NEWUSER, CLONE_NEWNET = 0x10000000, 0x40000000  # linux/sched.h
 POLL_S = 0.01
 PATIENCE_S = 10.0  # for processes that are ended; one in a system call that cannot be interrupted may take for ever
 PACKAGES = {"ip": "iproute2", "tc": "iproute2", "bridge": "iproute2", "nsenter": "util-linux"}
-# Settings that keep ordinary users from making namespaces: the value that does, and the one that does not.
+# Settings that keep ordinary users from making namespaces: the value that forbids it, and the value that allows it.
 SETTINGS = {
     "user.max_user_namespaces": ("0", "15000"),
     "user.max_net_namespaces": ("0", "15000"),
@@ -37,14 +37,14 @@ SECCOMP_FILTER = "2"  # in /proc/self/status
 
 
 class LabError(RuntimeError):
-    """The lab cannot be set up here; the message says what is missing and what to do."""
+    """The lab cannot be set up here; the message names the missing part and the way out."""
 
 
 def check_requirements() -> None:
     """Check that this is Linux and has the programs that the lab is made with.
 
     Raises:
-        LabError: it says what is missing, and the command that helps.
+        LabError: it names the missing part, and the command that helps.
     """
     if not sys.platform.startswith("linux"):
         raise LabError(f"The lab is made of Linux network namespaces; this is {sys.platform}.")
@@ -76,7 +76,7 @@ def make_namespaces(count: int) -> list[int]:
 
 
 def end_processes(namespaces: Collection[int]) -> None:
-    """End all other processes in network namespaces, and what they start meanwhile.
+    """End all other processes in network namespaces, and the processes that these start meanwhile.
 
     Args:
         namespaces: inodes of the namespaces.
@@ -136,7 +136,7 @@ def _explain_otherwise(number: int, proc: Path) -> str:
     if number == errno.ENOSPC:
         limit = int(_setting("user.max_user_namespaces", proc) or 0)
         raised = f"sudo sysctl -w user.max_user_namespaces={2 * limit}"
-        return f"user.max_user_namespaces is {limit}, and all of these are in use; raise it with: {raised}"
+        return f"user.max_user_namespaces is {limit}, and all are in use; raise it with: {raised}"
     if number in (errno.EINVAL, errno.ENOSYS):
         return "It was built without namespaces; use one with CONFIG_NET_NS and CONFIG_USER_NS."
     container = "In a container, start it with --privileged, or with the capabilities SYS_ADMIN and NET_ADMIN"

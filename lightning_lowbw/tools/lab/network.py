@@ -28,9 +28,9 @@ INTERFACE = "eth0"  # of each node, inside its namespace
 SUBNET = "10.213.0"
 MAX_NODES = 250
 MIN_RATE, MAX_RATE = 1e3, 1e12
-# Of the network namespace that reads it; /sys is that of the machine.
+# The devices of the network namespace that reads it; /sys has the devices of the machine.
 DEVICES = Path("/proc/net/dev")
-SENT_BYTES_COLUMN = 8  # behind the name: eight columns of what was received
+SENT_BYTES_COLUMN = 8  # after the name there are eight columns of received traffic
 UNITS = {"bit": 1, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 
 # The bucket: what may pass at once after a pause. A large one would let a whole sparse message through for free; one
@@ -230,7 +230,7 @@ class Network:
         _run(*switch, "ip", "link", "set", relay.DEVICE, "type", "bridge_slave", "learning", "off")
 
     def _redirect(self, switch: Sequence[str], port: str, inside: Sequence[str]) -> None:
-        """Send what comes from a node into the relay, and what comes back from it for the node to the node alone."""
+        """Send frames of a node into the relay, and frames that return from it for the node to the node alone."""
         address = json.loads(_run(*inside, "ip", "-j", "link", "show", INTERFACE))[0]["address"]
         _run(*switch, "bridge", "fdb", "replace", address, "dev", port, "master", "static")
         _run(*switch, "tc", "qdisc", "add", "dev", port, "ingress")

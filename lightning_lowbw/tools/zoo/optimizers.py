@@ -23,7 +23,7 @@ def check_choice(knob: str, value: str, choices: object) -> None:
     Args:
         knob: Name of the constructor argument, for the message.
         value: What the user gave.
-        choices: The `Literal` type that lists what is allowed.
+        choices: The `Literal` type that lists the allowed values.
 
     Raises:
         ValueError: On every rank, at construction.

@@ -178,7 +178,7 @@ class TextCrops(Dataset[tuple[Tensor, Tensor]]):
 
     Args:
         text: The bytes, shape (length,), uint8.
-        offsets: Where each crop begins. Fixed at construction, so that an index means the same crop on every rank.
+        offsets: The first byte of each crop. Fixed at construction, so that an index means the same crop on every rank.
         context: Length of a crop in bytes.
     """
 
@@ -199,9 +199,9 @@ class TextCrops(Dataset[tuple[Tensor, Tensor]]):
 class StdlibText(LightningDataModule):
     """Serve crops of the Python standard library's source, or of the Python files of any other folder.
 
-    Files are taken in the order of their paths until limit_bytes is reached. Of ten consecutive files the ninth goes
-    to validation and the tenth to the test, so no file is in two splits. Training crops begin at random places, fixed
-    by the seed; validation and test crops follow each other without overlap. The text differs a little between Python
+    Files are taken in the order of their paths until limit_bytes is reached. The ninth of ten consecutive files goes to
+    validation and the tenth to the test, so no file is in two splits. Training crops begin at random places, fixed by
+    the seed; validation and test crops follow each other without overlap. The text differs a little between Python
     versions, and so do the numbers trained on it.
 
     Args:
@@ -282,7 +282,7 @@ def read_splits(root: Path, limit_bytes: int) -> dict[str, Tensor]:
 
     Args:
         root: Folder to read.
-        limit_bytes: Where to stop; the last file is cut there.
+        limit_bytes: The size of the text; the last file is cut there.
 
     Returns:
         The bytes of "train", "val" and "test", each of shape (length,), uint8.
