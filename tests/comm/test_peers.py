@@ -18,7 +18,7 @@ from torch.nn import Parameter
 from lightning_lowbw import ConfigurationError, Topology
 from lightning_lowbw.comm.collectives import MAX_CTAS, Collectives, TensorWork, all_reduce_bytes
 from lightning_lowbw.comm.peers import MeanWork, Peers, average_gradients_, make_peers
-from tests.ranks import on_ranks, run_ranks
+from tests.ranks import on_ranks
 from tests.sync.problem import same_on_all
 
 WORLD = 4
@@ -212,43 +212,31 @@ class Nccl:
             self.config, self._timeout = types.SimpleNamespace(max_ctas=0), None
 
 
-Made = list[tuple[list[int], int | None, bool]]
-
-
-def make_groups(cases: list[tuple[Any, bool]]) -> list[Made]:
-    """Return the ranks of the groups that are made for a topology, hidden or not; the limit of their thread blocks, and
-    whether timeouts agree."""
-    of_cases, made, (new_group, get_backend) = list[Made](), Made(), (dist.new_group, dist.get_backend)
+@pytest.mark.skipif(dist.is_nccl_available(), reason="a stand-in would replace it")
+@on_ranks(WORLD)
+def test_hidden_averages_leave_the_gpu_its_multiprocessors() -> None:
+    """Between nodes alone: these groups have a limit of their thread blocks."""
+    made, new_group = list[tuple[list[int], int | None]](), dist.new_group
 
     def note(ranks: list[int], timeout: Any, pg_options: Any) -> Any:
-        is_same = pg_options is None or pg_options._timeout == timeout
-        made.append((ranks, None if pg_options is None else pg_options.config.max_ctas, is_same))
+        assert pg_options is None or pg_options._timeout == timeout
+        made.append((ranks, None if pg_options is None else pg_options.config.max_ctas))
         return new_group(ranks, timeout=timeout)
 
-    dist.new_group, dist.get_backend, dist.ProcessGroupNCCL = note, lambda *_: "nccl", Nccl
-    try:
-        for topology, is_hidden in cases:
-            make_peers(topology, is_hidden=is_hidden, timeout=timedelta(seconds=33))  # no other test has such groups
-            of_cases.append([*made])
+    limited = [([0, 2], MAX_CTAS), ([1, 3], MAX_CTAS)]
+    nodes = [([0, 1], None), ([2, 3], None)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "new_group", note)
+        patch.setattr(dist, "get_backend", lambda *_: "nccl")
+        patch.setattr(dist, "ProcessGroupNCCL", Nccl, raising=False)
+        for topology, is_hidden, expected in (
+            (2, True, sorted([*nodes * 3, *limited * 2], key=str)),
+            ("flat", True, [([0, 1, 2, 3], MAX_CTAS)]),
+            ("flat", False, []),
+        ):
             made.clear()
-    finally:
-        dist.new_group, dist.get_backend = new_group, get_backend
-        del dist.ProcessGroupNCCL
-    return of_cases
-
-
-@pytest.mark.skipif(dist.is_nccl_available(), reason="a stand-in would replace it")
-def test_hidden_averages_leave_the_gpu_its_multiprocessors() -> None:
-    """Between nodes alone; and a node of one rank needs no group."""
-    nodes, leaders = [([0, 1], None, True)] * 3, [([0, 2], MAX_CTAS, True), ([1, 3], MAX_CTAS, True)]
-    cases = [(2, True), (2, False), ("flat", True), ("flat", False), ([[0, 1, 2], [3]], False), (WORLD, False)]
-    hidden, shown, flat_hidden, flat, unequal, one_node = run_ranks(make_groups, WORLD, cases)[0]
-    assert sorted(hidden) == sorted([*nodes, *[([2, 3], None, True)] * 3, *leaders * 2])
-    assert {limit for _, limit, _ in shown} == {None}
-    assert flat_hidden == [([0, 1, 2, 3], MAX_CTAS, True)]
-    assert flat == []
-    assert [ranks for ranks, _, _ in unequal] == [[0, 1, 2]] * 3 + [[0, 3]]
-    assert [ranks for ranks, _, _ in one_node] == [[0, 1, 2, 3]]
+            make_peers(topology, is_hidden=is_hidden, timeout=timedelta(seconds=33))  # no other test has such groups
+            assert sorted(made, key=str) == expected
 
 
 @on_ranks(WORLD)

@@ -10,7 +10,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint
-from torch import nn
 
 from lightning_lowbw import LocalSGD, Method, NonFiniteGradientError, Strategy
 from tests.ranks import on_ranks
@@ -113,58 +112,21 @@ def test_a_moving_average_works_with_a_method_that_exchanges_gradients() -> None
     fits.same(weights_of(model))
 
 
-def diverge(method: Method, model: Tiny, folder: Path | None, *callbacks: pl.Callback, **options: Any) -> str:
-    """Return the message about weights that are not finite; with a folder the run would save them."""
-    if folder is not None:
-        saves = ModelCheckpoint(folder, filename="last", every_n_train_steps=3, enable_version_counter=False)
-        options |= {"enable_checkpointing": True}
-        callbacks = (*callbacks, saves)
-    said = fits.refusal(Strategy(method), model, STEPS, error=NonFiniteGradientError, callbacks=[*callbacks], **options)
-    return fits.same((said, model.trainer.global_step))[0]  # type: ignore[no-any-return]
-
-
-def spoil(step: int) -> fits.At:
-    """Return a callback with which a weight of rank 1 becomes NaN after a step."""
-    return fits.At(step, lambda _, module: module.wider.weight.data[0, 0].fill_(torch.nan), ranks=(1,))
-
-
 @pytest.mark.fault
 @on_ranks(2)
-def test_a_nan_between_averages_reaches_no_checkpoint(tmp_path: Path) -> None:
-    message = diverge(LocalSGD(4, 0, delay_steps=3, compression=fits.SPARSE), Tiny(), tmp_path, spoil(5))
-    assert "rank 1 up to step" in message
-    assert "infinite or NaN" in message
+def test_a_nan_between_averages_reaches_no_checkpoint_and_ends_no_fit_unseen(tmp_path: Path) -> None:
+    """An overflow in an average: tests/sync/test_faults.py and test_sharded_errors.py."""
+    saves = ModelCheckpoint(tmp_path, filename="last", every_n_train_steps=3, enable_version_counter=False)
+    hidden = LocalSGD(4, 0, delay_steps=3, compression=fits.SPARSE)
+    for method, step, callbacks, name in (
+        (hidden, 5, [saves], "wide.weight"),
+        (LocalSGD(20, 0), STEPS, [], "wider.weight"),
+    ):
+        spoil = fits.At(step, lambda _, module: module.wider.weight.data[0, 0].fill_(torch.nan), ranks=(1,))
+        options = {"callbacks": [spoil, *callbacks], "enable_checkpointing": bool(callbacks)}
+        message = fits.same(fits.refusal(Strategy(method), Tiny(), STEPS, error=NonFiniteGradientError, **options))
+        assert f"rank 1 up to step {STEPS} left parameter '{name}' infinite or NaN" in message
     (path,) = tmp_path.glob("*.ckpt")
     checkpoint = torch.load(path, weights_only=True)
     assert checkpoint["global_step"] == 9  # the anchor is finite
     assert all(bool(value.isfinite().all()) for value in checkpoint["state_dict"].values())
-
-
-@pytest.mark.fault
-@on_ranks(2)
-def test_a_nan_after_the_last_average_ends_no_fit_unseen() -> None:
-    assert "'wider.weight'" in diverge(LocalSGD(20, 0), Tiny(), None, spoil(STEPS))
-
-
-class Large(Tiny):
-    """Rank 1 has finite gradients of 3e38, from the third step on; without buffers nothing differs after an average."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.Identity()  # type: ignore[assignment]
-        self.wide.weight.register_hook(self._enlarge)
-
-    def _enlarge(self, gradient: torch.Tensor) -> torch.Tensor | None:
-        is_large = self.trainer.global_rank == 1 and self.trainer.global_step >= 2
-        return torch.full_like(gradient, 3e38) if is_large else None
-
-
-@pytest.mark.fault
-@on_ranks(2)
-def test_an_overflow_in_the_last_average_reaches_no_checkpoint_and_ends_no_fit(tmp_path: Path) -> None:
-    for folder, max_steps in ((tmp_path, -1), (None, 3)):
-        model = Large()
-        message = diverge(LocalSGD(3, 0, compression="float16"), model, folder, max_steps=max_steps)
-        assert "Step 3: what was kept of earlier changes of the weights on rank 1 has become too large" in message
-        assert model.trainer.global_step == 3
-    assert not list(tmp_path.glob("*.ckpt"))

@@ -1,4 +1,4 @@
-"""`sparsity="auto"` and `strategy="lowbw"` in a fit: they become what they choose, on all ranks, also in a resume."""
+"""`sparsity="auto"` and `strategy="lowbw"` in a fit: they become their choice, on all ranks, also in a resume."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
@@ -55,7 +54,7 @@ NO_DGC = make_measured(0.1, 1.0, 1.2, bfloat16=0.6, int8=0.4)
 HALF = make_measured(0.1, 1.0, 1.2, bfloat16=0.4, int8=0.4)
 HALF_DDP = Method(where=Where(inter_dtype="bfloat16"))
 DGC: dict[str, Any] = {"rampup_begin_step": NUM_STEPS, "sparsity": [0.744]}
-CASES: dict[str, tuple[Measured, Any]] = {  # what is measured, and the strategy that this is the same as
+CASES: dict[str, tuple[Measured, Any]] = {  # the measurements, and the strategy that trains alike
     "ddp": (dataclasses.replace(SLOW, dense_s=0.101), DDPStrategy),
     "bfloat16": (HALF, lambda: Strategy(Method())),  # which adopts it after as many steps
     "int8": (NO_DGC, lambda: Strategy(QuantizedGradients("int8", rampup_begin_step=NUM_STEPS))),
@@ -92,14 +91,13 @@ def fit(
     callbacks: tuple[Any, ...] = (),
     fits: int = 1,
     num_steps: int = STEPS,
-    end: int = END,
     plugins: Any = None,
 ) -> SimpleNamespace:
-    """Train with what is measured given, from trained weights unless a strategy is given."""
+    """Train with given measurements, from trained weights unless a strategy is given."""
     torch.manual_seed(7)
     num_ranks, measured = dist.get_world_size(), CASES[case][0] if isinstance(case, str) else case
     strategy = AutoStrategy(pretrained=True) if strategy is None else strategy
-    module, ends = model(), tuple((number + 1) * end for number in range(fits))
+    module, ends = model(), tuple((number + 1) * END for number in range(fits))
     watching = [saving(path, (LATER,) if path else ()), At(ends, stop), *callbacks]
     options = {"callbacks": watching, "plugins": plugins}
     trainer = make_trainer(strategy, num_ranks, max_steps=num_steps, max_epochs=-1, **options)
@@ -155,17 +153,9 @@ class Changing(Wide):
         pass
 
 
-class Watching(pl.Callback):
-    """So may a callback."""
-
-    def on_before_backward(self, *_: Any) -> None:
-        pass
-
-
 EARLY: dict[str, dict[str, Any]] = {
     "a Trainer": {},
     "hooks of a module": {"model": Changing},
-    "hooks of a callback": {"callbacks": (Watching(),)},
     "a GradScaler": {"plugins": [amp_with_scaler()]},
     "manual": {"model": ManualTiny},
 }
