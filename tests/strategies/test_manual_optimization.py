@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,8 +12,8 @@ from torch import Tensor, nn
 from lightning_lowbw import DisagreementError
 from lightning_lowbw.comm.agreement import digest
 from tests.ranks import on_ranks
-from tests.strategies.fits import make, refusal, same, train
-from tests.tiny import Tiny, TwoOptimizers
+from tests.strategies.fits import make, refusal, same, saving, train, weights
+from tests.tiny import ManualTiny, Tiny, TwoOptimizers
 
 CHANGES: dict[str, dict[str, Any]] = {
     "dgc": {"rampup_begin_step": 4},
@@ -59,6 +60,16 @@ def test_a_plain_backward_is_as_good_as_manual_backward(name: str, num_ranks: in
         same(digest(ends[-1]))
     for weight, reference in zip(ends[1], ends[0], strict=True):
         torch.testing.assert_close(weight, reference, rtol=1e-5, atol=1e-6)
+
+
+@on_ranks(2)
+def test_a_resume_keeps_each_rank_s_buffers(tmp_path: Path) -> None:
+    """The statistics of batch norm are of a rank's own data, also in synchronous steps."""
+    whole, resumed = ManualTiny(data_by_step=True), ManualTiny(data_by_step=True)
+    path, synchronous = f"{tmp_path}/3", {"begin_step": STEPS}
+    train(make("post-local", synchronous), whole, STEPS, callbacks=[saving(path, (3,))])
+    train(make("post-local", synchronous), resumed, STEPS, resume=path)
+    assert weights(whole) == weights(resumed)
 
 
 class LeavesOut(Tiny):
