@@ -76,7 +76,7 @@ UNTIMED, WINDOW_S, LEAST, MOST = NUM_STEPS + 3, 8.0, 8, 64  # steps before those
 CURVE_STEPS, CURVE_S, LOOK = 500, 60.0, 20  # every how many steps the ranks look at the clock
 FAULT_STEP, FAULT_TIMEOUT_S = 4, 20
 LEAST_S = 30.0  # in which ranks start, and take a few steps
-TAIL = 100  # lines of a log that are kept of a failure
+TAIL = 30  # lines of a log that are kept of a failure
 RATE = "TOKEN_BUCKET_RATE"
 SOURCE = Path(__file__).with_name("token_bucket.c")
 

@@ -1,4 +1,4 @@
-"""`make gpu-lab` without a GPU: a row, what is said of an error, and the bucket before the sockets."""
+"""`make gpu-lab` without a GPU: a row, and the bucket before the sockets."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from benchmarks import gpu_lab
-from tests.tools.lab.namespaces import needs_lab
 
 RATE = 2e6  # bytes per second
 SENDS = """
@@ -68,18 +67,3 @@ def test_a_row_is_written_without_namespaces(tmp_path: Path, monkeypatch: pytest
     started = time.monotonic()
     gpu_lab.main()
     assert time.monotonic() - started < 2
-
-
-class TestWithNamespaces:
-    pytestmark = needs_lab
-
-    @pytest.mark.slow
-    def test_an_error_of_one_rank_is_kept_with_what_the_other_says(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setattr(gpu_lab, "rows_of", lambda: [["fault", "10 Gb/s, 0.1 ms", "int8"]])
-        monkeypatch.setattr(sys, "argv", ["gpu_lab.py", "--device", "cpu", "--out", str(tmp_path), "--limit-s", "100"])
-        gpu_lab.main()
-        (failure,) = json.loads((tmp_path / "gpu_lab.json").read_text())["failures"]
-        assert "the planned error" in "\n".join(failure["tail"])
-        assert "rank 1" in "\n".join(failure["tail"])

@@ -124,6 +124,22 @@ def test_weights_that_are_moved_by_hand_in_dense_steps_are_found_at_the_end() ->
     assert "checksum of head.weight" in refusal("dense", ByHand(), STEPS, error=DisagreementError)
 
 
+class Twice(SGD):
+    """Calls its closure twice, as SAM does."""
+
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        with torch.enable_grad():
+            closure()
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("name", ["dgc", "int8", "powersgd"])
+@on_ranks(2)
+def test_a_closure_that_is_called_twice_is_refused_where_gradients_are_kept_back(name: str) -> None:
+    message = same(refusal(name, Tiny(partial(Twice, lr=0.05)), STEPS))
+    assert "Twice has called its closure twice in step 0" in message
+
+
 class Lookahead(Optimizer):
     """Gives its closure to the optimizer that it wraps."""
 
