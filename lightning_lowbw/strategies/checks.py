@@ -45,7 +45,7 @@ from lightning_lowbw.sync.synchronizer import Synchronizer
 
 C = TypeVar("C", bound=pl.Callback)
 
-# Callbacks that keep an average of the weights over steps, in `_average_model`.
+# Lightning's callbacks that keep an average of the weights over steps.
 AVERAGING: tuple[type[pl.Callback], ...] = (
     StochasticWeightAveraging,
     *([pl.callbacks.WeightAveraging] if hasattr(pl.callbacks, "WeightAveraging") else []),  # not before Lightning 2.6

@@ -6,9 +6,8 @@ import inspect
 from typing import Any
 
 import torch
-from lightning.pytorch import Trainer, callbacks
+from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.loops.fetchers import _PrefetchDataFetcher
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.overrides.distributed import prepare_for_backward
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
@@ -24,9 +23,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 
 from lightning_lowbw.strategies.base import RUN_STAGE
-from lightning_lowbw.strategies.checks import AVERAGING, SETTINGS, settings_of
+from lightning_lowbw.strategies.checks import SETTINGS, settings_of
 
-SEND, LAST_OF_A_BATCH = "_distributed_broadcast_coalesced", "automatic_optimization.run"
+SEND = "_distributed_broadcast_coalesced"
 GRAD_SYNC = "torch.is_grad_enabled() and {}.require_backward_grad_sync"
 
 
@@ -73,19 +72,13 @@ IN_ORDER: list[tuple[Any, ...]] = [
     (_SignalConnector.register_signal_handlers, "self._slurm_sigusr_handler_fn"),
     (Trainer.received_sigterm.fget, "self._signal_connector.received_sigterm"),  # type: ignore[attr-defined]
     (_TrainingEpochLoop.on_advance_end, "received_sigterm"),
-    # The epoch ends with its last batch, which is known to be the last one when it begins.
-    (_TrainingEpochLoop._num_ready_batches_reached, "self.batch_progress.is_last_batch"),
-    (_TrainingEpochLoop.advance, "is_last_batch = data_fetcher.done", '"on_train_batch_start"', LAST_OF_A_BATCH),
-    (_TrainingEpochLoop.advance, LAST_OF_A_BATCH, "_num_ready_batches_reached"),
     # When a validation is due.
     (_TrainingEpochLoop._should_check_val_fx, "_should_check_val_epoch()", "self.trainer.val_check_batch"),
     (_TrainingEpochLoop._should_check_val_fx, "self.total_batch_idx if self.trainer.check_val_every_n_epoch is None"),
     (_TrainingEpochLoop._should_check_val_fx, "check_val_every_n_epoch is None else self.batch_idx"),
-    (ModelCheckpoint, "self._every_n_train_steps"),
     # Monitored metrics are cached results.
     (_ResultCollection._get_cache, "result_metric._computed"),
     (_LoggerConnector.callback_metrics.fget, "self._callback_metrics.update"),  # type: ignore[attr-defined]
-    *((cls.setup, "self._average_model") for cls in AVERAGING),
 ]
 SIGNATURES: list[tuple[Any, list[str]]] = [
     (Precision._clip_gradients, ["self", "model", "optimizer", "clip_val", "gradient_clip_algorithm"]),
@@ -114,10 +107,6 @@ def test_saves_in_the_background_have_one_thread() -> None:
     io.teardown()
 
 
-def test_averaging_callbacks_keep_their_average_under_one_name() -> None:
-    assert len(AVERAGING) == (2 if hasattr(callbacks, "WeightAveraging") else 1)
-
-
 def test_settings_are_those_of_a_trainer() -> None:
     trainer = Trainer(accelerator="cpu", max_time={"minutes": 2}, logger=False, enable_checkpointing=False)
     for name in SETTINGS:
@@ -137,13 +126,9 @@ def test_sigterm_is_broadcast_before_each_batch_by_one_method_if_at_all() -> Non
 def test_what_loops_reducers_and_handlers_have() -> None:
     assert hasattr(torch.distributed.Reducer, "_rebuild_buckets")
     assert _HandlersCompose([print]).signal_handlers == [print]
-    assert inspect.signature(_PrefetchDataFetcher.__init__).parameters["prefetch_batches"].default == 1
     loop = Trainer(logger=False, accelerator="cpu", barebones=True).fit_loop.epoch_loop
-    assert {"total", "current", "is_last_batch"} <= set(loop.batch_progress.state_dict())
-    assert {"total", "current"} <= set(loop.scheduler_progress.state_dict())
     assert set(loop.automatic_optimization.optim_progress.state_dict()) == {"optimizer"}
     assert {"total", "current"} <= set(loop.manual_optimization.optim_step_progress.state_dict())
-    assert loop._batches_that_stepped == 0
 
 
 def test_hooks_after_a_step_are_called_in_the_order_of_one_dictionary() -> None:
