@@ -258,11 +258,7 @@ def measure(
 
 
 def time_work(
-    given: Method,
-    names: Sequence[str],
-    shapes: tuple[Shapes, Shapes],
-    peers: Peers,
-    device: torch.device,
+    given: Method, names: Sequence[str], shapes: tuple[Shapes, Shapes], peers: Peers, device: torch.device
 ) -> dict[float | str, float]:
     """Return the seconds that a rank computes in an exchange of each candidate; nothing is communicated.
 

@@ -125,7 +125,7 @@ class BaseStrategy(ParallelStrategy):
         Raises:
             ConfigurationError: `configure_optimizers` has not returned it.
         """
-        optimizer = _unwrapped(optimizer)
+        optimizer = unwrapped(optimizer)
         if id(optimizer) not in self._workers:
             raise ConfigurationError(
                 f"This {type(optimizer).__name__} is not one that configure_optimizers returned; "
@@ -286,7 +286,7 @@ class BaseStrategy(ParallelStrategy):
         model: pl.LightningModule | torch.nn.Module | None = None,
         **kwargs: Any,
     ) -> Any:
-        user_optimizer = _unwrapped(optimizer)
+        user_optimizer = unwrapped(optimizer)
         # Nothing to exchange; Lightning's own optimizer for a module that returns none has no parameters.
         if not any(True for _ in parameters_of(user_optimizer)):
             return super().optimizer_step(optimizer, closure, model, **kwargs)
@@ -530,7 +530,7 @@ class FirstCallback(Callback):
     on_test_start = on_validation_start  # type: ignore[assignment]  # has no names of arguments
 
 
-def _unwrapped(optimizer: Any) -> Optimizer:
+def unwrapped(optimizer: Any) -> Optimizer:
     """Return the user's optimizer, without Lightning's wrapper."""
     user_optimizer: Optimizer = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
     return user_optimizer

@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
 from lightning.fabric.utilities.types import _PATH
-from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
@@ -43,6 +42,7 @@ from lightning_lowbw.comm.topology import (
 from lightning_lowbw.errors import ConfigurationError
 from lightning_lowbw.method import Method, as_method
 from lightning_lowbw.strategies import checks
+from lightning_lowbw.strategies.base import unwrapped
 from lightning_lowbw.strategies.checkpoint import GO_ON, CheckpointedStrategy
 from lightning_lowbw.strategies.keywords import Needs, as_timeout, written
 from lightning_lowbw.strategies.shared_buffers import SharedBuffers, buffers_of
@@ -276,7 +276,7 @@ class ShardedStrategy(CheckpointedStrategy, ModelParallelStrategy):
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         if self.is_interrupted:
             return {}
-        raw = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+        raw = unwrapped(optimizer)
         if raw not in self._trained_optimizers:  # torch expects a state
             return {}
         with self._step_hooks.allowing(raw):  # torch takes an empty step if the optimizer has no state

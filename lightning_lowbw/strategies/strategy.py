@@ -33,6 +33,7 @@ from lightning_lowbw.comm.peers import Peers
 from lightning_lowbw.comm.topology import TopologyChoice
 from lightning_lowbw.method import Method, as_method
 from lightning_lowbw.strategies import checks
+from lightning_lowbw.strategies.base import unwrapped
 from lightning_lowbw.strategies.checkpoint import CheckpointedStrategy
 from lightning_lowbw.strategies.communication_hook import CommunicationHook
 from lightning_lowbw.strategies.keywords import DDP_KEYWORDS, Needs, asked_of_buffers, given_keywords, written
@@ -242,7 +243,7 @@ class Strategy(CheckpointedStrategy, DDPStrategy):
         if self.is_interrupted:  # nothing is saved
             return {}
         state: dict[str, Any] = super().optimizer_state(optimizer)
-        worker = self._workers.get(id(getattr(optimizer, "optimizer", optimizer)))
+        worker = self._workers.get(id(unwrapped(optimizer)))
         if worker is None or self._is_fit_over:
             return state
         whole = worker.whole_momentum()
