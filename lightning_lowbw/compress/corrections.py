@@ -32,7 +32,7 @@ class Sources(NamedTuple):
     """The values from which the segments of a step are made: if they are equal, the next step takes the segments again.
 
     Attributes:
-        kinds: which fields each has.
+        kinds: the group of each, and which fields it has.
         constants: by group; empty if the constants of segments change in each step.
         tensors: the parameters and the optimizer's state; None for a state that does not exist yet.
     """
@@ -109,19 +109,19 @@ class ErrorFeedback:
         self.clears = payload.masks(momenta, by_default=self.masks)
 
     def sources(self) -> Sources | None:
-        """Return the values from which segments are made in this step; None if each step makes new segments."""
-        parameters, state = [row.parameter for row in self._rows.values()], self.optimizer.state
-        velocities: list[Any] = []
-        if self.velocity_key is not None:
-            key, of_optimizer = self.velocity_key, dict[str, Any]()
-            velocities = [state.get(parameter, of_optimizer).get(key) for parameter in parameters]
-        parts = [*map(self.parts.get, parameters)] if self.keeps_parts else []
+        """Return the values from which segments are made in this step; None if the next step makes new segments."""
+        rows, state, no_state = list(self._rows.values()), self.optimizer.state, dict[str, Any]()
+        velocities = [state.get(row.parameter, no_state).get(self.velocity_key) for row in rows]
+        parts = [self.parts.get(row.parameter) for row in rows] if self.keeps_parts else []
         kind_of = {
-            key: (self.has_velocity(each), each.weight_decay != 0, each.nesterov)
+            key: (key, self.has_velocity(each), each.weight_decay != 0, each.nesterov)
             for key, each in self._constants.items()
         }
-        kinds = [kind_of[id(row.group)] for row in self._rows.values()]
-        return Sources(kinds, self._constants, [*parameters, *velocities, *parts])
+        kinds = [kind_of[id(row.group)] for row in rows]
+        for row, (_, has_velocity, *_), velocity in zip(rows, kinds, parts or velocities, strict=True):
+            if has_velocity and velocity is None and row.parameter.numel():
+                return None  # `segment` makes a velocity, and a later step may again be without it
+        return Sources(kinds, self._constants, [*(row.parameter for row in rows), *velocities, *parts])
 
     def refresh_(self, segments: Mapping[str, Constants]) -> None:
         """Write the constants of this step into the segments of an earlier one, by name."""

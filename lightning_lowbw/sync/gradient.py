@@ -178,7 +178,7 @@ class GradientSync(Synchronizer):
         if self.residuals and self.peers.num_participants == 1:
             raise ConfigurationError(
                 "The checkpoint keeps gradients that were not sent, and a single participant sends nothing. Resume on "
-                f"at least two {'nodes' if self.peers.is_two_level else 'ranks'}, or {WITHOUT_RESIDUALS}."
+                f"at least two {'nodes' if self.peers.num_ranks > 1 else 'ranks'}, or {WITHOUT_RESIDUALS}."
             )
         if self.residuals and self.plan.reduce == "all":
             raise ConfigurationError(

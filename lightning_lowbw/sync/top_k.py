@@ -321,6 +321,7 @@ class TopKExchange:
         """
         sources = Sources() if correction is None else correction.sources()
         if sources is None:
+            self._made_of, self._segments = (), {}
             return self._make_segments(parts, correction)
         gradients, sizes = [*filter(Tensor.numel, parts.values())], [*map(Tensor.numel, parts.values())]
         dtypes = [gradient.dtype for gradient in gradients]
@@ -400,14 +401,15 @@ class TopKExchange:
     def to(self, device: torch.device) -> None:
         """Move the residuals; the kernels' workspaces are made anew, except the thresholds."""
         self.residuals.to(device)
-        self.selection.thresholds, self._made_of = self.selection.thresholds, ()
+        self.selection.thresholds, self._made_of, self._segments = self.selection.thresholds, (), {}
         self.fault = None if self.fault is None else self.fault.to(device)
 
     def state_dict(self) -> dict[str, Any]:
         return {"thresholds": dict(self.selection.thresholds)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.selection.thresholds, self._made_of = state.get("thresholds", {}), ()  # none of another payload
+        self.selection.thresholds = state.get("thresholds", {})  # none of another payload
+        self._made_of, self._segments = (), {}
         self._flags = torch.empty(0, dtype=torch.bool)
 
 

@@ -252,6 +252,7 @@ def train_with_changes(keeps: bool, make: Callable[..., Optimizer], key: str) ->
     weights = []
     memory = {name: torch.empty_like(parameter) for name, parameter in parameters.items()}
     changes = {
+        1: lambda: optimizer.state.clear(),
         2: lambda: optimizer.param_groups[0].update(lr=0.01),
         3: lambda: optimizer.param_groups[1].update(weight_decay=0.1, nesterov=True),
         4: lambda: matrix.requires_grad_(False),
@@ -270,9 +271,11 @@ def train_with_changes(keeps: bool, make: Callable[..., Optimizer], key: str) ->
         19: lambda: matrix.data.copy_(0.5 * matrix.data),
         20: lambda: worker.to(torch.device("cpu")),
         21: lambda: optimizer.param_groups[0].update(maximize=True),
+        22: lambda: optimizer.param_groups[1].update(momentum=0.5, nesterov=False),
+        24: lambda: optimizer.param_groups[0]["params"].append(optimizer.param_groups[1]["params"].pop(0)),
     }
     segments, num_kept = None, 0
-    for step in range(24):
+    for step in range(26):
         changes.get(step, lambda: None)()
         if not keeps:
             worker.params._key = ()
@@ -304,6 +307,6 @@ MAKERS: dict[str, tuple[Callable[..., Optimizer], str]] = {
 def test_what_is_kept_between_steps_is_never_stale(name: str) -> None:
     make, key = MAKERS[name]
     (kept, num_kept), (anew, num_anew) = (train_with_changes(keeps, make, key) for keeps in (True, False))
-    assert len(kept) == 96
+    assert len(kept) == 104
     assert all(map(torch.equal, kept, anew))
     assert (num_kept > 5, num_anew) == (True, 0), (num_kept, num_anew)
