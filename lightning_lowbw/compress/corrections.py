@@ -110,8 +110,8 @@ class ErrorFeedback:
 
     def sources(self) -> Sources | None:
         """Return the values from which segments are made in this step; None if the next step makes new segments."""
-        rows, state, no_state = list(self._rows.values()), self.optimizer.state, dict[str, Any]()
-        velocities = [state.get(row.parameter, no_state).get(self.velocity_key) for row in rows]
+        rows, state = list(self._rows.values()), self.optimizer.state
+        velocities = [(state.get(row.parameter) or {}).get(self.velocity_key) for row in rows]
         parts = [self.parts.get(row.parameter) for row in rows] if self.keeps_parts else []
         kind_of = {
             key: (key, self.has_velocity(each), each.weight_decay != 0, each.nesterov)

@@ -133,6 +133,7 @@ class Twice(SGD):
         return super().step(closure)
 
 
+@pytest.mark.fault
 @pytest.mark.parametrize("name", ["dgc", "int8", "powersgd"])
 @on_ranks(2)
 def test_a_closure_that_is_called_twice_is_refused_where_gradients_are_kept_back(name: str) -> None:
