@@ -260,7 +260,7 @@ def is_compressible(parameter: Tensor) -> bool:
 
 
 def check_shapes(saved: Mapping[str, Sequence[int]], tensors: Mapping[str, Tensor]) -> None:
-    """Check that the shapes in a state, by name, are those of the tensors.
+    """Check that the tensors have the shapes that a state has saved, by name.
 
     Raises:
         ConfigurationError: one is missing, or has another shape.

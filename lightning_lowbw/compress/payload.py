@@ -34,7 +34,7 @@ class Message(NamedTuple):
 class Payload(ABC):
     """The part of a signal that is sent: the base of frozen dataclasses, which are registered when they are defined.
 
-    The defaults are those of a payload that compresses every tensor and keeps back the elements that it does not send.
+    By default a payload compresses every tensor, and keeps back the elements that it does not send.
 
     Attributes:
         key: its name in a file, ``{payload: top_k}``; the argument of the class statement.

@@ -58,8 +58,8 @@ class Arrived(NamedTuple):
     """The content of the messages of all ranks.
 
     Attributes:
-        mean: of what the payload compresses.
-        status: the sum of the statuses; empty where none was given.
+        mean: the mean of the tensors that the payload compresses.
+        status: the sum of the statuses; empty if none was sent.
         whole: means of the tensors that were sent whole in this message: `wide_dtype`, in the shapes of the tensors.
     """
 
@@ -131,7 +131,7 @@ class Exchange(Protocol):
     payload: Any
 
     def prepare(self, signal: Signal, correction: ErrorFeedback | None = None) -> Prepared:
-        """Begin an exchange; communicates nothing.
+        """Choose the elements to send; communicates nothing.
 
         In place:
             The residuals.
@@ -144,7 +144,7 @@ class Exchange(Protocol):
         ...
 
     def to(self, device: torch.device) -> None:
-        """Move what is kept."""
+        """Move the state of the exchange."""
         ...
 
     def state_dict(self) -> dict[str, Any]:

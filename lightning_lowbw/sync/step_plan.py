@@ -1,4 +1,4 @@
-"""What one step of one optimizer does, decided once: drivers make the plan, strategies and plain loops read it."""
+"""The plan of one step of one optimizer: a driver makes it once per step, strategies and plain loops read it."""
 
 from __future__ import annotations
 

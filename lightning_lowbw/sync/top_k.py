@@ -279,7 +279,7 @@ class TopKExchange:
         self._segments: dict[str, Segment] = {}
         self._made_of: tuple[Any, ...] = ()
         self._constants: Mapping[int, Any] = {}
-        self._flags = torch.empty(0, dtype=torch.bool)  # one per tensor, and views of these flags
+        self._flags = torch.empty(0, dtype=torch.bool)  # a flag per tensor, and views of the flags
         self._views: tuple[Tensor, ...] = ()
 
     def prepare(self, signal: Signal, correction: ErrorFeedback | None = None) -> Prepared:
@@ -309,11 +309,11 @@ class TopKExchange:
         masks = correction is not None and correction.clears
         selected = dict(zip(segments, self.selection.compress_(segments, masking=masks), strict=True))
         for segment in segments.values():
-            segment.gradient, segment.other_parts = _NOTHING, ()  # memory: they are kept
+            segment.gradient, segment.other_parts = _NOTHING, ()  # memory: the next step may reuse the segments
         return Prepared(partial(self._send, selected, whole), None if correction is None else (names, self._flags))
 
     def _segments_of(self, parts: Mapping[str, Tensor], correction: ErrorFeedback | None) -> dict[str, Segment]:
-        """Return the segments of tensors with elements: those of the last step, if only gradients or constants differ.
+        """Return the segments of tensors with elements; reuse the last step's if only gradients or constants differ.
 
         Args:
             parts: this rank's part of each tensor, contiguous.
@@ -345,8 +345,8 @@ class TopKExchange:
         if correction is not None:
             device = next(iter(parts.values())).device
             if self._flags.numel() != len(parts) or self._flags.device != device:
-                # They stay in one place, because a table of the kernels has their addresses. Nothing clears a flag: it
-                # ends the training.
+                # Flags stay in one place, because a table of the kernels has their addresses. Nothing clears a flag:
+                # a fault ends the training.
                 self._flags = torch.zeros(len(parts), dtype=torch.bool, device=device)
                 self._views = self._flags.unbind()
             flags = self._views
@@ -373,7 +373,7 @@ class TopKExchange:
 
         Wire:
             `TopK.nbytes` of this rank's parts, padded to the longest of the ranks of a node; then the status, and this
-            rank's part of the whole tensors (`Beside`). An all-gather, on two levels another one inside the node.
+            rank's part of the whole tensors (`Beside`). An all-gather; on two levels also one inside the node.
 
         Args:
             selected: elements by tensor, already subtracted from the residual; empty parts are absent.
@@ -610,7 +610,7 @@ class Decoded:
 
         Args:
             arrival: of the tensor.
-            mean: float32, the same in all of these calls; `arrival.out` if that is float32.
+            mean: float32, the same tensor in every call for a tensor; `arrival.out` if that is float32.
         """
         positions, values = self.positions[0], self.values[0]
         if self.first == 0:
