@@ -98,7 +98,7 @@ class Part:
 
 KERNELS = (
     *("tests/gpu/test_kernels.py", "tests/kernels/test_reference.py", "tests/kernels/test_tensors.py"),
-    *("tests/compress/test_values.py", "tests/comm/test_collectives.py"),
+    *("tests/payloads/test_values.py", "tests/comm/test_collectives.py"),
 )
 TRAININGS = "tests/gpu/test_gpu.py"
 LIGHTNING = "tests/gpu/test_lightning.py"

@@ -26,11 +26,11 @@ from torch.nn import functional as F
 
 from benchmarks.harness import RESULTS, describe_environment
 from benchmarks.models import WORKLOADS
-from lightning_lowbw.compress.codec import VALUE_FORMATS, pack, unpack
-from lightning_lowbw.compress.selection import Selection
 from lightning_lowbw.kernels import dispatch
 from lightning_lowbw.kernels.reference import Segment, scatter_mean_
 from lightning_lowbw.kernels.tensors import NUM_SAMPLED, checksum
+from lightning_lowbw.payloads.codec import VALUE_FORMATS, pack, unpack
+from lightning_lowbw.payloads.selection import Selection
 from lightning_lowbw.presets import Compression
 
 WORKLOAD = WORKLOADS["transformer-10M"]

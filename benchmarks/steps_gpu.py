@@ -60,10 +60,10 @@ from benchmarks.ops_gpu import (
 from lightning_lowbw import DGC, LocalSGD, Method, PowerSGD, QuantizedGradients, Strategy
 from lightning_lowbw.kernels.gpu import NUM_RANGES
 from lightning_lowbw.kernels.tensors import device_of
+from lightning_lowbw.payloads.top_k import DECODED_BYTES, ELEMENT_BYTES
 from lightning_lowbw.presets import preset
 from lightning_lowbw.sync.gradient import GradientSync
 from lightning_lowbw.sync.local import LocalSync
-from lightning_lowbw.sync.top_k import DECODED_BYTES, ELEMENT_BYTES
 from tests.shapes import resnet50_shapes
 
 NUM_RANKS, K_STEPS = 8, 2

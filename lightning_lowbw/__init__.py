@@ -7,7 +7,6 @@ Importing this package makes the strategies known to Lightning by name, `Trainer
 from lightning_lowbw import namespaces  # first: it may change what the next ones are built on
 from lightning_lowbw.callbacks.schedules import AveragingSchedule, SparsityWarmup
 from lightning_lowbw.comm.topology import Topology, Where
-from lightning_lowbw.compress.payload import Whole
 from lightning_lowbw.errors import (
     ConfigurationError,
     DisagreementError,
@@ -15,6 +14,10 @@ from lightning_lowbw.errors import (
 )
 from lightning_lowbw.method import Method
 from lightning_lowbw.muon import MuonAdamW
+from lightning_lowbw.payloads.low_rank import LowRank
+from lightning_lowbw.payloads.payload import Whole
+from lightning_lowbw.payloads.quantized import Quantized
+from lightning_lowbw.payloads.top_k import TopK
 from lightning_lowbw.presets import (
     DGC,
     AdaptiveLocalSGD,
@@ -39,10 +42,7 @@ from lightning_lowbw.strategies import (
 )
 from lightning_lowbw.strategies.names import NAMES, OF_GROUPS, OF_SHARDS
 from lightning_lowbw.strategies.traffic_monitor import TrafficMonitor
-from lightning_lowbw.sync.low_rank import LowRank
-from lightning_lowbw.sync.quantized import Quantized
 from lightning_lowbw.sync.state import merge_states
-from lightning_lowbw.sync.top_k import TopK
 
 __version__ = "0.2.0"
 

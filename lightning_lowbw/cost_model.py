@@ -59,9 +59,9 @@ from lightning_lowbw.comm.collectives import all_gather_bytes, all_gather_rounds
 from lightning_lowbw.comm.link import Link
 from lightning_lowbw.comm.peers import BUCKET_BYTES, is_apart
 from lightning_lowbw.comm.topology import Where
-from lightning_lowbw.compress.params import small_numel
-from lightning_lowbw.compress.payload import FLOAT_BYTES, Message, Shapes, Whole
 from lightning_lowbw.method import Method
+from lightning_lowbw.payloads.params import small_numel
+from lightning_lowbw.payloads.payload import FLOAT_BYTES, Message, Shapes, Whole
 from lightning_lowbw.presets import QuantizedGradients
 from lightning_lowbw.schedules.every_step import EveryStep
 from lightning_lowbw.sync.early import share_begun_early

@@ -8,14 +8,14 @@ from typing import Any
 
 from lightning_lowbw.arguments import arguments_of, from_mapping, names_arguments, shows, sorted_into
 from lightning_lowbw.comm.topology import Algorithm, TopologyChoice, Where
-from lightning_lowbw.compress.payload import Whole
 from lightning_lowbw.errors import ConfigurationError
 from lightning_lowbw.method import Method
+from lightning_lowbw.payloads.low_rank import LowRank
+from lightning_lowbw.payloads.payload import Whole
+from lightning_lowbw.payloads.quantized import Quantized
+from lightning_lowbw.payloads.top_k import TopK
 from lightning_lowbw.schedules.every_k import AUTO, EveryK, Rule
 from lightning_lowbw.schedules.every_step import EveryStep
-from lightning_lowbw.sync.low_rank import LowRank
-from lightning_lowbw.sync.quantized import Quantized
-from lightning_lowbw.sync.top_k import TopK
 
 # As in the paper and in PaddlePaddle Fleet: 99.9 % is kept back.
 DGC_SPARSITY = (0.999,)

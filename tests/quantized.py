@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lightning_lowbw.sync.quantized import QuantizedFormat
+from lightning_lowbw.payloads.quantized import QuantizedFormat
 
 
 def encode(value_format: QuantizedFormat, vectors: Tensor) -> Tensor:

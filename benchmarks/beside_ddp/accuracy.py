@@ -45,12 +45,12 @@ from lightning_lowbw import cost_model as rule
 from lightning_lowbw.comm.collectives import all_reduce_bytes, all_reduce_rounds
 from lightning_lowbw.comm.echoes import echo
 from lightning_lowbw.comm.link import Link
-from lightning_lowbw.compress.params import MOST_NUMEL, small_numel
-from lightning_lowbw.compress.payload import Shapes
 from lightning_lowbw.cost_model import DENSITIES, Measured
+from lightning_lowbw.payloads.params import MOST_NUMEL, small_numel
+from lightning_lowbw.payloads.payload import Shapes
+from lightning_lowbw.payloads.top_k import TopK
 from lightning_lowbw.strategies import auto_choice
 from lightning_lowbw.strategies.auto_choice import SAMPLE, SMALL, time_exchange
-from lightning_lowbw.sync.top_k import TopK
 
 FIXED = {"rampup_begin_step": 0, "rampup_step": 1, "sparsity": [0.999]}
 METHODS = ("ddp", "dgc 99.9 %", "auto")

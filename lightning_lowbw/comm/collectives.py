@@ -128,7 +128,7 @@ def reduce_scatter_bytes(nbytes: int, num_ranks: int) -> int:
 
 
 def sent_bytes(messages: Iterable[tuple[str, int]], num_ranks: int) -> int:
-    """Return the bytes a rank sends between participants, for `compress.payload.Message`s."""
+    """Return the bytes a rank sends between participants, for `payloads.payload.Message`s."""
     formulas = {"all_reduce": all_reduce_bytes, "all_gather": all_gather_bytes, "all_to_all": all_gather_bytes}
     return sum(formulas[kind](nbytes, num_ranks) for kind, nbytes, *_ in messages if kind in formulas)
 

@@ -321,7 +321,7 @@ def take_kernel(residual, masked, positions, limit, values):
             masked[place] = 0
 
 
-# The code of positions, see `compress.codec`: `fields` has a row per tensor, of `table.Field`.
+# The code of positions, see `payloads.codec`: `fields` has a row per tensor, of `table.Field`.
 
 
 @kernel
@@ -421,7 +421,7 @@ def average_kernel(out, weight, rate, positions, values, first, count):
                     mean[place] = 0
 
 
-# Integers with a scale per block, see `sync.quantized`.
+# Integers with a scale per block, see `payloads.quantized`.
 
 SCALED, HALF = 128, 16  # values of a block; bits between bfloat16 and float32
 
@@ -551,7 +551,7 @@ def take_(residual: Tensor, masked: Tensor | None, positions: Tensor) -> Tensor:
 
 
 def pack_(positions: Tensor, fields: Tensor, width: int, unary_bits: int, words: Tensor) -> None:
-    """Write the positions of all tensors into `words`, zeros before; see `compress.codec.pack`."""
+    """Write the positions of all tensors into `words`, zeros before; see `payloads.codec.pack`."""
     pack_kernel(positions.numpy(), fields.numpy(), width, unary_bits, words.numpy().view(np.uint32))
 
 

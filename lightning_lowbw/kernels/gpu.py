@@ -168,13 +168,13 @@ def pack(
     coded: CodedValues,
     residuals: Sequence[Tensor] | None,
 ) -> None:
-    """Write positions and values into a message: one launch. Twin of `compress.codec.pack`.
+    """Write positions and values into a message: one launch. Twin of `payloads.codec.pack`.
 
     In place:
         `message`: the positions, and values that are floats; the residuals, to which rounding errors are added.
 
     Args:
-        positions: int64, shape (elements,); see `compress.codec.pack`.
+        positions: int64, shape (elements,); see `payloads.codec.pack`.
         values: float32, of the same shape.
         fields: table of `Field`: int64, shape (tensors, columns).
         layout: low bits of an element, and bits of the unary part.
@@ -200,7 +200,7 @@ def unpack(
     num_elements: int,
     coded: CodedValues,
 ) -> tuple[Tensor, Tensor]:
-    """Read positions and values of some tensors in several messages. Twin of `compress.codec.unpack`.
+    """Read positions and values of some tensors in several messages. Twin of `payloads.codec.unpack`.
 
     Positions outside of their tensors, for which its twin raises an error, are clamped: the next kernel writes there.
 
@@ -310,7 +310,7 @@ def _tile_owners(shapes: tuple[tuple[int, int], ...], device: torch.device) -> T
 def encode_(table: JoinedTable, message: Tensor, size: int, code: Code, flags: Tensor) -> None:
     """Write signals plus residuals, all tensors as one vector, into a message; keep the rounding errors: one launch.
 
-    Twin of `sync.quantized.InRanges`.
+    Twin of `payloads.quantized.InRanges`.
 
     In place:
         The message; the residuals, if the table has some; the flags of tensors with an inf or NaN, and the last flag if

@@ -1,7 +1,7 @@
 """The arithmetic of deep gradient compression on one tensor, in plain torch: the specification of every faster twin.
 
 Source: Lin et al., "Deep Gradient Compression", arXiv 1712.01887. The equations below have the numbers of the
-PaddlePaddle Fleet document, which follows the paper. Nothing here communicates. `compress.selection` finds the
+PaddlePaddle Fleet document, which follows the paper. Nothing here communicates. `payloads.selection` finds the
 thresholds.
 """
 
@@ -36,7 +36,7 @@ class SecondMoment:
         square: q, of as many elements as the gradient; float32, bfloat16 or float16.
         largest: the largest q so far, which takes its place under a root (amsgrad); None without.
         beta2: b2.
-        share: of a gradient's square; 1/N, see `compress.corrections`.
+        share: of a gradient's square; 1/N, see `payloads.corrections`.
         eps: see above.
         corrections: 1 - b1^t and 1 - b2^t, with t the steps including this one.
     """
@@ -391,9 +391,9 @@ def _largest_of_rows(rows: Tensor, k: int) -> Tensor:
 def take_(residual: Tensor, masked: Tensor | None, positions: Tensor) -> Tensor:
     """Take elements out of a residual, and clear the velocity there: momentum factor masking.
 
-    ``v = v * not Mask; u = u * not Mask`` (eq. 9). `compress.codec` puts the rounding errors of the wire format back
+    ``v = v * not Mask; u = u * not Mask`` (eq. 9). `payloads.codec` puts the rounding errors of the wire format back
     into v: sent + residual is the corrected gradient, to the bit where a value was rounded by less than a factor of two
-    (so float32 subtracts it exactly), as all formats of `compress.codec` do in their range.
+    (so float32 subtracts it exactly), as all formats of `payloads.codec` do in their range.
 
     In place:
         `residual` and `masked`.
@@ -524,7 +524,7 @@ def average_many_(
             out.copy_(mean)
 
 
-# Integers with a scale per block, see `sync.quantized` ---------------------------------------------------------
+# Integers with a scale per block, see `payloads.quantized` ---------------------------------------------------------
 
 
 def largest_integer(bits: int) -> int:
@@ -586,7 +586,7 @@ def _blocks_of(vectors: Tensor) -> Tensor:
     return torch.nn.functional.pad(vectors, (0, -numel % SCALED)).view(num_vectors, -(-numel // SCALED), SCALED)
 
 
-# Tensors as one vector, in few bits per value, see `sync.quantized` ---------------------------------------------------
+# Tensors as one vector, in few bits per value, see `payloads.quantized` -----------------------------------------------
 
 Code = int | torch.dtype  # bits of integers with scales, or a float type
 

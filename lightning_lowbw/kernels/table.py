@@ -30,7 +30,7 @@ BINS = 1 << 11  # values of the widest digit
 # The share of the k-th magnitude's growth that the threshold follows: from one step to the next this grows less. A
 # threshold that does not follow has four times as many candidates in the next step, for some times 1 / density steps.
 FOLLOWED = 0.8
-LEVELS_SHIFT = 7  # values of a block of levels, see `compress.codec`
+LEVELS_SHIFT = 7  # values of a block of levels, see `payloads.codec`
 ALIGNMENT_BYTES, ALIGNMENT_NUMEL = 16, 8  # of the widest load; elements in it, of the narrowest dtype
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -63,7 +63,7 @@ GRADIENT = TableRow._fields.index("gradient")
 
 
 class Field(NamedTuple):
-    """A tensor of a message, see `compress.codec`; in elements."""
+    """A tensor of a message, see `payloads.codec`; in elements."""
 
     num_sent: int
     first: int  # the number of its first sent element, counted over all tensors

@@ -315,7 +315,7 @@ def choose_kernel(
 
     The first turn estimates a new threshold if the tensor's threshold did not fit: the histogram tells how many
     elements reach which magnitude. The last turn, SHIFT 0, steers a threshold that did fit, as
-    `compress.selection.SampledSelector` does: along the power law through the threshold and the k-th magnitude, and by
+    `payloads.selection.SampledSelector` does: along the power law through the threshold and the k-th magnitude, and by
     the growth of the k-th magnitude since the last step (`last_kth`).
 
     Grid: (tensors,). Leaves zeros in `bins`.
@@ -461,7 +461,7 @@ def chunks_kernel(values, positions, numel: tl.int64, chunk: tl.int64, k, k_last
 
 @triton.jit
 def level_of(words, extremes, first_code, element, inside, BITS: tl.constexpr):
-    """Return values that are a sign and a level, as `compress.codec.LevelFormat.decode` does.
+    """Return values that are a sign and a level, as `payloads.codec.LevelFormat.decode` does.
 
     `extremes`: the words with the extremes of the elements' blocks; `first_code`: the byte of the message where the
     codes begin.
@@ -484,7 +484,7 @@ def pack_kernel(
     fields, positions, values, residuals, words, first_value: tl.int64, first_code: tl.int64, width: tl.int64,
     unary_bits: tl.int64, limit, V: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Write the positions of selected elements in Elias-Fano code, as `compress.codec.pack` does, and their values.
+    """Write the positions of selected elements in Elias-Fano code, as `payloads.codec.pack` does, and their values.
 
     The values are rounded to V, and written from the `first_value`-th V of the message on; levels of BITS bits have
     been written before. Rounding errors are added to the residuals, whose addresses are `residuals`: 0 for none.
@@ -551,7 +551,7 @@ def unpack_kernel(
     first_value: tl.int64, first_code: tl.int64, width: tl.int64, unary_bits: tl.int64, first_bit: tl.int64,
     end_bit: tl.int64, num_tensors, V: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr, TENSORS: tl.constexpr,
 ):  # fmt: skip
-    """Read the positions of some tensors in several messages, as `compress.codec.unpack` does, and the values.
+    """Read the positions of some tensors in several messages, as `payloads.codec.unpack` does, and the values.
 
     Grid: (blocks of words, messages). The bits from `first_bit` to `end_bit` of the unary part belong to these tensors,
     with `num_elements` ones; `ends` is the running sum of `num_ones`, which `ones_kernel` has counted. A message has
@@ -679,7 +679,7 @@ def apply_kernel(
                     tl.store(out + position, mean, mask=inside)
 
 
-# Tensors as one vector, in few bits per value, see `sync.quantized` --------------------------------------------
+# Tensors as one vector, in few bits per value, see `payloads.quantized` --------------------------------------------
 
 SCALED = tl.constexpr(reference.SCALED)  # values of a block
 INFINITE = tl.constexpr(0x7F800000)  # the bits of infinity; of NaN larger ones
@@ -741,7 +741,7 @@ def write_dense(
     values, message, blocks, columns, size, codes, largest, limit, tiny, V: tl.constexpr, BITS: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """Write values into a row of a message, in bytes, as `sync.quantized` does; return their rounding errors.
+    """Write values into a row of a message, in bytes, as `payloads.quantized` does; return their rounding errors.
 
     Beyond the size the values are zeros. Integers begin at the byte `codes`, behind the scales, which are bfloat16 and
     may begin at an odd byte. `largest`: integer, or number of a half type; `limit`: the bits of the largest scale.

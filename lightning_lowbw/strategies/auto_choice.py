@@ -21,7 +21,6 @@ from lightning_lowbw.comm.collectives import TrafficLedger, is_gloo
 from lightning_lowbw.comm.echoes import echo
 from lightning_lowbw.comm.link import Link, measure_link
 from lightning_lowbw.comm.peers import Peers
-from lightning_lowbw.compress.payload import Shapes
 from lightning_lowbw.cost_model import (
     DENSITIES,
     EVERY_STEP,
@@ -41,6 +40,7 @@ from lightning_lowbw.cost_model import (
 from lightning_lowbw.errors import ConfigurationError
 from lightning_lowbw.kernels.tensors import device_of
 from lightning_lowbw.method import Method
+from lightning_lowbw.payloads.payload import Shapes
 from lightning_lowbw.strategies.checks import num_steps_of_fit
 from lightning_lowbw.strategies.step_hooks import leaves_as_made, takes_as_made
 from lightning_lowbw.sync.gradient import GradientSync

@@ -27,6 +27,7 @@ from lightning_lowbw.comm.agreement import agree, failing_together
 from lightning_lowbw.comm.collectives import TrafficLedger
 from lightning_lowbw.errors import ConfigurationError
 from lightning_lowbw.method import Method
+from lightning_lowbw.payloads.quantized import Quantized
 from lightning_lowbw.strategies import checks
 from lightning_lowbw.strategies.auto_choice import OF_AUTO, AutoChoice
 from lightning_lowbw.strategies.keywords import Needs
@@ -37,7 +38,6 @@ from lightning_lowbw.sync.checks import warn_of_compression
 from lightning_lowbw.sync.kernels import prepare_kernels
 from lightning_lowbw.sync.local import LocalSync
 from lightning_lowbw.sync.plain_loop import eagerly, last_pre_hook
-from lightning_lowbw.sync.quantized import Quantized
 from lightning_lowbw.sync.synchronizer import Synchronizer
 
 T = TypeVar("T")

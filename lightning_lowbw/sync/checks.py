@@ -17,10 +17,10 @@ from torch.optim import Optimizer
 
 from lightning_lowbw.comm.agreement import agree, digest, failing_together
 from lightning_lowbw.comm.peers import Peers
-from lightning_lowbw.compress.params import Params, is_compressible
-from lightning_lowbw.compress.payload import Payload
 from lightning_lowbw.errors import ConfigurationError, DisagreementError
 from lightning_lowbw.kernels.tensors import checksum
+from lightning_lowbw.payloads.params import Params, is_compressible
+from lightning_lowbw.payloads.payload import Payload
 from lightning_lowbw.schedules.schedule import Schedule
 
 LAUNCHED = ("WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")  # by torchrun, srun, mpirun

@@ -15,8 +15,8 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from lightning_lowbw.compress.params import Row
-from lightning_lowbw.sync.exchange import Pending
+from lightning_lowbw.payloads.exchange import Pending
+from lightning_lowbw.payloads.params import Row
 
 NUM_GROUPS = 8  # the last group is not hidden; each group costs the host some launches
 LEAST_NUMEL = 1 << 18  # elements of a group, below which a message is mostly latency

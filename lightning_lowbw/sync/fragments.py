@@ -15,9 +15,9 @@ from torch.nn import Parameter
 from lightning_lowbw.comm.peers import Peers
 from lightning_lowbw.errors import ConfigurationError, DisagreementError, NonFiniteGradientError
 from lightning_lowbw.kernels.tensors import copy_all_
+from lightning_lowbw.payloads.exchange import Pending
 from lightning_lowbw.schedules.every_k import balance
 from lightning_lowbw.sync.checks import raise_at_other_batches
-from lightning_lowbw.sync.exchange import Pending
 from lightning_lowbw.sync.status import Fault, Faults, Status, status_message
 
 # Averages in progress ------------------------------------------------------------------------------------------------

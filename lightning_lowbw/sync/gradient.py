@@ -36,17 +36,13 @@ from torch.optim import optimizer as torch_optimizer
 from torch.utils.hooks import RemovableHandle
 
 from lightning_lowbw.comm.peers import Peers, average_gradients_
-from lightning_lowbw.compress.corrections import ErrorFeedback, correction_for
-from lightning_lowbw.compress.params import Row, Rows, by_group
 from lightning_lowbw.errors import WITHOUT_RESIDUALS, ConfigurationError, DisagreementError
 from lightning_lowbw.kernels.reference import are_not_finite
 from lightning_lowbw.kernels.table import JoinedTable
 from lightning_lowbw.kernels.tensors import copy_all_, copy_in_order_, part
-from lightning_lowbw.schedules.schedule import Schedule
-from lightning_lowbw.sync.beside import Gathered
-from lightning_lowbw.sync.checks import agree_on_end, compare_batches, raise_at_other_batches
-from lightning_lowbw.sync.early import Sent, groups_of, watching
-from lightning_lowbw.sync.exchange import (
+from lightning_lowbw.payloads.beside import Gathered
+from lightning_lowbw.payloads.corrections import ErrorFeedback, correction_for
+from lightning_lowbw.payloads.exchange import (
     Arrived,
     DenseMean,
     Faulty,
@@ -55,6 +51,10 @@ from lightning_lowbw.sync.exchange import (
     Prepared,
     WholeExchange,
 )
+from lightning_lowbw.payloads.params import Row, Rows, by_group
+from lightning_lowbw.schedules.schedule import Schedule
+from lightning_lowbw.sync.checks import agree_on_end, compare_batches, raise_at_other_batches
+from lightning_lowbw.sync.early import Sent, groups_of, watching
 from lightning_lowbw.sync.state import check_gradients, gradient_state, load_gradients_
 from lightning_lowbw.sync.status import (
     Fault,

@@ -23,14 +23,14 @@ from lightning_lowbw.comm.agreement import gather
 from lightning_lowbw.comm.echoes import echo
 from lightning_lowbw.comm.peers import Peers
 from lightning_lowbw.comm.topology import Where
-from lightning_lowbw.compress.params import LEAST_NUMEL
-from lightning_lowbw.compress.payload import Payload
-from lightning_lowbw.compress.selection import SampledSelector
 from lightning_lowbw.kernels import dispatch
 from lightning_lowbw.kernels.table import GPU_BLOCK, JoinedTable
 from lightning_lowbw.namespaces import LOGGER
+from lightning_lowbw.payloads.beside import Gathered
+from lightning_lowbw.payloads.params import LEAST_NUMEL
+from lightning_lowbw.payloads.payload import Payload
+from lightning_lowbw.payloads.selection import SampledSelector
 from lightning_lowbw.schedules.every_step import EveryStep
-from lightning_lowbw.sync.beside import Gathered
 from lightning_lowbw.sync.gradient import GradientSync
 from lightning_lowbw.sync.synchronizer import Synchronizer
 

@@ -35,10 +35,10 @@ from torch.optim import Optimizer
 
 from lightning_lowbw.comm.agreement import agree
 from lightning_lowbw.comm.peers import Peers, average_gradients_
-from lightning_lowbw.compress.payload import FLOAT_BYTES
 from lightning_lowbw.errors import ConfigurationError
 from lightning_lowbw.kernels.reference import are_not_finite
 from lightning_lowbw.kernels.tensors import Rates, as_real, device_of, download, laid_out, part, relative_distance
+from lightning_lowbw.payloads.payload import FLOAT_BYTES
 from lightning_lowbw.schedules.every_k import EveryK, Period, RunningLoss, steps_before
 from lightning_lowbw.sync.checks import (
     agree_on_end,

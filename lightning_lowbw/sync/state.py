@@ -17,11 +17,11 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from lightning_lowbw.comm.peers import Peers, part_of
-from lightning_lowbw.compress.corrections import ErrorFeedback
-from lightning_lowbw.compress.params import Params, check_shapes
 from lightning_lowbw.errors import WITHOUT_RESIDUALS, ConfigurationError
 from lightning_lowbw.kernels.tensors import CPU, Order, as_real, device_of, order_of, saved
-from lightning_lowbw.sync.exchange import Exchange
+from lightning_lowbw.payloads.corrections import ErrorFeedback
+from lightning_lowbw.payloads.exchange import Exchange
+from lightning_lowbw.payloads.params import Params, check_shapes
 from lightning_lowbw.sync.fragments import differing
 from lightning_lowbw.sync.replica import COPY, Replica
 

@@ -16,13 +16,13 @@ from torch.optim import LBFGS, Optimizer
 from lightning_lowbw.comm.collectives import all_reduce_
 from lightning_lowbw.comm.peers import Peers
 from lightning_lowbw.comm.topology import Where
-from lightning_lowbw.compress.corrections import ErrorFeedback
-from lightning_lowbw.compress.params import Params
-from lightning_lowbw.compress.payload import Payload
 from lightning_lowbw.errors import ConfigurationError
+from lightning_lowbw.payloads.corrections import ErrorFeedback
+from lightning_lowbw.payloads.exchange import Exchange, WholeExchange
+from lightning_lowbw.payloads.params import Params
+from lightning_lowbw.payloads.payload import Payload
 from lightning_lowbw.schedules.schedule import Schedule
 from lightning_lowbw.sync.checks import raise_at_other_batches
-from lightning_lowbw.sync.exchange import Exchange, WholeExchange
 from lightning_lowbw.sync.status import (
     SAVE,
     STOP,

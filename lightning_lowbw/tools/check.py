@@ -29,9 +29,9 @@ from lightning_lowbw.comm.link import Link, measure_link
 from lightning_lowbw.comm.peers import Peers
 from lightning_lowbw.comm.topology import Topology, discover
 from lightning_lowbw.cost_model import Run
+from lightning_lowbw.payloads.quantized import Quantized
 from lightning_lowbw.presets import DGC
 from lightning_lowbw.sync.kernels import what_fails
-from lightning_lowbw.sync.quantized import Quantized
 from lightning_lowbw.tools.plan import Plan, make_cluster, shapes_of
 
 PACKAGES = ("lightning-lowbw", "torch", "lightning", "pytorch-lightning", "triton", "numba")

@@ -17,7 +17,6 @@ from lightning_lowbw import cli
 from lightning_lowbw.arguments import check_one_of, is_count, is_number
 from lightning_lowbw.comm.link import Link
 from lightning_lowbw.comm.topology import Where
-from lightning_lowbw.compress.params import small_numel
 from lightning_lowbw.cost_model import (
     CANDIDATES,
     FAST,
@@ -37,9 +36,10 @@ from lightning_lowbw.cost_model import (
 )
 from lightning_lowbw.errors import ConfigurationError
 from lightning_lowbw.method import Method
+from lightning_lowbw.payloads.params import small_numel
+from lightning_lowbw.payloads.top_k import TopK
 from lightning_lowbw.presets import preset
 from lightning_lowbw.schedules.every_step import EveryStep
-from lightning_lowbw.sync.top_k import TopK
 
 SIDE = 1024  # of the matrices that stand for a model if only its number of parameters is known
 EVERY_K = ("local_sgd", "diloco", "streaming_diloco", "sparse_loco")

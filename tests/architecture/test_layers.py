@@ -25,8 +25,8 @@ ROOT = Path(lowbw.__file__).parent
 MODULES = sorted(path.relative_to(ROOT) for path in ROOT.rglob("*.py"))
 
 # What each folder may import beside itself:
-# errors <- kernels <- compress, schedules <- comm <- sync <- method <- cost_model, strategies, callbacks.
-METHOD_PARTS = {"errors", "arguments", "namespaces", "schedules", "compress", "comm", "sync"}
+# errors <- kernels, schedules <- comm <- payloads <- sync <- method <- cost_model, strategies, callbacks.
+METHOD_PARTS = {"errors", "arguments", "namespaces", "schedules", "comm", "payloads", "sync"}
 BELOW: dict[str, set[str]] = {
     "errors": set(),
     "arguments": {"errors"},
@@ -34,9 +34,9 @@ BELOW: dict[str, set[str]] = {
     "kernels": {"errors"},
     "muon": {"errors"},
     "schedules": {"errors", "arguments"},
-    "compress": {"errors", "arguments", "kernels", "schedules"},
-    "comm": {"errors", "arguments", "kernels", "compress"},
-    "sync": {"errors", "arguments", "namespaces", "kernels", "schedules", "compress", "comm"},
+    "comm": {"errors", "arguments", "kernels"},
+    "payloads": {"errors", "arguments", "kernels", "schedules", "comm"},
+    "sync": {"errors", "arguments", "namespaces", "kernels", "schedules", "comm", "payloads"},
     "method": METHOD_PARTS,
     "presets": {"method", *METHOD_PARTS},
     "cost_model": {"method", "presets", *METHOD_PARTS},
@@ -54,8 +54,8 @@ FOREIGN: dict[str, set[str]] = {
     "kernels": {"lightning", "torch.distributed"},
     "muon": {"lightning", "torch.distributed"},
     "schedules": {"lightning", "torch.distributed", "time", "datetime", "os", "random", "socket"},
-    "compress": {"lightning", "torch.distributed", "time", "datetime", "os", "random", "socket"},
     "comm": {"lightning"},
+    "payloads": {"lightning", "torch.distributed", "time", "datetime", "os", "random", "socket"},
     "sync": {"lightning"},
     "method": {"lightning"},
     "cost_model": {"lightning"},

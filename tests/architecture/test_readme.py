@@ -11,7 +11,7 @@ import pytest
 from benchmarks.slow_link import Cell
 from lightning_lowbw import Compression
 from lightning_lowbw.comm.collectives import all_reduce_bytes
-from lightning_lowbw.sync.quantized import FORMATS
+from lightning_lowbw.payloads.quantized import FORMATS
 from tests.programs import ROOT
 
 README = (ROOT / "README.md").read_text()

@@ -11,7 +11,7 @@ from itertools import accumulate
 
 from lightning_lowbw import EveryK, EveryStep, LowRank, Quantized, TopK, Whole
 from lightning_lowbw.comm.collectives import all_gather_bytes, all_reduce_bytes
-from lightning_lowbw.sync.quantized import FORMATS
+from lightning_lowbw.payloads.quantized import FORMATS
 from tests.contract.rows import Row
 from tests.sync.problem import AWKWARD
 

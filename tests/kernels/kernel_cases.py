@@ -13,13 +13,13 @@ import pytest
 import torch
 
 from lightning_lowbw.comm.peers import fill_
-from lightning_lowbw.compress.codec import SparseCodec, layout_of
-from lightning_lowbw.compress.selection import SampledSelector
 from lightning_lowbw.kernels import dispatch, gpu, reference
 from lightning_lowbw.kernels.gpu import SELECT_BLOCK
 from lightning_lowbw.kernels.table import GPU_BLOCK, JoinedRow, JoinedTable, Workspace
 from lightning_lowbw.kernels.tensors import copy_all_
-from lightning_lowbw.sync.beside import Gathered
+from lightning_lowbw.payloads.beside import Gathered
+from lightning_lowbw.payloads.codec import SparseCodec, layout_of
+from lightning_lowbw.payloads.selection import SampledSelector
 from lightning_lowbw.sync.kernels import what_fails
 from tests.kernels.backend_cases import draw_vector
 from tests.kernels.bits import BFLOAT16, FLOAT16, FLOAT32, equal_bits

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_lowbw.compress.selection import num_selected
 from lightning_lowbw.kernels.reference import Segment
 from lightning_lowbw.kernels.table import FREE_ROOM, GPU_BLOCK, MOST_ROOM, Workspace
+from lightning_lowbw.payloads.selection import num_selected
 from tests.shapes import resnet50_shapes
 
 BYTES_PER_CANDIDATE = 16

@@ -11,10 +11,10 @@ from torch.optim import SGD, Adam, AdamW, Optimizer, RMSprop
 
 from lightning_lowbw.comm.echoes import echo
 from lightning_lowbw.method import Method
+from lightning_lowbw.payloads.top_k import TopK
 from lightning_lowbw.presets import DGC, LocalSGD, QuantizedGradients
 from lightning_lowbw.schedules.every_step import EveryStep
 from lightning_lowbw.sync.synchronizer import Synchronizer
-from lightning_lowbw.sync.top_k import TopK
 
 OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
     "momentum": lambda p: SGD([{"params": p[:1]}, {"params": p[1:], "weight_decay": 1e-4}], 0.1, 0.9, nesterov=True),

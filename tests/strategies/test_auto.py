@@ -29,10 +29,10 @@ from lightning_lowbw import (
 )
 from lightning_lowbw.comm.peers import Peers
 from lightning_lowbw.cost_model import Measured, Run
+from lightning_lowbw.payloads.quantized import PendingQuantized
 from lightning_lowbw.strategies import auto_choice, checks
 from lightning_lowbw.strategies.auto_choice import NUM_STEPS, medians, refusals
 from lightning_lowbw.sync import early
-from lightning_lowbw.sync.quantized import PendingQuantized
 from tests.measured import give_measured, make_measured
 from tests.ranks import on_ranks
 from tests.strategies.fits import At, same, saving, train, warned

@@ -14,10 +14,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import lightning_lowbw as lowbw
+from lightning_lowbw.payloads.quantized import PendingQuantized
 from lightning_lowbw.strategies import base
 from lightning_lowbw.sync import early
 from lightning_lowbw.sync.gradient import GradientSync
-from lightning_lowbw.sync.quantized import PendingQuantized
 from tests.oracle import OracleQuantized
 from tests.ranks import on_ranks
 from tests.strategies.fits import At, gathered, make, refusal, same, state_of, train, weights

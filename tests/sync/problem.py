@@ -21,8 +21,8 @@ from torch.optim import SGD, AdamW, Optimizer
 from lightning_lowbw import DGC, Method
 from lightning_lowbw.comm.agreement import digest
 from lightning_lowbw.comm.peers import part_of
-from lightning_lowbw.compress.codec import VALUE_FORMATS
 from lightning_lowbw.namespaces import LOGGER
+from lightning_lowbw.payloads.codec import VALUE_FORMATS
 from tests.oracle import OracleDGC, OracleLocalSGD, OracleSparseLoCo
 from tests.ranks import run_ranks
 

@@ -14,10 +14,10 @@ from torch.optim import Adam, AdamW
 
 from lightning_lowbw import DGC, Method
 from lightning_lowbw.comm.agreement import digest
-from lightning_lowbw.compress.corrections import AdamCorrection
-from lightning_lowbw.compress.params import Row
 from lightning_lowbw.kernels.reference import SecondMoment
-from lightning_lowbw.sync.top_k import TopK
+from lightning_lowbw.payloads.corrections import AdamCorrection
+from lightning_lowbw.payloads.params import Row
+from lightning_lowbw.payloads.top_k import TopK
 from tests.oracle import OracleAdam
 from tests.ranks import run_ranks
 from tests.sync import problem

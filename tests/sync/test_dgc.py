@@ -22,8 +22,8 @@ from lightning_lowbw import DGC, Method, PowerSGD, QuantizedGradients
 from lightning_lowbw.comm import peers
 from lightning_lowbw.comm.agreement import digest
 from lightning_lowbw.comm.peers import part_of
-from lightning_lowbw.compress.params import Rows
-from lightning_lowbw.sync import top_k
+from lightning_lowbw.payloads import top_k
+from lightning_lowbw.payloads.params import Rows
 from tests.ranks import on_ranks
 from tests.sync import problem
 from tests.sync.problem import AWKWARD, CLOSE, DENSE_THEN_SPARSE, DENSITIES, EXACT, FLAT, NODES, THREE, Nodes

@@ -18,9 +18,9 @@ from torch.optim import SGD, AdamW, Optimizer, RMSprop
 import lightning_lowbw as lowbw
 from lightning_lowbw.comm.agreement import digest
 from lightning_lowbw.comm.collectives import TensorWork
-from lightning_lowbw.sync import top_k
+from lightning_lowbw.payloads import top_k
+from lightning_lowbw.payloads.quantized import FORMATS
 from lightning_lowbw.sync.local_view import agree_in_node
-from lightning_lowbw.sync.quantized import FORMATS
 from tests.ranks import on_ranks
 from tests.sync import problem
 from tests.sync.problem import FLAT, MOMENTUM, NODES, OF_REPLICAS, Nodes, message_of, same_on_all, take_step

@@ -18,11 +18,11 @@ from torch.optim import AdamW
 from lightning_lowbw.comm.link import Link
 from lightning_lowbw.cost_model import Measured
 from lightning_lowbw.kernels import dispatch
+from lightning_lowbw.payloads.quantized import Quantized
+from lightning_lowbw.payloads.top_k import TopK
 from lightning_lowbw.presets import DGC, LocalSGD, QuantizedGradients
 from lightning_lowbw.strategies.auto_choice import measure
 from lightning_lowbw.sync import kernels
-from lightning_lowbw.sync.quantized import Quantized
-from lightning_lowbw.sync.top_k import TopK
 from tests.kernels.workers import OPTIMIZERS
 from tests.ranks import run_ranks
 

@@ -29,18 +29,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lightning_lowbw.comm.collectives import SideQueue, TrafficLedger
 from lightning_lowbw.comm.peers import Peers, TwoLevelPeers
 from lightning_lowbw.comm.topology import Topology
-from lightning_lowbw.compress import codec as positions
 from lightning_lowbw.kernels import dispatch, gpu, tensors
 from lightning_lowbw.method import Method
+from lightning_lowbw.payloads import codec as positions
+from lightning_lowbw.payloads import low_rank
+from lightning_lowbw.payloads.quantized import FORMATS, Quantized, QuantizedExchange
 from lightning_lowbw.presets import DGC, Compression, LocalSGD, PowerSGD, QuantizedGradients
 from lightning_lowbw.strategies.step_hooks import exchange_unscaled_
-from lightning_lowbw.sync import low_rank
 from lightning_lowbw.sync.buffers import ReplicaBuffers, specs_of, wide_copies
 from lightning_lowbw.sync.early import NUM_GROUPS
 from lightning_lowbw.sync.gradient import GradientSync
 from lightning_lowbw.sync.local import LocalSync
 from lightning_lowbw.sync.local_view import agree_in_node
-from lightning_lowbw.sync.quantized import FORMATS, Quantized, QuantizedExchange
 from lightning_lowbw.sync.replica import Replica
 from tests.shapes import resnet50_shapes, transformer_shapes
 

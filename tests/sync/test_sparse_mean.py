@@ -11,8 +11,8 @@ from torch import Tensor
 
 from lightning_lowbw.kernels import dispatch
 from lightning_lowbw.kernels.reference import largest
-from lightning_lowbw.sync import top_k
-from lightning_lowbw.sync.top_k import ELEMENT_BYTES, Messages, SparseMean, TopK
+from lightning_lowbw.payloads import top_k
+from lightning_lowbw.payloads.top_k import ELEMENT_BYTES, Messages, SparseMean, TopK
 
 NUMELS = {"a": 90, "b": 18, "c": 400, "d": 4, "e": 64}
 NUM_PARTICIPANTS = 3

@@ -6,9 +6,9 @@ import math
 
 import pytest
 
-from lightning_lowbw.compress.params import small_numel
+from lightning_lowbw.payloads.params import small_numel
+from lightning_lowbw.payloads.top_k import ChunkLayout, TopK
 from lightning_lowbw.presets import Compression, as_compression
-from lightning_lowbw.sync.top_k import ChunkLayout, TopK
 
 
 def test_how_many_of_each_chunk_are_sent() -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_lowbw.compress.selection import ALIGNMENT, Residuals
+from lightning_lowbw.payloads.selection import ALIGNMENT, Residuals
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 NUMELS = {"a": 5, "empty": 0, "scalar": 1, "b": 200}

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_lowbw.compress.selection import SampledSelector, Selection
 from lightning_lowbw.kernels import dispatch, reference
 from lightning_lowbw.kernels.reference import Segment
+from lightning_lowbw.payloads.selection import SampledSelector, Selection
 from tests.kernels.bits import equal_bits
 
 NUMEL = 360 * 360  # above SampledSelector.SMALL

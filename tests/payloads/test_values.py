@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_lowbw.compress import codec
 from lightning_lowbw.kernels.reference import largest
+from lightning_lowbw.payloads import codec
 
 LEVELS = ["int8", "int4", "int2"]
 

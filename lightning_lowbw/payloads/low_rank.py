@@ -37,14 +37,14 @@ from torch import Tensor
 
 from lightning_lowbw.arguments import is_count, names_arguments
 from lightning_lowbw.comm.peers import MeanWork, Peers
-from lightning_lowbw.compress.corrections import ErrorFeedback
-from lightning_lowbw.compress.payload import FLOAT_BYTES, Message, Payload, Shapes
-from lightning_lowbw.compress.selection import Residuals
 from lightning_lowbw.errors import ConfigurationError
 from lightning_lowbw.kernels.reference import are_not_finite
 from lightning_lowbw.kernels.tensors import CPU, copy_all_, device_of, exact_products
+from lightning_lowbw.payloads.corrections import ErrorFeedback
+from lightning_lowbw.payloads.exchange import Arrived, DenseMean, Pending, Prepared, Signal
+from lightning_lowbw.payloads.payload import FLOAT_BYTES, Message, Payload, Shapes
+from lightning_lowbw.payloads.selection import Residuals
 from lightning_lowbw.schedules.schedule import Schedule
-from lightning_lowbw.sync.exchange import Arrived, DenseMean, Pending, Prepared, Signal
 
 # Most elements of the matrices that are multiplied together; a larger matrix is multiplied alone. A GPU takes many, for
 # few launches, with a copy of 64 MiB; a CPU takes them one by one, because memory bounds its time.

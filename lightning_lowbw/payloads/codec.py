@@ -17,8 +17,8 @@ data, so ranks would have to exchange sizes first.
 [unary part | low bits of every element], in words of 32, the first bit lowest.
 
 Values are floats, or a sign and a level between the extremes of a block. A level format ("int8", "int4";
-`sync.quantized` has other formats under these names) cuts the values of a tensor into blocks of LEVELS_BLOCK. For each
-block it sends the smallest and the largest magnitude, rounded outwards to bfloat16; for each value a sign and the
+`payloads.quantized` has other formats under these names) cuts the values of a tensor into blocks of LEVELS_BLOCK. For
+each block it sends the smallest and the largest magnitude, rounded outwards to bfloat16; for each value a sign and the
 number of the nearest of 128 or 8 levels between the two, which are equidistant in the bits of a float32. These bits,
 read as an integer, are a logarithm in straight pieces (its exponent, then its fraction): the values that top-k selects
 lie between a threshold and an open end, mostly near the threshold. A level is found with integers alone, so every

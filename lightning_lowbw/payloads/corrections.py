@@ -17,11 +17,11 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
-from lightning_lowbw.compress.params import Row
-from lightning_lowbw.compress.payload import Payload
 from lightning_lowbw.errors import ConfigurationError
 from lightning_lowbw.kernels.reference import Constants, OtherPart, SecondMoment
 from lightning_lowbw.kernels.tensors import Rates, copy_in_order_, cut, flat_in_order, in_order
+from lightning_lowbw.payloads.params import Row
+from lightning_lowbw.payloads.payload import Payload
 
 Group = dict[str, Any]
 SQUARES = ("exp_avg_sq", "max_exp_avg_sq")  # of Adam; the latter with amsgrad, a group's own

@@ -16,14 +16,14 @@ from lightning_lowbw import EveryK, EveryStep, Method, TopK
 from lightning_lowbw.arguments import names_arguments
 from lightning_lowbw.comm.link import Link
 from lightning_lowbw.comm.peers import Peers
-from lightning_lowbw.compress import payload
-from lightning_lowbw.compress.corrections import ErrorFeedback
-from lightning_lowbw.compress.payload import PAYLOADS, Message, Payload, Shapes
-from lightning_lowbw.compress.selection import Residuals
 from lightning_lowbw.cost_model import Cluster, cost_of
+from lightning_lowbw.payloads import payload
+from lightning_lowbw.payloads.corrections import ErrorFeedback
+from lightning_lowbw.payloads.exchange import Pending, Prepared, Signal, WholeExchange
+from lightning_lowbw.payloads.payload import PAYLOADS, Message, Payload, Shapes
+from lightning_lowbw.payloads.selection import Residuals
 from lightning_lowbw.presets import PRESETS, preset
 from lightning_lowbw.schedules.schedule import SCHEDULES, Schedule
-from lightning_lowbw.sync.exchange import Pending, Prepared, Signal, WholeExchange
 from tests.ranks import run_ranks
 from tests.sync import problem
 

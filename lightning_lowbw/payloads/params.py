@@ -14,10 +14,10 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from lightning_lowbw.arguments import names_of
-from lightning_lowbw.compress.payload import Payload
 from lightning_lowbw.errors import WITHOUT_RESIDUALS, ConfigurationError
 from lightning_lowbw.kernels.table import DTYPES
 from lightning_lowbw.kernels.tensors import Order, as_real, cut, has_gaps, order_of
+from lightning_lowbw.payloads.payload import Payload
 
 SMALL_SHARE, LEAST_NUMEL, MOST_NUMEL = 0.03, 1024, 16384  # see `small_numel`
 

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_lowbw.compress.codec import (
+from lightning_lowbw.kernels.reference import largest
+from lightning_lowbw.payloads.codec import (
     ALIGNMENT_BYTES,
     MAX_NUMEL,
     VALUE_FORMATS,
@@ -18,7 +19,6 @@ from lightning_lowbw.compress.codec import (
     pack,
     unpack,
 )
-from lightning_lowbw.kernels.reference import largest
 
 # Positions ------------------------------------------------------------------------------------------------------------
 

@@ -20,8 +20,8 @@ from torch.optim import SGD, AdamW
 from lightning_lowbw import ConfigurationError, LocalSGD, Method, QuantizedGradients
 from lightning_lowbw.comm.agreement import digest
 from lightning_lowbw.comm.peers import Peers, make_peers, part_of
-from lightning_lowbw.sync import quantized
-from lightning_lowbw.sync.quantized import Quantized, QuantizedExchange
+from lightning_lowbw.payloads import quantized
+from lightning_lowbw.payloads.quantized import Quantized, QuantizedExchange
 from tests.oracle import OracleFewBits, OracleQuantized
 from tests.ranks import on_ranks, run_ranks
 from tests.sync import problem

@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_lowbw.compress.codec import VALUE_NAMES, SparseCodec
 from lightning_lowbw.kernels import dispatch
+from lightning_lowbw.payloads.codec import VALUE_NAMES, SparseCodec
 
 SAID = r"damaged message|A message (of|with) -?\d+ "  # what an error must say
 COUNTS, NUMELS = [3, 0, 2, 40], [100, 7, 50, 300]

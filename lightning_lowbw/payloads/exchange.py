@@ -26,9 +26,9 @@ import torch
 from torch import Tensor
 
 from lightning_lowbw.comm.peers import MeanWork, Peers
-from lightning_lowbw.compress.corrections import ErrorFeedback
-from lightning_lowbw.compress.selection import Residuals
 from lightning_lowbw.kernels.tensors import copy_all_
+from lightning_lowbw.payloads.corrections import ErrorFeedback
+from lightning_lowbw.payloads.selection import Residuals
 
 Signal = Mapping[str, Tensor]
 Step = tuple[Tensor, Tensor | None, float]  # room, the weight that is stepped, the rate

@@ -18,7 +18,7 @@ Only messages are allocated in the vector's size.
 
 A linear format ("int8", "int4") cuts a vector into blocks of SCALED values. A block is sent as one scale and, for each
 value, the nearest integer in units of the scale. For dense values, mostly near zero, the linear format is closer than
-the logarithmic levels of `compress.codec`, which are made for the elements that top-k selects.
+the logarithmic levels of `payloads.codec`, which are made for the elements that top-k selects.
 
 Source: error feedback on both ways as in Tang et al., "DoubleSqueeze: Parallel Stochastic Gradient Descent with
 Double-Pass Error-Compensated Compression", arXiv 1905.05957; the server's work is divided among the ranks. A scale for
@@ -43,18 +43,18 @@ from torch import Tensor
 from lightning_lowbw.arguments import check_one_of, names_arguments
 from lightning_lowbw.comm.collectives import TensorWork, all_gather_bytes, all_reduce_bytes
 from lightning_lowbw.comm.peers import Peers
-from lightning_lowbw.compress.corrections import ErrorFeedback
-from lightning_lowbw.compress.payload import FLOAT_BYTES, Message, Payload, Shapes
-from lightning_lowbw.compress.selection import Residuals
 from lightning_lowbw.errors import ConfigurationError
 from lightning_lowbw.kernels import dispatch, gpu
 from lightning_lowbw.kernels.dispatch import blocks_for
 from lightning_lowbw.kernels.reference import SCALED, Code, scales_end
 from lightning_lowbw.kernels.table import JoinedRow, JoinedTable
 from lightning_lowbw.kernels.tensors import allocate, copy_all_, flat, split_front
+from lightning_lowbw.payloads.beside import Beside
+from lightning_lowbw.payloads.corrections import ErrorFeedback
+from lightning_lowbw.payloads.exchange import Arrived, DenseMean, Faulty, Pending, Prepared, Signal
+from lightning_lowbw.payloads.payload import FLOAT_BYTES, Message, Payload, Shapes
+from lightning_lowbw.payloads.selection import Residuals
 from lightning_lowbw.schedules.schedule import Schedule
-from lightning_lowbw.sync.beside import Beside
-from lightning_lowbw.sync.exchange import Arrived, DenseMean, Faulty, Pending, Prepared, Signal
 
 RANGE = 1 << 18  # values, 1 MiB: they stay in the second cache, and are many beside the cost of a call
 RANGE_OF_GPU = 1 << 24  # values, 64 MiB: few launches, and few bytes beside a model that takes more ranges than one
@@ -186,7 +186,7 @@ class Quantized(Payload, key="quantized"):
 
     Args:
         value_dtype: "bfloat16", "float16", "int8" or "int4"; the integers with a scale per block of 128 values. Under
-            these names `TopK` sends another format, of levels: see `LinearFormat`, and `compress.codec`.
+            these names `TopK` sends another format, of levels: see `LinearFormat`, and `payloads.codec`.
 
     Raises:
         ConfigurationError: the dtype has another name.

@@ -10,10 +10,10 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from lightning_lowbw.comm.peers import BUCKET_BYTES, MeanWork, Peers, fill_, fill_buckets, is_apart
-from lightning_lowbw.compress.payload import FLOAT_BYTES
 from lightning_lowbw.kernels import dispatch, gpu
 from lightning_lowbw.kernels.table import DTYPES, JoinedTable
 from lightning_lowbw.kernels.tensors import allocate, constant, laid_out, split_front
+from lightning_lowbw.payloads.payload import FLOAT_BYTES
 
 _KINDS = {dtype: number for number, dtype in enumerate(DTYPES)}
 

@@ -4,7 +4,7 @@ Source: Lin et al., "Deep Gradient Compression", arXiv 1712.01887 (the k largest
 Therien, Lidin, Belilovsky, "Communication Efficient LLM Pre-training with SparseLoCo", arXiv 2508.15706, algorithm 1
 (the k largest of each chunk of what the local steps have done). With e the residual of a participant, D its signal:
 
-    accumulate   e = beta e + D        (or a correction of D; `compress.corrections`)
+    accumulate   e = beta e + D        (or a correction of D; `payloads.corrections`)
     send         Q(the k largest of e, per tensor or chunk)
     keep         e = e - the sent values
     average      the sum over all N participants, each element divided by N, or by the number that sent it
@@ -31,18 +31,18 @@ from torch.nn.functional import pad
 
 from lightning_lowbw.arguments import check_one_of, is_count, is_number, names_arguments
 from lightning_lowbw.comm.peers import Peers, part_of
-from lightning_lowbw.compress.codec import ALL, MAX_NUMEL, VALUE_NAMES, SparseCodec
-from lightning_lowbw.compress.corrections import ErrorFeedback, Sources
-from lightning_lowbw.compress.payload import Message, Payload, Shapes
-from lightning_lowbw.compress.selection import Residuals, Selection, num_selected
 from lightning_lowbw.errors import ConfigurationError
 from lightning_lowbw.kernels.dispatch import averages_for
 from lightning_lowbw.kernels.reference import Arrival, Segment, add_
 from lightning_lowbw.kernels.table import DTYPES
 from lightning_lowbw.kernels.tensors import allocate, cut, flat
+from lightning_lowbw.payloads.beside import Beside
+from lightning_lowbw.payloads.codec import ALL, MAX_NUMEL, VALUE_NAMES, SparseCodec
+from lightning_lowbw.payloads.corrections import ErrorFeedback, Sources
+from lightning_lowbw.payloads.exchange import Arrived, Pending, Prepared, Signal, Step
+from lightning_lowbw.payloads.payload import Message, Payload, Shapes
+from lightning_lowbw.payloads.selection import Residuals, Selection, num_selected
 from lightning_lowbw.schedules.schedule import Schedule
-from lightning_lowbw.sync.beside import Beside
-from lightning_lowbw.sync.exchange import Arrived, Pending, Prepared, Signal, Step
 
 MeanOver = Literal["ranks", "senders"]
 Sparse = tuple[Tensor, Tensor]  # positions, ascending, and values
@@ -80,7 +80,7 @@ class TopK(Payload, key="top_k"):
             the rest of a tensor, and of a small one, as many are sent as of a chunk, or of 4096 elements of a larger
             one: all where there are fewer.
         value_dtype: "float32", "bfloat16", "float16", "int8", "int4" or "int2", for the values on the wire; rounding
-            errors are sent later. The integers number levels between the extremes of a block, see `compress.codec`;
+            errors are sent later. The integers number levels between the extremes of a block, see `payloads.codec`;
             under the same names `Quantized` sends multiples of a scale.
         min_numel: tensors with fewer elements are sent dense, fused together, in the same message if that is not
             dear (`comm.peers.is_apart`). None: as `small_numel` says.
@@ -258,8 +258,8 @@ def _at(payload: TopK, density: float) -> TopK:
 class TopKExchange:
     """Exchanges the largest elements of tensors between peers, and keeps the rest of each.
 
-        prepare   e = beta e + (corrected) signal; the k largest elements of e     | `compress.selection`
-        send      encode them, an all-gather between peers                         | `compress.codec`, `comm.peers`
+        prepare   e = beta e + (corrected) signal; the k largest elements of e     | `payloads.selection`
+        send      encode them, an all-gather between peers                         | `payloads.codec`, `comm.peers`
         wait      1/N of the sum, in one order                                     | `SparseMean`
 
     On two levels each rank of a node does this for its part of every tensor, among the ranks that have this part in

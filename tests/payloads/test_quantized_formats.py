@@ -1,6 +1,6 @@
 """Dense values in few bits at the ends of what they can hold: zeros, signs, the largest numbers, and none.
 
-The values themselves are those of the oracle, to the bit: tests/sync/test_quantized.py.
+The values themselves are those of the oracle, to the bit: tests/payloads/test_quantized.py.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_lowbw.sync.quantized import FORMATS, LinearFormat
+from lightning_lowbw.payloads.quantized import FORMATS, LinearFormat
 from tests.quantized import decode, encode
 
 

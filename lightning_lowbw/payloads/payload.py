@@ -41,7 +41,7 @@ class Payload(ABC):
         sends_all: whether every element is sent, so that there is nothing to be kept back and nothing to exchange but
             whole tensors.
         takes_density: whether it sends as many elements as the schedule's stairs of sparsity say.
-        corrects: whether gradients enter the residual as the optimizer's correction says (`compress.corrections`);
+        corrects: whether gradients enter the residual as the optimizer's correction says (`payloads.corrections`);
             else by error feedback.
         keeps_parts: whether each rank of a node keeps back its part of every tensor only; if not, the whole tensor.
         can_be_early: whether gradients can go in several messages; all but the last message begin in the
@@ -82,7 +82,7 @@ class Payload(ABC):
 
     @abstractmethod
     def exchange(self, peers: Any, when: Schedule) -> Any:
-        """Return the exchange (`sync.exchange.Exchange`) of the compressed tensors; None if it sends all whole.
+        """Return the exchange (`payloads.exchange.Exchange`) of the compressed tensors; None if it sends all whole.
 
         Args:
             peers: the participants (`comm.peers.Peers`).

@@ -17,8 +17,8 @@ from torch.optim import SGD, AdamW
 from lightning_lowbw import LowRank, PowerSGD, merge_states
 from lightning_lowbw.comm.agreement import digest
 from lightning_lowbw.comm.peers import Peers
-from lightning_lowbw.sync import low_rank
-from lightning_lowbw.sync.low_rank import LowRankExchange
+from lightning_lowbw.payloads import low_rank
+from lightning_lowbw.payloads.low_rank import LowRankExchange
 from tests.ranks import on_ranks, run_ranks
 from tests.sync import problem
 from tests.sync.problem import AWKWARD, FLAT, MOMENTUM, NODES, Make, Nodes, Signals
