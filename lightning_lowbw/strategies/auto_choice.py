@@ -15,7 +15,6 @@ import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch.optim import Adam, AdamW, Optimizer
 
-from lightning_lowbw.arguments import code_of
 from lightning_lowbw.comm.agreement import gather
 from lightning_lowbw.comm.collectives import TrafficLedger, is_gloo
 from lightning_lowbw.comm.echoes import echo
@@ -62,13 +61,15 @@ class AutoChoice:
 
     Attributes:
         chosen: the candidate that replaces "auto"; None before the choice.
+        has_measured: whether the link was measured for the choice. If not, a resume, which may have more steps left,
+            chooses anew.
         is_timing: whether steps are timed now; then the host waits for a CUDA device after backward.
     """
 
     def __init__(self, names: Sequence[str]) -> None:
         self._names = names
         self.chosen: Candidate | None = None
-        self.is_timing = False
+        self.has_measured = self.is_timing = False
         self._optimizer: Optimizer | None = None  # whose steps are timed
         self._last: tuple[float, float] | None = None  # the clock, and the seconds waited so far
         self._times: list[tuple[float, float]] = []  # seconds of a step, with and without the time spent waiting
@@ -79,8 +80,8 @@ class AutoChoice:
         return self.chosen is None and method.when.is_auto
 
     def state_dict(self) -> dict[str, Any] | None:
-        """Return the choice in plain values, for a checkpoint; None where there is none."""
-        if self.chosen is None:
+        """Return the choice in plain values, for a checkpoint; None if a resume chooses."""
+        if self.chosen is None or not self.has_measured:
             return None
         return {"name": self.chosen.name, "method": self.chosen.method.describe()}
 
@@ -91,10 +92,10 @@ class AutoChoice:
         saved = state["method"]["where"]
         where = replace(given.where, inter_dtype=saved["inter_dtype"], algorithm=saved["algorithm"])
         method = Method(**{**state["method"], "where": where})
-        self.chosen = Candidate(state["name"], method, math.nan)
+        self.chosen, self.has_measured = Candidate(state["name"], method, math.nan), True
         rank_zero_info(
-            f"{self.chosen.name}, {code_of(method)}, as chosen before the checkpoint was saved. A resumed run does not "
-            "choose again; to change it, write it down, as in lightning_lowbw.DGCStrategy(sparsity=[0.999])."
+            f"{self.chosen.name}, {written(method)}, as chosen before the checkpoint was saved. A resumed run does not "
+            "choose again; to change it, write it down, as in lowbw.DGCStrategy(sparsity=[0.999])."
         )
         return method
 
@@ -158,6 +159,7 @@ class AutoChoice:
         measured = slowest(timed)
         run = Run(worker.step, min(ends), given.when.pretrained, isinstance(worker.optimizer, (Adam, AdamW)))
         why = why_dense(measured, run, given.when.budget)
+        self.has_measured = why is None
         if why is None:
             begins_early = takes_as_made(trainer) and leaves_as_made(trainer)
             here = measure(

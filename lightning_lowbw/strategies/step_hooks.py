@@ -24,6 +24,7 @@ from torch.utils.hooks import RemovableHandle
 from lightning_lowbw.errors import ConfigurationError
 from lightning_lowbw.strategies.checks import callbacks_in
 from lightning_lowbw.strategies.communication_hook import CommunicationHook
+from lightning_lowbw.sync.buffers import IGNORED
 from lightning_lowbw.sync.local_view import NodeShards
 from lightning_lowbw.sync.plain_loop import eagerly, has_step_hooks
 from lightning_lowbw.sync.synchronizer import Synchronizer
@@ -69,10 +70,10 @@ class StepHooks:
             worker = self._worker_of(optimizer)
             is_of_rank = worker.plan.is_local or worker.plan.clips_before_exchange
             if not (self._module.automatic_optimization or is_of_rank or self._reduction.has_mean(worker)):
+                instead = "Call self.manual_backward(loss), or take" if worker.method.what.sends_all else "Take"
                 raise ConfigurationError(
                     f"clip_gradients in manual optimization, step {worker.step}: here the mean over ranks is clipped, "
-                    "and optimizer.step() makes it. Call self.manual_backward(loss), and take a method that sends "
-                    "whole gradients, or clips before it sends, such as 'dgc'; or use automatic optimization."
+                    f"and optimizer.step() makes it. {instead} a method that clips before it sends, such as 'dgc'."
                 )
             factor = worker.plan.clip_factor if gradient_clip_algorithm == GradClipAlgorithmType.NORM else 1.0
             clip_gradients(optimizer, clip_val * factor, gradient_clip_algorithm)
@@ -192,7 +193,8 @@ class StepHooks:
         if self._stepping is optimizer:
             return
         parameters = {p for p in parameters_of(optimizer) if p.requires_grad or p.grad is not None}
-        if parameters.isdisjoint(self._module.parameters()):
+        ignored = getattr(self._module, IGNORED, ())  # these parameters are the user's own, and so are their steps
+        if parameters.isdisjoint(p for name, p in self._module.named_parameters() if name not in ignored):
             return
         has_closure = any(map(callable, (*args[1:], *kwargs.values())))
         is_nested = self._stepping is not None and parameters.issubset(parameters_of(self._stepping))

@@ -14,6 +14,7 @@ from torch.optim import SGD, Optimizer
 from torch.optim import optimizer as torch_optimizer
 
 from lightning_lowbw import DisagreementError
+from lightning_lowbw.comm.agreement import gather
 from tests.ranks import on_ranks
 from tests.strategies.fits import make, refusal, same, train, weights
 from tests.tiny import ManualTiny, Tiny, trained
@@ -109,6 +110,21 @@ def check_refused(name: str, model: Tiny, begin: str) -> None:
 def test_a_step_of_another_optimizer_is_refused_before_it_moves_a_weight(name: str) -> None:
     for model in [Unreturned] if "sharded" in name else [InBackward, HalfInBackward, Unreturned]:
         check_refused(name, model(), "SGD.step() was called directly")
+
+
+class Ignored(Unreturned):
+    """Its head is the user's own."""
+
+    _ddp_params_and_buffers_to_ignore = ("head.weight", "head.bias")
+
+
+@pytest.mark.parametrize("name", ["dgc", "int8", "local_sgd"])
+@on_ranks(2)
+def test_parameters_that_ddp_is_told_to_ignore_are_stepped_by_the_user(name: str) -> None:
+    model = Ignored()
+    train(make(name), model, STEPS)
+    same(model.wide.weight.tolist())
+    assert len({str(head) for head in gather(model.head.weight.tolist(), "heads")}) == 2
 
 
 @pytest.mark.parametrize(("name", "step"), [("dgc", 0), ("int8", 0), ("dgc, dense at first", 3)])
