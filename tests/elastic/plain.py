@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import pickle
 import time
 from collections.abc import Callable, Mapping
@@ -14,6 +15,7 @@ import torch.distributed as dist
 
 from lightning_lowbw.comm.agreement import gather
 from lightning_lowbw.elastic.membership import GivesUp, Quorum, Row, Settings, Share, latest_of, raise_refused, refusals
+from tests.gpu.problem import init_process_group
 
 
 class KilledError(BaseException):
@@ -147,3 +149,19 @@ class PlainMembership:
     def close(self) -> None:
         self.group = None
         self.store.add("alive", -1)
+
+
+def become_a_group(folder: str, ranks: int = 1, backend: str = "gloo") -> tuple[dist.Store, int]:
+    """Leave the world, and make one of this group alone; return the store of all groups, and the number of this one."""
+    # As Lightning sets it where ranks share a machine: with more threads sums have other bits.
+    os.environ["OMP_NUM_THREADS"] = "1"
+    number, rank = divmod(dist.get_rank(), ranks)
+    dist.destroy_process_group()
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
+    path = f"{folder}/of group {number}"
+    if backend == "gloo":
+        dist.init_process_group("gloo", store=dist.FileStore(path, ranks), rank=rank, world_size=ranks)
+    else:  # on the first GPU, whatever number its processes have
+        os.environ |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "GROUP_RANK": str(rank)}
+        init_process_group(backend, path, rank, ranks, is_bound=True)
+    return dist.PrefixStore(str(rank), dist.FileStore(f"{folder}/of all", -1)), number

@@ -24,8 +24,8 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset
 
 from lightning_lowbw import ConfigurationError, ElasticStrategy, LocalSGD, Strategy
-from tests.elastic.plain import PlainMembership
-from tests.gpu.problem import check_near, init_process_group
+from tests.elastic.plain import PlainMembership, become_a_group
+from tests.gpu.problem import check_near
 from tests.ranks import on_ranks, run_ranks
 from tests.tiny import BATCH, Tiny, make_trainer, sgd
 
@@ -67,22 +67,6 @@ class Scheduled(Tiny):
 
     def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
         self.validated.append((self.trainer.global_step, float(self.wide.weight.detach().sum())))
-
-
-def become_a_group(folder: str, ranks: int = 1, backend: str = "gloo") -> tuple[dist.Store, int]:
-    """Leave the world, and make one of this group alone; return the store of all groups, and the number of this one."""
-    # As Lightning sets it where ranks share a machine: with more threads sums have other bits.
-    os.environ["OMP_NUM_THREADS"] = "1"
-    number, rank = divmod(dist.get_rank(), ranks)
-    dist.destroy_process_group()
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
-    path = f"{folder}/of group {number}"
-    if backend == "gloo":
-        dist.init_process_group("gloo", store=dist.FileStore(path, ranks), rank=rank, world_size=ranks)
-    else:  # on the first GPU, whatever number its processes have
-        os.environ |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "GROUP_RANK": str(rank)}
-        init_process_group(backend, path, rank, ranks, is_bound=True)
-    return dist.PrefixStore(str(rank), dist.FileStore(f"{folder}/of all", -1)), number
 
 
 def data_of(steps: int) -> DataLoader:
