@@ -31,27 +31,18 @@ import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import compress
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from lightning_lowbw.comm.collectives import (
-    Collectives,
-    TensorWork,
-    TrafficLedger,
-    all_gather_bytes,
-    all_reduce_bytes,
-    broadcast_flat_,
-)
-from lightning_lowbw.comm.peers import Peers
-from lightning_lowbw.elastic.membership import GivesUp, Membership, Quorum, Row, Settings, digest_of, run_of
+from lightning_lowbw.comm.collectives import Collectives, broadcast_flat_
+from lightning_lowbw.elastic.membership import GivesUp, Quorum, Row, Settings, digest_of, run_of
+from lightning_lowbw.elastic.peers import Members
 from lightning_lowbw.errors import ConfigurationError
 from lightning_lowbw.kernels.reference import are_not_finite
 from lightning_lowbw.kernels.tensors import CPU, as_real, checksum, copies, copy_all_, order_of
@@ -59,6 +50,7 @@ from lightning_lowbw.method import Method
 from lightning_lowbw.namespaces import LOGGER
 from lightning_lowbw.sync.fragments import Average, Sums, average_status
 from lightning_lowbw.sync.local import LocalSync
+from lightning_lowbw.sync.replica import Replica
 from lightning_lowbw.sync.state import Named, on_cpu
 from lightning_lowbw.sync.status import SAVE, STOP, Status, any_of
 
@@ -71,123 +63,11 @@ SETTLE_S = 10.0  # limit for a hidden round before a save or a validation
 EQUAL = ("run", "num_averages", "tokens_seen", "contributed")  # attributes that are the same on all members
 
 
-# Communication ------------------------------------------------------------------------------------------------------
-
-
-class MemberCollectives(Collectives):
-    """Collectives of the members of the current round, on the CPU; blocking.
-
-    A lost member fails the round: nothing is communicated from then on, and the returned values have no meaning. All
-    processes of a group go on together up to `Membership.commit`, which returns False on every process.
-
-    Attributes:
-        has_failed: whether a collective of this round has failed.
-        is_hidden: whether a thread waits for the collectives, and no step.
-    """
-
-    is_hidden = False
-
-    def __init__(self, membership: Membership, ledger: TrafficLedger) -> None:
-        super().__init__(None, ledger, "inter")
-        self._membership = membership
-        self.begin(Quorum(0, ("",)))
-
-    def begin(self, quorum: Quorum) -> None:
-        """Begin a round of the members of a quorum; a group is alone before the first round."""
-        self.has_failed = False
-        self.num_ranks, self.rank = len(quorum.members), quorum.rank
-
-    def begin_all_reduce_(self, tensor: Tensor, *, dtype: torch.dtype | None = None) -> TensorWork:
-        staged = tensor.cpu()
-        self._run(lambda group: group.allreduce([staged]), all_reduce_bytes(tensor.nbytes, self.num_ranks))
-        return TensorWork(tensor if staged is tensor else tensor.copy_(staged))
-
-    begin_sum_ = begin_all_reduce_
-
-    def begin_all_gather(self, message: Tensor, out: Tensor | None = None) -> TensorWork:
-        sent = message.contiguous().cpu()
-        rows = sent.new_zeros(self.num_ranks, sent.numel())
-        rows[self.rank] = sent
-        nbytes = all_gather_bytes(message.nbytes, self.num_ranks)
-        self._run(lambda group: group.allgather([list(rows.unbind())], [sent]), nbytes)
-        received = rows.to(message.device)
-        return TensorWork(received if out is None else out.copy_(received.view(out.shape)))
-
-    def _run(self, begin: Callable[[dist.ProcessGroup], Any], nbytes: int) -> None:
-        if self.num_ranks == 1 or self.has_failed:
-            return
-        try:
-            with nullcontext() if self.is_hidden else self.ledger.waiting(CPU):
-                self._membership.collective(begin)
-        except RuntimeError as error:
-            _logger.warning("The round has failed and is repeated, because a member was lost: %s", error)
-            self.has_failed = True
-        self._record(nbytes)
-
-
-class Members(Peers):
-    """The processes of all members: each group is a node, whose processes exchange equal parts with other groups.
-
-    Args:
-        membership: finds the members.
-        ledger: counts the traffic.
-
-    Attributes:
-        membership: as given.
-        between: collectives of this process and the processes with its rank in the other groups.
-        weights: weights of the members in the mean of this round.
-    """
-
-    may_grow = True
-    between: MemberCollectives
-
-    def __init__(self, membership: Membership, ledger: TrafficLedger | None = None) -> None:
-        super().__init__(None, ledger)
-        self.membership = membership
-        self.between = MemberCollectives(membership, self.ledger)
-        self.node = Collectives(None, self.ledger, "intra")
-        self.local_rank, self.num_local_ranks = self.node.rank, self.node.num_ranks
-        self.is_two_level = self.ledger.has_levels = self.num_local_ranks > 1
-
-    @property
-    def num_ranks(self) -> int:
-        return self.num_participants * self.num_local_ranks
-
-    @property
-    def rank(self) -> int:
-        return self.between.rank * self.num_local_ranks + self.local_rank
-
-    @property
-    def num_participants(self) -> int:
-        return self.between.num_ranks
-
-    @property
-    def weight(self) -> float:
-        return self.weights[self.between.rank] / self.num_local_ranks if self.weights else super().weight
-
-    def begin_all_reduce_(self, tensor: Tensor, *, dtype: torch.dtype | None = None) -> TensorWork:
-        part = self.between.begin_all_reduce_(self.node.reduce_scatter(tensor)).wait()
-        return TensorWork(tensor.copy_(self.node.gather_parts(part, tensor.numel())) if self.is_two_level else part)
-
-    begin_sum_ = begin_all_reduce_
-
-    def begin_gather(self, message: Tensor) -> TensorWork:
-        received = self.between.begin_all_gather(message).wait()
-        shape = self.num_local_ranks, self.num_participants, message.numel()
-        return TensorWork(self.node.all_gather(received.view(-1)).view(shape))
-
-    def broadcast_(self, tensor: Tensor) -> None:
-        self.node.broadcast_(tensor)
-
-    def close(self) -> None:
-        self.membership.close()
-
-
 # A round --------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class _Work:
+class Work:
     """The work of this member with which a round was begun.
 
     Attributes:
@@ -207,14 +87,134 @@ class _Work:
     prepared: tuple[Average, Named, Named]
 
 
-Exchanged = tuple[Quorum | None, Average | None]  # the average is None if nothing is averaged
+class Round:
+    """The communication of one member in a round, up to the commit: in a step, or in a thread beside local steps.
+
+    Args:
+        replica: the replica of this member.
+        members: the processes of all members.
+
+    Attributes:
+        hidden: the work of the round in the thread; None if there is no such round.
+    """
+
+    def __init__(self, replica: Replica, members: Members) -> None:
+        self._replica, self._members = replica, members
+        self.hidden: Work | None = None
+        self._result = Future[tuple[Quorum | None, Average | None]]()
+
+    def ask(self, row: Row, settings: Settings, gives_up: GivesUp) -> Quorum | None:
+        """Wait for a quorum, with a row that lacks the checksum of the anchor, which takes a pass over memory."""
+        anchor = int(checksum(self._replica.start.values(), at_a_time=CHUNK)) % ANCHORS
+        return self._members.membership.quorum(row._replace(anchor=float(anchor)), settings, gives_up)
+
+    def exchange(self, quorum: Quorum, work: Work) -> Average | None:
+        """Exchange the work of a round; if no member has any work, only wait for the members, and return None."""
+        self._members.begin(quorum)
+        if not quorum.weights:
+            self._members.between.begin_all_gather(torch.zeros(1))
+            return None
+        # The rows have told everything but the learning rate.
+        status = average_status(Sums(lr=work.lr), None, 0.0, 0, self._members, self._replica.device)
+        return self._replica.send_average(*work.prepared, status)
+
+    def hide(self, work: Work, row: Row, settings: Settings, gives_up: GivesUp) -> None:
+        """Begin a round in a thread, with the weights as they are now."""
+        self.hidden, self._result = work, Future()
+        self._members.between.is_hidden = True
+
+        def run() -> None:
+            try:
+                with torch.no_grad(), torch.cuda.device_of(torch.empty(0, device=self._replica.device)):
+                    quorum = self.ask(row, settings, gives_up)
+                    average = None if quorum is None or quorum.healed is not None else self.exchange(quorum, work)
+                    self._result.set_result((quorum, average))
+            except BaseException as error:  # noqa: BLE001 - raised by the wait for the round
+                self._result.set_exception(error)
+
+        threading.Thread(target=run, name="lowbw-round", daemon=True).start()
+
+    def wait(self) -> tuple[Quorum | None, Average | None]:
+        """Wait for the round in the thread, which is no longer hidden."""
+        self.hidden = None
+        with self._members.ledger.waiting(CPU):
+            found = self._result.result()
+        self._members.between.is_hidden = False
+        return found
+
+
+# The state of one member: functions of its replica --------------------------------------------------------------------
+
+
+def tensors_of(replica: Replica) -> tuple[list[Tensor], list[Tensor]]:
+    """Return the tensors that are averaged, and their anchors."""
+    buffers = replica.buffers.now()
+    now = [*(p.detach() for p in replica.start), *(buffers[name] for name in replica.buffers.start)]
+    return list(map(as_real, now)), [*replica.start.values(), *replica.buffers.start.values()]
+
+
+def set_work_(replica: Replica, work: Sequence[Tensor] | None) -> None:
+    """Set the weights to the anchor plus the work that has not been averaged; None: to the anchor."""
+    now, anchors = tensors_of(replica)
+    copy_all_(now, anchors if work is None else list(torch._foreach_add(anchors, list(work))))
+    (fragment,) = replica.fragments
+    fragment.moved = {} if work is None else dict.fromkeys(replica.start)
+
+
+def set_residuals_(replica: Replica, residuals: Mapping[str, Tensor]) -> None:
+    """Set the residuals; a residual that is not given becomes zero."""
+    for name, residual in replica.residuals.items():
+        residual.copy_(residuals[name]) if name in residuals else residual.zero_()
+
+
+def settings_of(replica: Replica) -> dict[str, str]:
+    """Return the form of the tensors that are averaged, which is the same on all members, by name."""
+    settings = {}
+    for p in replica.start:
+        # Averages send elements in the order of memory, which channels_last changes.
+        in_memory = "" if order_of(p) == tuple(range(p.dim())) else f", dimensions in memory {[*order_of(p)]}"
+        settings[f"parameter {replica.params.name_of(p)}"] = f"{p.dtype} of shape {[*p.shape]}{in_memory}"
+    floating = ((name, t) for name, t in replica.buffers.now().items() if name in replica.buffers.start)
+    return settings | {f"buffer {name}": f"{t.dtype} of shape {[*t.shape]}" for name, t in floating}
+
+
+def shared_tensors(replica: Replica) -> Named:
+    """Return the tensors of the anchor, which are the same on all members, in one order."""
+    name_of = replica.params.name_of
+    return {
+        **{f"start/{name_of(p)}": start for p, start in replica.start.items()},
+        **{f"velocity/{name_of(p)}": velocity for p, velocity in replica.velocity.items()},
+        **{f"buffers/{name}": start for name, start in replica.buffers.start.items()},
+    }
+
+
+def take_anchor_(replica: Replica, tensors: Mapping[str, Tensor], velocity: Iterable[str], node: Collectives) -> None:
+    """Take the anchor of another member.
+
+    Collective: the processes of the group.
+
+    Args:
+        replica: the replica of this member.
+        tensors: the other member's `shared_tensors`; empty on all processes of the group but the first one.
+        velocity: names of the parameters that have an outer velocity there.
+        node: the processes of the group.
+    """
+    starts = {replica.params.name_of(p): (p, start) for p, start in replica.start.items()}
+    replica.velocity = {p: torch.empty_like(start) for p, start in map(starts.__getitem__, velocity)}
+    for key, tensor in shared_tensors(replica).items():
+        if tensors:
+            tensor.copy_(tensors[key])
+        if node.num_ranks > 1:
+            broadcast_flat_([tensor], node.broadcast_)
 
 
 # One member -----------------------------------------------------------------------------------------------------------
 
 
 class ElasticSync(LocalSync):
-    """The replica of one group; see `LocalSync` for a step.
+    """The replica of one group, whose averages are rounds; see `LocalSync` for a step.
+
+    It overrides `average_due` and `finish`, and adds values to the state.
 
     Args:
         method: `EveryK` with `Whole` or `TopK`; see `check_elastic`.
@@ -248,38 +248,37 @@ class ElasticSync(LocalSync):
         round_s: float | None = None,
     ) -> None:
         check_elastic(method)
-        self.members, self.membership = members, members.membership
-        self.round_s = round_s
         super().__init__(method, optimizer, named_parameters, members, named_buffers)
-        self.buffers.is_elastic = True
-        (self._all,) = self.fragments
-        self.tokens = self.tokens_seen = 0.0
-        self.contributed: dict[str, int] = {}
-        self.last_step = math.inf
-        self._batch = 0  # of the last step
-        self.settings: Mapping[str, object] = {}
-        self.share: Callable[[], Mapping[str, Any]] = dict
-        self.healed: Mapping[str, Any] | None = None
-        self._others: Mapping[str, Any] = {}  # the last result of `share`
-        self.num_skipped = 0
-        self.should_stop: Callable[[], bool] = lambda: False
-        self.max_wait_s = math.inf
-        self.run = uuid.uuid4().hex[:12]
-        self._ends_s = math.inf  # when the round ends, unless it ends after steps
-        self._is_new = True  # whether it has been in no round yet
-        # Whether other members may have counted the work already: after a failed exchange, or in a checkpoint.
-        self._is_unsure = True
-        self._hidden: tuple[_Work, Future[Exchanged]] | None = None  # a round in the background
-        self._batch_s = math.inf  # when the last batch began
-        self._step_s = self._longest_s = 0.0  # time of the last step, and of the longest
-        self._late_s = math.inf  # when this member stops to wait for other groups
         if self.when.delay_steps and members.num_local_ranks > 1:
             raise ConfigurationError(
                 f"{method}, in a group of {members.num_local_ranks} processes: a round is hidden in groups of one "
                 "process. Leave out delay_steps, or start each process as a group of its own."
             )
+        self.members, self.membership = members, members.membership
+        self.round = Round(self.replica, members)
+        self.buffers.is_elastic = True
+        (self._all,) = self.fragments
+        self.tokens = self.tokens_seen = 0.0
+        self.contributed: dict[str, int] = {}
+        self.last_step = math.inf
+        self.settings: Mapping[str, object] = {}
+        self.share: Callable[[], Mapping[str, Any]] = dict
+        self._others: Mapping[str, Any] = {}  # the last result of `share`
+        self.healed: Mapping[str, Any] | None = None
+        self.num_skipped = 0
+        self.should_stop: Callable[[], bool] = lambda: False
+        self.run = uuid.uuid4().hex[:12]
+        self._is_new = True  # whether it has been in no round yet
+        # Whether other members may have counted the work already: after a failed exchange, or in a checkpoint.
+        self._is_unsure = True
+        self._last_batch = 0  # the batch of the last step
+        self.round_s, self.max_wait_s = round_s, math.inf
+        self._ends_s = math.inf  # when the round ends, unless it ends after steps
+        self._late_s = math.inf  # when this member stops to wait for other groups
+        self._batch_s = math.inf  # when the last batch began
+        self._step_s = self._longest_s = 0.0  # time of the last step, and of the longest
 
-    # Rounds -----------------------------------------------------------------------------------------------------------
+    # Steps ------------------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def join(self) -> None:
@@ -292,46 +291,43 @@ class ElasticSync(LocalSync):
         self.healed, self.num_skipped = None, 0
         self._offer()
         self._wait_from_now()
-        settings = self._all_settings()
-        if (shared := self.membership.state_of_others(self._row(settings), settings, self._gives_up)) is not None:
+        shared = self.membership.state_of_others(*self._row_and_settings(), self._gives_up)
+        if shared is not None:
             self._heal(shared)
         if not self.is_complete and (shared is None or self._is_over()):
             self._take_round()
-
-    @torch.no_grad()
-    def average_due(self) -> bool:
-        if self.batch and self.batch == self._batch:
-            raise ConfigurationError(
-                f"Step {self.step} is the second one in batch {self.batch}: all groups end with the same step, which "
-                "may be the first of a batch. Take one optimizer step for each batch."
-            )
-        self._batch = self.batch
-        self._step_s = max(0.0, time.monotonic() - self._batch_s)
-        self._longest_s = max(self._longest_s, self._step_s)
-        self.membership.note(self._longest_s)
-        self.healed, self.num_skipped, self.has_communicated = None, 0, False
-        self._wait_from_now()
-        is_due = self._hidden is not None and (self._steps >= self.when.delay_steps or self._is_over())
-        if is_due and not self._take_round():  # the other groups have not come
-            return True
-        if not self.is_complete and self._is_over():
-            self.tokens = self.tokens or float(self._steps)  # if the caller counts none
-            if self.when.delay_steps and self.step < self.last_step:
-                self._begin_hidden()
-                self.has_communicated = True
-            else:
-                self._take_round()
-        return self.has_communicated
 
     def begin_batch(self) -> None:
         """Note that a batch begins, of the training or a validation: this group does not hang."""
         self._batch_s = time.monotonic()
         self.membership.note(self._longest_s)
 
-    @property
-    def is_complete(self) -> bool:
-        """Whether the last step has been averaged."""
-        return self.step >= self.last_step and not self._steps and self._hidden is None
+    @torch.no_grad()
+    def average_due(self) -> None:
+        if self.batch and self.batch == self._last_batch:
+            raise ConfigurationError(
+                f"Step {self.step} is the second one in batch {self.batch}: all groups end with the same step, which "
+                "may be the first of a batch. Take one optimizer step for each batch."
+            )
+        self._last_batch = self.batch
+        self._step_s = max(0.0, time.monotonic() - self._batch_s)
+        self._longest_s = max(self._longest_s, self._step_s)
+        self.membership.note(self._longest_s)
+        self.healed, self.num_skipped, self.has_communicated = None, 0, False
+        self._wait_from_now()
+        is_due = self.round.hidden is not None and (self._steps >= self.when.delay_steps or self._is_over())
+        if is_due and not self._take_round():
+            return  # the other groups have not come
+        if not self.is_complete and self._is_over():
+            self.tokens = self.tokens or float(self._steps)  # if the caller counts none
+            if self.when.delay_steps and self.step < self.last_step:
+                self._restart_if_not_finite()
+                row, settings = self._row_and_settings()
+                self.round.hide(self._begin(), row, settings, self._gives_up)
+                self._begin_clock()
+                self.has_communicated = True
+            else:
+                self._take_round()
 
     @torch.no_grad()
     def end(self, grace_s: float) -> None:
@@ -342,10 +338,19 @@ class ElasticSync(LocalSync):
         self.settle()
         ends_s = time.monotonic() + grace_s
         while self.is_complete and not self._any_in_node(time.monotonic() >= ends_s)[0]:
-            quorum = self._next_quorum(lambda: time.monotonic() >= ends_s)
+            quorum = self._ask(lambda: time.monotonic() >= ends_s)
             if quorum is None or (self._try_round(quorum) and self.contributed.keys() <= {*quorum.members}):
                 return
             time.sleep(END_S)
+
+    @property
+    def _steps(self) -> int:
+        return self._all.steps or 0
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the last step has been averaged."""
+        return self.step >= self.last_step and not self._steps and self.round.hidden is None
 
     def _is_over(self) -> bool:
         """Return whether the round ends with this step; the same on all processes of the group."""
@@ -353,41 +358,6 @@ class ElasticSync(LocalSync):
         if self._ends_s == math.inf:
             return is_over
         return self._any_in_node(is_over or time.monotonic() >= self._ends_s)[0]
-
-    def _any_in_node(self, *flags: bool | Tensor) -> list[bool]:
-        message = torch.tensor(flags, dtype=torch.float32, device=self.device)
-        self.members.node.all_reduce_(message)
-        return [number > 0 for number in message.tolist()]
-
-    @property
-    def _steps(self) -> int:
-        return self._all.steps or 0
-
-    def _take_round(self) -> bool:
-        """Take part in a round, in the hidden one if there is one. Return False if this member gives up before.
-
-        Raises:
-            TimeoutError: the other members have not come in `max_wait_s`.
-        """
-        self.has_communicated = True
-        is_over, quorum = (False, None) if self._hidden is None else self._arrived()
-        while not is_over:
-            if quorum is None:
-                self._restart_if_not_finite()
-                quorum = self._next_quorum(self._gives_up)
-            if quorum is None:
-                break
-            is_over, quorum = self._try_round(quorum), None
-        asked = self._agree_on_requests()
-        if not (is_over or any(asked)):
-            raise TimeoutError(
-                f"Too few groups have come to the end of round {self.num_averages + 1} in {self.max_wait_s:g} s: the "
-                "other groups have ended the training, or are lost. If they come back later, start this group again "
-                "from its last checkpoint, with a longer ElasticStrategy(timeout=...)."
-            )
-        if not is_over:
-            self._repeat_last_step()
-        return is_over
 
     def _begin_clock(self) -> None:
         self._ends_s = math.inf if self.round_s is None else time.monotonic() + self.round_s
@@ -398,17 +368,6 @@ class ElasticSync(LocalSync):
         by_steps = (self.k_steps - self._steps) * self._step_s or math.inf
         return (by_steps if self.round_s is None else self._ends_s - time.monotonic()) - self._step_s - EARLY_S
 
-    def _repeat_last_step(self) -> None:
-        """Count the last step as not taken: a resume would take no step after it, and not have its round."""
-        if self.step >= self.last_step and not self.is_complete:
-            self.step, self.num_skipped = self.step - 1, self.num_skipped - 1
-
-    def _agree_on_requests(self) -> list[bool]:
-        """Agree in this group on requests to stop and to save, and on signals to stop; return the three."""
-        asked = self._any_in_node(self.stop_requested, self.save_requested, self.should_stop())
-        self.agree_on(STOP * asked[0] | SAVE * asked[1])
-        return asked
-
     def _wait_from_now(self) -> None:
         """Begin to wait for other groups: without limit before the first round, then for `max_wait_s`."""
         self._late_s = time.monotonic() + (self.max_wait_s if self.num_averages else math.inf)
@@ -416,15 +375,43 @@ class ElasticSync(LocalSync):
     def _gives_up(self) -> bool:
         return bool(self.requests) or self.should_stop() or time.monotonic() >= self._late_s
 
-    def _next_quorum(self, gives_up: GivesUp) -> Quorum | None:
-        settings = self._all_settings()
-        with self.members.ledger.waiting(CPU):
-            return self._ask(self._row(settings), settings, gives_up)
+    def _any_in_node(self, *flags: bool | Tensor) -> list[bool]:
+        message = torch.tensor(flags, dtype=torch.float32, device=self.device)
+        self.members.node.all_reduce_(message)
+        return [number > 0 for number in message.tolist()]
 
-    def _ask(self, row: Row, settings: Settings, gives_up: GivesUp) -> Quorum | None:
-        """Ask for a quorum with a row that lacks the checksum of the anchor, which takes a pass over memory."""
-        anchor = int(checksum(self.replica.start.values(), at_a_time=CHUNK)) % ANCHORS
-        return self.membership.quorum(row._replace(anchor=float(anchor)), settings, gives_up)
+    # Rounds -----------------------------------------------------------------------------------------------------------
+
+    def _take_round(self) -> bool:
+        """Take part in a round, in the hidden one if there is one. Return False if this member gives up before.
+
+        Raises:
+            TimeoutError: the other members have not come in `max_wait_s`.
+        """
+        self.has_communicated = True
+        is_over, quorum = (False, None) if self.round.hidden is None else self._end_hidden(self.round.hidden)
+        while not is_over:
+            if quorum is None or quorum.healed is None:
+                self._restart_if_not_finite()
+                quorum = self._ask(self._gives_up)
+            if quorum is None:
+                break
+            is_over, quorum = self._try_round(quorum), None
+        asked = self._any_in_node(self.stop_requested, self.save_requested, self.should_stop())
+        self.agree_on(STOP * asked[0] | SAVE * asked[1])
+        if not (is_over or any(asked)):
+            raise TimeoutError(
+                f"Too few groups have come to the end of round {self.num_averages + 1} in {self.max_wait_s:g} s: the "
+                "other groups have ended the training, or are lost. If they come back later, start this group again "
+                "from its last checkpoint, with a longer ElasticStrategy(timeout=...)."
+            )
+        if not is_over:
+            self._repeat_last_step()
+        return is_over
+
+    def _ask(self, gives_up: GivesUp) -> Quorum | None:
+        with self.members.ledger.waiting(CPU):
+            return self.round.ask(*self._row_and_settings(), gives_up)
 
     def _try_round(self, quorum: Quorum) -> bool:
         """Try a round; return whether local steps follow: else it is repeated, maybe with the state of another member.
@@ -436,11 +423,51 @@ class ElasticSync(LocalSync):
             is_awaited = len(quorum.members) > 1
             return self.is_complete or not (is_awaited or self._is_over())
         work = self._begin()
-        counts = self._conclude(work, quorum, self._exchange(quorum, work))
+        counts = self._commit(work, quorum, self.round.exchange(quorum, work))
         self._begin_clock()
         return counts
 
-    def _begin(self) -> _Work:
+    def _end_hidden(self, work: Work) -> tuple[bool, Quorum | None]:
+        """Wait for the hidden round; return whether it counts, and its quorum."""
+        self.membership.note(math.inf)
+        quorum, average = self.round.wait()
+        return self._commit(work, quorum, average), quorum
+
+    def settle(self) -> bool:
+        """Apply the hidden round, or restore its work if the other groups do not come; return whether there was one."""
+        if self.round.hidden is None:
+            return False
+        self.healed, self.num_skipped, self._late_s = None, 0, time.monotonic() + SETTLE_S
+        with torch.inference_mode(False), torch.no_grad():  # tensors made here outlive an evaluation
+            self._end_hidden(self.round.hidden)
+        self._repeat_last_step()
+        return True
+
+    def _repeat_last_step(self) -> None:
+        """Count the last step as not taken: a resume would take no step after it, and not have its round."""
+        if self.step >= self.last_step and not self.is_complete:
+            self.step, self.num_skipped = self.step - 1, self.num_skipped - 1
+
+    def _row_and_settings(self) -> tuple[Row, dict[str, str]]:
+        """Return the row of this member, without the anchor, and the settings that members compare."""
+        method, processes = cast("Method", self.method), self.members.num_local_ranks
+        settings = {**method.settings(), "processes": processes, **settings_of(self.replica), **self.settings}
+        told = {name: f"{value}" for name, value in settings.items()}
+        tokens = torch.tensor([self.tokens], dtype=torch.float64).to(self.device)
+        self.members.node.all_reduce_(tokens)
+        state_bytes = processes * sum(tensor.nbytes for tensor in shared_tensors(self.replica).values())
+        return Row(
+            rounds=self.num_averages,
+            step=self.step,
+            tokens=float(tokens),
+            state_bytes=float(state_bytes),
+            settings=digest_of(told),
+            run=self.run,
+            is_new=self._is_new,
+            has_ended=self.is_complete,
+        ), told
+
+    def _begin(self) -> Work:
         """Begin a round with the present work; the steps that follow belong to the next round."""
         if resized := self.buffers.changed():
             raise ConfigurationError(
@@ -450,114 +477,32 @@ class ElasticSync(LocalSync):
             )
         trained = [p for p in self._all.parameters if p.requires_grad and p.numel()]  # the same on all members
         prepared = self.replica.prepare_average(self.step, trained, takes_buffers=True)
-        work = _Work(self.step, self._steps, self.tokens, self._lr, copies(self.replica.residuals), prepared)
+        work = Work(self.step, self._steps, self.tokens, self._lr, copies(self.replica.residuals), prepared)
         if self.step >= self.last_step:  # a state without steps would say that the training has ended
             self.membership.serve(None)
         self.tokens, self._all.steps = 0.0, 0
         return work
 
-    def _exchange(self, quorum: Quorum | None, work: _Work) -> Average | None:
-        """Exchange the work of a round; without any work, only wait for the members."""
-        if quorum is None or quorum.healed is not None:
-            return None
-        self.members.between.begin(quorum)
-        weights = quorum.weights
-        if not weights:
-            self.members.between.begin_all_gather(torch.zeros(1))
-            return None
-        self.members.weights = weights if len({*weights}) > 1 else ()
-        # The rows have told everything but the learning rate.
-        status = average_status(Sums(lr=work.lr), None, 0.0, 0, self.peers, self.device)
-        return self.replica.send_average(*work.prepared, status)
-
-    def _conclude(self, work: _Work, quorum: Quorum | None, average: Average | None) -> bool:
+    def _commit(self, work: Work, quorum: Quorum | None, average: Average | None) -> bool:
         """Apply a round if it counts; else restore the work. Return whether it counts."""
         if quorum is not None and quorum.healed is None and self.membership.commit():
             self._is_unsure = False
-            self._end_round(quorum, average, work)
+            self._apply(work, quorum, average)
             return True
         self._is_unsure = self._is_unsure or average is not None
-        self._set_residuals(work.residuals)
+        set_residuals_(self.replica, work.residuals)
         self.tokens += work.tokens
         self._all.steps = self._steps + work.steps
         self.membership.serve(self.shared_state)
         return False
 
-    # A round that is hidden by local steps ----------------------------------------------------------------------------
-
-    def _begin_hidden(self) -> None:
-        """Begin a round in a thread, with the weights as they are now."""
-        self._restart_if_not_finite()
-        settings = self._all_settings()
-        row, work, result = self._row(settings), self._begin(), Future[Exchanged]()
-
-        def run() -> None:
-            try:
-                with torch.no_grad(), torch.cuda.device_of(torch.empty(0, device=self.device)):
-                    quorum = self._ask(row, settings, self._gives_up)
-                    result.set_result((quorum, self._exchange(quorum, work)))
-            except BaseException as error:  # noqa: BLE001 - raised by the wait for the round
-                result.set_exception(error)
-
-        self._hidden = work, result
-        self._begin_clock()
-        self.members.between.is_hidden = True
-        threading.Thread(target=run, name="lowbw-round", daemon=True).start()
-
-    def settle(self) -> bool:
-        """Apply the hidden round, or restore its work if the other groups do not come; return whether there was one."""
-        if self._hidden is None:
-            return False
-        self.healed, self.num_skipped, self._late_s = None, 0, time.monotonic() + SETTLE_S
-        with torch.inference_mode(False), torch.no_grad():  # tensors made here outlive an evaluation
-            self._arrived()
-        self._repeat_last_step()
-        return True
-
-    def _arrived(self) -> tuple[bool, Quorum | None]:
-        """Wait for the hidden round, and apply it if it counts. Return whether it does, and a quorum with a state."""
-        assert self._hidden is not None
-        (work, result), self._hidden = self._hidden, None
-        self.membership.note(math.inf)
-        with self.members.ledger.waiting(CPU):
-            quorum, average = result.result()
-        self.members.between.is_hidden = False
-        return self._conclude(work, quorum, average), None if quorum is None or quorum.healed is None else quorum
-
-    def _row(self, settings: Settings) -> Row:
-        """Return the row of this member; see `_ask`."""
-        tokens = torch.tensor([self.tokens], dtype=torch.float64).to(self.device)
-        self.members.node.all_reduce_(tokens)
-        return Row(
-            rounds=self.num_averages,
-            step=self.step,
-            tokens=float(tokens),
-            state_bytes=float(self.members.num_local_ranks * sum(t.nbytes for t in self._shared_tensors().values())),
-            settings=digest_of(settings),
-            run=self.run,
-            is_new=self._is_new,
-            has_ended=self.is_complete,
-        )
-
-    def _all_settings(self) -> dict[str, str]:
-        """Return the values that have to be the same on all members, by name."""
-        method = cast("Method", self.method)
-        settings = {**method.settings(), "processes": self.members.num_local_ranks}
-        # Averages send elements in the order of memory, which channels_last changes.
-        for p in self.replica.start:
-            in_memory = "" if order_of(p) == tuple(range(p.dim())) else f", dimensions in memory {[*order_of(p)]}"
-            settings[f"parameter {self.name_of(p)}"] = f"{p.dtype} of shape {[*p.shape]}{in_memory}"
-        floating = ((name, t) for name, t in self.buffers.now().items() if name in self.buffers.start)
-        settings |= {f"buffer {name}": f"{t.dtype} of shape {[*t.shape]}" for name, t in floating}
-        return {name: f"{value}" for name, value in {**settings, **self.settings}.items()}
-
-    def _end_round(self, quorum: Quorum, average: Average | None, work: _Work) -> None:
+    def _apply(self, work: Work, quorum: Quorum, average: Average | None) -> None:
         """Apply the average of a round that counts; nothing is communicated.
 
         Args:
+            work: the work with which it was begun; this member may have taken steps since.
             quorum: quorum of the round.
             average: its average; None if there was no work.
-            work: the work with which it was begun; this member may have taken steps since.
         """
         rows, weights = dict(zip(quorum.members, quorum.rows, strict=True)), quorum.weights
         self._is_new = False
@@ -567,75 +512,53 @@ class ElasticSync(LocalSync):
         latest = max(row.step for row in rows.values())
         before, self.step = self.step, int(min(self.step + latest - work.step, self.last_step))
         self.num_skipped += self.step - before
-        if average is None:
-            self._offer()
-            return
-        if not weights[quorum.rank]:
-            self._set_residuals(work.residuals)  # this member has sent no work
-        means, numbers = average.wait_for_whole()
-        sums = Sums(*Status.read(numbers.tolist(), self.peers.num_ranks).sums)
-        self._all.moved = dict.fromkeys(average.parameters) if self._steps else {}
-        self.apply_average(average, means, sums, self._all.moved)
-        if latest >= self.last_step:  # steps since the begin of the round come after the end
-            self._all.steps = 0
-        self.tokens_seen += sum(row.tokens for row in rows.values())
-        # A new mapping: the old one may be shared.
-        self.contributed = self.contributed | dict.fromkeys(compress(rows, weights), self.num_averages)
+        if average is not None:
+            if not weights[quorum.rank]:
+                set_residuals_(self.replica, work.residuals)  # this member has sent no work
+            means, numbers = average.wait_for_whole()
+            sums = Sums(*Status.read(numbers.tolist(), self.peers.num_ranks).sums)
+            self._all.moved = dict.fromkeys(average.parameters) if self._steps else {}
+            self.apply_average(average, means, sums, self._all.moved)
+            if latest >= self.last_step:  # steps since the begin of the round come after the end
+                self._all.steps = 0
+            self.tokens_seen += sum(row.tokens for row in rows.values())
+            # A new mapping: the old one may be shared.
+            self.contributed = self.contributed | dict.fromkeys(compress(rows, weights), self.num_averages)
         self._offer()
-
-    # The work of this member: the change that has not been averaged ---------------------------------------------------
-
-    def _tensors(self) -> tuple[list[Tensor], list[Tensor]]:
-        """Return the tensors that are averaged, and their anchors."""
-        buffers = self.buffers.now()
-        now = [*(p.detach() for p in self.replica.start), *(buffers[name] for name in self.buffers.start)]
-        return list(map(as_real, now)), [*self.replica.start.values(), *self.buffers.start.values()]
-
-    def _add_(self, work: Sequence[Tensor] | None) -> None:
-        """Set the weights to the anchor plus this work."""
-        now, anchors = self._tensors()
-        copy_all_(now, anchors if work is None else list(torch._foreach_add(anchors, list(work))))
-        self._all.moved = {} if work is None else dict.fromkeys(self.replica.start)
 
     def _restart_if_not_finite(self) -> None:
         """Go on from the anchor if local steps have left an inf or NaN, without their tokens and momentum."""
-        flags = [are_not_finite(self._tensors()[0]), self.late_faults().any(self.device)]
+        flags = [are_not_finite(tensors_of(self.replica)[0]), self.late_faults().any(self.device)]
         if self._any_in_node(any_of(flags, self.device))[0]:
             _logger.warning(
                 "Step %d has left an inf or NaN: the work of this group in this round is left out. If this repeats, "
                 "lower the learning rate or clip the gradients, and start the groups again from their checkpoints.",
                 self.step,
             )
-            self._add_(None)
+            set_work_(self.replica, None)
+            set_residuals_(self.replica, {})
             self.optimizer.state.clear()
             self.tokens = 0.0
-            self._set_residuals({})
             self.forget_late_faults()
 
-    # The shared state -------------------------------------------------------------------------------------------------
+    # State ------------------------------------------------------------------------------------------------------------
 
-    def _shared_tensors(self) -> dict[str, Tensor]:
-        """Return the tensors of the anchor, which are the same on all members, in one order."""
-        kinds = {"start": self._named(self.replica.start), "velocity": self._named(self.replica.velocity)}
-        kinds["buffers"] = self.buffers.start
-        return {f"{kind}/{name}": tensor for kind, tensors in kinds.items() for name, tensor in tensors.items()}
+    def _offer(self) -> None:
+        """Let members that are behind take the state, at any time until the end of the next round."""
+        self._others = on_cpu(self.share() if self.healed is None else self.healed)
+        self.membership.serve(self.shared_state)
 
     def shared_state(self) -> dict[str, Any]:
         """Return the state that a member that is behind takes: "tensors", not copied, and plain values."""
         return {
-            "tensors": self._shared_tensors(),
-            "velocity": [*self._named(self.replica.velocity)],
+            "tensors": shared_tensors(self.replica),
+            "velocity": list(map(self.name_of, self.replica.velocity)),
             **{name: getattr(self, name) for name in EQUAL},
             "step": self.step,
             "steps": self._steps,
             "left_s": self._left_s,
             "others": self._others,
         }
-
-    def _offer(self) -> None:
-        """Let members that are behind take the state, at any time until the end of the next round."""
-        self._others = on_cpu(self.share() if self.healed is None else self.healed)
-        self.membership.serve(self.shared_state)
 
     def _heal(self, shared: Mapping[str, Any]) -> None:
         """Take the state of another member, and move the work of this one to its anchor.
@@ -647,18 +570,11 @@ class ElasticSync(LocalSync):
             if self.tokens:
                 _logger.warning("Work of %g tokens is dropped: other groups may have counted it already.", self.tokens)
             self.tokens = 0.0
-            self._set_residuals({})
-        changes = [now.to(anchor.dtype) - anchor for now, anchor in zip(*self._tensors(), strict=True)]
-        work = changes if self.tokens else None
+            set_residuals_(self.replica, {})
+        changes = [now.to(anchor.dtype) - anchor for now, anchor in zip(*tensors_of(self.replica), strict=True)]
         self.membership.serve(None)
-        starts = {self.name_of(p): (p, start) for p, start in self.replica.start.items()}
-        self.replica.velocity = {p: torch.empty_like(start) for p, start in map(starts.__getitem__, shared["velocity"])}
-        for key, tensor in self._shared_tensors().items():
-            if shared["tensors"]:  # on the first process of the group, which broadcasts them
-                tensor.copy_(shared["tensors"][key])
-            if self.members.num_local_ranks > 1:
-                broadcast_flat_([tensor], self.members.node.broadcast_)
-        self._add_(work)
+        take_anchor_(self.replica, shared["tensors"], shared["velocity"], self.members.node)
+        set_work_(self.replica, changes if self.tokens else None)
         self._is_unsure = False
         self._wait_from_now()
         self._ends_s = time.monotonic() + shared["left_s"]
@@ -668,16 +584,6 @@ class ElasticSync(LocalSync):
         self._offer()
         # A warning: the state may come from an old checkpoint of a group that begins together with this one.
         _logger.warning("This group has taken the state after round %d of run %r.", self.num_averages, self.run)
-
-    def _named(self, tensors: Mapping[Parameter, Tensor]) -> dict[str, Tensor]:
-        return {self.name_of(parameter): tensor for parameter, tensor in tensors.items()}
-
-    def _set_residuals(self, residuals: Mapping[str, Tensor]) -> None:
-        """Set the residuals; a residual that is not given becomes zero."""
-        for name, residual in self.replica.residuals.items():
-            residual.copy_(residuals[name]) if name in residuals else residual.zero_()
-
-    # The anchor in the model, and checkpoints -------------------------------------------------------------------------
 
     def finish(self) -> None:
         """Leave the anchor in the model, after a round that is hidden, without another wait."""

@@ -19,7 +19,8 @@ from typing_extensions import override
 
 from lightning_lowbw.arguments import is_count, is_number, shows
 from lightning_lowbw.elastic.membership import Membership
-from lightning_lowbw.elastic.sync import ElasticSync, Members, check_elastic
+from lightning_lowbw.elastic.peers import Members
+from lightning_lowbw.elastic.sync import ElasticSync, check_elastic
 from lightning_lowbw.elastic.torchft_membership import TIMEOUT_S, TorchftMembership
 from lightning_lowbw.errors import ConfigurationError
 from lightning_lowbw.method import Method
@@ -162,13 +163,9 @@ class ElasticStrategy(Strategy):
     @override
     def _make_worker(self, optimizer: Optimizer, module: pl.LightningModule, buffers: Any) -> Any:
         assert isinstance(self.peers, Members)
+        if self._workers:
+            raise ConfigurationError("Several optimizers: an elastic training has one. Return one.")
         return ElasticSync(self.method, optimizer, module.named_parameters(), self.peers, buffers, round_s=self.round_s)
-
-    @override
-    def _make_workers(self) -> None:
-        super()._make_workers()
-        if len(self._workers) != 1:
-            raise ConfigurationError(f"{len(self._workers)} optimizers: an elastic training has one. Return one.")
 
     @override
     def reconfigure(self, method: Method) -> None:

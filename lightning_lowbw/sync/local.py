@@ -294,8 +294,8 @@ class LocalSync(Synchronizer):
     # A round --------------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def average_due(self) -> bool:
-        """Apply and begin the averages that are due after a local step; return whether one was begun.
+    def average_due(self) -> None:
+        """Apply and begin the averages that are due after a local step.
 
         Collective: all ranks, if averages are due. All ranks raise NonFiniteGradientError if a rank has an inf or NaN,
             DisagreementError if they are at different steps or batches.
@@ -317,7 +317,6 @@ class LocalSync(Synchronizer):
             fragment.moved.clear()
             self.loss.clear()
         self.has_communicated = bool(arriving or begun)
-        return bool(begun)
 
     def _agree_with_shards(self) -> None:
         """Agree on requests, and report faults of the weights, before an average of a sharded model.

@@ -51,14 +51,14 @@ class PlainMembership:
         self.noted: list[tuple[float, float]] = []
         self.has_failed = False
         self.group: Any = None
-        self.shared: Share = dict
+        self.shared: Share | None = None
         store.add("alive", 1)
 
     def state_of_others(self, row: Row, settings: Settings, gives_up: GivesUp) -> None:
         """Return none: a member that is behind heals in its first quorum."""
 
     def serve(self, shared: Share | None) -> None:
-        self.shared = shared or self.shared
+        self.shared = shared
 
     def note(self, longest_s: float) -> None:
         self.noted.append((time.monotonic(), longest_s))
@@ -88,6 +88,7 @@ class PlainMembership:
                 break
             if self.name == latest[0]:  # the members wait in the next quorum for the members that take the state
                 file = io.BytesIO()
+                assert self.shared is not None
                 torch.save(self.shared(), file)
                 self.store.set(f"{epoch}/shared", file.getvalue())
         if len(names) > 1:
