@@ -90,7 +90,6 @@ class Membership(Protocol):
 
         Raises:
             DisagreementError: a member that trains refuses this group.
-            ConfigurationError: no member that trains can be reached.
         """
         ...
 
@@ -171,15 +170,11 @@ def run_of(rows: Mapping[str, Row]) -> str:
     return max((rows[name] for name in deciders(rows)), key=lambda row: row.rounds).run
 
 
-def rounds_of(rows: Mapping[str, Row]) -> int:
-    """Return the rounds of the members whose state counts; a member with a checkpoint of more rounds takes it, too."""
-    return max(rows[name].rounds for name in deciders(rows)) or max(row.rounds for row in rows.values())
-
-
 def latest_of(rows: Mapping[str, Row]) -> list[str]:
     """Return the members that are not behind: they have the rounds that count, and the anchor of most such members."""
-    latest = {name: row.anchor for name, row in rows.items() if row.rounds == rounds_of(rows)}
-    judges = [latest[name] for name in deciders(rows) if name in latest] or [*latest.values()]
+    rounds = max(rows[name].rounds for name in deciders(rows))  # more rounds in a checkpoint do not count
+    latest = {name: row.anchor for name, row in rows.items() if row.rounds == rounds}
+    judges = [latest[name] for name in deciders(rows) if name in latest]
     usual = max(judges, key=judges.count)
     return [name for name, anchor in latest.items() if anchor == usual]
 

@@ -77,7 +77,6 @@ OPEN_PORTS = (
 CUT_ATTEMPTS = 3  # attempts to connect in a row, after which a group that reaches no other member ends
 OWN_DATA = frozenset({"row", "failures"})  # of a member: what torchft has no field for
 RETRY_S, WARN_S = 0.5, 60.0
-GONE_S = 20.0  # groups that train and are not reached for this long are an error of the newcomer
 SIOCGIFADDR = 0x8915  # Linux: the address of an interface
 TIMEOUT_S = 10.0  # for pauses of an operating system; pauses of a link may take SILENT_S
 ROUND_STATES = 2.0  # bytes of a round / bytes of the state: at most an all-reduce of the whole state
@@ -164,9 +163,9 @@ class TorchftMembership:
         self._began_s = self._says_s = 0.0  # when this group began to wait; when it logs that it waits
         self._client = StateClient()  # receives the states
         self._has_taken = False  # a state since the last round: if it is behind again, the members wait for it
-        self._told: tuple[Row, Settings] = Row(), {}  # as given to `quorum`
+        self._told: tuple[Row, Settings] = Row(), {}  # as given to `quorum`, and new no longer after a round
         if self._process == 0:
-            self._server = StateServer(self._name, self._address)
+            self._server = StateServer(self._name, self._address, lambda: self._told)
             listener = socket.create_server((self._address, 0))  # not at other addresses of the host
             port = listener.getsockname()[1]
             options: dict[str, Any] = {"is_master": True, "wait_for_workers": False}
@@ -189,10 +188,7 @@ class TorchftMembership:
 
     def quorum(self, row: Row, settings: Settings, gives_up: GivesUp) -> Quorum | None:
         self._begin_to_wait()
-        self._told = row, settings
-        if self._process == 0:
-            self._server.row, self._server.settings = row, dict(settings)
-        wait_s = WAIT_S
+        self._told, wait_s = (row, settings), WAIT_S
         while True:
             told = ""
             try:
@@ -214,7 +210,7 @@ class TorchftMembership:
             time.sleep(RETRY_S if told else 0.0)
 
     def _begin_to_wait(self) -> None:
-        self._began_s = time.monotonic()
+        self._client.progress, self._began_s = "", time.monotonic()
         self._says_s = self._began_s + WARN_S / 6
 
     def _say_if_due(self, error: str = "") -> None:
@@ -228,7 +224,7 @@ class TorchftMembership:
             *(now_s - self._began_s, self.min_replicas, self._lighthouse.url, error or "has no answer yet"),
         )
 
-    def _call(self, fn: Callable[[], T], gives_up: GivesUp, progress: Callable[[], str]) -> T | None:
+    def _call(self, fn: Callable[[], T], gives_up: GivesUp) -> T | None:
         """Call a function in a thread of process 0; return its result on all processes, None if a process gives up.
 
         In a thread, because torchft and sockets would keep the process from handling a signal.
@@ -236,7 +232,6 @@ class TorchftMembership:
         Args:
             fn: returns a value to be sent to the other processes.
             gives_up: asked about once a second.
-            progress: returns the progress in words.
 
         Raises:
             RuntimeError, TimeoutError, ConfigurationError: on all processes, if the function raises an error.
@@ -246,14 +241,16 @@ class TorchftMembership:
         def run() -> None:
             try:
                 result.set_result(fn())
-            except Exception as error:  # noqa: BLE001 - raised below
-                result.set_result(_for_all(error))
+            except (ConfigurationError, TimeoutError) as error:
+                result.set_result(error)
+            except Exception as error:  # noqa: BLE001 - raised below; another attempt may succeed
+                result.set_result(RuntimeError(f"{error}"))
 
         if self._process == 0:
             threading.Thread(target=run, name="lowbw-call", daemon=True).start()
         while True:
             is_done = self._process == 0 and bool(wait([result], POLL_S).done)
-            self._say_if_due(progress())
+            self._say_if_due(self._client.progress)
             answers = gather((result.result() if is_done else None, gives_up()), "wait")
             if any(has_given_up for _, has_given_up in answers):
                 return None
@@ -291,16 +288,16 @@ class TorchftMembership:
         if not all(gather(self._group is not None, "commit")):
             self._fail()
             return False
-        self._has_taken = False
-        if self._process == 0:
-            self._server.row = self._server.row._replace(is_new=False)
+        row, settings = self._told
+        self._told, self._has_taken = (row._replace(is_new=False), settings), False
         return True
 
     def close(self) -> None:
         self._disconnect()
         self._lighthouse.close()
         if self._process == 0:
-            self._server.close(self._limit_s if self._server.row.has_ended else LEAVE_S)
+            row, _ = self._told
+            self._server.close(self._limit_s if row.has_ended else LEAVE_S)
 
     def _fail(self) -> None:
         """Leave the group, so that the members that wait for this one fail; the next round has a new group."""
@@ -324,7 +321,7 @@ class TorchftMembership:
             stores = f"{self._address}:{self._store.port}", self._server.address
             return self._lighthouse.quorum(_Member(self._name, *stores, told, self._num_failures), wait_s)
 
-        answer = self._call(request, lambda: time.monotonic() >= ends_s and gives_up(), lambda: "")
+        answer = self._call(request, lambda: time.monotonic() >= ends_s and gives_up())
         if answer is None:
             return None
         number, members = answer
@@ -343,7 +340,7 @@ class TorchftMembership:
         """Return the settings of another group that differ from those here; None if the group is not reached."""
         with suppress(OSError, ValueError):
             try:
-                StateClient().fetch(member.state, self._asks())
+                self._client.fetch(member.state, self._asks())
             except RefusedError as refused:
                 return dict(refused.args[-1])
         return None
@@ -376,12 +373,7 @@ class TorchftMembership:
             # Not the number alone: a lighthouse that is restarted counts its quorums from 1 again.
             path = f"{number}/{rows[names[0]].rounds}/{zlib.crc32(repr(key).encode())}/{self._process}"
             self._disconnect()
-            error: Exception | None = None
-            try:
-                self._connect(members, next(m.store for m in members if m is not taker), path, members.index(own))
-                self._num_cut = 0
-            except RuntimeError as raised:
-                error = self._unreached(own, members) or RuntimeError(f"{raised}")
+            error = self._connect(own, members, next(m.store for m in members if m is not taker), path)
             errors = [each for each in gather(error, "connection") if each is not None]
             if errors:
                 raise min(errors, key=lambda each: isinstance(each, RuntimeError))  # a ConfigurationError first
@@ -396,6 +388,20 @@ class TorchftMembership:
             self.collective(lambda group: group.allreduce([torch.zeros(1)]))
         self.commit()
         return None if healed is None else Quorum(rank, tuple(names), healed=healed)
+
+    def _connect(self, own: _Member, members: Sequence[_Member], meet_at: str, path: str) -> Exception | None:
+        """Make the process group of the members, which meet in a store; return the error if it is not possible."""
+        gloo: Any = dist.ProcessGroupGloo
+        options, limit = gloo._Options(), timedelta(seconds=CONNECT_S)
+        options._devices, options._timeout = [gloo.create_device(hostname=self._address)], limit
+        host, _, port = meet_at.rpartition(":")
+        try:
+            store = dist.TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=limit)
+            self._group = gloo(dist.PrefixStore(path, store), members.index(own), len(members), options)
+        except RuntimeError as raised:
+            return self._unreached(own, members) or RuntimeError(f"{raised}")
+        self._num_cut = 0
+        return None
 
     def _unreached(self, own: _Member, members: Sequence[_Member]) -> Exception | None:
         """Return an error with the members whose store does not accept a connection; None if all stores accept one.
@@ -414,10 +420,8 @@ class TorchftMembership:
             f"no round is possible with both. {OPEN_PORTS}"
         )
         is_first = all((own.row.is_new, own.name) < (member.row.is_new, member.name) for member in cut)
-        if self._num_cut >= CUT_ATTEMPTS + len(members) - 1 - len(cut) + is_first:
-            return ConfigurationError(told)
-        _logger.warning("Attempt %d to begin a round: %s", self._num_cut, told)
-        return RuntimeError(told)
+        is_last_attempt = self._num_cut >= CUT_ATTEMPTS + len(members) - 1 - len(cut) + is_first
+        return ConfigurationError(told) if is_last_attempt else RuntimeError(told)
 
     # The state of other groups ----------------------------------------------------------------------------------------
 
@@ -427,7 +431,6 @@ class TorchftMembership:
         Raises:
             RuntimeError: on all processes, as all errors; there is no state, or this group has given up for now.
             DisagreementError: this group is refused.
-            ConfigurationError: no group that trains is reached.
         """
         self._begin_to_wait()
         tensors: dict[str, Any] = {}
@@ -437,7 +440,7 @@ class TorchftMembership:
             tensors.update(state.pop("tensors"))
             return state
 
-        state = self._call(take_apart, gives_up, lambda: self._client.progress)
+        state = self._call(take_apart, gives_up)
         if state is None:
             raise RuntimeError("given up")
         self._has_taken = True
@@ -448,21 +451,13 @@ class TorchftMembership:
 
         Raises:
             RuntimeError: there is none.
-            DisagreementError, ConfigurationError: as `_fetch`.
+            DisagreementError: this group is refused.
         """
-        reached_s = time.monotonic()
         while True:
-            addresses = None
             try:
-                addresses = self._lighthouse.addresses()
-                return self._take(addresses)
+                return self._take(self._lighthouse.addresses())
             except OSError as error:
-                self._client.progress, now_s = f"{error}", time.monotonic()
-            reached_s = now_s if addresses is None else max(reached_s, self._client.reached_s)
-            if now_s > reached_s + GONE_S:
-                raise ConfigurationError(
-                    f"Groups train, and this one does not reach them: {self._client.progress}. {OPEN_PORTS}"
-                )
+                self._client.progress = f"groups train, and this one does not reach them: {error}. {OPEN_PORTS}"
             if self._lighthouse.is_closed.wait(RETRY_S):
                 raise RuntimeError(self._client.progress)
 
@@ -494,19 +489,6 @@ class TorchftMembership:
         """Return the question to a group whose state this one asks for."""
         row, _ = self._told
         return {"name": self._name, "settings": row.settings, "run": row.run if row.rounds else ""}
-
-    def _connect(self, members: Sequence[_Member], address: str, path: str, rank: int) -> None:
-        """Make the process group of the members, which meet in a store.
-
-        Raises:
-            RuntimeError: on this process.
-        """
-        gloo: Any = dist.ProcessGroupGloo
-        options, limit = gloo._Options(), timedelta(seconds=CONNECT_S)
-        options._devices, options._timeout = [gloo.create_device(hostname=self._address)], limit
-        host, _, port = address.rpartition(":")
-        store = dist.TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=limit)
-        self._group = gloo(dist.PrefixStore(path, store), rank, len(members), options)
 
     def _disconnect(self) -> None:
         """Forget the group. gloo closes its connections when nothing refers to it any more; `abort` does not."""
@@ -553,11 +535,10 @@ class _Lighthouse:
             raise
         self._client = client
         members = {each.replica_id: member for each in found.participants if (member := _member_of(each)) is not None}
-        strangers = {each.replica_id for each in found.participants}.difference(members)
-        if strangers and own.row.is_new:  # groups that train go on
+        if len(members) < len(found.participants) and own.row.is_new:  # groups that train go on
             raise ConfigurationError(
-                f"The lighthouse {self.url} has members of another program, or of another version: "
-                f"{sorted(strangers)}. Start a lighthouse for each training."
+                f"The lighthouse {self.url} also has members of another program, or of another version. Start a "
+                "lighthouse for each training."
             )
         told = members.get(own.name)
         if told is not None and told.store != own.store:
@@ -598,7 +579,7 @@ class _Lighthouse:
         """
         page, ages = self.page()
         members = re.findall(r"<b>(.*)</b> <br/>\s*Step: ([0-9]+) <br/>\s*Manager: (\S+) <br/>", page)
-        alive = {name: each for name, *each in members if name != self._name and ages.get(name, GONE_S) < CONNECT_S}
+        alive = {name: each for name, *each in members if name != self._name and ages.get(name, math.inf) < CONNECT_S}
         in_turn = sorted(alive, key=lambda name: (-int(alive[name][0]), _turn_of(name, self._name)))
         return [alive[name][1] for name in in_turn]
 
@@ -629,11 +610,6 @@ def _member_of(participant: Any) -> _Member | None:
         return None
     addresses = participant.store_address, participant.address
     return _Member(participant.replica_id, *addresses, Row(*data["row"]), data["failures"])
-
-
-def _for_all(error: Exception) -> Exception:
-    """Return an error for all processes of a group: RuntimeError or TimeoutError if another attempt may succeed."""
-    return error if isinstance(error, (ConfigurationError, TimeoutError)) else RuntimeError(f"{error}")
 
 
 def _turn_of(name: str, own_name: str) -> int:

@@ -17,18 +17,16 @@ from __future__ import annotations
 import io
 import json
 import logging
-import math
 import socket
 import socketserver
 import threading
-import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lightning_lowbw.elastic.membership import Row, Share
+from lightning_lowbw.elastic.membership import Row, Settings, Share
 from lightning_lowbw.kernels.tensors import as_real
 from lightning_lowbw.namespaces import LOGGER
 
@@ -91,20 +89,18 @@ class StateServer(socketserver.TCPServer):
     Args:
         name: name of this group.
         address: address at which the server listens.
+        told: returns the row and the settings of this group.
 
     Attributes:
         address: the same with the port.
-        row: row of this group at its last quorum.
-        settings: settings of this group at its last quorum.
     """
 
     request_queue_size = 64
 
-    def __init__(self, name: str, address: str) -> None:
+    def __init__(self, name: str, address: str, told: Callable[[], tuple[Row, Settings]]) -> None:
         super().__init__((address, 0), _Handler)
         self.address = f"{address}:{self.server_address[1]}"
-        self.row, self.settings = Row(), dict[str, str]()
-        self._name, self._is_closed = name, False
+        self._name, self._told, self._is_closed = name, told, False
         self._shared: Share | None = None
         self._changes = threading.Condition()  # held while the state is copied
         threading.Thread(target=self.serve_forever, name="lowbw-state", daemon=True).start()
@@ -124,13 +120,14 @@ class StateServer(socketserver.TCPServer):
                 return
             plain = dict(self._shared())
             tensors, rounds, run = plain.pop("tensors"), plain["num_averages"], plain["run"]
-            is_refused = asks["settings"] != self.row.settings or not rounds or asks["run"] not in ("", run)
+            row, settings = self._told()
+            is_refused = asks["settings"] != row.settings or not rounds or asks["run"] not in ("", run)
             if not is_refused:
                 for name, tensor in tensors.items():
                     real = as_real(tensor.detach())
                     copies[name] = real.to("cpu", copy=True, memory_format=torch.contiguous_format)
         if is_refused:
-            _tell(connection, refused=[self._name, self.row._replace(rounds=rounds, run=run), self.settings])
+            _tell(connection, refused=[self._name, row._replace(rounds=rounds, run=run), dict(settings)])
             return
         kinds = {name: (list(each.shape), each.new_empty(0)) for name, each in copies.items()}
         head = packed({"plain": plain, "kinds": kinds})
@@ -160,12 +157,10 @@ class StateClient:
     """Receives the states of other groups.
 
     Attributes:
-        progress: what the client does, in words.
-        reached_s: time of the last connection to a group.
+        progress: the state of the transfer, in words.
     """
 
-    def __init__(self) -> None:
-        self.progress, self.reached_s = "", -math.inf
+    progress = ""
 
     def fetch(self, address: str, asks: Mapping[str, str]) -> dict[str, Any]:
         """Return the state of a group, with "tensors" by name, on the CPU.
@@ -181,7 +176,7 @@ class StateClient:
         """
         host, _, port = address.rpartition(":")
         with socket.create_connection((host, int(port)), CONNECT_S) as connection:
-            self.reached_s, self.progress = time.monotonic(), f"asks {address} for its state"
+            self.progress = f"asks {address} for its state"
             connection.settimeout(ANSWER_S)
             _tell(connection, **asks)
             with connection.makefile("rb") as file:

@@ -67,20 +67,6 @@ def fail_in_process_1(total: torch.Tensor, group: dist.ProcessGroup) -> Any:
     return average(total, group)
 
 
-def all_collectives(total: torch.Tensor, group: dist.ProcessGroup) -> Any:
-    """Use each collective with the dtypes that are sent."""
-    size, rank = group.size(), group.rank()
-    for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.uint8):
-        own = torch.arange(size * 5).to(dtype) + rank
-        everyone = torch.stack([torch.arange(size * 5).to(dtype) + each for each in range(size)])
-        rows = torch.zeros(size, 5 * size, dtype=dtype)
-        group.allgather([list(rows.unbind())], [own]).wait()
-        assert torch.equal(rows, everyone)
-        group.allreduce([own]).wait()
-        assert torch.equal(own, everyone.sum(0).to(dtype))
-    return average(total, group)
-
-
 class LateClient(StateClient):
     """Receives a state that is a round old when it arrives, the first time."""
 

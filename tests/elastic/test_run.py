@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
-from lightning_lowbw.elastic.run import run_script
 from tests.programs import ROOT
-from tests.ranks import run_ranks
 
 # What a process has, before it imports anything; then what has to work in it.
 PROGRAM = """
@@ -89,42 +85,3 @@ def test_processes_whose_agent_is_killed_are_asked_to_end(tmp_path: Path) -> Non
     assert said.count("ready") == 2
     group.kill()
     assert group.communicate(timeout=60)[0].count("at exit") == 2
-
-
-def run_and_return(folder: str) -> None:
-    run_script(False, f"{folder}/program.py")
-    Path(folder, "returned").touch()
-
-
-def wait_for(path: Path) -> None:
-    while not path.exists():
-        time.sleep(0.1)
-
-
-def lose_agent(folder: str) -> None:
-    context = multiprocessing.get_context("fork")
-
-    def begin() -> None:
-        context.Process(target=run_and_return, args=(folder,)).start()
-        wait_for(Path(folder, "began"))
-        os._exit(0)
-
-    agent = context.Process(target=begin)
-    agent.start()
-    agent.join()
-    wait_for(Path(folder, "ended"))
-    time.sleep(0.5)
-
-
-def test_a_script_whose_agent_was_killed_ends(tmp_path: Path) -> None:
-    """And waits for nobody to take its result; also one that goes on after SIGTERM."""
-    program = """
-import signal, sys, time
-signal.signal(signal.SIGTERM, signal.SIG_IGN)
-open(f"{sys.path[0]}/began", "w").close()
-time.sleep(1)
-open(f"{sys.path[0]}/ended", "w").close()
-"""
-    (tmp_path / "program.py").write_text(program)
-    run_ranks(lose_agent, 1, str(tmp_path), fresh=True)
-    assert not (tmp_path / "returned").exists()

@@ -9,7 +9,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,6 +21,7 @@ from lightning_lowbw.comm.agreement import gather
 from lightning_lowbw.elastic import torchft_membership
 from lightning_lowbw.elastic.membership import Row, raise_refused
 from lightning_lowbw.elastic.torchft_membership import TorchftMembership, _Lighthouse, _Member
+from lightning_lowbw.elastic.transfer import StateClient
 from lightning_lowbw.errors import ConfigurationError, DisagreementError
 from tests.elastic import members
 from tests.ranks import on_ranks
@@ -34,10 +35,10 @@ HERE = {"lighthouse": "127.0.0.1:1"}
 QUICK = {"WAIT_S": 3.0, "WARN_S": 2.0}
 
 
-def test_fixed_members_do_not_heal_and_use_all_collectives_on_their_address_only() -> None:
+def test_fixed_members_do_not_heal_and_listen_on_their_address_only() -> None:
     with members.groups(min_replicas=3) as made:
         for group in range(3):
-            made.start(group, rounds=4, act=members.all_collectives)
+            made.start(group, rounds=4)
         ended = [made.first(group, "ended") for group in range(3)]
         assert (Path(made.folder) / "stderr").read_text() == ""  # no line for each request, reconfiguration ...
     assert {event.kind for event in made.events} == {"joined", "committed", "ended"}
@@ -172,7 +173,7 @@ def a_member_of(name: str, rows: dict[str, Row]) -> tuple[TorchftMembership, lis
     membership = object.__new__(TorchftMembership)
     membership._name, membership._process, membership._key, membership._group = name, dist.get_rank(), (), object()
     membership.min_replicas, membership._num_failures, membership._says_s = 2, 0, math.inf
-    membership._lighthouse = SimpleNamespace()  # type: ignore[assignment]
+    membership._lighthouse, membership._client = SimpleNamespace(), StateClient()  # type: ignore[assignment]
     return membership, [_Member(name, "127.0.0.1:1", "127.0.0.1:1", row, 0) for name, row in rows.items()]
 
 
@@ -180,15 +181,13 @@ def a_member_of(name: str, rows: dict[str, Row]) -> tuple[TorchftMembership, lis
 def test_the_processes_of_a_group_agree_on_the_connection_before_the_next_collective() -> None:
     """One process has no connection; the other process would take the state, or give it."""
 
-    def connect(*_: object) -> None:
-        if dist.get_rank() == 1:
-            raise RuntimeError("no connection to ['donor']")
+    def connect(*_: object) -> Exception | None:
+        return RuntimeError("no connection to ['donor']") if dist.get_rank() == 1 else None
 
     for own in ("taker", "donor", "other"):
         rows = {"donor": Row(3), "other": Row(3), "taker": Row(0, is_late=True)}
         membership, there = a_member_of(own, rows)
         membership._connect = connect  # type: ignore[method-assign]
-        membership._unreached = lambda *_: None  # type: ignore[method-assign]
         with pytest.raises(RuntimeError, match="no connection to"):
             membership._join(1, there, bool)
         assert gather(own, "name") == [own, own]
@@ -209,12 +208,12 @@ def test_a_group_that_takes_the_state_is_in_no_round_until_the_members_wait_for_
 def test_the_processes_of_a_group_give_up_and_fail_together_in_a_call() -> None:
     membership, _ = a_member_of("group", {})
     waits = threading.Event().wait
-    assert membership._call(lambda: waits(5.0), lambda: dist.get_rank() == 1, str) is None
-    assert membership._call(lambda: ["all"], bool, str) == ["all"]
+    assert membership._call(lambda: waits(5.0), lambda: dist.get_rank() == 1) is None
+    assert membership._call(lambda: ["all"], bool) == ["all"]
     with pytest.raises(RuntimeError, match="refused"):
-        membership._call(lambda: socket.create_connection(("127.0.0.1", 1)), bool, str)
+        membership._call(lambda: socket.create_connection(("127.0.0.1", 1)), bool)
     with pytest.raises(DisagreementError, match="other settings"):
-        membership._call(lambda: raise_refused(Row(settings="a"), {}, Row(), None, "site"), bool, str)
+        membership._call(lambda: raise_refused(Row(settings="a"), {}, Row(), None, "site"), bool)
 
 
 def test_the_processes_of_a_group_fail_together() -> None:
@@ -227,24 +226,6 @@ def test_the_processes_of_a_group_fail_together() -> None:
                 assert last.value[0] == 1.5 * members.SIZE
         failed = [(event.group, event.process, event.step) for event in made.events if event.kind == "failed"]
         assert sorted(failed) == [(0, 0, 1), (0, 1, 1), (1, 0, 1), (1, 1, 1)]
-
-
-@pytest.fixture
-def a_lighthouse() -> Iterator[Callable[[list[Any]], _Lighthouse]]:
-    """Make a client whose lighthouse answers with some participants."""
-    made: list[_Lighthouse] = []
-
-    def make(participants: list[Any]) -> _Lighthouse:
-        answer = SimpleNamespace(quorum_id=1, participants=participants)
-        client = SimpleNamespace(quorum=lambda **_: answer, heartbeat=lambda *_, **__: None)
-        made.append(
-            _Lighthouse(SimpleNamespace(LighthouseClient=lambda *_, **__: client), "http://127.0.0.1:1", "site")
-        )
-        return made[-1]
-
-    yield make
-    for lighthouse in made:
-        lighthouse.close()
 
 
 def participant(store: str = "127.0.0.1:1", failures: int = 2) -> SimpleNamespace:
@@ -272,17 +253,24 @@ def test_a_group_that_waits_for_long_leaves_the_other_groups_their_time_to_come(
     assert asked[:3] == [(12.0, 0, False), (5.0, 1, True), (5.0, 2, True)]
 
 
-def test_answers_that_are_refused(a_lighthouse: Any) -> None:
+def members_of(own: _Member, *participants: SimpleNamespace) -> list[_Member]:
+    """Return the members of a quorum, in which the lighthouse has answered with some participants."""
+    answer = SimpleNamespace(quorum_id=1, participants=participants)
+    lighthouse = object.__new__(_Lighthouse)
+    lighthouse.url, lighthouse._client = "http://127.0.0.1:1", SimpleNamespace(quorum=lambda **_: answer)
+    return lighthouse.quorum(own, 1.0)[1]
+
+
+def test_answers_that_are_refused() -> None:
     """An answer to an older request is not taken; a second group with the name, and another program, are errors."""
     with pytest.raises(RuntimeError, match="an older request"):
-        a_lighthouse([participant(failures=1)]).quorum(OWN, 1.0)
+        members_of(OWN, participant(failures=1))
     with pytest.raises(ConfigurationError, match=r"Another group has the name 'site', too\. Give each group a name"):
-        a_lighthouse([participant(store="127.0.0.1:9")]).quorum(OWN, 1.0)
+        members_of(OWN, participant(store="127.0.0.1:9"))
     stranger = SimpleNamespace(replica_id="stranger", data=None)
-    with pytest.raises(ConfigurationError, match=r"members of another program, .*\['stranger'\]"):
-        a_lighthouse([participant(), stranger]).quorum(OWN, 1.0)
-    trains = OWN._replace(row=Row(3, is_new=False))
-    assert len(a_lighthouse([participant(), stranger]).quorum(trains, 1.0)[1]) == 1
+    with pytest.raises(ConfigurationError, match="also has members of another program"):
+        members_of(OWN, participant(), stranger)
+    assert len(members_of(OWN._replace(row=Row(3, is_new=False)), participant(), stranger)) == 1
 
 
 def test_who_is_late_with_the_state_is_waited_for() -> None:
@@ -303,17 +291,10 @@ def test_who_is_late_with_the_state_is_waited_for() -> None:
     assert max(waits) < 4.0
 
 
-@pytest.mark.parametrize(
-    ("version", "message"), [("0.3.0", "needs torchft 0.2.0"), (None, r'pip install "lightning-lowbw\[elastic\]"')]
-)
-def test_another_torchft_is_refused(monkeypatch: pytest.MonkeyPatch, version: str | None, message: str) -> None:
-    def find(name: str) -> str:
-        if version is None:
-            raise importlib.metadata.PackageNotFoundError(name)
-        return version
-
+@pytest.mark.parametrize("find", [lambda _: "0.3.0", lambda _: importlib.metadata.distribution("none")])
+def test_another_torchft_is_refused(monkeypatch: pytest.MonkeyPatch, find: Callable[[str], object]) -> None:
     monkeypatch.setattr(importlib.metadata, "version", find)
-    with pytest.raises(ConfigurationError, match=message):
+    with pytest.raises(ConfigurationError, match=r'needs torchft 0\.2\.0.* pip install "lightning-lowbw\[elastic\]"'):
         TorchftMembership("127.0.0.1:1")
 
 
