@@ -1,4 +1,4 @@
-"""Groups that are killed, stopped, cut off and slow: what each fault costs the others, and the goodput under many.
+"""Groups that are killed, stopped, cut off and slow: the cost of each fault for the other groups, and the goodput.
 
     .venv/bin/python benchmarks/elastic.py                          # 25 minutes: each fault, and the time without any
     .venv/bin/python benchmarks/elastic.py --state-mb 200           # half an hour: with a large state, no slow groups
@@ -6,9 +6,9 @@
     .venv/bin/python benchmarks/elastic.py --only restart --minutes 60   # the same faults; restarts the whole job
     .venv/bin/python benchmarks/elastic.py --report                 # table and plot of what there is
 
-One after the other, because they share the cores. Each group is a program on a node of the lab, on which it trains
-a small transformer with `sparse_loco_elastic`; the lighthouse has a node of its own. Loss, messages and faults are
-real, the time of a step is a wait. Writes benchmarks/results/elastic.json, .md and .png, and the goodput in
+The cases run one after the other, because they share the cores. Each group is a program on a node of the lab, and
+trains a small transformer with `sparse_loco_elastic`; the lighthouse has a node of its own. Loss, messages and faults
+are real, the time of a step is a wait. Writes benchmarks/results/elastic.json, .md and .png, and the goodput in
 docs/elastic.md; a case that is measured again replaces its row.
 """
 
@@ -80,15 +80,15 @@ class Case:
 
     Attributes:
         title: for the table.
-        groups: that begin; others are started by an event.
-        events: in their order.
-        slow: how many times slower a group is.
-        round_s: of a round, in place of `K_STEPS`.
-        is_elastic: else one job of all groups.
-        minutes: after which all are ended, and till then started again by torchrun, or by `elastic.run` each; None is
-            after `STEPS`.
+        groups: the groups that begin; an event starts any other group.
+        events: the events, in their order.
+        slow: a group, and how many times slower it is.
+        round_s: length of a round, in place of `K_STEPS`.
+        is_elastic: whether each group is a job; else all groups are one job.
+        minutes: time after which all groups are ended; until then torchrun, or `elastic.run`, restarts them. None: the
+            groups end after `STEPS`.
         ballast: more elements of the state, in millions, which no step changes.
-        delay_steps: of the method.
+        delay_steps: the method's.
     """
 
     title: str
@@ -129,7 +129,7 @@ LONG = {
 
 
 def random_faults(minutes: float, faults_per_hour: float, seed: int = 0) -> list[Event]:
-    """Return faults at random moments: kills, after which the group starts again at once, and a fifth of them stops."""
+    """Return faults at random moments: four kills for each stop; a killed group starts again at once."""
     drawn, events = random.Random(seed), []
     for _ in range(round(minutes * faults_per_hour / 60)):
         at_s, group = drawn.uniform(0, 60 * minutes), drawn.choice(NAMES)
@@ -178,7 +178,7 @@ class Log(pl.Callback):
     """Write a line of JSON for each round, with a digest of the weights that all have after it.
 
     Args:
-        case: of which the group is one.
+        case: the case that has the group.
         folder: for all files.
         group: its name.
     """
@@ -208,7 +208,7 @@ class Log(pl.Callback):
         contributed = getattr(worker, "contributed", dict.fromkeys(self.case.groups, worker.num_averages))
         is_in = contributed.get(self.group) == worker.num_averages
         step_s = statistics.median(self.took_s)
-        step_of_anchor = trainer.global_step - (worker.fragments[0].steps or 0)  # without those that hid the round
+        step_of_anchor = trainer.global_step - (worker.fragments[0].steps or 0)  # without the steps that hid the round
         weights = {worker.name_of(p): start for p, start in worker.replica.start.items()}
         weights.pop("ballast", None)
         self.write(
@@ -279,7 +279,7 @@ def train_group(case: Case, folder: Path, group: str) -> None:
     log.write("end", step=trainer.global_step)
 
 
-# All of them ---------------------------------------------------------------------------------------------------------
+# All groups ----------------------------------------------------------------------------------------------------------
 
 
 class Site:
@@ -378,7 +378,7 @@ class Site:
                 self.processes[name].wait()
 
     def lines(self) -> list[Row]:
-        """Return what all groups have written, in the order of time."""
+        """Return the lines of all groups, in the order of time."""
         logs = [path.read_text().splitlines(keepends=True) for path in self.folder.glob("*.jsonl")]
         found = [json.loads(line) for line in chain(*logs) if line.endswith("\n")]
         return sorted(found, key=lambda line: line["at_s"])
@@ -442,7 +442,7 @@ def run(name: str, case: Case, folder: Path) -> Row:
             site.end()
 
 
-# What it means -------------------------------------------------------------------------------------------------------
+# Results -------------------------------------------------------------------------------------------------------------
 
 
 def summarise(found: Row, case: Case) -> Row:
@@ -453,7 +453,7 @@ def summarise(found: Row, case: Case) -> Row:
     by_round, by_group = gathered(rounds, "round"), gathered(rounds, "group")
     gaps = [after["at_s"] - before["at_s"] for lines in by_group.values() for before, after in pairwise(lines)]
     differ = {what: [n for n, lines in by_round.items() if len({line[what] for line in lines}) > 1] for what in SAME}
-    # Who has taken the state meanwhile is in the middle of the next round.
+    # A group that has taken the state meanwhile is in the middle of the next round.
     there = gathered([line for line in rounds if line["group"] in line["averaged"]], "round")
     differ["step_of_anchor"] = [n for n, lines in there.items() if len({line["step_of_anchor"] for line in lines}) > 1]
     differ["lr"] = [line["round"] for line in rounds if abs(line["lr"] / LR - lr_factor(line["step"])) > 1e-9]
@@ -506,7 +506,7 @@ def waited_s(rounds: Sequence[Row], usual_s: float) -> float:
 
 
 def goodput(found: Row, num_groups: int, step_s: float, exchange_s: float) -> list[tuple[float, float]]:
-    """Return seconds, and the part of them that all groups have spent in steps and exchanges that counted.
+    """Return times, and up to each the share of the time that groups have spent in steps and exchanges that counted.
 
     A step and an exchange count as long as usual. A step counts if it was averaged, and once: not again where it is
     repeated after a checkpoint.
@@ -539,7 +539,7 @@ def losses(folder: Path, last: int) -> list[tuple[float, float]]:
 
 
 def loss_beside(curve: list[tuple[float, float]], undisturbed: list[tuple[float, float]]) -> float:
-    """Return how much higher the last losses are than those of the undisturbed run after as many tokens, in percent."""
+    """Return by how many percent the last losses exceed the losses of the undisturbed run after as many tokens."""
     compared = [point for point in curve if point[0] <= undisturbed[-1][0]][-NUM_LOSSES:]
     percent = []
     for seen, loss in compared:
@@ -552,7 +552,7 @@ def to_markdown(rows: Row) -> str:
     """Return the table of the faults, and the time without any."""
     undisturbed: Any = rows.get("undisturbed")
     lines = [
-        "| fault | heartbeat timeout, rounds | s that the others lose, each event | rounds averaged, each group "
+        "| fault | heartbeat timeout, rounds | s that the other groups lose, each event | rounds averaged, each group "
         "| loss, then beside it | weights after every round |",
         "| --- | --- | --- | --- | --- | --- |",
     ]
@@ -616,7 +616,7 @@ def goodput_table(rows: Row) -> str:
 
 
 def draw(rows: Row, path: Path) -> None:
-    """Draw the seconds that the others lose, and goodput over time."""
+    """Draw the seconds that the other groups lose, and goodput over time."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -629,7 +629,7 @@ def draw(rows: Row, path: Path) -> None:
         left.axvline(GRACE_S + rows["undisturbed"]["round_s"], color="tab:red", label="goal: at most")
         left.legend()
     left.invert_yaxis()
-    left.set(xlabel="seconds lost by the others, per event")
+    left.set(xlabel="seconds lost by the other groups, per event")
     for name in (name for name in LONG if name in rows):
         minutes, parts = zip(*((at_s / 60, part) for at_s, part in rows[name]["goodput"]), strict=True)
         (line,) = right.plot(minutes, parts, label=LONG[name].title)
@@ -665,8 +665,8 @@ def report(results: Row) -> None:
 def main() -> None:
     """Measure, and keep each row as soon as there is one."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", choices=[*CASES, *LONG], help="all but those with many faults")
-    parser.add_argument("--minutes", type=float, default=60.0, help="of those with many faults")
+    parser.add_argument("--only", nargs="+", choices=[*CASES, *LONG], help="default: all cases without many faults")
+    parser.add_argument("--minutes", type=float, default=60.0, help="length of a case with many faults")
     parser.add_argument("--state-mb", type=float, default=0.0, help="of more state, for a table of its own")
     parser.add_argument("--report", action="store_true", help="measure nothing")
     options = parser.parse_args()
