@@ -366,7 +366,7 @@ def cost_of(method: Method, shapes: Shapes, cluster: Cluster, step_s: float, ext
     numel += sum(map(math.prod, extra))
     num_whole = numel - sum(map(math.prod, compressed))
     messages = what.messages(compressed, between.num_ranks, num_local, when=when)
-    narrow = method.inter_dtype if what.sends_all else None
+    narrow = method.where.narrow_dtype if what.sends_all else None
     whole_bytes = (FLOAT_BYTES if narrow is None else narrow.itemsize) * num_whole
     is_beside = messages and not (when.averages_weights and num_whole)
     beside = between.beside(messages[0], whole_bytes) if is_beside else between.all_reduce(max(1, whole_bytes))

@@ -7,7 +7,6 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
@@ -103,11 +102,6 @@ class Method:
         return self.when.outer != "none" and self.what.sends_all
 
     @property
-    def inter_dtype(self) -> torch.dtype | None:
-        """The dtype in which dense steps send gradients of a wider dtype; None is the gradients' own."""
-        return None if self.where.inter_dtype == "float32" else getattr(torch, self.where.inter_dtype)
-
-    @property
     def exchanges_gradients(self) -> bool:
         """Whether gradients, or their means in a node, are ever exchanged: in synchronous steps, or inside nodes."""
         is_synchronous = not self.averages_weights or self.when.begin_step != 0 or self.when.is_always_synchronous
@@ -170,9 +164,7 @@ class Method:
             process_group: the group of flat peers; None is the world.
             **kwargs: arguments of `comm.peers.make_peers`.
         """
-        where = self.where
-        given = {"algorithm": where.algorithm, "inter_dtype": self.inter_dtype, **kwargs}
-        return make_peers(where.topology, process_group, **given)
+        return make_peers(self.where, process_group, **kwargs)
 
     def make_synchronizer(
         self,

@@ -32,7 +32,7 @@ from lightning_lowbw.comm.collectives import (
     group_of,
     is_gloo,
 )
-from lightning_lowbw.comm.topology import Algorithm, Topology, TopologyChoice, check_choice, resolve
+from lightning_lowbw.comm.topology import Algorithm, Topology, Where, resolve
 from lightning_lowbw.errors import ConfigurationError
 from lightning_lowbw.kernels.tensors import (
     allocate,
@@ -150,6 +150,7 @@ class Peers:
         Raises:
             ConfigurationError: on all ranks; the nodes are of different sizes.
         """
+        _ = self.topology.ranks_per_node  # raises if they differ
 
     def part(self, numel: int, local_rank: int | None = None) -> slice:
         """Return the part of a flat tensor that this or the given rank of a node keeps: the whole tensor when flat.
@@ -237,23 +238,18 @@ class OneNode(Peers):
     Args:
         topology: the topology of the world.
         ledger: counts the traffic, by level.
-        timeout: the timeout of the group that is made here; None is the world's.
-        is_hidden: see `make_peers`.
     """
 
     num_participants = 1
 
-    def __init__(
-        self, topology: Topology, ledger: TrafficLedger, timeout: timedelta | None, *, is_hidden: bool = False
-    ) -> None:
+    def __init__(self, topology: Topology, ledger: TrafficLedger | None) -> None:
         super().__init__(None, ledger)
-        group = group_of(topology.nodes[0], "averages" if is_hidden else "gradients", timeout)
-        self._all, self.node = Collectives(None, ledger, "intra"), Collectives(group, ledger, "intra")
-        self.between = Collectives(None, ledger, "inter", is_alone=True)  # there is no other node
+        self._all = self.node = Collectives(None, self.ledger, "intra")
+        self.between = Collectives(None, self.ledger, "inter", is_alone=True)  # there is no other node
         self.topology = topology
 
     def begin_all_reduce_(self, tensor: Tensor, *, dtype: torch.dtype | None = None) -> TensorWork:
-        return self.node.begin_all_reduce_(tensor)
+        return super().begin_all_reduce_(tensor)  # a narrower dtype is for the slow network
 
     begin_sum_ = begin_all_reduce_
 
@@ -292,11 +288,12 @@ class TwoLevelPeers(Peers):
         topology: Topology,
         *,
         algorithm: Algorithm | None,
-        ledger: TrafficLedger,
+        ledger: TrafficLedger | None,
         timeout: timedelta | None,
         is_hidden: bool = False,
     ) -> None:
         super().__init__(None, ledger)
+        ledger = self.ledger
         ledger.has_levels = True
         self.topology, self.is_summed_flat = topology, algorithm == "flat"
         self._is_led = algorithm == "leader" or (algorithm != "sharded" and not topology.has_equal_nodes)
@@ -327,10 +324,6 @@ class TwoLevelPeers(Peers):
     @property
     def num_participants(self) -> int:
         return self.topology.num_nodes
-
-    def check_parts(self) -> None:
-        _ = self.topology.ranks_per_node  # raises if they differ
-        assert not self._is_led  # `Method` refuses "leader" with payloads that need parts
 
     def count_dense(self, nbytes: int) -> None:
         super().count_dense(nbytes)
@@ -420,11 +413,9 @@ class TwoLevelPeers(Peers):
 
 
 def make_peers(
-    topology: TopologyChoice = "flat",
+    where: Where,
     process_group: dist.ProcessGroup | None = None,
     ledger: TrafficLedger | None = None,
-    algorithm: Algorithm | None = None,
-    inter_dtype: torch.dtype | None = None,
     timeout: timedelta | None = None,
     is_hidden: bool = False,
 ) -> Peers:
@@ -436,43 +427,36 @@ def make_peers(
     Collective: all ranks of the group, blocking; with a topology the world, which makes groups in one order.
 
     Args:
-        topology: "flat", "auto" (by the launcher and the host names), ranks per node, the ranks of each node, or a
-            `Topology`.
+        where: the topology, and how dense gradients are summed.
         process_group: the group of a flat training; None is the world.
         ledger: counts the traffic; a new ledger if left out.
-        algorithm: see `TwoLevelPeers`.
-        inter_dtype: see `Peers`.
         timeout: the timeout of the groups that are made for a topology; None is the world's.
         is_hidden: whether the ranks exchange averages that are hidden behind steps: these have groups of their own, so
             that the gradients of the steps do not wait for them, and few thread blocks of NCCL between nodes.
 
     Raises:
-        ConfigurationError: on all ranks; the topology is invalid, does not fit the world or the algorithm, or comes
-            with a process group other than the world.
+        ConfigurationError: on all ranks; the topology does not fit the world or the algorithm, or comes with a process
+            group other than the world.
         DisagreementError: on all ranks; the arguments differ between ranks.
     """
     is_world = process_group is None or (dist.is_initialized() and process_group is dist.group.WORLD)
-    if not is_world and topology != "flat":
-        check_choice(topology)
+    if not is_world and where.topology != "flat":
         raise ConfigurationError(
-            f"topology={topology!r} together with a process group other than the world: a topology is of all ranks of "
-            "the world. Leave process_group out, or take topology='flat'."
+            f"topology={where.topology!r} together with a process group other than the world: a topology is of all "
+            "ranks of the world. Leave process_group out, or take topology='flat'."
         )
-    given = {"topology": topology, "algorithm": algorithm, "inter_dtype": inter_dtype, "timeout": timeout}
-    agree("topology", given, process_group)
+    agree("topology", {**vars(where), "timeout": timeout}, process_group)
     num_ranks = dist.get_world_size() if dist.is_initialized() else 1
-    resolved = resolve(topology, num_ranks) if is_world else None
-    if resolved is None or resolved.is_flat:
+    topology = resolve(where.topology, num_ranks) if is_world else None
+    if topology is None or topology.is_flat:
         if is_hidden and is_world and num_ranks > 1 and dist.get_backend() == "nccl":  # gloo takes no multiprocessors
             process_group = group_of(tuple(range(num_ranks)), "averages", timeout, is_hidden=True)
         peers = Peers(process_group, ledger)
-        peers.inter_dtype = inter_dtype
-        return peers
-    ledger = TrafficLedger() if ledger is None else ledger
-    if resolved.num_nodes == 1:
-        return OneNode(resolved, ledger, timeout, is_hidden=is_hidden)
-    peers = TwoLevelPeers(resolved, algorithm=algorithm, ledger=ledger, timeout=timeout, is_hidden=is_hidden)
-    peers.inter_dtype = inter_dtype
+    elif topology.num_nodes == 1:
+        peers = OneNode(topology, ledger)
+    else:
+        peers = TwoLevelPeers(topology, algorithm=where.algorithm, ledger=ledger, timeout=timeout, is_hidden=is_hidden)
+    peers.inter_dtype = where.narrow_dtype
     return peers
 
 

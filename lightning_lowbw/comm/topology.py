@@ -75,14 +75,6 @@ class Topology:
         starts = range(0, world_size, ranks_per_node)
         return cls(tuple(tuple(range(start, start + ranks_per_node)) for start in starts))
 
-    @classmethod
-    def of_hosts(cls, hosts: Sequence[str]) -> Topology:
-        """Return one node for each distinct name; `hosts` has the host name of each rank."""
-        by_host: dict[str, list[int]] = {}
-        for rank, host in enumerate(hosts):
-            by_host.setdefault(host, []).append(rank)  # in order of their first rank, as the launcher counts nodes
-        return cls(tuple(tuple(ranks) for ranks in by_host.values()))
-
     @property
     def world_size(self) -> int:
         """The number of ranks."""
@@ -205,7 +197,10 @@ def discover() -> Topology:
     boot = BOOT_ID.read_text().strip() if BOOT_ID.exists() else ""
     # Two machines may share a name (cloned images) or a number (if every node has its own launcher).
     host = f"{socket.gethostname()}/{number}/{boot}"
-    return Topology.of_hosts(gather(host, "host"))
+    by_host: dict[str, list[int]] = {}  # in the order of their first rank, as the launcher counts nodes
+    for rank, its_host in enumerate(gather(host, "host")):
+        by_host.setdefault(its_host, []).append(rank)
+    return Topology(tuple(map(tuple, by_host.values())))
 
 
 # Models that are sharded over the ranks of each node ------------------------------------------------------------------
@@ -294,3 +289,8 @@ class Where:
             if getattr(self, name) not in allowed:
                 choices = ", ".join(str(each) for each in allowed if each is not None)
                 raise ConfigurationError(f"{name}={getattr(self, name)!r}: choose one of {choices}.")
+
+    @property
+    def narrow_dtype(self) -> torch.dtype | None:
+        """The dtype in which dense steps send gradients of a wider dtype; None is the gradients' own."""
+        return None if self.inter_dtype == "float32" else getattr(torch, self.inter_dtype)

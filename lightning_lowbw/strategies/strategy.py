@@ -182,7 +182,7 @@ class Strategy(CheckpointedStrategy, DDPStrategy):
     def _use(self, method: Method) -> None:
         """Let dense gradients be summed as a method does it; up to a choice that is still to come a step is DDP's."""
         super()._use(method)
-        self.peers.inter_dtype = method.inter_dtype
+        self.peers.inter_dtype = method.where.narrow_dtype
         self.peers.is_summed_flat = method.when.is_auto or method.where.algorithm == "flat"
         is_ddp = self.peers.is_summed_flat and (method.when.is_auto or method.what.sends_all)
         self.ledger.has_levels = self.peers.is_two_level and not is_ddp

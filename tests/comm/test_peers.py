@@ -18,6 +18,7 @@ from torch.nn import Parameter
 from lightning_lowbw import ConfigurationError, Topology
 from lightning_lowbw.comm.collectives import MAX_CTAS, Collectives, TensorWork, all_reduce_bytes
 from lightning_lowbw.comm.peers import MeanWork, Peers, average_gradients_, make_peers
+from lightning_lowbw.comm.topology import Where
 from tests.ranks import on_ranks
 from tests.sync.problem import same_on_all
 
@@ -180,7 +181,7 @@ def test_peers(num_ranks: int) -> None:
         if sum(map(len, nodes)) != num_ranks:
             continue
         for _ in range(2):  # groups are made once
-            peers = make_peers("flat" if is_flat(nodes) else nodes)
+            peers = make_peers(Where(topology="flat" if is_flat(nodes) else nodes))
         for peers.is_summed_flat in (False, True):
             for case in [*CASES, *(CASES_OF_PARTS if name != "leader" else [])]:
                 case(peers, nodes)
@@ -190,7 +191,7 @@ def test_peers(num_ranks: int) -> None:
 
 @on_ranks(4)
 def test_on_two_levels_a_sum_may_be_ddp_s() -> None:
-    peers = make_peers(2, algorithm="flat")
+    peers = make_peers(Where(topology=2, algorithm="flat"))
     assert peers.is_two_level
     assert peers.reduces_as_ddp
     tensor = vector_of(peers.rank, 1000)
@@ -223,7 +224,7 @@ def test_hidden_averages_leave_the_gpu_its_multiprocessors() -> None:
         made.append((ranks, None if pg_options is None else pg_options.config.max_ctas))
         return new_group(ranks, timeout=timeout)
 
-    limited = [([0, 2], MAX_CTAS), ([1, 3], MAX_CTAS)]
+    limited, only_here = [([0, 2], MAX_CTAS), ([1, 3], MAX_CTAS)], timedelta(seconds=33)  # so the groups are new
     nodes = [([0, 1], None), ([2, 3], None)]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dist, "new_group", note)
@@ -235,30 +236,30 @@ def test_hidden_averages_leave_the_gpu_its_multiprocessors() -> None:
             ("flat", False, []),
         ):
             made.clear()
-            make_peers(topology, is_hidden=is_hidden, timeout=timedelta(seconds=33))  # no other test has such groups
+            make_peers(Where(topology=topology), is_hidden=is_hidden, timeout=only_here)
             assert sorted(made, key=str) == expected
 
 
 @on_ranks(WORLD)
 def test_what_is_refused_and_why() -> None:
     rank, pair = dist.get_rank(), dist.new_group([0, 1])
-    unequal = make_peers([[0, 1, 2], [3]])
+    apart, unequal = [[0, 1, 2], [3]], "node 0 has 3 (0, 1, 2), node 1 has 1 (3)"
     calls: list[tuple[Callable[[], object], str]] = [
-        (lambda: make_peers([[0, 1, 2], [3]], algorithm="sharded"), "node 0 has 3 (0, 1, 2), node 1 has 1 (3)"),
-        (lambda: make_peers(2, pair), "process group other than the world"),
-        (lambda: make_peers("flat" if rank == 0 else 2), "rank 0 has 'flat', rank 1 has 2"),
-        (unequal.check_parts, "node 0 has 3 (0, 1, 2), node 1 has 1 (3)"),
+        (lambda: make_peers(Where(topology=apart, algorithm="sharded")), unequal),
+        (lambda: make_peers(Where(topology=2), pair), "process group other than the world"),
+        (lambda: make_peers(Where(topology="flat" if rank == 0 else 2)), "rank 0 has 'flat', rank 1 has 2"),
+        (make_peers(Where(topology=apart)).check_parts, unequal),
     ]
     for call, words in calls:
         with pytest.raises(ConfigurationError, match=re.escape(words)):
             call()
     if rank < 2:
-        peers = make_peers("flat", pair)
+        peers = make_peers(Where(), pair)
         assert (peers.topology.is_flat, peers.num_ranks, peers.rank, peers.group) == (True, 2, rank, pair)
         assert gather(peers, message_of(rank, 3)).equal(torch.stack([message_of(r, 3) for r in range(2)])[None])
-    assert make_peers(1).topology.is_flat  # a node for each rank
-    assert make_peers(2, dist.group.WORLD).topology == Topology(((0, 1), (2, 3)))
-    on_one_node = make_peers(WORLD)
+    assert make_peers(Where(topology=1)).topology.is_flat  # a node for each rank
+    assert make_peers(Where(topology=2), dist.group.WORLD).topology == Topology(((0, 1), (2, 3)))
+    on_one_node = make_peers(Where(topology=WORLD))
     on_one_node.all_reduce_(torch.ones(3))
     on_one_node.broadcast_(torch.ones(3))
     assert on_one_node.ledger.inter_bytes == 0 < on_one_node.ledger.intra_bytes

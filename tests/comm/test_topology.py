@@ -17,8 +17,9 @@ from tests.ranks import on_ranks
 BLOCKS = Topology(((0, 1), (2, 3)))
 
 
-def test_hosts_in_the_order_of_their_first_rank() -> None:
-    topology = Topology.of_hosts(["b", "a", "b", "a"])
+def test_hosts_in_the_order_of_their_first_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "gather", lambda *_: ["b", "a", "b", "a"])
+    topology = discover()
     assert topology.nodes == ((0, 2), (1, 3))
     assert topology.leaders == (0, 1)
     assert [topology.node_of(rank) for rank in range(4)] == [0, 1, 0, 1]

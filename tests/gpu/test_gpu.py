@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_lowbw.comm.peers import make_peers
+from lightning_lowbw.comm.topology import Where
 from tests.gpu.problem import on_gpu
 from tests.ranks import run_ranks
 from tests.sync.problem import Nodes
@@ -21,7 +22,7 @@ CROSSED: Nodes = ((0, 3), (1, 2))
 
 def reduce_on_two_levels(device: str, algorithm: Any) -> tuple[list[torch.Tensor], int]:
     """Sum over four ranks, with sizes that do not divide by two among them, several begun at once."""
-    exchange, pending = make_peers(CROSSED, algorithm=algorithm), []
+    exchange, pending = make_peers(Where(topology=CROSSED, algorithm=algorithm)), []
     for numel in (1, 5, 1000, 100_001):
         generator = torch.Generator().manual_seed(100 * numel + dist.get_rank())
         buffer = torch.randn(numel, generator=generator).to(device)

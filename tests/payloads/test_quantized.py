@@ -20,6 +20,7 @@ from torch.optim import SGD, AdamW
 from lightning_lowbw import ConfigurationError, LocalSGD, Method, QuantizedGradients
 from lightning_lowbw.comm.agreement import digest
 from lightning_lowbw.comm.peers import Peers, make_peers, part_of
+from lightning_lowbw.comm.topology import Where
 from lightning_lowbw.payloads import quantized
 from lightning_lowbw.payloads.quantized import Quantized, QuantizedExchange
 from tests.oracle import OracleFewBits, OracleQuantized
@@ -97,7 +98,7 @@ def test_ranges_and_the_borders_of_tensors_change_nothing_and_nothing_is_lost() 
             patch.setattr(quantized, "RANGE", length)
             generator = torch.Generator().manual_seed(dist.get_rank())
             signals = [torch.randn(numel, generator=generator) for numel in numels]
-            exchange = exchange_with("int4", make_peers(), [torch.full_like(signal, 1e-3) for signal in signals])
+            exchange = exchange_with("int4", make_peers(Where()), [torch.full_like(signal, 1e-3) for signal in signals])
             means = mean_of(exchange, signals)
         residuals = list(exchange.residuals.values())
         of_ranks = torch.stack([torch.cat(signals) + 1e-3, torch.cat(residuals)])
