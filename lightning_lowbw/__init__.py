@@ -15,9 +15,9 @@ from lightning_lowbw.errors import (
 from lightning_lowbw.method import Method
 from lightning_lowbw.muon import MuonAdamW
 from lightning_lowbw.payloads.low_rank import LowRank
-from lightning_lowbw.payloads.payload import Whole
 from lightning_lowbw.payloads.quantized import Quantized
 from lightning_lowbw.payloads.top_k import TopK
+from lightning_lowbw.payloads.whole import Whole
 from lightning_lowbw.presets import (
     DGC,
     AdaptiveLocalSGD,

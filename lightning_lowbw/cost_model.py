@@ -62,7 +62,8 @@ from lightning_lowbw.comm.peers import BUCKET_BYTES, is_apart
 from lightning_lowbw.comm.topology import Where
 from lightning_lowbw.method import Method
 from lightning_lowbw.payloads.params import small_numel
-from lightning_lowbw.payloads.payload import FLOAT_BYTES, Message, Shapes, Whole
+from lightning_lowbw.payloads.payload import FLOAT_BYTES, Message, Shapes
+from lightning_lowbw.payloads.whole import Whole
 from lightning_lowbw.presets import QuantizedGradients
 from lightning_lowbw.schedules.every_step import EveryStep
 from lightning_lowbw.sync.early import share_begun_early
@@ -372,7 +373,7 @@ def cost_of(method: Method, shapes: Shapes, cluster: Cluster, step_s: float, ext
     beside = between.beside(messages[0], whole_bytes) if is_beside else between.all_reduce(max(1, whole_bytes))
     sent = sum(map(between.of, messages), beside)
     exchange_s = cluster.link.seconds(sent.node_bytes, sent.rounds) + inside.seconds(sent.inside_bytes)
-    if between.num_ranks > 1 and not what.replaces_step:
+    if between.num_ranks > 1 and not what.corrects:
         exchange_s += WORK_BYTES * numel / cluster.memory_bytes_per_s
     # The part of the exchange during the backward pass counts as far as it exceeds the overlap.
     in_node = _ring_all_reduce(FLOAT_BYTES * numel, num_local)

@@ -17,7 +17,8 @@ from lightning_lowbw.comm.agreement import agree
 from lightning_lowbw.comm.peers import Peers, make_peers
 from lightning_lowbw.comm.topology import TopologyChoice, Where, asks_for_two_levels
 from lightning_lowbw.errors import ConfigurationError
-from lightning_lowbw.payloads.payload import PAYLOADS, Payload, Whole
+from lightning_lowbw.payloads.payload import PAYLOADS, Payload
+from lightning_lowbw.payloads.whole import Whole
 from lightning_lowbw.schedules.every_step import EveryStep
 from lightning_lowbw.schedules.schedule import SCHEDULES, Schedule
 from lightning_lowbw.sync.gradient import GradientSync

@@ -11,9 +11,9 @@ from lightning_lowbw.comm.topology import Algorithm, TopologyChoice, Where
 from lightning_lowbw.errors import ConfigurationError
 from lightning_lowbw.method import Method
 from lightning_lowbw.payloads.low_rank import LowRank
-from lightning_lowbw.payloads.payload import Whole
 from lightning_lowbw.payloads.quantized import Quantized
 from lightning_lowbw.payloads.top_k import TopK
+from lightning_lowbw.payloads.whole import Whole
 from lightning_lowbw.schedules.every_k import AUTO, EveryK, Rule
 from lightning_lowbw.schedules.every_step import EveryStep
 

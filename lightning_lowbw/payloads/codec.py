@@ -444,7 +444,7 @@ class SparseCodec:
         Raises:
             ValueError: a tensor has more than MAX_NUMEL elements, or fewer elements than positions.
         """
-        return sum(self._sections(counts, numels))
+        return self._sections(counts, numels)[2]
 
     def encode(
         self, parts: Sequence[tuple[Tensor, Tensor]], numels: Sequence[int], residuals: Sequence[Tensor] | None = None
@@ -457,14 +457,14 @@ class SparseCodec:
         """
         counts = [values.numel() for _, values in parts]
         positions, values = (joined(column) for column in zip(*parts, strict=True))
-        words_bytes, data_bytes, padding_bytes = self._sections(counts, numels)
+        begin, end, nbytes = self._sections(counts, numels)
         value_format, device = VALUE_FORMATS[self.value_dtype], values.device
         if dispatch.uses_triton(device):
-            message = torch.zeros(words_bytes + data_bytes + padding_bytes, dtype=torch.uint8, device=device)
+            message = torch.zeros(nbytes, dtype=torch.uint8, device=device)
             if not isinstance(value_format, FloatFormat):
-                message[words_bytes : words_bytes + data_bytes].copy_(value_format.encode(values, counts))
+                message[begin:end].copy_(value_format.encode(values, counts))
             fields, layout = fields_of(tuple(counts), tuple(numels), device), layout_of(tuple(counts), tuple(numels))
-            coded, words = value_format.coded(words_bytes, counts), message.view(torch.int32)
+            coded, words = value_format.coded(begin, counts), message.view(torch.int32)
             gpu.pack(positions, values, fields, layout[:2], max(counts), words, coded, residuals)
             return message
         words, data = pack(positions, counts, numels), value_format.encode(values, counts)
@@ -472,14 +472,10 @@ class SparseCodec:
             errors = (values - value_format.decode(data, counts)).split(counts)
             for residual, (at, _), error in zip(residuals, parts, errors, strict=True):
                 residual.index_add_(0, at, error)
-        return torch.cat([words.view(torch.uint8), data, data.new_zeros(padding_bytes)])
+        return torch.cat([words.view(torch.uint8), data, data.new_zeros(nbytes - end)])
 
     def decode(
-        self,
-        messages: Tensor,
-        counts: Sequence[int],
-        numels: Sequence[int],
-        tensors: slice = ALL,
+        self, messages: Tensor, counts: Sequence[int], numels: Sequence[int], tensors: slice = ALL
     ) -> tuple[Tensor, Tensor]:
         """Unpack some tensors of messages: positions int32 and values float32, both of shape (messages, elements).
 
@@ -493,34 +489,23 @@ class SparseCodec:
             ValueError: messages are not `nbytes(counts, numels)` long; or, on a CPU, a message holds another number of
                 positions, or a position outside its tensor. A GPU clamps such positions into their tensors.
         """
-        data = self._data_of(messages, counts, numels)
+        begin, end, nbytes = self._sections(counts, numels)
+        if messages.shape[1] != nbytes:
+            raise ValueError(f"A message of {messages.shape[1]} bytes; {nbytes} were expected.")
         value_format, device = VALUE_FORMATS[self.value_dtype], messages.device
-        layout = layout_of(tuple(counts), tuple(numels))
         if not dispatch.uses_triton(device):
-            words = messages[:, : layout.num_words * ALIGNMENT_BYTES]
-            words = unpack(words.view(torch.int32), counts, numels, tensors)
-            return words, value_format.decode(data, counts, tensors)
+            positions = unpack(messages[:, :begin].view(torch.int32), counts, numels, tensors)
+            return positions, value_format.decode(messages[:, begin:end], counts, tensors)
+        layout = layout_of(tuple(counts), tuple(numels))
         fields = fields_of(tuple(counts), tuple(numels), device)[tensors]
-        window = window_of(counts, numels, layout.width, tensors)
-        coded = value_format.coded(layout.num_words * ALIGNMENT_BYTES, counts)
-        words = messages.view(torch.int32)
-        return gpu.unpack(words, fields, layout[:2], window, sum(counts[tensors]), coded)
-
-    def _data_of(self, messages: Tensor, counts: Sequence[int], numels: Sequence[int]) -> Tensor:
-        """Return the values in messages, coded; raise ValueError if the messages are not `nbytes` long."""
-        words_bytes, data_bytes, padding_bytes = self._sections(counts, numels)
-        if messages.shape[1] != (expected := words_bytes + data_bytes + padding_bytes):
-            raise ValueError(f"A message of {messages.shape[1]} bytes; {expected} were expected.")
-        return messages[:, words_bytes : words_bytes + data_bytes]
+        window, coded = window_of(counts, numels, layout.width, tensors), value_format.coded(begin, counts)
+        return gpu.unpack(messages.view(torch.int32), fields, layout[:2], window, sum(counts[tensors]), coded)
 
     def _sections(self, counts: Sequence[int], numels: Sequence[int]) -> tuple[int, int, int]:
-        """Return the bytes of positions, values and padding."""
-        data_bytes = VALUE_FORMATS[self.value_dtype].nbytes(counts)
-        return (
-            layout_of(tuple(counts), tuple(numels)).num_words * ALIGNMENT_BYTES,
-            data_bytes,
-            -data_bytes % ALIGNMENT_BYTES,
-        )
+        """Return where in a message the values begin and end, and its size, in bytes."""
+        begin = layout_of(tuple(counts), tuple(numels)).num_words * ALIGNMENT_BYTES
+        end = begin + VALUE_FORMATS[self.value_dtype].nbytes(counts)
+        return begin, end, -(-end // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
 def joined(tensors: Sequence[Tensor]) -> Tensor:

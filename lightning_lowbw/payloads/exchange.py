@@ -10,7 +10,7 @@ ranks. A status (`sync.status`) and small tensors that are sent whole go in the 
 one message, and no weight has changed when the host reads the status. Elements that are not sent and rounding errors
 stay in the residuals e. A mean does not communicate: `wait` has exchanged all messages.
 
-`Whole` sends every element (`WholeExchange`), `TopK` the k largest (`TopKExchange`); each other payload has its file.
+Each payload has its file: `whole`, `quantized`, `top_k`, `low_rank`.
 """
 
 from __future__ import annotations
@@ -18,14 +18,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from lightning_lowbw.comm.peers import MeanWork, Peers
 from lightning_lowbw.kernels.tensors import copy_all_
 from lightning_lowbw.payloads.corrections import ErrorFeedback
 from lightning_lowbw.payloads.selection import Residuals
@@ -52,6 +50,35 @@ class Mean(Protocol):
                 contiguous; without one the room is real, of any dtype and layout.
         """
         ...
+
+
+@dataclass(frozen=True)
+class DenseMean:
+    """A mean whose elements have all been sent: tensors by name.
+
+    Examples:
+        >>> room, weight = torch.zeros(2), torch.ones(2)
+        >>> DenseMean({"w": torch.tensor([1.0, 2.0])}).step_({"w": (room, weight, 0.5)})
+        >>> DenseMean({"w": torch.tensor([1.0, 2.0])}).step_({"w": (room, None, 0.0)})
+        >>> weight, room
+        (tensor([0.5000, 0.0000]), tensor([1., 2.]))
+    """
+
+    tensors: dict[str, Tensor]
+
+    def dense(self) -> dict[str, Tensor]:
+        return self.tensors
+
+    def step_(self, steps: Mapping[str, Step]) -> None:
+        targets, sources = [], []
+        for name, (out, weight, rate) in steps.items():
+            mean = self.tensors[name]
+            if weight is not None:
+                weight.sub_(mean.view(out.shape).to(weight.dtype), alpha=rate)
+            elif mean.data_ptr() != out.data_ptr():  # else it has been written where it belongs
+                targets.append(out)
+                sources.append(mean.view(out.shape))
+        copy_all_(targets, sources)
 
 
 class Arrived(NamedTuple):
@@ -127,7 +154,7 @@ class Exchange(Protocol):
     """
 
     residuals: Residuals
-    fault: Tensor | None
+    fault: Tensor | None = None
     payload: Any
 
     def prepare(self, signal: Signal, correction: ErrorFeedback | None = None) -> Prepared:
@@ -145,80 +172,13 @@ class Exchange(Protocol):
 
     def to(self, device: torch.device) -> None:
         """Move the state of the exchange."""
-        ...
+        self.residuals.to(device)
+        self.fault = None if self.fault is None else self.fault.to(device)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state apart from residuals and the user's settings."""
-        ...
+        return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load a `state_dict` of the same ranks; the state of another payload changes nothing."""
-        ...
-
-
-# Whole ----------------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class DenseMean:
-    """Means of whole tensors, by name.
-
-    Examples:
-        >>> room, weight = torch.zeros(2), torch.ones(2)
-        >>> DenseMean({"w": torch.tensor([1.0, 2.0])}).step_({"w": (room, weight, 0.5)})
-        >>> DenseMean({"w": torch.tensor([1.0, 2.0])}).step_({"w": (room, None, 0.0)})
-        >>> weight, room
-        (tensor([0.5000, 0.0000]), tensor([1., 2.]))
-    """
-
-    tensors: dict[str, Tensor]
-
-    def dense(self) -> dict[str, Tensor]:
-        return self.tensors
-
-    def step_(self, steps: Mapping[str, Step]) -> None:
-        targets, sources = [], []
-        for name, (out, weight, rate) in steps.items():
-            mean = self.tensors[name]
-            if weight is not None:
-                weight.sub_(mean.view(out.shape).to(weight.dtype), alpha=rate)
-            elif mean.data_ptr() != out.data_ptr():  # else it has been written where it belongs
-                targets.append(out)
-                sources.append(mean.view(out.shape))
-        copy_all_(targets, sources)
-
-
-@dataclass
-class PendingWhole(Pending):
-    """All-reduces in progress: of the signal, and of other tensors that are sent whole."""
-
-    names: list[str]
-    others: list[str]
-    work: MeanWork
-
-    def _receive(self) -> Arrived:
-        means, status = self.work.wait()
-        num = len(self.names)
-        mean = DenseMean(dict(zip(self.names, means[:num], strict=True)))
-        return Arrived(mean, status, dict(zip(self.others, means[num:], strict=True)))
-
-
-class WholeExchange:
-    """Averages whole tensors, and a status beside them: an all-reduce over all ranks. Keeps nothing back.
-
-    Args:
-        peers: the participants.
-        options: of `MeanWork`.
-    """
-
-    def __init__(self, peers: Peers, **options: Any) -> None:
-        self._peers, self._options = peers, options
-
-    def prepare(self, signal: Signal) -> Prepared:
-        return Prepared(partial(self._send, signal))
-
-    def _send(self, signal: Signal, status: Tensor | None, whole: Signal | None) -> PendingWhole:
-        assert status is not None
-        others = whole or {}
-        work = MeanWork([*signal.values(), *others.values()], status, self._peers, **self._options)
-        return PendingWhole([*signal], [*others], work)
+        return

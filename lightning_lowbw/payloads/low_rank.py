@@ -39,9 +39,9 @@ from lightning_lowbw.arguments import is_count, names_arguments
 from lightning_lowbw.comm.peers import MeanWork, Peers
 from lightning_lowbw.errors import ConfigurationError
 from lightning_lowbw.kernels.reference import are_not_finite
-from lightning_lowbw.kernels.tensors import CPU, copy_all_, device_of, exact_products
+from lightning_lowbw.kernels.tensors import CPU, copy_all_, device_of
 from lightning_lowbw.payloads.corrections import ErrorFeedback
-from lightning_lowbw.payloads.exchange import Arrived, DenseMean, Pending, Prepared, Signal
+from lightning_lowbw.payloads.exchange import Arrived, DenseMean, Exchange, Pending, Prepared, Signal
 from lightning_lowbw.payloads.payload import FLOAT_BYTES, Message, Payload, Shapes
 from lightning_lowbw.payloads.selection import Residuals
 from lightning_lowbw.schedules.schedule import Schedule
@@ -96,7 +96,7 @@ class LowRank(Payload, key="low_rank"):
 
 
 @dataclass
-class LowRankExchange:
+class LowRankExchange(Exchange):
     """Averages matrices by their factors; see the module.
 
     Args:
@@ -106,13 +106,11 @@ class LowRankExchange:
     Attributes:
         residuals: e by name: float32, flat.
         starts: Q by name, with orthogonal columns: float32, shape (m, r).
-        fault: whether a mean, and so a residual, has become infinite: bool, a scalar on the device; None if not.
     """
 
     payload: LowRank
     peers: Peers
     residuals: Residuals = field(default_factory=Residuals)
-    fault: Tensor | None = None
     starts: dict[str, Tensor] = field(default_factory=dict)
     _together: dict[tuple[str, ...], Tensor] = field(default_factory=dict)  # starts of a batch; `starts` has views
 
@@ -148,9 +146,8 @@ class LowRankExchange:
         self._together = starts
 
     def to(self, device: torch.device) -> None:
-        self.residuals.to(device)
+        super().to(device)
         self.starts, self._together = {name: start.to(device) for name, start in self.starts.items()}, {}
-        self.fault = None if self.fault is None else self.fault.to(device)
 
     def state_dict(self) -> dict[str, Any]:
         return {"starts": {name: start.cpu().clone() for name, start in self.starts.items()}}
@@ -371,6 +368,23 @@ def _matrices(
 
 @contextmanager
 def _in_float32(device: torch.device) -> Iterator[None]:
-    """Keep products in float32: turn off TF32 and autocast, under which manual optimization takes steps."""
-    with torch.autocast(device.type, enabled=False), exact_products():
-        yield
+    """Keep products of matrices in float32: without TF32, bfloat16 of a CPU, and autocast, under which manual
+    optimization takes steps."""
+    before, of_backends = "highest", list[tuple[Any, str]]()
+    try:
+        before = torch.get_float32_matmul_precision()
+    except RuntimeError:  # it was set for a backend by name, as from torch 2.9 on
+        backends: Any = torch.backends
+        of_backends = [(each, each.fp32_precision) for each in (backends.cuda.matmul, backends.mkldnn.matmul)]
+    if before != "highest":
+        torch.set_float32_matmul_precision("highest")
+    for backend, _ in of_backends:
+        backend.fp32_precision = "ieee"
+    try:
+        with torch.autocast(device.type, enabled=False):
+            yield
+    finally:
+        if before != "highest":
+            torch.set_float32_matmul_precision(before)
+        for backend, precision in of_backends:
+            backend.fp32_precision = precision

@@ -1,4 +1,4 @@
-"""The interface of payloads, the payloads by their names in files, and `Whole`, which sends every element."""
+"""The interface of payloads, and the payloads by their names in files."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 
-from lightning_lowbw.arguments import names_arguments
+from lightning_lowbw.comm.peers import Peers
 from lightning_lowbw.errors import ConfigurationError
 from lightning_lowbw.schedules.schedule import Schedule
 
@@ -41,15 +41,14 @@ class Payload(ABC):
         sends_all: whether every element is sent, so that there is nothing to be kept back and nothing to exchange but
             whole tensors.
         takes_density: whether it sends as many elements as the schedule's stairs of sparsity say.
-        corrects: whether gradients enter the residual as the optimizer's correction says (`payloads.corrections`);
-            else by error feedback.
+        corrects: whether gradients enter the residual as the optimizer's correction says (`payloads.corrections`), so
+            that the pass that compresses does the work of the optimizer's step; else by error feedback.
         keeps_parts: whether each rank of a node keeps back its part of every tensor only; if not, the whole tensor.
         can_be_early: whether gradients can go in several messages; all but the last message begin in the
             backward pass.
         can_be_hidden: whether its exchange sends everything when it begins, so that local steps can be taken before it
             is waited for.
         takes_weights: whether its mean can count participants unequally, as in elastic rounds.
-        replaces_step: whether the pass that compresses does the work of the optimizer's step.
         fixed: names of fields that cannot change during a training.
     """
 
@@ -61,7 +60,6 @@ class Payload(ABC):
     can_be_early: ClassVar[bool] = False
     can_be_hidden: ClassVar[bool] = False
     takes_weights: ClassVar[bool] = False
-    replaces_step: ClassVar[bool] = False
     fixed: ClassVar[tuple[str, ...]] = ()
 
     def __init_subclass__(cls, key: str | None = None) -> None:
@@ -81,11 +79,11 @@ class Payload(ABC):
         """
 
     @abstractmethod
-    def exchange(self, peers: Any, when: Schedule) -> Any:
+    def exchange(self, peers: Peers, when: Schedule) -> Any:
         """Return the exchange (`payloads.exchange.Exchange`) of the compressed tensors; None if it sends all whole.
 
         Args:
-            peers: the participants (`comm.peers.Peers`).
+            peers: the participants.
             when: the schedule.
         """
 
@@ -180,27 +178,3 @@ class Payload(ABC):
                     f"{name}={getattr(self, name)!r} in place of {getattr(before, name)!r}: it cannot change during a "
                     "training. Attach the method anew."
                 )
-
-
-@names_arguments
-@dataclass(frozen=True, kw_only=True)
-class Whole(Payload, key="whole"):
-    """Every element, in float32 (or wider, if the tensor is); nothing is kept back."""
-
-    sends_all = can_be_hidden = takes_weights = True
-
-    def messages(self, shapes: Shapes, num_participants: int, num_parts: int = 1, *, when: Schedule) -> list[Message]:
-        return []
-
-    def exchange(self, peers: Any, when: Schedule) -> None:
-        return None
-
-    def compresses(self, name: str, numel: int, small_numel: int) -> bool:
-        return False
-
-    def check(self, when: Schedule, *, has_levels: bool | None = None) -> None:
-        super().check(when, has_levels=has_levels)
-        if when.begin_step and not when.averages_weights:
-            raise ConfigurationError(
-                f"rampup_begin_step={when.begin_step} with {self}: every step is dense. Leave it out."
-            )

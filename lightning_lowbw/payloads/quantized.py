@@ -31,10 +31,10 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, product
 from typing import Any, Protocol
 
 import torch
@@ -51,13 +51,13 @@ from lightning_lowbw.kernels.table import JoinedRow, JoinedTable
 from lightning_lowbw.kernels.tensors import allocate, copy_all_, flat, split_front
 from lightning_lowbw.payloads.beside import Beside
 from lightning_lowbw.payloads.corrections import ErrorFeedback
-from lightning_lowbw.payloads.exchange import Arrived, DenseMean, Faulty, Pending, Prepared, Signal
+from lightning_lowbw.payloads.exchange import Arrived, DenseMean, Exchange, Faulty, Pending, Prepared, Signal
 from lightning_lowbw.payloads.payload import FLOAT_BYTES, Message, Payload, Shapes
 from lightning_lowbw.payloads.selection import Residuals
 from lightning_lowbw.schedules.schedule import Schedule
 
 RANGE = 1 << 18  # values, 1 MiB: they stay in the second cache, and are many beside the cost of a call
-RANGE_OF_GPU = 1 << 24  # values, 64 MiB: few launches, and few bytes beside a model that takes more ranges than one
+RANGE_OF_GPU = 1 << 22  # values, 16 MiB, for each message that is read: few launches
 
 SCALE_BYTES = 2  # a bfloat16, an eighth of a bit per value
 
@@ -217,7 +217,7 @@ class Quantized(Payload, key="quantized"):
         return [Message("all_to_all", of_owner), Message("all_gather", of_owner), in_node]
 
 
-class QuantizedExchange:
+class QuantizedExchange(Exchange):
     """Averages tensors in few bits per value; rounding errors are added to the next messages.
 
     Args:
@@ -238,7 +238,6 @@ class QuantizedExchange:
                 "in more bytes than an average of whole values takes. Leave out delay_steps, or the compression."
             )
         self.residuals = Residuals()
-        self.fault: Tensor | None = None
         self._tables: dict[tuple[str, ...], Tables] = {}
 
     def prepare(self, signal: Signal, correction: ErrorFeedback | None = None) -> Prepared:
@@ -257,16 +256,6 @@ class QuantizedExchange:
         if has_kernels and self.peers.num_participants > 1:
             return InKernels(*given, tables=self._tables.setdefault(tuple(signal), Tables()))
         return InRanges(*given)
-
-    def to(self, device: torch.device) -> None:
-        self.residuals.to(device)
-        self.fault = None if self.fault is None else self.fault.to(device)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        pass
 
 
 class PendingQuantized(Pending):
@@ -354,10 +343,9 @@ class PendingQuantized(Pending):
             with peers.ledger.waiting(self._device):
                 means = self._answers.wait()
             vector.read_(means, num_messages=1)
-        elif len(self._received) > 1:
-            vector.read_of_node_(self._received[..., : vector.nbytes])
         else:
-            vector.read_(self._received[0, :, : vector.nbytes], num_messages=peers.num_participants)
+            messages = self._received[..., : vector.nbytes].flatten(0, 1)
+            vector.read_(messages, num_messages=peers.num_participants)
         vector.message, self._received, self._answers = torch.empty(0), None, None  # memory for the gather in the node
         exchange.fault = vector.is_infinite if exchange.fault is None else exchange.fault | vector.is_infinite
         if self._gathers_parts:
@@ -366,17 +354,11 @@ class PendingQuantized(Pending):
         return Arrived(DenseMean(dict(zip(self._names, vector.signals, strict=True))), *self._told)
 
 
-def _ranges(num_rows: int, size: int, device: torch.device, *, num_read: int = 1) -> Iterator[tuple[slice, int, int]]:
-    """Cut contiguous rows of one size: yield the rows, and a range of their columns.
-
-    Args:
-        num_read: the number of messages that are read about each row.
-    """
-    step = RANGE if device.type == "cpu" else max(SCALED, RANGE_OF_GPU // num_read // SCALED * SCALED)
-    together = max(1, step // size) if device.type != "cpu" else 1  # short rows in one launch
-    for row in range(0, num_rows, together):
-        for start in range(0, size, step):
-            yield slice(row, min(row + together, num_rows)), start, min(start + step, size)
+def _ranges(num_rows: int, size: int, device: torch.device) -> Iterator[tuple[int, int, int]]:
+    """Cut rows of one size: yield the row, and a range of its columns."""
+    step = RANGE if device.type == "cpu" else RANGE_OF_GPU
+    for row, start in product(range(num_rows), range(0, size, step)):
+        yield row, start, min(start + step, size)
 
 
 class Vector(ABC):
@@ -431,11 +413,12 @@ class Vector(ABC):
 
     @abstractmethod
     def read_(self, messages: Tensor, *, num_messages: int) -> None:
-        """Read the mean of so many adjacent messages about each row of the vector: uint8, shape (messages, nbytes)."""
+        """Read the mean of so many adjacent messages about each row of the vector, or of the vector of each local rank.
 
-    @abstractmethod
-    def read_of_node_(self, messages: Tensor) -> None:
-        """Read the mean of the messages about the vector of each rank of the node: (local ranks, messages, nbytes)."""
+        Args:
+            messages: uint8, shape (messages, nbytes).
+            num_messages: about a row.
+        """
 
     @abstractmethod
     def own_part(self) -> Tensor:
@@ -478,17 +461,17 @@ class InRanges(Vector):
         self.message = torch.empty((num_rows, row_bytes), dtype=torch.uint8, device=self._device)
         if beside:
             self.message[:, self.nbytes :] = torch.cat(list(beside))
-        for rows, start, stop in _ranges(num_rows, size, self._device):
-            first, num_values = rows.start * size + start, (rows.stop - rows.start) * (stop - start)
-            values = residuals.read(first, num_values)
+        for row, start, stop in _ranges(num_rows, size, self._device):
+            first = row * size + start
+            values = residuals.read(first, stop - start)
             signals.add_to_(first, values)
-            self._format.write_(self.message[rows, : self.nbytes], size, start, values.view(-1, stop - start))
+            self._format.write_(self.message[row : row + 1, : self.nbytes], size, start, values.unsqueeze(0))
             residuals.write_(first, values)
             self._left += values.sum()  # while it is in the cache
 
     def combine_(self, received: Tensor, row: int) -> Tensor:
         answer, size, num = self.message.new_empty((1, self.nbytes)), self.size, len(received)
-        for _, start, stop in _ranges(1, size, self._device, num_read=num):
+        for _, start, stop in _ranges(1, size, self._device):
             mean = self._format.read(received, size, start, stop).sum(0, keepdim=True)
             self._format.write_(answer, size, start, mean.div_(num))
             # N times, because a residual enters the mean divided by N.
@@ -497,18 +480,14 @@ class InRanges(Vector):
         return answer.view(-1)
 
     def read_(self, messages: Tensor, *, num_messages: int) -> None:
-        self._read_(self._joined[0], messages, num_messages)
-
-    def read_of_node_(self, messages: Tensor) -> None:
-        for local_rank, of_rank in enumerate(messages):
-            self._read_(self._joined_part(local_rank), of_rank, len(of_rank))
-
-    def _read_(self, means: Joined, messages: Tensor, num: int) -> None:
-        for rows, start, stop in _ranges(len(messages) // num, self.size, self._device, num_read=num):
-            values = self._format.read(messages[rows.start * num : rows.stop * num], self.size, start, stop)
-            if num > 1:  # the sum of shares: the sum of the values may overflow
-                values = values.mul_(1.0 / num).view(-1, num, stop - start).sum(1)
-            means.write_(rows.start * self.size + start, values.view(-1))
+        size, num, of_vectors = self.size, num_messages, messages.split(num_messages * self._num_rows)
+        rooms = [self._joined[0]] if len(of_vectors) == 1 else map(self._joined_part, range(len(of_vectors)))
+        for means, of_vector in zip(rooms, of_vectors, strict=True):
+            for row, start, stop in _ranges(self._num_rows, size, self._device):
+                values = self._format.read(of_vector[row * num : (row + 1) * num], size, start, stop)
+                # The sum of shares, because the sum of the values may overflow.
+                values = values.mul_(1.0 / num).sum(0) if num > 1 else values.view(-1)
+                means.write_(row * size + start, values)
 
     def own_part(self) -> Tensor:
         return self._joined[0].read(0, self.longest)
@@ -575,13 +554,12 @@ class InKernels(Vector):
 
     def read_(self, messages: Tensor, *, num_messages: int) -> None:
         table = self._table
-        if self._peers.num_local_ranks > 1:  # into a vector, which the other ranks of the node get, too
+        if len(messages) > num_messages * self._num_rows:
+            table = self._all()
+        elif self._peers.num_local_ranks > 1:  # into a vector, which the other ranks of the node get, too
             self._read = torch.empty(self.longest, dtype=torch.float32, device=self._device)
             table = self._tables.read.update([JoinedRow.of(self._read, slice(0, self.longest), 0)], self._device)
         gpu.decode_(table, messages, self.size, self._code, num_messages=num_messages)
-
-    def read_of_node_(self, messages: Tensor) -> None:
-        gpu.decode_(self._all(), messages.flatten(0, 1), self.size, self._code, num_messages=messages.shape[1])
 
     def own_part(self) -> Tensor:
         return self._read

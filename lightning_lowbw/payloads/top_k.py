@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import lru_cache, partial
-from itertools import accumulate, groupby, product
+from itertools import accumulate, groupby
 from typing import Any, Literal, NamedTuple, get_args
 
 import torch
@@ -33,13 +33,13 @@ from lightning_lowbw.arguments import check_one_of, is_count, is_number, names_a
 from lightning_lowbw.comm.peers import Peers, part_of
 from lightning_lowbw.errors import ConfigurationError
 from lightning_lowbw.kernels.dispatch import averages_for
-from lightning_lowbw.kernels.reference import Arrival, Segment, add_
+from lightning_lowbw.kernels.reference import Arrival, Segment
 from lightning_lowbw.kernels.table import DTYPES
-from lightning_lowbw.kernels.tensors import allocate, cut, flat
+from lightning_lowbw.kernels.tensors import allocate, cut
 from lightning_lowbw.payloads.beside import Beside
-from lightning_lowbw.payloads.codec import ALL, MAX_NUMEL, VALUE_NAMES, SparseCodec
+from lightning_lowbw.payloads.codec import MAX_NUMEL, VALUE_NAMES, SparseCodec
 from lightning_lowbw.payloads.corrections import ErrorFeedback, Sources
-from lightning_lowbw.payloads.exchange import Arrived, Pending, Prepared, Signal, Step
+from lightning_lowbw.payloads.exchange import Arrived, Exchange, Pending, Prepared, Signal, Step
 from lightning_lowbw.payloads.payload import Message, Payload, Shapes
 from lightning_lowbw.payloads.selection import Residuals, Selection, num_selected
 from lightning_lowbw.schedules.schedule import Schedule
@@ -110,7 +110,7 @@ class TopK(Payload, key="top_k"):
     mean_over: MeanOver = "ranks"
     momentum_masking: bool | None = None
 
-    takes_density = corrects = can_be_hidden = takes_weights = replaces_step = True
+    takes_density = corrects = can_be_hidden = takes_weights = True
     fixed = ("mean_over",)
 
     def __post_init__(self) -> None:
@@ -220,26 +220,6 @@ class TopK(Payload, key="top_k"):
         numels = [numel for numel in numels if numel]
         return self.codec.nbytes(self.nums_sent(numels), numels) if numels else 0
 
-    def decode(self, messages: Tensor, numels: Sequence[int], tensors: slice = ALL) -> tuple[Tensor, Tensor]:
-        """Return the elements that participants have sent: positions int32, values float32, shape (groups,
-        participants, elements).
-
-        Args:
-            messages: one row for each group of equal parts and each participant: uint8, shape (groups, participants,
-                nbytes).
-            numels: elements of each tensor that is not empty.
-            tensors: consecutive tensors whose elements are returned.
-
-        Raises:
-            ValueError: a message is damaged; see `SparseCodec.decode`.
-        """
-        counts = self.nums_sent(numels)
-        # One row for each message: the codec does not know of groups and participants.
-        shape = *messages.shape[:2], sum(counts[tensors])
-        decoded = self.codec.decode(messages.flatten(0, 1), counts, numels, tensors)
-        positions, values = (each.view(shape) for each in decoded)
-        return positions, values
-
 
 @lru_cache(maxsize=64)
 def _layouts(payload: TopK, numels: tuple[int, ...]) -> tuple[ChunkLayout, ...]:
@@ -255,7 +235,7 @@ def _at(payload: TopK, density: float) -> TopK:
 # The k largest --------------------------------------------------------------------------------------------------------
 
 
-class TopKExchange:
+class TopKExchange(Exchange):
     """Exchanges the largest elements of tensors between peers, and keeps the rest of each.
 
         prepare   e = beta e + (corrected) signal; the k largest elements of e     | `payloads.selection`
@@ -274,7 +254,6 @@ class TopKExchange:
         self.payload, self.peers = payload, peers
         self.residuals = Residuals()
         self.selection = Selection()
-        self.fault: Tensor | None = None
         # The segments of the last step, the values that they were made of, and the constants that they have.
         self._segments: dict[str, Segment] = {}
         self._made_of: tuple[Any, ...] = ()
@@ -400,9 +379,8 @@ class TopKExchange:
 
     def to(self, device: torch.device) -> None:
         """Move the residuals; the kernels' workspaces are made anew, except the thresholds."""
-        self.residuals.to(device)
+        super().to(device)
         self.selection.thresholds, self._made_of, self._segments = self.selection.thresholds, (), {}
-        self.fault = None if self.fault is None else self.fault.to(device)
 
     def state_dict(self) -> dict[str, Any]:
         return {"thresholds": dict(self.selection.thresholds)}
@@ -421,18 +399,62 @@ def _part(tensor: Tensor, peers: Peers) -> Tensor:
     return tensor if peers.num_local_ranks == 1 and tensor.is_contiguous() else cut(tensor, peers.part(tensor.numel()))
 
 
-class Piece(NamedTuple):
-    """The elements that are decoded together, within DECODED_BYTES.
+ELEMENT_BYTES = 8  # a position in int32, a value in float32
+DECODED_BYTES = 1 << 28  # 256 MiB: the limit for the elements that are decoded together; a single tensor may have more
 
-    Several local ranks with parts of equal sizes, where all tensors of one fit; else some tensors of one; of a tensor
-    that is too large some participants.
-    """
+
+class Span(NamedTuple):
+    """The position of the elements of a tensor, or a part of one, among the elements of a piece."""
+
+    part: slice  # of the tensor
+    row: int  # of the rank that keeps the part
+    first: int
+    num_sent: int
+
+
+class Piece(NamedTuple):
+    """Some tensors whose elements are decoded together, on the ranks of a node that keep parts of the same sizes."""
 
     ranks: slice  # of the node
-    participants: slice
     tensors: slice
     numels: list[int]  # of all parts of one of these ranks
-    spans: Spans
+    spans: dict[str, list[Span]]  # by tensor: a span for each of these ranks
+
+
+class Decoded(NamedTuple):
+    """The elements of a piece.
+
+    Attributes:
+        positions: in the part: int32, shape (local ranks, participants, elements).
+        values: float32, of the same shape.
+        spans: of the piece.
+    """
+
+    positions: Tensor
+    values: Tensor
+    spans: dict[str, list[Span]]
+
+    def arrivals(self, steps: Mapping[str, Step]) -> list[Arrival]:
+        """Return the arguments of a kernel for the tensors that are stepped."""
+        arrivals = list[Arrival]()
+        for name, spans in self.spans.items():
+            if name not in steps:
+                continue
+            out, weight, rate = steps[name]
+            (part, row, first, num_sent), *others = spans
+            if not others and part.stop - part.start == out.numel():
+                arrivals.append(Arrival(out, row, first, num_sent, weight, rate))
+                continue
+            weights = [None] * len(spans) if weight is None else _parts(weight, spans)
+            for at, room, stepped in zip(spans, _parts(out, spans), weights, strict=True):
+                arrivals.append(Arrival(room, at.row, at.first, at.num_sent, stepped, rate))
+        return arrivals
+
+
+def _parts(tensor: Tensor, spans: Sequence[Span]) -> Sequence[Tensor]:
+    """Return the parts of a contiguous tensor at spans, which are of one size and follow one another: in two calls."""
+    part = slice(spans[0].part.start, spans[-1].part.stop)
+    return cut(tensor, part).split(spans[0].part.stop - part.start)
 
 
 @dataclass(frozen=True)
@@ -446,20 +468,18 @@ class Messages:
         node 0      [w[0:3], b[0:1] | status]           [w[3:5], b[1:2], padding | status]
         node 1      [w[0:3], b[0:1] | status]           [w[3:5], b[1:2], padding | status]
 
-    `sizes` are the bytes before the padding, of local rank 0 and 1. A piece with `ranks=0:1, participants=0:2` is what
-    both nodes have sent of w[0:3] and b[0:1].
+    `sizes` are the bytes before the padding, of local rank 0 and 1. The piece with `ranks=0:1` is what both nodes have
+    sent of w[0:3] and b[0:1].
 
     Attributes:
-        payload: with which they were sent.
+        payload: the payload of the step.
         numels: elements of each whole tensor, by name.
-        num_participants: that have sent.
         sizes: bytes of the elements in the message of each rank of a node.
-        pieces: of all messages, participants in their order.
+        pieces: of all messages.
     """
 
     payload: TopK
     numels: Mapping[str, int]
-    num_participants: int
     sizes: list[int]
     pieces: list[Piece]
 
@@ -468,33 +488,22 @@ class Messages:
         of_ranks = peers.num_local_ranks, peers.num_participants
         return _messages(payload, tuple(numels.items()), *of_ranks, DECODED_BYTES // ELEMENT_BYTES)
 
-    @property
-    def is_once(self) -> bool:
-        """Whether all is decoded at once, and may be used several times; over senders a mean uses it up."""
-        return len(self.pieces) == 1 and self.payload.mean_over != "senders"
-
     def decode(self, gathered: Tensor) -> Iterator[Decoded]:
-        """Yield the elements in the messages of all, piece by piece."""
-        for piece in self.pieces:
-            messages = gathered[piece.ranks, piece.participants, : self.sizes[piece.ranks.start]]
-            # Not kept here: the next ones need the memory.
-            yield Decoded(
-                *self.payload.decode(messages, piece.numels, piece.tensors),
-                piece.spans,
-                piece.participants.start,
-                self.num_participants,
-            )
+        """Yield the elements in the messages of all ranks, piece by piece."""
+        for ranks, tensors, numels, spans in self.pieces:
+            messages = gathered[ranks, :, : self.sizes[ranks.start]]
+            # One row for each message: the codec does not know of local ranks and participants.
+            decoded = self.payload.codec.decode(messages.flatten(0, 1), self.payload.nums_sent(numels), numels, tensors)
+            shape = *messages.shape[:2], -1
+            yield Decoded(decoded[0].view(shape), decoded[1].view(shape), spans)
+            del decoded  # memory for the next
 
 
 @lru_cache(maxsize=16)
 def _messages(
-    payload: TopK,
-    numels: tuple[tuple[str, int], ...],
-    num_local_ranks: int,
-    num_participants: int,
-    most: int,
+    payload: TopK, numels: tuple[tuple[str, int], ...], num_local_ranks: int, num_participants: int, most: int
 ) -> Messages:
-    """Return the content of messages, so many elements at a time; computed once for the tensors of every step."""
+    """Return the content of messages, `most` elements in a piece; computed once for the tensors of every step."""
     parts = [
         {name: part for name, numel in numels if (part := part_of(numel, each, num_local_ranks)).stop > part.start}
         for each in range(num_local_ranks)
@@ -502,21 +511,27 @@ def _messages(
     lengths = [[part.stop - part.start for part in of_rank.values()] for of_rank in parts]
     pieces = []
     for of_one, ranks in groupby(range(num_local_ranks), key=lambda each: lengths[each]):
-        if not of_one:
-            continue
         alike, counts = list(ranks), payload.nums_sent(of_one)
-        for tensors in _groups(counts, most // num_participants):
-            num_sent = sum(counts[tensors])
-            ranks_at_once = max(1, most // (num_participants * num_sent))
-            # The senders of an element are counted among the participants that are there.
-            at_once = num_participants if payload.mean_over == "senders" else max(1, most // num_sent)
-            for rank, first in product(range(0, len(alike), ranks_at_once), range(0, num_participants, at_once)):
-                mine = alike[rank : rank + ranks_at_once]
-                spans = _spans([[*parts[each].items()][tensors] for each in mine], counts[tensors])
-                participants = slice(first, min(first + at_once, num_participants))
-                pieces.append(Piece(slice(mine[0], mine[-1] + 1), participants, tensors, of_one, spans))
-    sizes = [payload.nbytes(of_rank) for of_rank in lengths]
-    return Messages(payload, dict(numels), num_participants, sizes, pieces)
+        for tensors in _groups(counts, most // (num_participants * len(alike))):
+            spans, sent = dict[str, list[Span]](), counts[tensors]
+            for row, of_rank in enumerate(parts[each] for each in alike):
+                firsts = accumulate(sent, initial=0)
+                for (name, part), first, count in zip([*of_rank.items()][tensors], firsts, sent, strict=False):
+                    spans.setdefault(name, []).append(Span(part, row, first, count))
+            pieces.append(Piece(slice(alike[0], alike[-1] + 1), tensors, of_one, spans))
+    return Messages(payload, dict(numels), [payload.nbytes(of_rank) for of_rank in lengths], pieces)
+
+
+def _groups(counts: Sequence[int], most: int) -> Iterator[slice]:
+    """Cut tensors into groups with at most so many elements, or of one tensor."""
+    first = together = 0
+    for number, count in enumerate(counts):
+        if together and together + count > most:
+            yield slice(first, number)
+            first, together = number, 0
+        together += count
+    if counts:
+        yield slice(first, len(counts))
 
 
 class PendingTopK(Pending):
@@ -539,129 +554,48 @@ class PendingTopK(Pending):
             gathered = self._work.wait()
         status, whole = self._beside.read(gathered[..., max(messages.sizes) :])
         decode: Callable[[], Iterable[Decoded]] = partial(messages.decode, gathered)
-        if status.numel() and messages.is_once:  # launched before the host waits for the status
+        # Launched before the host waits for the status. Over senders a mean uses the values up.
+        if status.numel() and len(messages.pieces) == 1 and messages.payload.mean_over == "ranks":
             decode = partial(iter, list(decode()))
-        return Arrived(
-            SparseMean(messages.payload, messages.numels, decode, self._device, self._peers.weights), status, whole
-        )
-
-
-ELEMENT_BYTES = 8  # a position in int32, a value in float32
-DECODED_BYTES = 1 << 28  # 256 MiB of decoded elements at once, or the elements of one tensor in one message
-
-
-class Span(NamedTuple):
-    """The position of the elements of a tensor, or a part of one, among those received."""
-
-    part: slice  # of the tensor
-    row: int
-    first: int
-    num_sent: int
-
-
-Spans = Mapping[str, Sequence[Span]]
-
-
-@dataclass(frozen=True)
-class Decoded:
-    """The elements that participants have sent for parts of equal sizes.
-
-    Attributes:
-        positions: in the part: int32, shape (local ranks, participants, elements).
-        values: float32, of the same shape.
-        spans: of the tensors, by name; one, where not all participants are here.
-        first: participant that is here.
-        num_participants: all participants; some or all are here.
-    """
-
-    positions: Tensor
-    values: Tensor
-    spans: Spans
-    first: int
-    num_participants: int
-
-    def scaled(self, scales: Tensor) -> Decoded:
-        """Return it with the values of each participant times a number of its own."""
-        here = scales[self.first : self.first + self.values.shape[1]]
-        return replace(self, values=self.values * here[:, None])
-
-    def ones(self) -> Decoded:
-        """Return it with 1 for each value that is not 0, which counts as sent."""
-        return replace(self, values=(self.values != 0).to(self.values.dtype))
-
-    def arrivals(self, steps: Mapping[str, Step]) -> list[Arrival]:
-        """Return what a kernel takes."""
-        arrivals = list[Arrival]()
-        for name, spans in self.spans.items():
-            if name not in steps:
-                continue
-            out, weight, rate = steps[name]
-            (part, row, first, num_sent), *others = spans
-            if not others and part.stop - part.start == out.numel():
-                arrivals.append(Arrival(out, row, first, num_sent, weight, rate))
-                continue
-            weights = [None] * len(spans) if weight is None else _pieces(weight, spans)
-            for at, room, stepped in zip(spans, _pieces(out, spans), weights, strict=True):
-                arrivals.append(Arrival(room, at.row, at.first, at.num_sent, stepped, rate))
-        return arrivals
-
-    def add_(self, arrival: Arrival, mean: Tensor) -> None:
-        """Do what `average_many_` does where not all participants are here: the first clear, the last step, or round.
-
-        Args:
-            arrival: of the tensor.
-            mean: float32, the same tensor in every call for a tensor; `arrival.out` if that is float32.
-        """
-        positions, values = self.positions[0], self.values[0]
-        if self.first == 0:
-            mean.zero_()
-        add_(flat(mean), list(zip(positions, values, strict=True)), 1.0 / self.num_participants)
-        if self.first + len(positions) < self.num_participants:
-            return
-        if arrival.weight is not None:
-            arrival.weight.add_(mean, alpha=-arrival.rate)  # where nothing was sent, zero
-        elif arrival.out.dtype != mean.dtype:
-            arrival.out.copy_(mean)
+        return Arrived(SparseMean(messages, decode, self._device, self._peers.weights), status, whole)
 
 
 class SparseMean:
     """The mean of the largest elements of tensors: positions and values, decoded when they are used.
 
     Args:
-        payload: with which they were sent.
-        numels: elements of each whole tensor, by name.
-        decode: returns the elements, of some parts after the other: they take more memory than messages.
-        device: where they are.
+        messages: the content of the messages.
+        decode: returns the elements, piece by piece: they take more memory than messages.
+        device: of the elements.
         weights: of the participants, for `dense`; empty where they are equal.
     """
 
     def __init__(
         self,
-        payload: TopK,
-        numels: Mapping[str, int],
+        messages: Messages,
         decode: Callable[[], Iterable[Decoded]],
         device: torch.device,
         weights: Sequence[float] = (),
     ) -> None:
-        self._payload, self._numels, self._decode, self._device = payload, numels, decode, device
-        self._weights = weights
+        self._numels, self._over_senders = messages.numels, messages.payload.mean_over == "senders"
+        self._decode, self._device, self._weights = decode, device, weights
 
     def dense(self) -> dict[str, Tensor]:
-        """Return it flat, float32, 0 where nobody has sent an element."""
+        """Return it flat, float32, 0 where no participant has sent an element."""
         if not self._weights:
-            return self._dense(self._decode)
+            return self._dense()
         # Times N, as the kernels divide by N, or by the number of senders: then also by the mean of their weights.
-        scales = len(self._weights) * torch.tensor(self._weights, device=self._device)
-        means = self._dense(lambda: (each.scaled(scales) for each in self._decode()))
-        if self._payload.mean_over == "senders":
-            norms = self._dense(lambda: (each.ones().scaled(scales) for each in self._decode()))
+        scales = len(self._weights) * torch.tensor(self._weights, device=self._device).unsqueeze(1)
+        means = self._dense(lambda values: values * scales)
+        if self._over_senders:
+            norms = self._dense(lambda values: (values != 0) * scales)
             for name, norm in norms.items():
                 means[name].div_(norm).masked_fill_(norm == 0, 0.0)
         return means
 
-    def _dense(self, decode: Callable[[], Iterable[Decoded]]) -> dict[str, Tensor]:
+    def _dense(self, change: Callable[[Tensor], Tensor] | None = None) -> dict[str, Tensor]:
         outs = {name: allocate(numel, torch.float32, self._device) for name, numel in self._numels.items()}
-        self._step_(decode, {name: (out, None, 0.0) for name, out in outs.items()})
+        self._step_({name: (out, None, 0.0) for name, out in outs.items()}, change)
         return outs
 
     def step_(self, steps: Mapping[str, Step]) -> None:
@@ -671,46 +605,16 @@ class SparseMean:
             for name, (room, weight, rate) in steps.items()
             if not (room.dtype in DTYPES and room.is_contiguous())
         }
-        self._step_(self._decode, {**steps, **outs} if outs else steps)
+        self._step_({**steps, **outs} if outs else steps)
         for name, (out, _, _) in outs.items():
             steps[name][0].copy_(out.view(steps[name][0].shape))
 
-    def _step_(self, decode: Callable[[], Iterable[Decoded]], steps: Mapping[str, Step]) -> None:
-        over_senders, mean = self._payload.mean_over == "senders", torch.empty(0)
-        for each in decode() if steps else ():
-            if not (arrivals := each.arrivals(steps)):
-                continue
-            if each.positions.shape[1] < each.num_participants:
-                mean = arrivals[0].out.float() if each.first == 0 else mean
-                each.add_(arrivals[0], mean)
-            else:
-                averages, dtypes = averages_for(each.values.device), [arrival.out.dtype for arrival in arrivals]
-                for dtype in dict.fromkeys(dtypes):
-                    mine = [arrival for arrival, other in zip(arrivals, dtypes, strict=True) if other == dtype]
-                    averages.average_many_(mine, each.positions, each.values, over_senders=over_senders)
-            del each  # memory for the next
-
-
-def _pieces(tensor: Tensor, spans: Sequence[Span]) -> Sequence[Tensor]:
-    """Return the parts of a contiguous tensor that spans are of, which are of one size and follow each other."""
-    part = slice(spans[0].part.start, spans[-1].part.stop)
-    return cut(tensor, part).split(spans[0].part.stop - part.start)
-
-
-def _groups(counts: Sequence[int], most: int) -> Iterator[slice]:
-    """Cut tensors into groups with at most so many elements, or of one tensor."""
-    first = together = 0
-    for number, count in enumerate(counts):
-        if together and together + count > most:
-            yield slice(first, number)
-            first, together = number, 0
-        together += count
-    yield slice(first, len(counts))
-
-
-def _spans(of_ranks: Iterable[Iterable[tuple[str, slice]]], counts: Sequence[int]) -> Spans:
-    spans = dict[str, list[Span]]()
-    for row, parts in enumerate(of_ranks):
-        for (name, part), end, count in zip(parts, accumulate(counts), counts, strict=True):
-            spans.setdefault(name, []).append(Span(part, row, end - count, count))
-    return spans
+    def _step_(self, steps: Mapping[str, Step], change: Callable[[Tensor], Tensor] | None = None) -> None:
+        """Do `step_` with the values as they are, or changed."""
+        for each in self._decode() if steps else ():
+            arrivals, averages = each.arrivals(steps), averages_for(self._device)
+            values = each.values if change is None else change(each.values)
+            for dtype in dict.fromkeys([arrival.out.dtype for arrival in arrivals]):
+                alike = [arrival for arrival in arrivals if arrival.out.dtype == dtype]
+                averages.average_many_(alike, each.positions, values, over_senders=self._over_senders)
+            del each, values  # memory for the next

@@ -49,9 +49,9 @@ from lightning_lowbw.payloads.exchange import (
     Mean,
     Pending,
     Prepared,
-    WholeExchange,
 )
 from lightning_lowbw.payloads.params import Row, Rows, by_group
+from lightning_lowbw.payloads.whole import WholeExchange
 from lightning_lowbw.schedules.schedule import Schedule
 from lightning_lowbw.sync.checks import agree_on_end, compare_batches, raise_at_other_batches
 from lightning_lowbw.sync.early import Sent, groups_of, watching

@@ -16,8 +16,9 @@ from torch.nn import Parameter
 from lightning_lowbw.comm.collectives import all_reduce_bytes, sent_bytes
 from lightning_lowbw.comm.peers import Peers, fill_buckets, wide_dtype
 from lightning_lowbw.kernels.tensors import as_real, checksum, device_of, saved
-from lightning_lowbw.payloads.exchange import Exchange, WholeExchange
+from lightning_lowbw.payloads.exchange import Exchange
 from lightning_lowbw.payloads.params import Params
+from lightning_lowbw.payloads.whole import WholeExchange
 from lightning_lowbw.schedules.every_k import EveryK, balance
 from lightning_lowbw.sync.buffers import ReplicaBuffers, wide_copies
 from lightning_lowbw.sync.fragments import Average, changes_of, differing, make_fragments, unsent_of

@@ -18,9 +18,10 @@ from lightning_lowbw.comm.peers import Peers
 from lightning_lowbw.comm.topology import Where
 from lightning_lowbw.errors import ConfigurationError
 from lightning_lowbw.payloads.corrections import ErrorFeedback
-from lightning_lowbw.payloads.exchange import Exchange, WholeExchange
+from lightning_lowbw.payloads.exchange import Exchange
 from lightning_lowbw.payloads.params import Params
 from lightning_lowbw.payloads.payload import Payload
+from lightning_lowbw.payloads.whole import WholeExchange
 from lightning_lowbw.schedules.schedule import Schedule
 from lightning_lowbw.sync.checks import raise_at_other_batches
 from lightning_lowbw.sync.status import (

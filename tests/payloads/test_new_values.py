@@ -19,9 +19,10 @@ from lightning_lowbw.comm.peers import Peers
 from lightning_lowbw.cost_model import Cluster, cost_of
 from lightning_lowbw.payloads import payload
 from lightning_lowbw.payloads.corrections import ErrorFeedback
-from lightning_lowbw.payloads.exchange import Pending, Prepared, Signal, WholeExchange
+from lightning_lowbw.payloads.exchange import Pending, Prepared, Signal
 from lightning_lowbw.payloads.payload import PAYLOADS, Message, Payload, Shapes
 from lightning_lowbw.payloads.selection import Residuals
+from lightning_lowbw.payloads.whole import WholeExchange
 from lightning_lowbw.presets import PRESETS, preset
 from lightning_lowbw.schedules.schedule import SCHEDULES, Schedule
 from tests.ranks import run_ranks

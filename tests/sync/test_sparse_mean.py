@@ -29,7 +29,7 @@ def draw_message(payload: TopK, numels: list[int]) -> Tensor:
 
 def means_of(layout: Messages, gathered: Tensor) -> list[Tensor]:
     """Return the mean of each tensor, then weights that have been stepped by it, then means of several dtypes."""
-    mean = SparseMean(layout.payload, layout.numels, lambda: layout.decode(gathered), gathered.device)
+    mean = SparseMean(layout, lambda: layout.decode(gathered), gathered.device)
     steps = {name: (torch.empty(numel), torch.linspace(1, 2, numel), 0.3) for name, numel in NUMELS.items()}
     mean.step_(steps)
     dtypes = torch.bfloat16, torch.float32, torch.bfloat16, torch.float16, torch.float16
