@@ -52,7 +52,7 @@ def compiled_for(*tensors: Tensor) -> ModuleType | None:
 
 
 def kernels_for(*tensors: Tensor) -> ModuleType:
-    """Return the module to take `accumulate_`, `reach`, `largest` and `take_` from, for these tensors."""
+    """Return the module to take `accumulate_`, `largest` and `take_` from, for these tensors."""
     is_plain = all(tensor.dtype == torch.float32 for tensor in tensors)
     return (compiled_for(*tensors) if is_plain else None) or reference
 

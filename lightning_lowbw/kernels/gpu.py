@@ -256,7 +256,7 @@ def average_many_(
         weights, rates = outs, (-1.0,) * len(outs)  # of zeros
     bits = {rate: int.from_bytes(struct.pack("<f", rate), "little", signed=True) for rate in set(rates)}
     stepped = [weight.data_ptr() for weight in weights] if steps or is_half else [0] * len(outs)
-    # In the order of `table.Arrived`.
+    # In the order of `table.ArrivalRow`.
     columns = addresses, stepped, groups, firsts, counts, *zip(*_tiles(shapes)[0], strict=True), map(bits.get, rates)
     turns = max(counts).bit_length()
     with torch.cuda.device_of(positions):

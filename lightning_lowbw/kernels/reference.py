@@ -462,15 +462,11 @@ def scatter_mean_(out: Tensor, parts: Sequence[tuple[Tensor, Tensor]], *, over_s
     out.zero_()
     share = 1.0 / len(parts)  # as DDP does, each addend is divided first: the same bits for one sender, no overflow
     if over_senders:
-        add_(out, [(indices, (values != 0).to(out.dtype)) for indices, values in parts], 1.0)
+        for indices, values in parts:
+            out.index_add_(0, indices, (values != 0).to(out.dtype))
         parts = [(indices, values / out.index_select(0, indices).clamp_(min=1.0)) for indices, values in parts]
         share = 1.0
         out.zero_()
-    add_(out, parts, share)
-
-
-def add_(out: Tensor, parts: Sequence[tuple[Tensor, Tensor]], share: float) -> None:
-    """Add sparse vectors times a share to a dense one, one after the other."""
     for indices, values in parts:
         out.index_add_(0, indices, values.to(out.dtype) * share)
 

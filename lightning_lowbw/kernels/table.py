@@ -72,8 +72,8 @@ class Field(NamedTuple):
     first_block: int  # the number of the first block of its levels, counted over all tensors
 
 
-class Arrived(NamedTuple):
-    """The description of a tensor, or a part of one, for which messages have been received."""
+class ArrivalRow(NamedTuple):
+    """The description of a `reference.Arrival`."""
 
     out: int  # address
     weight: int  # address; 0 without a weight

@@ -167,29 +167,6 @@ def split_front(vector: Tensor, sizes: list[int]) -> tuple[Tensor, ...]:
     return vector[: sum(sizes)].unsafe_split_with_sizes(sizes) if sizes else ()
 
 
-@contextmanager
-def exact_products() -> Iterator[None]:
-    """Multiply matrices of float32 in float32, also if TF32, or bfloat16 on a CPU, is allowed."""
-    before, of_backends = "highest", list[tuple[Any, str]]()
-    try:
-        before = torch.get_float32_matmul_precision()
-    except RuntimeError:  # it was set for a backend by name, as from torch 2.9 on
-        backends: Any = torch.backends
-        matmuls = backends.cuda.matmul, backends.mkldnn.matmul
-        of_backends = [(matmul, matmul.fp32_precision) for matmul in matmuls]
-    if before != "highest":
-        torch.set_float32_matmul_precision("highest")
-    for backend, _ in of_backends:
-        backend.fp32_precision = "ieee"
-    try:
-        yield
-    finally:
-        if before != "highest":
-            torch.set_float32_matmul_precision(before)
-        for backend, precision in of_backends:
-            backend.fp32_precision = precision
-
-
 def differences(now: Sequence[Tensor], before: Sequence[Tensor]) -> list[Tensor]:
     """Return ``now - before`` of each tensor: exactly 0 where both are equal, also where both are infinite.
 
@@ -242,22 +219,14 @@ def relative_distance(weights: Sequence[Tensor], means: Sequence[Tensor]) -> Ten
         A scalar, float32.
     """
     strides = [max(1, mean.numel() // NUM_SAMPLED) for mean in means]
-    samples = [_sample(mean, mean, stride) for mean, stride in zip(means, strides, strict=True)]
+    samples = [flat_in_order(mean, mean)[::stride] for mean, stride in zip(means, strides, strict=True)]
     sampled, sizes = torch.cat(samples), [sample.numel() for sample in samples]
-    apart = torch.cat([_sample(*each) for each in zip(weights, means, strides, strict=True)])
+    pairs = zip(weights, means, strides, strict=True)
+    apart = torch.cat([flat_in_order(weight, mean)[::stride] for weight, mean, stride in pairs])
     apart = apart.to(sampled.dtype).sub_(sampled)
     norms = torch.stack(torch._foreach_norm([*apart.split(sizes), *sampled.split(sizes)])).double().view(2, -1)
     squares = (norms**2 * upload(strides, torch.float64, norms.device)).sum(1)
     return (squares[0] / squares[1]).sqrt().float()
-
-
-def _sample(tensor: Tensor, like: Tensor, stride: int) -> Tensor:
-    """Return every `stride`-th element in the order of another tensor; no copy of the whole is kept."""
-    ordered = in_order(tensor, like)
-    if stride == 1:
-        return flat(ordered)
-    sample = flat(ordered)[::stride]
-    return sample if ordered.is_contiguous() else sample.clone()
 
 
 @torch.no_grad()

@@ -15,7 +15,7 @@ import triton.language as tl
 
 from lightning_lowbw.kernels import reference, table
 from lightning_lowbw.kernels.reference import Factors
-from lightning_lowbw.kernels.table import Arrived, Field, JoinedRow, TableRow
+from lightning_lowbw.kernels.table import ArrivalRow, Field, JoinedRow, TableRow
 
 
 def columns(of):
@@ -28,8 +28,8 @@ def columns(of):
  CAPACITY, FIRST_BLOCK, FIRST_CANDIDATE, FIRST_OUTPUT, NUM_COLUMNS) = columns(TableRow)
 (MOMENTUM, WEIGHT_DECAY, AHEAD, SIGN, UNDAMPED, BETA2, OF_SQUARE, SLOPE, LEAST, NUM_FACTORS) = columns(Factors)
 FIELD_NUM_SENT, FIELD_FIRST, FIELD_START, FIELD_NUMEL, FIELD_FIRST_BLOCK, FIELD_COLUMNS = columns(Field)
-(ARRIVED_OUT, ARRIVED_WEIGHT, ARRIVED_GROUP, ARRIVED_FIRST, ARRIVED_NUM_SENT, ARRIVED_SHIFT, ARRIVED_FIRST_TILE,
- ARRIVED_RATE, ARRIVED_COLUMNS) = columns(Arrived)
+(ARRIVAL_OUT, ARRIVAL_WEIGHT, ARRIVAL_GROUP, ARRIVAL_FIRST, ARRIVAL_NUM_SENT, ARRIVAL_SHIFT, ARRIVAL_FIRST_TILE,
+ ARRIVAL_RATE, ARRIVAL_COLUMNS) = columns(ArrivalRow)
 JOINED_SIGNAL, JOINED_RESIDUAL, JOINED_START, JOINED_NUMEL, JOINED_DTYPE, JOINED_COLUMNS = columns(JoinedRow)
 # fmt: on
 
@@ -628,17 +628,17 @@ def apply_kernel(
     """
     tile = first_tile + tl.program_id(0)
     tensor = tl.load(owners + tile)
-    row = table + tensor * ARRIVED_COLUMNS
-    out = tl.load(row + ARRIVED_OUT).to(tl.pointer_type(tl.float32)) - first_place
-    weight = tl.load(row + ARRIVED_WEIGHT).to(tl.pointer_type(W))
-    rate = tl.load(row + ARRIVED_RATE).to(tl.int32).to(tl.float32, bitcast=True)
-    count = tl.load(row + ARRIVED_NUM_SENT)
-    shift = tl.load(row + ARRIVED_SHIFT)
-    start = (tile - tl.load(row + ARRIVED_FIRST_TILE)) << shift
+    row = table + tensor * ARRIVAL_COLUMNS
+    out = tl.load(row + ARRIVAL_OUT).to(tl.pointer_type(tl.float32)) - first_place
+    weight = tl.load(row + ARRIVAL_WEIGHT).to(tl.pointer_type(W))
+    rate = tl.load(row + ARRIVAL_RATE).to(tl.int32).to(tl.float32, bitcast=True)
+    count = tl.load(row + ARRIVAL_NUM_SENT)
+    shift = tl.load(row + ARRIVAL_SHIFT)
+    start = (tile - tl.load(row + ARRIVAL_FIRST_TILE)) << shift
     end = start + (tl.full([], 1, tl.int64) << shift)
     messages = tl.arange(0, MESSAGES)
     exists = messages < num_messages
-    firsts = (tl.load(row + ARRIVED_GROUP) * num_messages + messages) * num_elements + tl.load(row + ARRIVED_FIRST)
+    firsts = (tl.load(row + ARRIVAL_GROUP) * num_messages + messages) * num_elements + tl.load(row + ARRIVAL_FIRST)
     # The first element at or behind the start of the tile, and its end, of each message: two binary searches at once.
     is_end = tl.arange(0, 2)[:, None] == 1
     border = tl.where(is_end, end, start)

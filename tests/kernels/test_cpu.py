@@ -72,9 +72,9 @@ def test_what_reaches_a_threshold(module: ModuleType, threshold: float) -> None:
         for numel in (64, 70_001):
             values = make(kind, numel)
             expected = (values.abs() >= torch.tensor(threshold)).nonzero().squeeze(1)
-            assert module.reach(values, threshold).equal(expected)
-            for most in (len(expected), len(expected) - 1, 1):
-                found = module.reach(values, threshold, most)
+            for most in (numel, len(expected), max(0, len(expected) - 1), 1):
+                step = Segment(residual=values.clone(), gradient=torch.zeros(numel), k=1)
+                found = module.accumulate_(step, threshold, most)
                 assert found is None if len(expected) > most else found.equal(expected)
 
 
@@ -120,7 +120,7 @@ def test_several_threads(numel: int, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.skipif(CPU is None, reason="needs numba")
 def test_what_is_compiled_is_kept_and_works_where_it_cannot_be(tmp_path: Path) -> None:
     assert CPU is not None
-    assert CPU.reach_kernel.stats.cache_path
+    assert CPU.take_kernel.stats.cache_path
     (tmp_path / "file").write_text("")
     program = "from lightning_lowbw.kernels import cpu; import torch; assert not cpu.largest(torch.ones(9), 1).any()"
     run_without_lightning(program, NUMBA_CACHE_DIR=str(tmp_path / "file" / "folder"))
