@@ -6,7 +6,6 @@ All of it runs in ranks and programs of its own, so that the process of the test
 from __future__ import annotations
 
 import importlib
-import inspect
 import pickle
 import sys
 from pathlib import Path
@@ -71,40 +70,6 @@ def test_objects_of_the_other_package_are_refused() -> None:
     with pytest.raises(lowbw.ConfigurationError, match="sparsity"):  # the same class of errors
         mirror.DGCStrategy(sparsity=[2.0])
     assert {*mirror.__all__} - {*lowbw.__all__} == {"register", "steps_per_epoch_of"}
-
-
-@pytest.mark.parametrize("package", PACKAGES)
-@on_ranks(1)
-def test_pins(package: str) -> None:
-    """What `namespaces` and `strategies.base` rely on."""
-    pl = importlib.import_module(package)
-    strategies, names = importlib.import_module(f"{package}.strategies"), []
-
-    def note(self: Any, name: str, value: Any) -> None:
-        names.append((name, namespaces.package_of(value)))
-        object.__setattr__(self, name, value)
-
-    strategy = type("Noting", (strategies.DDPStrategy,), {"__setattr__": note})()
-    names.clear()
-    make_trainer(pl, strategy)
-    assert names[0] == ("accelerator", package.partition(".")[0]), "a Trainer sets something before the accelerator"
-    assert inspect.getsource(strategies.DDPStrategy.accelerator.fset).count("self._accelerator = ") == 1
-    assert type(strategies.DDPStrategy).__name__ == "ABCMeta"
-    assert pl.Callback.__bases__ == (object,)
-
-
-@on_ranks(1)
-def test_pins_of_the_mirror() -> None:
-    """Those of test_pins.py, with pytorch_lightning in place of lightning."""
-    path = str(Path(__file__).with_name("test_pins.py"))
-    names = {**namespaces.MODULES, **namespaces.COPIES}
-    pins: dict[str, Any] = {}
-    exec(namespaces._Loader("pins", path, names).get_code("pins"), pins)
-    tests = [each for name, each in pins.items() if name.startswith("test_") and not inspect.signature(each).parameters]
-    assert len(tests) > 5
-    assert pins["Trainer"].__module__.startswith("pytorch_lightning")
-    for test in tests:
-        test()
 
 
 # Training -------------------------------------------------------------------------------------------------------------
