@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -37,11 +36,9 @@ class Plain(pl.LightningModule):
 
     width = 63
 
-    def __init__(
-        self, make_optimizer: Callable[[Iterable[Tensor]], Optimizer] = sgd, poison: tuple[int, int] | None = None
-    ) -> None:
+    def __init__(self, make_optimizer: Callable[[Iterable[Tensor]], Optimizer] = sgd) -> None:
         super().__init__()
-        self.make_optimizer, self.poison = make_optimizer, poison
+        self.make_optimizer = make_optimizer
         self.val_losses: list[float] = []
         self.build()
 
@@ -59,12 +56,6 @@ class Plain(pl.LightningModule):
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         x, y = batch
         return nn.functional.cross_entropy(self(x), y)
-
-    def on_after_backward(self) -> None:
-        if self.poison == (self.global_rank, self.trainer.global_step):
-            gradient = self.net[0].weight.grad
-            local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
-            local.view(-1)[0] = float("nan")
 
     def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
         x, y = batch

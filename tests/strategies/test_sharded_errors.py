@@ -10,20 +10,15 @@ from typing import Any
 
 import lightning.pytorch as pl
 import pytest
-import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import OnExceptionCheckpoint
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.optim import SGD
 
 import lightning_lowbw as lowbw
-from lightning_lowbw.comm.peers import Peers
-from lightning_lowbw.comm.topology import Topology, make_node_mesh
-from lightning_lowbw.sync.local_view import agree_in_node
 from tests.ranks import on_ranks
-from tests.strategies.fits import At, Noted, refusal, same, saving
+from tests.strategies.fits import At, Noted, refusal, saving
 from tests.strategies.sharded_models import ByStep, Configured, Plain, shard_digest, train_shards
 from tests.tiny import sgd
 
@@ -136,44 +131,3 @@ def test_a_sigterm_ends_a_single_node_a_step_later() -> None:
     model, options = ByStep(sgd), {"error": SIGTERMException, "callbacks": [kill_the_last()]}
     refusal(METHODS["dgc"], model, STEPS, fit=train_shards, **options)
     assert model.trainer.global_step == 5
-
-
-NODES = ((0, 1), (2, 3))
-
-
-def take_steps(method: lowbw.Method, skips: bool = False) -> list[Any]:
-    """Return after which of four steps this rank stops and saves, as rank 3 requests in the second; or the error."""
-    rank, found, parameter = dist.get_rank(), list[Any](), torch.nn.Parameter(torch.ones(8))
-    mesh = make_node_mesh(Topology(NODES), rank, "cpu", None)
-    peers = Peers(mesh.peers(), nodes=NODES)
-    worker = method.make_synchronizer(SGD([parameter], lr=0.1, momentum=0.9), [("shard", parameter)], peers)
-    for step in range(4):
-        worker.batch = step + (skips and rank == 1 and step > 0)
-        if rank == 3 and step == 1:
-            worker.stop_requested = worker.save_requested = True
-        parameter.grad = torch.ones(8)
-        try:
-            with worker.stepping():
-                worker.prepare()
-                agree_in_node(worker, mesh.node())
-                worker.exchange()
-        except lowbw.DisagreementError as error:
-            return [str(error)]
-        found.append((worker.stop_agreed, worker.save_agreed))
-        worker.save_agreed = False
-    return found
-
-
-@on_ranks(4)
-def test_all_nodes_are_told_what_one_shard_has() -> None:
-    """A request after the same step, and once; and that the ranks of one node are at different batches."""
-    nothing, both, stop = (False, False), (True, True), (True, False)
-    late = lowbw.LocalSGD(k_steps=4, begin_step=8)  # whose synchronous steps are read a step late
-    assert take_steps(SPARSE) == [nothing, both, stop, stop]
-    assert take_steps(late) == [nothing, nothing, both, stop]
-    for method, words in (
-        (SPARSE, "batch: rank 0 has 1, rank 1 has 2, rank 2 has 1, rank 3 has 1"),
-        (late, "batch: rank 0 has 2, rank 1 has 3, rank 2 has 2, rank 3 has 2"),
-    ):
-        (message,) = same(take_steps(method, skips=True))
-        assert words in message
