@@ -100,7 +100,6 @@ KERNELS = (
     *("tests/gpu/test_kernels.py", "tests/kernels/test_reference.py", "tests/kernels/test_tensors.py"),
     *("tests/payloads/test_values.py", "tests/comm/test_collectives.py"),
 )
-TRAININGS = "tests/gpu/test_gpu.py"
 LIGHTNING = "tests/gpu/test_lightning.py"
 ELASTIC = "tests/elastic/test_strategy.py"
 STEPS = "benchmarks/steps_gpu.py"
@@ -109,7 +108,6 @@ PARTS = (
     Part("probe", 15, program=(SELF, "--do", "probe")),
     Part("kernels", 60, KERNELS, shards=6),
     Part("streams", 30, ("tests/gpu/test_streams.py",)),
-    Part("nccl", 70, (TRAININGS, "-k", "nccl"), shards=3, needs_nccl=True),
     Part("waits", 30, program=(STEPS, "waits")),
     Part("memory", 30, program=(STEPS, "memory")),
     Part("speed", 75, program=("benchmarks/ops_gpu.py", "--repetitions", "10")),
@@ -117,7 +115,7 @@ PARTS = (
     Part("training", 105, program=(STEPS, "training")),
     Part("sanitizers", 45, program=(SELF, "--do", "kernels"), sanitizers=("memcheck", "racecheck")),
     Part("lightning-nccl", 80, (LIGHTNING, ELASTIC, "-k", "nccl"), shards=4, needs_nccl=True),
-    Part("lightning-gloo", 90, (LIGHTNING, TRAININGS, "-k", "not nccl"), shards=4),
+    Part("lightning-gloo", 90, (LIGHTNING, "-k", "not nccl"), shards=4),
 )
 
 

@@ -29,15 +29,6 @@ def init_process_group(backend: str, store: str, rank: int, num_ranks: int, *, i
     dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=num_ranks, **options)
 
 
-def on_gpu(backend: str, store: str, function: Any, *args: Any) -> Any:
-    """Call a function of `run_ranks` on a GPU, with the backend that is asked for between the ranks."""
-    rank, num_ranks = dist.get_rank(), dist.get_world_size()
-    if backend != "gloo":
-        dist.destroy_process_group()
-        init_process_group(backend, store, rank, num_ranks, is_bound=False)
-    return function("cuda", *args)
-
-
 def check_near(mine: Sequence[Tensor], expected: Sequence[Tensor], *, rtol: float, atol: float, selects: bool) -> None:
     """Check that all weights agree; with a method that selects or rounds, all but a few.
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_lowbw import DGCStrategy, LocalSGDStrategy, QuantizedGradients, Strategy
+from lightning_lowbw import DGCStrategy, HierarchicalStrategy, LocalSGDStrategy, QuantizedGradients, Strategy
 from lightning_lowbw.comm.agreement import digest
 from tests.gpu.problem import check_near, init_process_group
 from tests.ranks import run_ranks
@@ -38,6 +38,7 @@ STRATEGIES: dict[str, Any] = {
     "local_sgd": partial(LocalSGDStrategy, k_steps=3, begin_step=1),
     "local_sgd, two crossed levels": partial(LocalSGDStrategy, k_steps=3, begin_step=1, topology=CROSSED),
     "local_sgd in bfloat16": partial(LocalSGDStrategy, k_steps=3, begin_step=1, compression="bfloat16"),
+    "dense, two crossed levels, by leaders": partial(HierarchicalStrategy, CROSSED, "leader"),
     "local_sgd, hidden": partial(LocalSGDStrategy, k_steps=4, begin_step=0, delay_steps=2),
 }
 

@@ -45,8 +45,7 @@ elif os.environ["RANK"] == "0":
     connection.recv(1)
     seconds = time.monotonic() - started
     info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 216)
-    sent_again, least_rtt_us = struct.unpack_from("Q", info, 208)[0], struct.unpack_from("I", info, 148)[0]
-    print(8 * size / seconds, sent_again, least_rtt_us, flush=True)
+    print(8 * size / seconds, *struct.unpack_from("I", info, 148), flush=True)
 """
 
 
@@ -69,8 +68,8 @@ def children(pid: int) -> list[int]:
 
 
 def measure(network: Network, megabytes: float, *changes: tuple[float, float]) -> tuple[float, list[int]]:
-    """Send from node 0 to node 1; return the rate in bit/s, and the bytes that node 0 sent and node 1 received, those
-    that TCP sent again (tcpi_bytes_retrans of Linux), and its shortest round trip in us (tcpi_min_rtt)."""
+    """Send from node 0 to node 1; return the rate in bit/s, the bytes that node 0 sent and node 1 received, and the
+    shortest round trip in us (tcpi_min_rtt of Linux)."""
     with tempfile.TemporaryFile() as output:
         report = launch(
             network,
@@ -124,17 +123,6 @@ def test_without_tc_or_with_too_many_nodes(
 
 class TestTheLab:
     pytestmark = needs_lab
-
-    @pytest.mark.slow
-    @pytest.mark.alone
-    @pytest.mark.parametrize(("rates", "megabytes"), [((1e9, 1e9), 60), ((1e9, 5e7), 5)])
-    def test_the_link_of_the_slower_node_is_as_slow_as_asked(self, rates: tuple[float, ...], megabytes: float) -> None:
-        with Network(rates) as network:
-            measured, (sent, received, sent_again, _) = measure(network, megabytes)
-        assert 0.5 * min(rates) < measured < 1.05 * min(rates)  # a busy machine may be slower, never faster
-        # The kernel's counters have the data, what TCP has sent again, and headers of at most 66 in 1514 bytes.
-        assert 1e6 * megabytes <= sent < 1.06 * (1e6 * megabytes + sent_again)
-        assert received == pytest.approx(sent, rel=0.02)
 
     @pytest.mark.slow
     @pytest.mark.alone
@@ -194,13 +182,10 @@ class TestTheLab:
             launch(network, ["sleep", "60"], changes=[(0.1, 0.1)])
 
     @needs_tun
-    @pytest.mark.parametrize(
-        ("rate", "rtt_ms", "megabytes"),
-        [(1e8, 50.0, 4), pytest.param(1e9, 0.5, 40, marks=[pytest.mark.slow, pytest.mark.alone])],
-    )
-    def test_a_round_trip_time(self, rate: float, rtt_ms: float, megabytes: float) -> None:
+    def test_a_rate_and_a_round_trip_time(self) -> None:
+        rate, rtt_ms = 1e8, 50.0
         with Network([rate] * 3, rtt_ms=rtt_ms) as network:
-            measured, (sent, received, _, least_rtt_us) = measure(network, megabytes)
+            measured, (sent, received, least_rtt_us) = measure(network, 4)
             third = network.traffic(2)
         assert rtt_ms - 0.15 < least_rtt_us / 1e3 < rtt_ms + 2.0  # the relay and the processor take part of it
         assert 0.3 * rate < measured < 1.05 * rate
