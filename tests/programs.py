@@ -8,18 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import io
-import multiprocessing.queues
 import os
-import pickle
 import random
 import runpy
 import socket
 import subprocess
 import sys
 from collections.abc import Mapping
-from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch.distributed as dist
 import torch.multiprocessing
@@ -68,8 +64,8 @@ def run_script(
     """Run a script, or a module ("-m" and its name come first), to its end; return what rank 0 has printed.
 
     Args:
-        num_ranks: processes, as torchrun starts them; one alone is not launched by anyone, and what its Trainer would
-            spawn is forked, with what has been pickled and loaded.
+        num_ranks: processes, as torchrun starts them; one alone is not launched by anyone, and the processes that its
+            Trainer would spawn are forked. tests/strategies/test_namespaces.py pickles what a spawned process gets.
     """
     options = str(folder), [script, *arguments], free_port(), environment or {}
     return run_ranks(_run_script, num_ranks, *options, timeout_s=timeout_s, fresh=True)[0]
@@ -87,7 +83,10 @@ def _run_script(folder: str, command: list[str], port: int, environment: Mapping
     os.environ.update(environment)
     if dist.get_world_size() == 1:
         forget_launcher()
-        torch.multiprocessing.start_processes = partial(_start_by_fork, torch.multiprocessing.start_processes)
+        start = torch.multiprocessing.start_processes
+        torch.multiprocessing.start_processes = lambda *args, **options: start(
+            *args, **{**options, "start_method": "fork"}
+        )
     else:
         dist.destroy_process_group()
         os.environ["MASTER_PORT"] = str(port)
@@ -102,36 +101,6 @@ def _run_script(folder: str, command: list[str], port: int, environment: Mapping
             sys.path.insert(0, os.path.dirname(command[0]))
             runpy.run_path(command[0], run_name="__main__")
     return shown.getvalue()
-
-
-def _start_by_fork(start: Any, function: Any, args: Any, *arguments: Any, start_method: str, **options: Any) -> Any:
-    if start_method == "spawn":
-        queues = [each for each in args if isinstance(each, multiprocessing.queues.SimpleQueue)]
-        file = io.BytesIO()
-        _Pickler(file, queues).dump((function, args))
-        file.seek(0)
-        function, args = _Unpickler(file, queues).load()
-    return start(function, args, *arguments, start_method="fork", **options)
-
-
-class _Pickler(pickle.Pickler):
-    """Leaves out queues, which are pickled only for processes that are being spawned."""
-
-    def __init__(self, file: io.BytesIO, queues: list[Any]) -> None:
-        super().__init__(file)
-        self.queues = queues
-
-    def persistent_id(self, value: Any) -> int | None:
-        return next((number for number, queue in enumerate(self.queues) if queue is value), None)
-
-
-class _Unpickler(pickle.Unpickler):
-    def __init__(self, file: io.BytesIO, queues: list[Any]) -> None:
-        super().__init__(file)
-        self.queues = queues
-
-    def persistent_load(self, number: int) -> Any:
-        return self.queues[number]
 
 
 def forget_packages(*names: str) -> None:

@@ -1,4 +1,4 @@
-"""Whatever a public constructor or a command line is given: it runs, or an error says what is allowed."""
+"""Whatever a public constructor is given: it runs, or an error says what is allowed."""
 
 from __future__ import annotations
 
@@ -9,13 +9,8 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.errors import HydraException
-from hydra.utils import instantiate
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
 import lightning_lowbw as lowbw
 from lightning_lowbw import ConfigurationError, Method, ShardedStrategy, Strategy, Topology
@@ -101,45 +96,3 @@ def test_a_timeout_is_a_number_of_seconds() -> None:
         with pytest.raises(ConfigurationError, match="give the seconds that a collective may take"):
             lowbw.DGCStrategy(timeout=timeout)
     assert lowbw.DGCStrategy(timeout=20)._timeout.total_seconds() == 20
-
-
-# The command line -----------------------------------------------------------------------------------------------------
-
-WORDS = ["null", "true", "0", "1", "2", "-1", "0.5", "1e9", "nan", "inf", "auto", "fast", "[]", "[0.9]", "[0.9,a]"]
-WORDS += ["[[0,1],[2]]", "{a: 1}", "{value_dtype: int4}", "''", "int8", "1000000000"]
-
-
-@pytest.fixture(scope="module")
-def configurations() -> dict[str, DictConfig]:
-    from hydra import compose, initialize_config_dir
-
-    from lightning_lowbw import cli
-
-    cli.register_resolvers()
-    with initialize_config_dir(str(cli.find_conf_dir()), version_base="1.3"):
-        names = ("dgc", "local_sgd", "hierarchical", "method")
-        return {name: compose("train", [f"strategy={name}"]).strategy for name in names}
-
-
-@quickly(25)
-@given(data=st.data())
-def test_an_override_runs_or_says_what_is_allowed(configurations: dict[str, DictConfig], data: st.DataObject) -> None:
-    name = data.draw(st.sampled_from(sorted(configurations)))
-    node = OmegaConf.create(OmegaConf.to_container(configurations[name], resolve=False))
-    knobs = [*(knob for knob in node if knob not in ("_target_", "start_method")), "timeout", "nonsense"]
-    knob, word = data.draw(st.sampled_from(knobs)), data.draw(st.sampled_from(WORDS))
-    override = OverridesParser.create().parse_override(f"++{knob}={word}")
-    try:
-        OmegaConf.update(node, knob, override.value())
-    except OmegaConfBaseException:  # Hydra itself says so
-        return
-    node.start_method = "popen"
-    try:
-        built = instantiate(node, _convert_="all")
-    except HydraException as caught:
-        error = caught
-    else:
-        assert knob != "nonsense"
-        use(built)
-        return
-    assert isinstance(error.__cause__, ConfigurationError), f"{knob}={word}: {error}"

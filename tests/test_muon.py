@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from lightning_lowbw import ConfigurationError, LocalSGD, MuonAdamW, QuantizedGradients, Strategy
+from lightning_lowbw import ConfigurationError, MuonAdamW, QuantizedGradients, Strategy
 from lightning_lowbw.presets import preset
-from tests.ranks import on_ranks, run_ranks
+from tests.ranks import on_ranks
 from tests.strategies.fits import same, train
 from tests.tiny import Tiny, weights_of
 
@@ -81,21 +81,6 @@ def test_hooks_of_all_optimizers_are_called_once_a_step() -> None:
         for handle in handles:
             handle.remove()
     assert called == [optimizer, optimizer]
-
-
-def average(num_steps: int) -> list[Tensor]:
-    torch.manual_seed(0)
-    net = Net()
-    worker = LocalSGD(2, 0, outer="nesterov").attach(make(net), net.named_parameters())
-    for step in range(num_steps):
-        backward(net, 2 * step + worker.peers.rank)
-        worker.optimizer.step()
-    return [each.detach() for each in net.parameters()]
-
-
-def test_replicas_that_it_trains_are_averaged() -> None:
-    for ours, theirs in zip(*run_ranks(average, 2, 4), strict=True):
-        assert torch.equal(ours, theirs)
 
 
 class ByMuon(Tiny):

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
-from torch.optim import SGD, AdamW, Optimizer
+from torch.optim import SGD, Optimizer
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_lowbw.comm.agreement import digest
@@ -65,7 +65,6 @@ class Tiny(pl.LightningModule):
         self.dropout = nn.Dropout(dropout)
         self.never = nn.Linear(16, 32) if unused else None
         self.rank_zero_only = nn.Linear(16, 64) if unused else None
-        self.looks = 0
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = self.norm(self.wide(x + self.frozen(x)))
@@ -85,7 +84,6 @@ class Tiny(pl.LightningModule):
 
     def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
         x, y = batch
-        self.looks += 1
         self.log("val_loss", nn.functional.cross_entropy(self(x), y), sync_dist=True)
 
     def test_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
@@ -145,45 +143,6 @@ class TwoOptimizers(Tiny):
         half = list(self.wide.parameters())
         rest = [p for p in trained(self) if not any(p is each for each in half)]
         return [sgd(half), sgd(rest)]
-
-
-class Gan(pl.LightningModule):
-    """Two optimizers with toggling; the discriminator steps every other batch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.automatic_optimization = False
-        self.generator = nn.Sequential(nn.Linear(4, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 16))
-        self.discriminator = nn.Sequential(nn.Linear(16, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 1))
-        self.closures = 0
-
-    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
-        real, _ = batch
-        noise = torch.randn(len(real), 4, generator=torch.Generator().manual_seed(10 * batch_idx + self.global_rank))
-        make, judge = self.optimizers()
-        self.toggle_optimizer(make)
-        loss = -self.discriminator(self.generator(noise)).mean()
-        make.zero_grad()
-        self.manual_backward(loss)
-        self.clip_gradients(make, gradient_clip_val=1.0, gradient_clip_algorithm="norm")
-        make.step()
-        self.untoggle_optimizer(make)
-        if batch_idx % 2:
-            return
-        self.toggle_optimizer(judge)
-
-        def closure() -> None:
-            self.closures += 1
-            judge.zero_grad()
-            gap = self.discriminator(self.generator(noise).detach()).mean() - self.discriminator(real).mean()
-            self.manual_backward(gap)
-
-        judge.step(closure=closure)
-        self.untoggle_optimizer(judge)
-
-    def configure_optimizers(self) -> list[Optimizer]:
-        return [sgd(self.generator.parameters()), AdamW(self.discriminator.parameters(), lr=1e-2)]
 
 
 def make_trainer(strategy: DDPStrategy, num_ranks: int, **kwargs: Any) -> pl.Trainer:
