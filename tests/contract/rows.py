@@ -29,7 +29,7 @@ class Row:
 
 NODES = ((0, 2), (1, 3))
 TWO_LEVELS: dict[str, Any] = {"topology": NODES}
-INT4, INT2 = lowbw.TopK(density=0.1, value_dtype="int4", min_numel=100), {"min_numel": 100, "value_dtype": "int2"}
+INT2 = {"min_numel": 100, "value_dtype": "int2"}
 STAIRS: dict[str, Any] = {"rampup_begin_step": 2, "rampup_step": 4, "sparsity": (0.5, 0.9), **SMALL}
 ROWS = {
     "whole": Row(lowbw.Method(when=lowbw.EveryStep(), what=lowbw.Whole())),
@@ -55,9 +55,7 @@ ROWS = {
     "int4 every k, hidden, in fragments on two levels": Row(
         lowbw.LocalSGD(4, 0, num_fragments=2, delay_steps=3, compression="int4", **TWO_LEVELS), ADAMW, 4
     ),
-    "int4 every k on two levels": Row(lowbw.LocalSGD(5, 0, compression="int4", **TWO_LEVELS), ADAMW, 4),
     "sparse_loco": Row(lowbw.LocalSGD(3, 0, compression={"min_numel": 100, "chunk": 128}), ADAMW, 3),
-    "sparse_loco, hidden, of tensors": Row(lowbw.Method(when=lowbw.EveryK(k_steps=4, delay_steps=3), what=INT4)),
     "sparse_loco, hidden, on two levels": Row(
         lowbw.LocalSGD(4, 0, delay_steps=2, compression=INT2, **TWO_LEVELS), ADAMW, 4
     ),

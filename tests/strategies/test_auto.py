@@ -36,16 +36,7 @@ from lightning_lowbw.sync import early
 from tests.measured import give_measured, make_measured
 from tests.ranks import on_ranks
 from tests.strategies.fits import At, same, saving, train, warned
-from tests.tiny import (
-    ManualTiny,
-    Tiny,
-    TwoOptimizers,
-    amp_with_scaler,
-    make_data,
-    make_trainer,
-    sgd,
-    weights_of,
-)
+from tests.tiny import ManualTiny, Tiny, TwoOptimizers, amp_with_scaler, make_data, make_trainer, sgd, weights_of
 
 STEPS, END = 130, 20  # a run is planned for STEPS, and stopped after END: all is chosen by then
 LATER = NUM_STEPS + 6

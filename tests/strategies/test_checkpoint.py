@@ -201,23 +201,6 @@ def test_a_checkpoint_alone_is_resumed_where_that_is_asked_for(name: str, tmp_pa
         torch.testing.assert_close(begun, expected, rtol=0, atol=0)
 
 
-# Which the residuals of "dgc" do not fit, and why.
-OTHERS: dict[str, str] = {"int8": "keeps gradients that TopK has not sent", "dgc, auto": "would be dense"}
-
-
-@pytest.mark.parametrize("name", OTHERS)
-@on_ranks(2)
-def test_a_method_that_residuals_do_not_fit_goes_on_without(name: str, tmp_path: Path) -> None:
-    path = f"{tmp_path}/dgc.ckpt"
-    fit("dgc", path)
-    message = fits.refusal(name, "", path, fit=fit)
-    assert OTHERS[name] in message
-    assert f"resume={RESUME!r}" in message
-    ends, begin = fit(name, f"{tmp_path}/again", path, RESUME)
-    fits.same(ends)
-    assert begin["steps"][0] == SAVED
-
-
 def test_what_a_resume_needs_is_one_of_two() -> None:
     assert f"resume={RESUME!r}" in repr(fits.make("dgc", resume=RESUME))
     assert "resume" not in repr(fits.make("dgc"))

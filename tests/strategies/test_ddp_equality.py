@@ -127,17 +127,6 @@ def test_where_ddp_reduces_by_itself_it_calls_no_hook_and_its_wait_and_bytes_are
     assert len(hooks[0]._clocks) == 1  # of the parameter whose gradient came last
 
 
-@on_ranks(2)
-def test_dense_steps_of_a_second_fit_call_no_hook_either() -> None:
-    trainer: Any = train("dgc, dense at first", Tiny(), 6, max_steps=6, max_epochs=-1)
-    trainer.fit_loop.epoch_loop.max_steps = 8
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(CommunicationHook, "reduce", None)
-        trainer.fit(trainer.lightning_module, make_data(2, 2))
-    assert trainer.global_step == 8
-    assert trainer.strategy.workers[0].plan.reduce == "all"
-
-
 # Parameters that the loss does not depend on: DDP searches for them in dense steps, and in no other -------------------
 
 # By name: what gives both phases to a short run, and how many steps are dense then.

@@ -170,18 +170,6 @@ def test_data_that_are_loaded_anew_are_compared_again() -> None:
     assert trainer.global_step == 3
 
 
-@pytest.mark.parametrize("name", ["dgc", "local_sgd"])
-@on_ranks(2)
-def test_streams_of_equal_lengths_change_no_bit(name: str) -> None:
-    def fitted(data: Any) -> str:
-        model = Tiny()
-        train(name, model, data, 1, val_check_interval=3, max_epochs=2)
-        return same(weights_of(model))  # type: ignore[no-any-return]
-
-    data = make_data(2, 6)
-    assert fitted(DataLoader(Stream(data), batch_size=None)) == fitted(data)
-
-
 @pytest.mark.fault
 @pytest.mark.skipif("init_sync" not in DDP_KEYWORDS, reason="this release of torch synchronises always")
 @on_ranks(2)

@@ -47,7 +47,7 @@ def test_started_by_the_trainer(strategy: str, tmp_path: Path) -> None:
 
 
 def test_started_as_a_script_of_pytorch_lightning(tmp_path: Path) -> None:
-    """By spawn, which pickles the strategy; what it starts is forked here, or it would load everything once more."""
+    """By spawn; its processes are forked here, because a spawned one loads everything once more."""
     script = tmp_path / "launched.py"
     source = Path(SCRIPT).read_text()
     source = source.replace("import lightning.pytorch as pl", "import pytorch_lightning as pl")

@@ -10,15 +10,13 @@ from typing import Any
 
 import lightning.pytorch as pl
 import pytest
-import torch.distributed as dist
 import yaml
 from hydra.utils import instantiate
 from lightning.pytorch.cli import LightningCLI
 
 from lightning_lowbw import AveragingSchedule, SparsityWarmup, Strategy, TrafficMonitor
 from tests.programs import ROOT
-from tests.ranks import run_ranks
-from tests.tiny import QUIET, Tiny, make_data
+from tests.tiny import QUIET
 
 GUIDE = ROOT / "docs" / "api.md"
 DEFAULTS: dict[str, Any] = {**QUIET, "accelerator": "cpu", "devices": 2}
@@ -111,34 +109,6 @@ def test_callbacks(command_line: CommandLine, tmp_path: Path) -> None:
     assert isinstance(schedule, AveragingSchedule)
     assert isinstance(in_steps, SparsityWarmup)
     assert in_steps.schedule(10).rampup_begin_step == 7
-
-
-class Trained(Tiny):
-    def __init__(self) -> None:
-        super().__init__()
-
-    def train_dataloader(self) -> Any:
-        return make_data(dist.get_world_size(), 4)
-
-
-def fit(*arguments: str) -> tuple[str, float]:
-    sys.argv = ["train.py", "fit", *arguments]
-    settings = {**DEFAULTS, "use_distributed_sampler": False, "max_epochs": 1}
-    cli = LightningCLI(Trained, seed_everything_default=False, trainer_defaults=settings)
-    strategy = cli.trainer.strategy
-    assert isinstance(strategy, Strategy)
-    return repr(strategy), strategy.workers[0].last_density
-
-
-def test_a_fit_that_saves_its_configuration(tmp_path: Path, command_line: CommandLine) -> None:
-    chosen = {"rampup_begin_step": 2, "sparsity": [0.9], "min_numel": 100}
-    strategy = {"class_path": "lightning_lowbw.DGCStrategy", "init_args": chosen}
-    results = run_ranks(fit, 2, write(tmp_path, {"strategy": strategy, "default_root_dir": f"{tmp_path}/run"}))
-    assert results[0] == results[1]
-    shown, density = results[0]
-    assert density == pytest.approx(0.1)
-    saved = yaml.safe_load((tmp_path / "run/config.yaml").read_text())["trainer"]["strategy"]
-    assert repr(command_line(write(tmp_path, {"strategy": saved})).trainer.strategy) == shown
 
 
 def test_the_configurations_of_the_guide(tmp_path: Path, command_line: CommandLine) -> None:

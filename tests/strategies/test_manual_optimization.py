@@ -13,7 +13,7 @@ from lightning_lowbw import DisagreementError
 from lightning_lowbw.comm.agreement import digest
 from tests.ranks import on_ranks
 from tests.strategies.fits import make, refusal, same, saving, train, weights
-from tests.tiny import ManualTiny, Tiny, TwoOptimizers
+from tests.tiny import ManualTiny, Tiny
 
 CHANGES: dict[str, dict[str, Any]] = {
     "dgc": {"rampup_begin_step": 4},
@@ -109,23 +109,3 @@ def test_a_step_that_a_rank_leaves_out_is_found(name: str, num_ranks: int, does_
     assert "batch: rank 0 has" in message
     assert "A rank in a later one has left out optimizer.step()" in message
     assert 3 <= model.trainer.strategy.workers[0].step <= 8  # type: ignore[attr-defined]
-
-
-class Bypasses(TwoOptimizers):
-    """Steps both optimizers itself, past Lightning, as libraries do that keep optimizers of their own."""
-
-    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:  # type: ignore[override]
-        optimizers: Any = self.optimizers(use_pl_optimizer=False)
-        self.zero_grad()
-        self.manual_backward(Tiny.training_step(self, batch, batch_idx))
-        for optimizer in optimizers:
-            optimizer.step()
-
-
-@on_ranks(2)
-def test_a_step_past_lightning_is_refused_on_all_ranks() -> None:
-    model = Bypasses()
-    message = same(refusal(strategy("dgc"), model, STEPS))
-    assert "not by Lightning" in message
-    assert "strategy='ddp'" in message
-    assert [worker.step for worker in model.trainer.strategy.workers] == [0, 0]

@@ -5,17 +5,10 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
-import torch
-from lightning.fabric import Fabric
-from torch.utils.data import DataLoader
 
 import lightning_lowbw as lowbw
-from lightning_lowbw.strategies.keywords import ALL_KEYWORDS, DDP_KEYWORDS, OWNED, UNSUPPORTED, asked_of_buffers
-from tests.ranks import on_ranks
-from tests.strategies.fits import gathered, same
-from tests.tiny import weights_of
+from lightning_lowbw.strategies.keywords import DDP_KEYWORDS, OWNED, UNSUPPORTED, asked_of_buffers
 
 # Keywords of DDP ------------------------------------------------------------------------------------------------------
 
@@ -27,15 +20,6 @@ STRATEGIES: dict[type[lowbw.Strategy], dict[str, Any]] = {
     lowbw.AutoStrategy: {},
     lowbw.Strategy: {"method": lowbw.QuantizedGradients()},
 }
-
-
-def test_defaults_are_no_choices() -> None:
-    """LightningCLI gives all arguments of a parent class, those too that the strategies refuse."""
-    defaults = {name: parameter.default for name, parameter in ALL_KEYWORDS.items()}
-    assert {"ddp_comm_state", "mixed_precision", "find_unused_parameters", "timeout"} <= set(defaults)
-    built = lowbw.DGCStrategy(**defaults)
-    assert built._ddp_kwargs == {}
-    assert repr(built) == repr(lowbw.DGCStrategy())
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -81,31 +65,3 @@ def test_the_adaptive_strategy_hands_on_what_it_does_not_name() -> None:
 
 
 # Names ----------------------------------------------------------------------------------------------------------------
-
-
-def test_a_trainer_takes_a_name() -> None:
-    """What each stands for: tests/architecture/test_layers.py, and the cards in docs/methods."""
-    strategy = pl.Trainer(strategy="int8_spawn", accelerator="cpu", devices=2, logger=False, barebones=True).strategy
-    assert isinstance(strategy, lowbw.Strategy)
-    assert strategy.method.what == lowbw.Quantized(value_dtype="int8")
-
-
-@on_ranks(2)
-def test_the_plain_loop_runs_with_fabric() -> None:
-    fabric = Fabric(strategy="ddp", accelerator="cpu", devices=2)
-    fabric.launch()
-    torch.manual_seed(0)
-    model = torch.nn.Linear(256, 128).to(fabric.device)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    worker = lowbw.DGC(sparsity=[0.99]).attach(optimizer, model.named_parameters())
-    losses = []
-    for batch in fabric.setup_dataloaders(DataLoader(torch.randn(64, 256), batch_size=8)):
-        optimizer.zero_grad()
-        loss = model(batch).square().mean()
-        fabric.backward(loss)
-        optimizer.step()
-        losses.append(float(loss))
-    assert worker.step == 4
-    first, second = gathered(losses)
-    assert first != second  # each rank has its own share
-    same(weights_of(model))

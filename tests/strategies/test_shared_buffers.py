@@ -8,7 +8,6 @@ parameters that DDP ignores, and frozen weights of other classes, are each rank'
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +17,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_lowbw import ConfigurationError, DisagreementError, Topology
+from lightning_lowbw import ConfigurationError, DisagreementError
 from lightning_lowbw.comm.agreement import digest
-from lightning_lowbw.comm.topology import make_node_mesh
+from lightning_lowbw.comm.collectives import broadcast_flat_
 from lightning_lowbw.strategies import shared_buffers
 from lightning_lowbw.strategies.checks import check_model
-from lightning_lowbw.strategies.fsdp import _shard, equalise_
-from lightning_lowbw.sync.local_view import LocalTensors
 from tests.ranks import on_ranks
 from tests.strategies.fits import STEPS, At, Noted, gathered, make, same, train, train_by_step
 from tests.tiny import ManualTiny, Tiny, make_data, make_trainer
@@ -85,28 +82,15 @@ def test_in_manual_optimization_a_validation_changes_no_buffer_that_the_training
     assert ends[0] == ends[1]
 
 
-ODD: dict[str, Callable[[Tensor], Tensor]] = {  # of eight numbers
-    "int16": lambda x: x.to(torch.int16),
-    "complex": lambda x: torch.complex(x, -x),
-    "a column": lambda x: x.view(4, 2)[:, 1],
-    "a number": lambda x: x[3],
-}
+def test_buffers_of_any_dtype_and_strides_go_in_one_message() -> None:
+    def make_buffers(first: float) -> list[Tensor]:
+        x = first + torch.arange(8.0)
+        return [x.to(torch.int16), torch.complex(x, -x), x.view(4, 2)[:, 1], x[3]]
 
-
-@on_ranks(2)
-def test_buffers_of_any_dtype_and_strides_are_those_of_rank_zero_in_a_sharded_model() -> None:
-    """After the model has been sharded, and a resume equalises it; gloo takes no int16, and reads gaps as elements."""
-    rank, module = dist.get_rank(), nn.Module()
-    expected = {name: make_odd(torch.arange(8.0)).tolist() for name, make_odd in ODD.items()}
-    module.device_mesh = make_node_mesh(Topology(((0, 1),)), rank, "cpu", None).mesh
-    for name, make_odd in ODD.items():
-        module.register_buffer(name, make_odd(torch.arange(8.0) + 100 * rank))
-    _shard(module, torch.device("cpu"))
-    assert {name: buffer.tolist() for name, buffer in module.named_buffers()} == expected
-    for name, buffer in module.named_buffers():
-        buffer.copy_(ODD[name](torch.arange(8.0) + 100 * rank))
-    equalise_(module, LocalTensors(), None)
-    assert {name: buffer.tolist() for name, buffer in module.named_buffers()} == expected
+    message, buffers, expected = list[Tensor](), make_buffers(100.0), make_buffers(0.0)
+    broadcast_flat_(expected, lambda flat: message.append(flat.clone()))
+    broadcast_flat_(buffers, lambda flat: flat.copy_(message[0]))
+    assert [buffer.tolist() for buffer in buffers] == [buffer.tolist() for buffer in expected]
 
 
 def test_a_buffer_that_ddp_cannot_broadcast_is_named() -> None:
@@ -278,17 +262,6 @@ def test_shapes_that_come_to_differ_are_named_when_the_ranks_compare(name: str) 
     model = Bank(1, 1 + dist.get_rank())
     with pytest.raises(DisagreementError, match=r"\n  bank: rank 0 has .* rank 1 has "):
         train(make(name, METHODS[name]), model, STEPS)
-
-
-@pytest.mark.parametrize("name", METHODS)
-@on_ranks(2)
-def test_a_shape_that_changes_alike_ends_with_the_values_of_rank_zero(name: str) -> None:
-    """As a bank, and observers of quantization-aware training, which get their shape in the first forward pass."""
-    model = Bank(1, 1)
-    train(make(name, METHODS[name]), model, 8)
-    assert len(model.bank) == 1 + 8
-    assert float(model.average[0]) == 0.0
-    assert model.bank.tolist() == [0.0, *[1.0 + step for step in range(8)]]
 
 
 @pytest.mark.parametrize("name", METHODS)

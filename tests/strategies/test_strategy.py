@@ -4,57 +4,30 @@ from __future__ import annotations
 
 import copy
 import pickle
-from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.tuner import Tuner
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_lowbw import DGCStrategy
 from lightning_lowbw.comm.agreement import digest
 from tests.ranks import on_ranks
-from tests.strategies.fits import METHODS, STEPS, make, same, train, warned
-from tests.tiny import BATCH, Gan, Tiny, WithRate, make_data, make_trainer, sgd, weights_of
-
-
-@on_ranks(2)
-def test_the_trainer_does_what_the_method_says() -> None:
-    """And a plain loop around it, which has its own tests."""
-    nesterov, accumulate, clip = partial(sgd, nesterov=True), 2, 0.3
-    by_trainer, model = Tiny(nesterov), Tiny(nesterov)
-    train("dgc, warm-up", by_trainer, accumulate_grad_batches=accumulate, gradient_clip_val=clip)
-    optimizer = model.configure_optimizers()
-    worker = METHODS["dgc, warm-up"].attach(optimizer, model.named_parameters())
-    x, y = make_data(2, STEPS).dataset.tensors
-    for first in range(0, STEPS, accumulate):
-        optimizer.zero_grad()
-        for batch in range(first, min(STEPS, first + accumulate)):
-            part = slice(batch * BATCH, (batch + 1) * BATCH)
-            (nn.functional.cross_entropy(model(x[part]), y[part]) / accumulate).backward()
-        # Before the exchange while sparse, else after it.
-        if worker.plan.clips_before_exchange:
-            worker.prepare()
-        else:
-            worker.exchange()
-        nn.utils.clip_grad_norm_(list(model.parameters()), clip * worker.plan.clip_factor)
-        optimizer.step()
-    for a, b in zip(by_trainer.parameters(), model.parameters(), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+from tests.strategies.fits import STEPS, make, same, train, warned
+from tests.tiny import BATCH, Tiny, TwoOptimizers, WithRate, make_data, make_trainer, weights_of
 
 
 @on_ranks(2)
 def test_two_optimizers_in_manual_optimization() -> None:
     ends = {}
     for name in ("dgc, warm-up", "dense", "ddp"):
-        model = Gan()
-        trainer = train(make(name, find_unused_parameters=True), model, max_epochs=2)
+        model = TwoOptimizers()
+        trainer = train(make(name), model, max_epochs=2)
         ends[name] = same(weights_of(model))
         if name == "dgc, warm-up":  # a counter per optimizer: each goes through the warm-up at its own pace
-            assert [worker.step for worker in trainer.strategy.workers] == [18, 10]
-            assert model.closures == 10
+            assert [worker.step for worker in trainer.strategy.workers] == [18, 8]
     # While both are dense it is DDP, also with one optimizer's gradients in buckets of the other.
     assert ends["dense"] == ends["ddp"]
 
@@ -95,16 +68,6 @@ def test_a_layer_unfrozen_later_stays_the_same_on_all_ranks() -> None:
     assert bool((model.frozen.weight != before).any())
 
 
-class Swapping(Thawing):
-    """Then freeze all that DDP has wrapped: it reduces nothing any more."""
-
-    def on_train_batch_start(self, trainer: pl.Trainer, module: Tiny, batch: Any, batch_idx: int) -> None:
-        super().on_train_batch_start(trainer, module, batch, batch_idx)
-        if batch_idx == 1:
-            for name, parameter in module.named_parameters():
-                parameter.requires_grad_(name.startswith("frozen"))
-
-
 class SkipsBackward(Tiny):
     """Leaves out backward passes on all ranks."""
 
@@ -113,12 +76,10 @@ class SkipsBackward(Tiny):
             super().backward(loss, *args, **kwargs)
 
 
-@pytest.mark.parametrize("what", ["swapped layers", "no backward"])
 @on_ranks(2)
-def test_unusual_trainings_are_no_errors(what: str) -> None:
-    model = SkipsBackward() if what == "no backward" else Tiny()
-    options: dict[str, Any] = {"callbacks": [Swapping()]} if what == "swapped layers" else {}
-    warned(lambda: train(make("dgc, warm-up", {"rampup_begin_step": 10}), model, STEPS, **options))
+def test_steps_without_a_backward_pass_are_no_errors() -> None:
+    model = SkipsBackward()
+    warned(lambda: train(make("dgc, warm-up", {"rampup_begin_step": 10}), model, STEPS))
     same(weights_of(model))
     assert model.trainer.global_step == STEPS
 
