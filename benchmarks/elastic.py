@@ -209,7 +209,7 @@ class Log(pl.Callback):
         is_in = contributed.get(self.group) == worker.num_averages
         step_s = statistics.median(self.took_s)
         step_of_anchor = trainer.global_step - (worker.fragments[0].steps or 0)  # without the steps that hid the round
-        weights = {worker.name_of(p): start for p, start in worker.replica.start.items()}
+        weights = {worker.params.name_of(p): start for p, start in worker.replica.start.items()}
         weights.pop("ballast", None)
         self.write(
             "round",

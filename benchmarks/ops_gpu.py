@@ -2,10 +2,10 @@
 
     python benchmarks/ops_gpu.py             # about four minutes; `make gpu` runs the GPU's tests first
 
-Timed is all between the end of backward and the stepped weights: `worker.list_gradients`, `worker.exchange` and
-`optimizer.step`. Nothing is sent: each rank's message is this rank's own, so that packing, unpacking and averaging are
-those of a real step. Beside it stand the optimizer's own step, the copy of as much memory as a step must touch,
-`torch.topk`, and PowerSGD's matmuls. All take turns, between CUDA events; medians. What does not fit into memory has no
+Timed is all between the end of backward and the stepped weights: `worker.exchange` and `optimizer.step`. Nothing is
+sent: each rank's message is this rank's own, so that packing, unpacking and averaging are those of a real step. Beside
+it stand the optimizer's own step, the copy of as much memory as a step must touch, `torch.topk`, and PowerSGD's
+matmuls. All take turns, between CUDA events; medians. What does not fit into memory has no
 row. The exit status is 1 if a sparse step waits for the device more than once.
 
 Writes benchmarks/results/ops_gpu.json and a table anew after each row, and a plot. Needs a CUDA device and Triton; on a
@@ -115,7 +115,6 @@ def step_of(worker: Synchronizer, optimizer: Optimizer, refresh: Callable[[], No
 
     def step() -> None:
         with worker.stepping():
-            worker.list_gradients()
             worker.exchange(applies=True)
             optimizer.step()
 

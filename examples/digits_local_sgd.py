@@ -29,7 +29,7 @@ class Averages(Callback):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         (worker,) = trainer.strategy.workers
         if trainer.is_global_zero:
-            print(f"{trainer.global_step} steps, {worker.num_averages} averages, k = {worker.k_steps} at the end")
+            print(f"{trainer.global_step} steps, {worker.num_averages} averages, k = {worker.plan.k_steps} at the end")
             print(f"distance from the consensus before the last one: {float(worker.consensus_distance):.4f}")
 
 

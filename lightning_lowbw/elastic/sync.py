@@ -115,7 +115,7 @@ class Round:
             self._members.between.begin_all_gather(torch.zeros(1))
             return None
         # The rows have told everything but the learning rate.
-        status = average_status(Sums(lr=work.lr), None, 0.0, 0, self._members, self._replica.device)
+        status = average_status(Sums(lr=work.lr), None, 0.0, 0, self._members, self._replica.params.device)
         return self._replica.send_average(*work.prepared, status)
 
     def hide(self, work: Work, row: Row, settings: Settings, gives_up: GivesUp) -> None:
@@ -125,7 +125,7 @@ class Round:
 
         def run() -> None:
             try:
-                with torch.no_grad(), torch.cuda.device_of(torch.empty(0, device=self._replica.device)):
+                with torch.no_grad(), torch.cuda.device_of(torch.empty(0, device=self._replica.params.device)):
                     quorum = self.ask(row, settings, gives_up)
                     average = None if quorum is None or quorum.healed is not None else self.exchange(quorum, work)
                     self._result.set_result((quorum, average))
@@ -214,7 +214,7 @@ def take_anchor_(replica: Replica, tensors: Mapping[str, Tensor], velocity: Iter
 class ElasticSync(LocalSync):
     """The replica of one group, whose averages are rounds; see `LocalSync` for a step.
 
-    It overrides `average_due` and `finish`, and adds values to the state.
+    It overrides `_average_due` and `finish`, and adds values to the state.
 
     Args:
         method: `EveryK` with `Whole` or `TopK`; see `check_elastic`.
@@ -249,14 +249,13 @@ class ElasticSync(LocalSync):
     ) -> None:
         check_elastic(method)
         super().__init__(method, optimizer, named_parameters, members, named_buffers)
-        if self.when.delay_steps and members.num_local_ranks > 1:
+        if self._when.delay_steps and members.num_local_ranks > 1:
             raise ConfigurationError(
                 f"{method}, in a group of {members.num_local_ranks} processes: a round is hidden in groups of one "
                 "process. Leave out delay_steps, or start each process as a group of its own."
             )
         self.members, self.membership = members, members.membership
         self.round = Round(self.replica, members)
-        self.buffers.is_elastic = True
         (self._all,) = self.fragments
         self.tokens = self.tokens_seen = 0.0
         self.contributed: dict[str, int] = {}
@@ -287,7 +286,7 @@ class ElasticSync(LocalSync):
         Collective: all members, at the end of their rounds; if no member has taken a step, nothing is averaged. If a
         member trains: nothing; the member sends its state in a thread.
         """
-        self.begin_local()
+        self.begin()
         self.healed, self.num_skipped = None, 0
         self._offer()
         self._wait_from_now()
@@ -303,7 +302,7 @@ class ElasticSync(LocalSync):
         self.membership.note(self._longest_s)
 
     @torch.no_grad()
-    def average_due(self) -> None:
+    def _average_due(self) -> None:
         if self.batch and self.batch == self._last_batch:
             raise ConfigurationError(
                 f"Step {self.step} is the second one in batch {self.batch}: all groups end with the same step, which "
@@ -315,12 +314,12 @@ class ElasticSync(LocalSync):
         self.membership.note(self._longest_s)
         self.healed, self.num_skipped, self.has_communicated = None, 0, False
         self._wait_from_now()
-        is_due = self.round.hidden is not None and (self._steps >= self.when.delay_steps or self._is_over())
+        is_due = self.round.hidden is not None and (self._steps >= self._when.delay_steps or self._is_over())
         if is_due and not self._take_round():
             return  # the other groups have not come
         if not self.is_complete and self._is_over():
             self.tokens = self.tokens or float(self._steps)  # if the caller counts none
-            if self.when.delay_steps and self.step < self.last_step:
+            if self._when.delay_steps and self.step < self.last_step:
                 self._restart_if_not_finite()
                 row, settings = self._row_and_settings()
                 self.round.hide(self._begin(), row, settings, self._gives_up)
@@ -354,7 +353,7 @@ class ElasticSync(LocalSync):
 
     def _is_over(self) -> bool:
         """Return whether the round ends with this step; the same on all processes of the group."""
-        is_over = self.step >= self.last_step or (self.round_s is None and self._steps >= self.k_steps)
+        is_over = self.step >= self.last_step or (self.round_s is None and self._steps >= self.plan.k_steps)
         if self._ends_s == math.inf:
             return is_over
         return self._any_in_node(is_over or time.monotonic() >= self._ends_s)[0]
@@ -365,7 +364,7 @@ class ElasticSync(LocalSync):
     @property
     def _left_s(self) -> float:
         """Return how long a member that joins takes steps: it has to come before the last of the other members."""
-        by_steps = (self.k_steps - self._steps) * self._step_s or math.inf
+        by_steps = (self.plan.k_steps - self._steps) * self._step_s or math.inf
         return (by_steps if self.round_s is None else self._ends_s - time.monotonic()) - self._step_s - EARLY_S
 
     def _wait_from_now(self) -> None:
@@ -373,10 +372,10 @@ class ElasticSync(LocalSync):
         self._late_s = time.monotonic() + (self.max_wait_s if self.num_averages else math.inf)
 
     def _gives_up(self) -> bool:
-        return bool(self.requests) or self.should_stop() or time.monotonic() >= self._late_s
+        return bool(self.requests.asked) or self.should_stop() or time.monotonic() >= self._late_s
 
     def _any_in_node(self, *flags: bool | Tensor) -> list[bool]:
-        message = torch.tensor(flags, dtype=torch.float32, device=self.device)
+        message = torch.tensor(flags, dtype=torch.float32, device=self.params.device)
         self.members.node.all_reduce_(message)
         return [number > 0 for number in message.tolist()]
 
@@ -397,8 +396,9 @@ class ElasticSync(LocalSync):
             if quorum is None:
                 break
             is_over, quorum = self._try_round(quorum), None
-        asked = self._any_in_node(self.stop_requested, self.save_requested, self.should_stop())
-        self.agree_on(STOP * asked[0] | SAVE * asked[1])
+        own = self.requests.asked
+        asked = self._any_in_node(bool(own & STOP), bool(own & SAVE), self.should_stop())
+        self.requests.agree_on(STOP * asked[0] | SAVE * asked[1])
         if not (is_over or any(asked)):
             raise TimeoutError(
                 f"Too few groups have come to the end of round {self.num_averages + 1} in {self.max_wait_s:g} s: the "
@@ -453,7 +453,7 @@ class ElasticSync(LocalSync):
         method, processes = cast("Method", self.method), self.members.num_local_ranks
         settings = {**method.settings(), "processes": processes, **settings_of(self.replica), **self.settings}
         told = {name: f"{value}" for name, value in settings.items()}
-        tokens = torch.tensor([self.tokens], dtype=torch.float64).to(self.device)
+        tokens = torch.tensor([self.tokens], dtype=torch.float64).to(self.params.device)
         self.members.node.all_reduce_(tokens)
         state_bytes = processes * sum(tensor.nbytes for tensor in shared_tensors(self.replica).values())
         return Row(
@@ -518,7 +518,7 @@ class ElasticSync(LocalSync):
             means, numbers = average.wait_for_whole()
             sums = Sums(*Status.read(numbers.tolist(), self.peers.num_ranks).sums)
             self._all.moved = dict.fromkeys(average.parameters) if self._steps else {}
-            self.apply_average(average, means, sums, self._all.moved)
+            self._apply_average(average, means, sums, self._all.moved)
             if latest >= self.last_step:  # steps since the begin of the round come after the end
                 self._all.steps = 0
             self.tokens_seen += sum(row.tokens for row in rows.values())
@@ -528,8 +528,8 @@ class ElasticSync(LocalSync):
 
     def _restart_if_not_finite(self) -> None:
         """Go on from the anchor if local steps have left an inf or NaN, without their tokens and momentum."""
-        flags = [are_not_finite(tensors_of(self.replica)[0]), self.late_faults().any(self.device)]
-        if self._any_in_node(any_of(flags, self.device))[0]:
+        flags = [are_not_finite(tensors_of(self.replica)[0]), self._late_faults().any(self.params.device)]
+        if self._any_in_node(any_of(flags, self.params.device))[0]:
             _logger.warning(
                 "Step %d has left an inf or NaN: the work of this group in this round is left out. If this repeats, "
                 "lower the learning rate or clip the gradients, and start the groups again from their checkpoints.",
@@ -539,7 +539,7 @@ class ElasticSync(LocalSync):
             set_residuals_(self.replica, {})
             self.optimizer.state.clear()
             self.tokens = 0.0
-            self.forget_late_faults()
+            self._forget_late_faults()
 
     # State ------------------------------------------------------------------------------------------------------------
 
@@ -552,7 +552,7 @@ class ElasticSync(LocalSync):
         """Return the state that a member that is behind takes: "tensors", not copied, and plain values."""
         return {
             "tensors": shared_tensors(self.replica),
-            "velocity": list(map(self.name_of, self.replica.velocity)),
+            "velocity": list(map(self.params.name_of, self.replica.velocity)),
             **{name: getattr(self, name) for name in EQUAL},
             "step": self.step,
             "steps": self._steps,
@@ -591,25 +591,20 @@ class ElasticSync(LocalSync):
         self.replica.show()
         self.replica.own = None
         self._all.moved.clear()
-        self.tokens, self.ending.step = 0.0, None  # the work is not in the model
-
-    def equal_state(self) -> dict[str, Any]:
-        return {**super().equal_state(), "elastic": {name: getattr(self, name) for name in EQUAL}}
-
-    def load_equal_state(self, state: Mapping[str, Any]) -> None:
-        super().load_equal_state(state)
-        for name, value in state.get("elastic", {}).items():
-            setattr(self, name, value)
+        self.tokens, self.loop.differs_after = 0.0, None  # the work is not in the model
 
     def state_dict(self) -> dict[str, Any]:
         self.settle()
         # Its rank inside the group: the rank among all processes may change with the members.
         rank = self.members.local_rank, self.members.num_local_ranks
-        return {**super().state_dict(), "rank": rank, "tokens": self.tokens}
+        equal = {name: getattr(self, name) for name in EQUAL}
+        return {**super().state_dict(), "elastic": equal, "rank": rank, "tokens": self.tokens}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         super().load_state_dict(state)
-        self.tokens = state["tokens"] if state["own"] else 0.0  # tokens without the work count for nothing
+        for name, value in state.get("elastic", {}).items():
+            setattr(self, name, value)
+        self.tokens = state["tokens"] if state.get("own") else 0.0  # tokens without the work count for nothing
 
 
 def check_elastic(method: Method) -> None:

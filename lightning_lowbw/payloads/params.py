@@ -155,6 +155,11 @@ class Params:
         """Yield all parameters, also frozen ones; once each, in order."""
         yield from dict.fromkeys(p for group in self.optimizer.param_groups for p in group["params"])
 
+    @property
+    def device(self) -> torch.device:
+        """The device of the parameters."""
+        return next(p for group in self.optimizer.param_groups for p in group["params"]).device
+
     def name_of(self, parameter: Parameter) -> str:
         """Return the name of a parameter, by which its state is kept."""
         if parameter not in self._names:  # not in the module, for example a parameter of the loss

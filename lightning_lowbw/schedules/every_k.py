@@ -132,6 +132,11 @@ class EveryK(Schedule, key="k"):
     def check_replacement(self, before: Schedule) -> None:
         super().check_replacement(before)
         made_for = cast("EveryK", before)
+        if (self.outer == "none") != (made_for.outer == "none"):
+            raise ConfigurationError(
+                f"outer={self.outer!r} in place of {made_for.outer!r}: with an outer optimizer the anchor is kept "
+                "on the device, without on the host. Change outer_lr, or attach the method anew."
+            )
         # A delay changes the messages and the process groups.
         if (self.delay_steps > 0, self.num_fragments) != (made_for.delay_steps > 0, made_for.num_fragments):
             raise ConfigurationError(

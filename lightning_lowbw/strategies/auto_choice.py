@@ -136,7 +136,7 @@ class AutoChoice:
         if worker.optimizer is not (self._optimizer or worker.optimizer):
             return None
         self._optimizer = worker.optimizer
-        device_of(worker.device).synchronize(all_streams=True)
+        device_of(worker.params.device).synchronize(all_streams=True)
         before = self._last
         self.restart_clock(worker.peers.ledger)
         if before is None or self._last is None:
@@ -163,7 +163,7 @@ class AutoChoice:
         if why is None:
             begins_early = takes_as_made(trainer) and leaves_as_made(trainer)
             here = measure(
-                *(given, self._names, shapes_of(workers), worker.peers, worker.device, measured),
+                *(given, self._names, shapes_of(workers), worker.peers, worker.params.device, measured),
                 begins_early=begins_early,
             )
             measured = slowest(gather(here, "times of exchanges"))

@@ -38,6 +38,7 @@ from lightning_lowbw.sync.checks import warn_of_compression
 from lightning_lowbw.sync.kernels import prepare_kernels
 from lightning_lowbw.sync.local import LocalSync
 from lightning_lowbw.sync.plain_loop import eagerly, last_pre_hook
+from lightning_lowbw.sync.state import whole_momentum
 from lightning_lowbw.sync.synchronizer import Synchronizer
 
 T = TypeVar("T")
@@ -194,8 +195,6 @@ class BaseStrategy(ParallelStrategy):
             checks.agree_on_states(self.workers)
         self._start_workers()
         is_search = self.is_search(self.trainer)
-        for worker in self.replicas:
-            worker.begin_local()
         if self.replicas and not is_search:
             checks.warn_if_seen_twice(self.trainer, self.replicas)
         self.auto.begin_training(self.method, self.workers, self.trainer, is_search=is_search)
@@ -210,7 +209,7 @@ class BaseStrategy(ParallelStrategy):
             self.method = checks.resolved(self._given, self.trainer, self.workers) or self.method
             for worker in self.workers:
                 worker.method = self.method
-                worker.check_schedule()
+                worker.begin()
                 warn_of_compression(self.method.what, self.method.when, worker.params, worker.peers)
             # The choice of a schedule times the exchange of int8, too.
             prepare_kernels(self.workers, also=[Quantized()] if self.auto.is_open(self.method) else [])
@@ -275,7 +274,7 @@ class BaseStrategy(ParallelStrategy):
     def pre_backward(self, closure_loss: Tensor) -> None:
         super().pre_backward(closure_loss)
         self._step_hooks.has_gradients = True
-        for worker in self.workers:
+        for worker in self.replicas:
             worker.observe_loss(closure_loss.detach())
 
     @override
@@ -293,7 +292,6 @@ class BaseStrategy(ParallelStrategy):
         worker = self.worker_of(user_optimizer)
 
         def exchanging_closure() -> Any:
-            worker.check_closure()
             result = closure()
             self._step_hooks.end_closure(worker)
             return result
@@ -413,7 +411,8 @@ class BaseStrategy(ParallelStrategy):
         self._check_equal()
         checks.agree_on_weights(self.trainer.lightning_module, self.workers)
         for worker in self._workers.values():
-            for parameter, velocity in worker.whole_momentum().items():  # each rank of a node had a part
+            whole = whole_momentum(worker.correction, worker.peers)  # each rank of a node had a part
+            for parameter, velocity in whole.items():
                 worker.optimizer.state[parameter][worker.correction.velocity_key] = velocity
         self._share_buffers()
         super().on_train_end()

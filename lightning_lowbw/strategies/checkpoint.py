@@ -31,7 +31,7 @@ from lightning_lowbw.errors import ConfigurationError
 from lightning_lowbw.kernels.tensors import device_of
 from lightning_lowbw.strategies.base import BaseStrategy
 from lightning_lowbw.strategies.keywords import Needs
-from lightning_lowbw.sync.state import merge_states
+from lightning_lowbw.sync.state import equal_part, merge_states
 
 METADATA_KEY = "lightning_lowbw"
 FORMAT = 4  # of the shards; 1 was that of version 0.1.0, 3 that of 0.2.0
@@ -128,13 +128,16 @@ class CheckpointedStrategy(BaseStrategy):
             for removed_folder in removed:
                 remove_folder(removed_folder)
         folder = folder_of(filepath)
-        metadata = self._metadata(save_id)
+        with failing_together():
+            states = [worker.state_dict() for worker in self.workers]
+        metadata = self._metadata(save_id, states)
         path = shard_path(folder, self.global_rank, metadata)
         renames = self.is_global_zero and self._is_renamed(filepath)
         with failing_together():
             if renames and os.path.isdir(filepath) and not os.path.isfile(os.path.join(filepath, "meta.pt")):
                 raise ConfigurationError(f"{filepath!r} is a folder, and no checkpoint. Save under another name.")
-            write_shard(self._shard(metadata), path)
+            write_shard(self._shard(save_id, states), path)
+        del states  # before the checkpoint is written
         checkpoint = {**checkpoint, METADATA_KEY: metadata}
         with failing_together():
             if renames:
@@ -147,7 +150,7 @@ class CheckpointedStrategy(BaseStrategy):
         """Return whether the checkpoint is written under another name first; see `overwrite`."""
         return type(self.checkpoint_io) is TorchCheckpointIO and "://" not in str(filepath)
 
-    def _metadata(self, save_id: str) -> dict[str, Any]:
+    def _metadata(self, save_id: str, states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         return {
             "num_ranks": self.world_size,
             "save_id": save_id,
@@ -155,18 +158,18 @@ class CheckpointedStrategy(BaseStrategy):
             "kind": self._kind,
             "nodes": self._nodes,
             "chosen": self.auto.state_dict(),
-            "workers": [worker.equal_state() for worker in self.workers],
+            "workers": list(map(equal_part, states)),
         }
 
-    def _shard(self, metadata: Mapping[str, Any]) -> dict[str, Any]:
+    def _shard(self, save_id: str, states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         named = dict(self.trainer.lightning_module.named_buffers())
         buffers = named if self.replicas else self.buffers.own(named)
         for worker in self.replicas:  # also while the anchor is shown
             buffers |= {name: own for name, own in worker.replica.own_tensors().items() if name in named}
         return {
-            "save_id": metadata["save_id"],
+            "save_id": save_id,
             "rank": self.global_rank,
-            "workers": [worker.state_dict() for worker in self.workers],
+            "workers": states,
             "rng": rng_state(self.root_device),
             "precision": self.precision_plugin.state_dict(),  # a GradScaler's; ranks that step alone scale alone
             "buffers": {name: buffer.cpu().clone() for name, buffer in buffers.items()},
@@ -245,7 +248,7 @@ class CheckpointedStrategy(BaseStrategy):
         for worker in self.workers:
             worker.step = step // len(self.workers)
         for worker, state in zip(self.workers, states, strict=False):
-            worker.load_equal_state(state)
+            worker.load_state_dict(state)
 
     def _load_workers(self, metadata: Mapping[str, Any], path: _PATH) -> None:
         """Load the workers' state and, with the same number of ranks, the other state of this rank.

@@ -444,7 +444,7 @@ def warn_if_seen_twice(trainer: pl.Trainer, workers: Sequence[LocalSync]) -> Non
     """Warn if validation, a plateau rule or early stopping comes more often than averages of the weights."""
     if all(worker.peers.num_ranks == 1 for worker in workers):
         return
-    k_steps = max(1, workers[0].when.k_steps // max(len(worker.fragments) for worker in workers))
+    k_steps = max(1, workers[0].method.when.k_steps // max(len(worker.fragments) for worker in workers))
     accumulated = max(1, trainer.accumulate_grad_batches)
     epoch = trainer.num_training_batches / accumulated
     steps = dict[str, float]()
@@ -536,7 +536,7 @@ def _tell_of_sparse_steps(workers: Sequence[GradientSync]) -> None:
         sparse += by_kind[0]
         others += by_kind[1]
         if not worker.correction.is_complete and worker.peers.rank == 0:
-            warn_if_incomplete(worker.optimizer, worker.when)
+            warn_if_incomplete(worker.optimizer, worker.method.when)
         if by_kind[0] and (note := worker.correction.note()):
             rank_zero_info(note)
     total = sum(sparse) + sum(others)

@@ -25,7 +25,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_lowbw.comm.collectives import TensorWork, begin_all_reduce_
 from lightning_lowbw.kernels.tensors import device_of
-from lightning_lowbw.sync.checks import raise_at_other_batches
+from lightning_lowbw.sync.checks import compare_batches
 from lightning_lowbw.sync.status import SAVE, STOP, flags, read_flags
 from lightning_lowbw.sync.synchronizer import Synchronizer
 
@@ -83,11 +83,11 @@ class Signals:
 
     def _request_stop(self, *_: Any) -> None:
         for worker in self._workers.values():
-            worker.stop_requested = True
+            worker.requests.asked |= STOP
 
     def _request_save(self, *_: Any) -> None:
         for worker in self._workers.values():
-            worker.save_requested = True
+            worker.requests.asked |= SAVE
 
     # Requests of all ranks --------------------------------------------------------------------------------------
 
@@ -99,14 +99,13 @@ class Signals:
         """
         if trainer.world_size == 1:
             return
-        agreed = STOP * worker.stop_agreed | SAVE * worker.save_agreed  # in the step's status, if it had one
-        agreed |= self.settle()
-        worker.agree_on(agreed)
+        agreed = worker.requests.agreed | self.settle()  # of the step's status, if it had one
+        worker.requests.agree_on(agreed)
         self.read_requests(worker, trainer)
-        worker.agree_on(0)  # a step without a status would repeat it
+        worker.requests.agree_on(0)  # a step without a status would repeat it
         has_status = worker.peers.are_shards and worker.peers.num_ranks > 1  # of shards, between nodes
         if worker.step % EVERY == 0 and worker.plan.reduce == "all" and not (has_status or agreed & STOP):
-            message = flags(worker.requests, worker.device, batch=worker.batch)
+            message = flags(worker.requests.asked, worker.params.device, batch=worker.batch)
             self._asked = begin_all_reduce_(message, op=dist.ReduceOp.MAX), worker
 
     def settle(self) -> int:
@@ -122,20 +121,20 @@ class Signals:
         with device_of(work.tensor.device).aside("signals"):
             _, requests, is_same_batch = read_flags(work.wait())
         if not is_same_batch:
-            raise_at_other_batches(worker.batch, worker.step, None)
+            compare_batches(worker.batch, worker.step, None)
         return requests
 
     def read_requests(self, worker: Synchronizer, trainer: pl.Trainer) -> None:
         """Read the requests to stop or to save from the last status of a worker."""
-        connector = trainer._signal_connector
-        if worker.stop_agreed and not connector.received_sigterm:
+        connector, agreed = trainer._signal_connector, worker.requests.agreed
+        if agreed & STOP and not connector.received_sigterm:
             rank_zero_info(f"A rank has received SIGTERM: all ranks end after optimizer step {worker.step}.")
             self._have_agreed = connector.received_sigterm = True  # Lightning raises it after the batch
-        if worker.save_agreed:
+        if agreed & SAVE:
             self.save_is_due = True
             for each in self._workers.values():  # of several optimizers only one has sent it
-                each.save_requested = False
-        worker.save_agreed = False  # else it would be read again when an average begins, which has no message yet
+                each.requests.asked &= ~SAVE
+        worker.requests.agreed &= ~SAVE  # else it would be read again when an average begins, which has no message yet
 
     def save_if_due(self, trainer: pl.Trainer) -> None:
         """Save and requeue, if SLURM's signal asked for it.

@@ -25,6 +25,7 @@ from lightning_lowbw.errors import ConfigurationError
 from lightning_lowbw.strategies.checks import callbacks_in
 from lightning_lowbw.strategies.communication_hook import CommunicationHook
 from lightning_lowbw.sync.buffers import IGNORED
+from lightning_lowbw.sync.gradient import GradientSync
 from lightning_lowbw.sync.local_view import NodeShards
 from lightning_lowbw.sync.plain_loop import eagerly, has_step_hooks
 from lightning_lowbw.sync.synchronizer import Synchronizer
@@ -121,7 +122,10 @@ class StepHooks:
         """Return a context for a backward pass: its gradients may be sent in it, if the optimizer steps with them."""
         if self._stepping is None or not takes_as_made(self._trainer):
             return nullcontext()
-        return self._worker_of(self._stepping).sending_early(begins=leaves_as_made(self._trainer))
+        worker = self._worker_of(self._stepping)
+        if isinstance(worker, GradientSync):
+            return worker.sending_early(begins=leaves_as_made(self._trainer))
+        return nullcontext()
 
     @torch.no_grad()
     def exchange(self, worker: Synchronizer, *, is_after_hooks: bool = False) -> None:
@@ -132,7 +136,7 @@ class StepHooks:
             is_after_hooks: whether Lightning's hooks before a step have been called.
         """
         reduced = self._reduction.take(worker)
-        if not worker.takes_reduced(reduced):
+        if not _is_done(worker, reduced):
             exchange = functools.partial(self._exchange, worker, reduced)
             if worker.plan.is_local:  # Lightning alone clips and scales
                 exchange(False)
@@ -142,14 +146,12 @@ class StepHooks:
 
     def _exchange(self, worker: Synchronizer, reduced: Collection[Any], skip_nonfinite: bool) -> bool:
         """Exchange; return whether the step is to be taken."""
-        if not worker.is_prepared:
-            worker.list_gradients(reduced=reduced)
         module, clip_val = self._module, self._trainer.gradient_clip_val
         clips = worker.plan.clips_before_exchange and (clip_val or is_overridden("configure_gradient_clipping", module))
         # Clipping spreads a NaN, and a step that is skipped must leave the residuals as they are. In all other steps
         # `exchange` checks, in the pass that accumulates the gradients; a check here would be one more pass.
-        if (clips or skip_nonfinite) and worker.fault is None:
-            worker.check_gradients()
+        if clips or skip_nonfinite:
+            worker.prepare(reduced=reduced)
         optimizer = self._stepping  # the user's; a worker of shards has a twin
         assert optimizer is not None
         if clips:
@@ -160,7 +162,7 @@ class StepHooks:
             or skip_nonfinite
             or self._is_gradient_seen(optimizer)
         )
-        is_taken = worker.exchange(skip_nonfinite=skip_nonfinite, applies=applies)
+        is_taken = worker.exchange(reduced=reduced, skip_nonfinite=skip_nonfinite, applies=applies)
         if is_taken and not skip_nonfinite:  # else before the optimizer's step, after all other hooks
             worker.step_exchanged()
         return is_taken
@@ -218,6 +220,17 @@ class StepHooks:
             return True
         readers = (is_overridden(READING_HOOK, callback, parent=Callback) for callback in callbacks_in(self._trainer))
         return is_overridden(READING_HOOK, module) or any(readers)
+
+
+def _is_done(worker: Synchronizer, reduced: Collection[Any]) -> bool:
+    """Return whether DDP has reduced all gradients of a step that sends them whole: nothing is left to exchange.
+
+    In place:
+        `.grad` of frozen parameters is dropped.
+    """
+    method = worker.method
+    is_whole = method.what.sends_all and worker.compressed is None and not method.when.averages_weights
+    return is_whole and worker.peers.num_ranks > 1 and not worker.params.trained(None, frozenset(reduced))
 
 
 def takes_as_made(trainer: pl.Trainer) -> bool:

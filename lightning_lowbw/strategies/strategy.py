@@ -42,6 +42,7 @@ from lightning_lowbw.strategies.traffic_monitor import bring_monitor
 from lightning_lowbw.sync.buffers import IGNORED, agree_on_specs
 from lightning_lowbw.sync.checks import plain_values
 from lightning_lowbw.sync.gradient import GradientSync
+from lightning_lowbw.sync.state import whole_momentum
 from lightning_lowbw.sync.synchronizer import Synchronizer
 
 
@@ -246,7 +247,7 @@ class Strategy(CheckpointedStrategy, DDPStrategy):
         worker = self._workers.get(id(unwrapped(optimizer)))
         if worker is None or self._is_fit_over:
             return state
-        whole = worker.whole_momentum()
+        whole = whole_momentum(worker.correction, worker.peers)
         if not whole:  # Lightning returns the state of an optimizer that shards it on rank 0 only
             return state
         entries = dict(state["state"])  # new dictionaries: the given ones belong to the optimizer

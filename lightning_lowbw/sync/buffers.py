@@ -70,6 +70,7 @@ class ReplicaBuffers:
 
     Args:
         now: returns the current buffers by name; ``X.running_var`` belongs to ``X.running_mean``.
+        peers: the participants.
 
     Attributes:
         now: as given.
@@ -82,11 +83,11 @@ class ReplicaBuffers:
         specs: the shapes and dtypes on which all ranks have agreed, by name.
     """
 
-    def __init__(self, now: Callable[[], Mapping[str, Tensor]]) -> None:
-        self.now = now
+    def __init__(self, now: Callable[[], Mapping[str, Tensor]], peers: Peers) -> None:
+        self.now, self._peers, self.is_elastic = now, peers, peers.may_grow
         self.differing: frozenset[str] = frozenset()
         self.start: dict[str, Tensor] = {}
-        self.is_begun = self.is_elastic = False
+        self.is_begun = False
         self.num_averages = 0
         self.specs: dict[str, Spec] = {}
 
@@ -109,16 +110,16 @@ class ReplicaBuffers:
 
     # Agreement ----------------------------------------------------------------------------------------------------
 
-    def begin(self, peers: Peers, device: torch.device) -> None:
+    def begin(self, device: torch.device) -> None:
         """Make the values from which the next changes are measured equal on all ranks.
 
         Collective: all ranks, the first time; as `compare`.
         """
         if not self.is_begun:
             self.is_begun = True
-            self.compare(peers, device)
+            self.compare(device)
 
-    def begin_average(self, peers: Peers, device: torch.device) -> None:
+    def begin_average(self, device: torch.device) -> None:
         """Count an average, and compare the buffers if it is time.
 
         Collective: all ranks; as `compare`.
@@ -127,13 +128,13 @@ class ReplicaBuffers:
         # Often at first, because the first averages show which buffers differ.
         is_due = self.num_averages % CHECK_EVERY == 0 or self.num_averages & (self.num_averages - 1) == 0
         if is_due and not self.differing.issuperset(self.specs):
-            self.compare(peers, device)
+            self.compare(device)
 
-    def agree_on_shapes(self, peers: Peers) -> None:
+    def agree_on_shapes(self) -> None:
         """Take the shapes that the buffers have now, which must be the same on all ranks; see `agree_on_specs`."""
-        self.specs = agree_on_specs(self.now(), peers.group)
+        self.specs = agree_on_specs(self.now(), self._peers.group)
 
-    def compare(self, peers: Peers, device: torch.device) -> None:
+    def compare(self, device: torch.device) -> None:
         """Find the buffers that differ between ranks.
 
         Collective: all ranks, blocking; a broadcast of the starts of statistics that differ and had none, and
@@ -146,8 +147,8 @@ class ReplicaBuffers:
             DisagreementError: on all ranks; they have buffers of different shapes.
         """
         if self.is_elastic:
-            self.agree_on_shapes(peers)
-        unequal = list(self.specs) if self.is_elastic else self._unequal(peers, device)
+            self.agree_on_shapes()
+        unequal = list(self.specs) if self.is_elastic else self._unequal(device)
         # If means differ, the variances get the variance between them.
         variances = {_renamed(name, MEAN, VARIANCE) for name in unequal}
         self.differing |= {*unequal, *variances.intersection(self.specs)}
@@ -156,10 +157,10 @@ class ReplicaBuffers:
         fresh = [name for name in self.specs if self.is_averaged(name) and name in now]
         fresh = [name for name in fresh if name not in self.differing or name not in self.start]
         starts = dict(zip(fresh, wide_copies([now[name] for name in fresh]), strict=True))
-        broadcast_flat_([starts[name] for name in fresh if name in self.differing], peers.broadcast_)
+        broadcast_flat_([starts[name] for name in fresh if name in self.differing], self._peers.broadcast_)
         self.start = self.start | starts
 
-    def _unequal(self, peers: Peers, device: torch.device) -> list[str]:
+    def _unequal(self, device: torch.device) -> list[str]:
         """Return the names of the buffers that differ between ranks and were not known to differ."""
         # The maxima of a checksum and of its negative show in one collective whether the checksums are equal.
         names, now = [name for name in self.specs if name not in self.differing], self.now()
@@ -167,11 +168,11 @@ class ReplicaBuffers:
         bits = [torch.as_tensor(number, dtype=torch.int64, device=device) for number in sums]
         message = torch.stack([*upload([bool(self.changed())], torch.int64, device), *bits])
         extremes = torch.cat([message, -message])
-        peers.all_reduce_(extremes, dist.ReduceOp.MAX)
+        self._peers.all_reduce_(extremes, dist.ReduceOp.MAX)
         (has_changed, *most), (_, *least) = (half.tolist() for half in extremes.split(len(message)))
         if has_changed:  # on some rank
-            self.agree_on_shapes(peers)
-            return self._unequal(peers, device)
+            self.agree_on_shapes()
+            return self._unequal(device)
         return [name for name, high, low in zip(names, most, least, strict=True) if high != -low]
 
     # An average ---------------------------------------------------------------------------------------------------
@@ -227,7 +228,7 @@ class ReplicaBuffers:
                 torch._foreach_clamp_min_(variances, 0.0)
         copy_all_(buffers, values)
 
-    def take_first_(self, peers: Peers) -> None:
+    def take_first_(self) -> None:
         """Give all ranks the values of rank 0 of the buffers that differ and are not averaged.
 
         Collective: all ranks; one broadcast, blocking, if there are any.
@@ -238,7 +239,7 @@ class ReplicaBuffers:
         now = {} if self.is_elastic else self.now()
         taken = {name: now[name] for name in self.specs if name in self.differing and name in now}
         taken = {name: buffer for name, buffer in taken.items() if not self.is_averaged(name)}
-        broadcast_flat_(taken.values(), peers.broadcast_)
+        broadcast_flat_(taken.values(), self._peers.broadcast_)
         self.start = self.start | {name: buffer.detach().clone() for name, buffer in taken.items()}
 
     # State --------------------------------------------------------------------------------------------------------

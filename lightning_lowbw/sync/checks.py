@@ -7,7 +7,6 @@ import re
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
-from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -17,7 +16,7 @@ from torch.optim import Optimizer
 
 from lightning_lowbw.comm.agreement import agree, digest, failing_together
 from lightning_lowbw.comm.peers import Peers
-from lightning_lowbw.errors import ConfigurationError, DisagreementError
+from lightning_lowbw.errors import ConfigurationError
 from lightning_lowbw.kernels.tensors import checksum
 from lightning_lowbw.payloads.params import Params, is_compressible
 from lightning_lowbw.payloads.payload import Payload
@@ -265,14 +264,6 @@ def compare_batches(
         "take the same steps. Before the exchange .grad is a rank's own: never branch on it, to skip a step or to clip"
     )
     agree(topic, {"batch": batch, "optimizer steps": step, **settings}, group)
-
-
-def raise_at_other_batches(
-    batch: int, step: int, group: dist.ProcessGroup | None, settings: Mapping[str, object] = MappingProxyType({})
-) -> NoReturn:
-    """Raise the error of `compare_batches`, after all ranks have found that they are at different places."""
-    compare_batches(batch, step, group, settings)
-    raise DisagreementError(f"Step {step}: the ranks were at different batches, and are not any more.")
 
 
 def agree_on_end(step: int, parameters: Mapping[str, Parameter], group: dist.ProcessGroup | None) -> None:

@@ -13,12 +13,11 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from lightning_lowbw.comm.peers import Peers
-from lightning_lowbw.errors import ConfigurationError, DisagreementError, NonFiniteGradientError
+from lightning_lowbw.errors import ConfigurationError, NonFiniteGradientError
 from lightning_lowbw.kernels.tensors import copy_all_
 from lightning_lowbw.payloads.exchange import Pending
 from lightning_lowbw.schedules.every_k import balance
-from lightning_lowbw.sync.checks import raise_at_other_batches
-from lightning_lowbw.sync.status import Fault, Faults, Status, status_message
+from lightning_lowbw.sync.status import Fault, Faults, status_message
 
 # Averages in progress ------------------------------------------------------------------------------------------------
 
@@ -100,25 +99,6 @@ class Average:
     def wait_for_changes(self) -> dict[str, Tensor]:
         """Wait for the mean changes of the tensors that the payload sends, by name."""
         return {} if self.changes is None else self.changes.wait().mean.dense()
-
-
-def check_marks(status: Status, average: Average, *, batch: int, step: int, group: dist.ProcessGroup | None) -> None:
-    """Check that the ranks have begun an average in the same step, and from the same anchor.
-
-    Collective: all ranks of the group, if their marks differ; else nothing is communicated.
-
-    Raises:
-        DisagreementError: on all ranks; their steps, batches or anchors differ.
-    """
-    # A rank that is at another step has other weights, too: the step is the reason.
-    counts, checksums = status.differences()
-    if counts:
-        raise_at_other_batches(batch, step, group, {"average begun after steps": average.step})
-    if checksums:
-        raise DisagreementError(
-            f"The ranks measure their changes from different weights; checksums of these are {checksums}. Begin "
-            "with the same weights on all ranks, also of parameters that are added later."
-        )
 
 
 def nonfinite_weight(peers: Peers, step: int, name: str) -> Fault:

@@ -39,7 +39,7 @@ from lightning_lowbw.comm.peers import Peers, average_gradients_
 from lightning_lowbw.errors import WITHOUT_RESIDUALS, ConfigurationError, DisagreementError
 from lightning_lowbw.kernels.reference import are_not_finite
 from lightning_lowbw.kernels.table import JoinedTable
-from lightning_lowbw.kernels.tensors import copy_all_, copy_in_order_, part
+from lightning_lowbw.kernels.tensors import copy_all_, part
 from lightning_lowbw.payloads.beside import Gathered
 from lightning_lowbw.payloads.corrections import ErrorFeedback, correction_for
 from lightning_lowbw.payloads.exchange import (
@@ -52,8 +52,7 @@ from lightning_lowbw.payloads.exchange import (
 )
 from lightning_lowbw.payloads.params import Row, Rows, by_group
 from lightning_lowbw.payloads.whole import WholeExchange
-from lightning_lowbw.schedules.schedule import Schedule
-from lightning_lowbw.sync.checks import agree_on_end, compare_batches, raise_at_other_batches
+from lightning_lowbw.sync.checks import agree_on_end, compare_batches
 from lightning_lowbw.sync.early import Sent, groups_of, watching
 from lightning_lowbw.sync.state import check_gradients, gradient_state, load_gradients_
 from lightning_lowbw.sync.status import (
@@ -87,7 +86,6 @@ class GradientSync(Synchronizer):
             trained parameters, also of another optimizer or of none. () in a plain loop, which compares its own.
     """
 
-    compared: Collection[Parameter] = ()
     correction: ErrorFeedback
 
     def __init__(
@@ -100,6 +98,7 @@ class GradientSync(Synchronizer):
         super().__init__(method, optimizer, named_parameters, peers)
         what = method.what
         self.last_density = 1.0
+        self.compared: Collection[Parameter] = ()
         self._planned_for: tuple[Any, int] = (None, -1)
         self._last_residual_norm: float | None = None
         self._has_compressed = False  # whether a step since the last load was compressed; equal on all ranks
@@ -127,11 +126,6 @@ class GradientSync(Synchronizer):
     # Read by the strategies -----------------------------------------------------------------------------------------
 
     @property
-    def when(self) -> Schedule:
-        """The schedule."""
-        return self.method.when
-
-    @property
     def plan(self) -> StepPlan:
         """The plan of the coming step."""
         if self._planned_for != (self.method, self.step):
@@ -139,7 +133,7 @@ class GradientSync(Synchronizer):
         return self._plan
 
     def _make_plan(self) -> StepPlan:
-        num, when = self.peers.num_participants, self.when
+        num, when = self.peers.num_participants, self.method.when
         takes_one = self.compressed is not None and num > 1 and not when.is_auto
         is_dense = when.density(self.step, otherwise=0.0) == 1.0  # whatever the payload is
         if self.compressed is None or num == 1 or is_dense:
@@ -169,12 +163,15 @@ class GradientSync(Synchronizer):
         """v of this rank's part of each tensor that has been compressed, by name; float32, flat."""
         return {} if self.compressed is None else self.compressed.residuals
 
-    def check_schedule(self) -> None:
-        """Check that the coming step is not dense after compressed ones, whose velocities differ by rank.
+    def begin(self) -> None:
+        """Take in the method; check that the coming step is not dense after compressed ones.
 
         Raises:
             ConfigurationError: on all ranks.
         """
+        super().begin()
+        if not self.method.when.is_auto and self.peers.num_ranks > 1:
+            self.correction.check()
         if self.residuals and self.peers.num_participants == 1:
             raise ConfigurationError(
                 "The checkpoint keeps gradients that were not sent, and a single participant sends nothing. Resume on "
@@ -193,15 +190,12 @@ class GradientSync(Synchronizer):
 
     @part("list gradients")
     @torch.no_grad()
-    def list_gradients(self, *, reduced: Collection[Parameter] = ()) -> None:
-        self.is_prepared = True
-        self._faults, self._checked, self._missing = self.late_faults(), set(), frozenset()
+    def _list_gradients(self, reduced: Collection[Parameter]) -> None:
+        self.is_prepared, self._is_checked = True, False
+        self._faults, self._checked, self._missing = self._late_faults(), set(), frozenset()
+        self.begin()
         if self.peers.num_ranks == 1:
-            self.check_schedule()
             return
-        if not self.when.is_auto:
-            self.correction.check()
-        self.check_method()
         what, reduced = self.method.what, frozenset(reduced)
         skipped = reduced if self.plan.reduce == "all" else frozenset()
         self._rows = self.params.trained(None if self.plan.reduce == "all" else what, skipped)
@@ -217,7 +211,7 @@ class GradientSync(Synchronizer):
         is_grouped = what.can_be_early and self.plan.reduce == "none"
         self._is_grouped_late = is_grouped and not begins
         if is_grouped and begins:
-            self.list_gradients()
+            self._list_gradients(())
             self._groups = self._in_groups() if self._is_compressed else []
         with watching(self._groups[:-1], self._send):
             yield
@@ -238,15 +232,8 @@ class GradientSync(Synchronizer):
         versions = {row.name: (row.gradient, row.gradient._version) for row in rows}
         self._sent.append(Sent(prepared.send(), versions))
 
-    def takes_reduced(self, reduced: Collection[Parameter]) -> bool:
-        is_whole = self.compressed is None and self.method.what is self._made_for.what and self.peers.num_ranks > 1
-        if not is_whole or self.is_prepared or self.params.trained(None, frozenset(reduced)):
-            return False
-        self.is_exchanged = self.is_taken = True
-        return True
-
     @torch.no_grad()
-    def check_gradients(self) -> None:
+    def _check_gradients(self) -> None:
         if self._rows:
             self._refuse_sparse_layouts()
             self._check_values()
@@ -257,7 +244,7 @@ class GradientSync(Synchronizer):
         if unchecked:
             names, gradients = zip(*unchecked, strict=True)
             self._note((names, are_not_finite(gradients)))
-        self.fault = self._faults.any(self.device)
+        self._fault = self._faults.any(self.params.device)
 
     def _refuse_sparse_layouts(self) -> None:
         gradients = self._rows.gradients
@@ -266,7 +253,7 @@ class GradientSync(Synchronizer):
         for row, gradient in zip(self._rows, gradients, strict=True):
             if gradient is not None and gradient.layout != torch.strided:
                 row.parameter.grad = None  # clipping would fail on this rank alone
-                self._faults.add(torch.ones((), dtype=torch.bool), [row.name], partial(sparse_gradient, self.here))
+                self._faults.add(torch.ones((), dtype=torch.bool), [row.name], partial(sparse_gradient, self._here))
 
     def _note(self, found: Faulty | None) -> None:
         """Note whether gradients of this step, or sums with their residuals, have an inf or NaN."""
@@ -278,10 +265,10 @@ class GradientSync(Synchronizer):
 
     @part("exchange")
     @torch.no_grad()
-    def exchange(self, *, skip_nonfinite: bool = False, applies: bool = False) -> bool:
+    def _exchange(self, skip_nonfinite: bool, applies: bool) -> bool:
         """Replace this rank's gradients by those the optimizer is to step with.
 
-        In the dense phase: the mean over ranks, for parameters not in `list_gradients`' `reduced`. Then: the method.
+        In the dense phase: the mean over ranks, for parameters not in `reduced` of `prepare`. Then: the method.
 
         In place:
             `.grad` of the optimizer's parameters, the momentum buffers, the residuals. With `applies` sparse parameters
@@ -309,35 +296,25 @@ class GradientSync(Synchronizer):
             DisagreementError: on all ranks; they are at different steps, or their weights differ.
             ConfigurationError: on all ranks; sparse gradients, or a schedule that goes back to dense.
         """
-        if not self.is_prepared:
-            self.list_gradients()
-        if skip_nonfinite and self.fault is None:
-            self.check_gradients()  # skipped gradients must not enter the residuals
-        self.is_prepared = False
-        self.is_taken = self._exchange(skip_nonfinite, applies)
-        self.is_exchanged = True
-        return self.is_taken
-
-    def _exchange(self, skip_nonfinite: bool, applies: bool) -> bool:
         if not self._rows:
             return not (skip_nonfinite and self.peers.num_participants == 1) or self._is_finite()
         # clip: the caller has, by `clip_factor`
-        if self.fault is None:
+        if self._fault is None:
             self._refuse_sparse_layouts()
         # begin: decay, correct, select, mask: in one pass, which finds inf and NaN, too, if nobody has looked for them.
         # A step that may be skipped agrees first: its gradients must not enter the residuals.
         is_compressed = self._is_compressed
         agrees_first = skip_nonfinite or not is_compressed
-        prepared = self._prepare_nothing() if agrees_first else self._prepare(tells=self.node_flags is None)
+        prepared = self._prepare_nothing() if agrees_first else self._prepare(tells=self._node_flags is None)
         whole = self._whole()
         gathered = None if agrees_first else self._gather(whole)
-        if self.fault is None:
+        if self._fault is None:
             self._check_values()
         pending = prepared.send(self._message(), whole if gathered is None else {GATHERED: gathered.joined})
         # end: 1/N of the sum over the participants; no weight changes before the status has been read
         mean, numbers, means = self._wait_for([*(sent.pending for sent in self._sent), pending])
         status = Status.read(numbers.tolist(), self.peers.num_ranks)
-        self.agree_on(status.requests)
+        self.requests.agree_on(status.requests)
         if not self._is_agreed(status, skip_nonfinite):
             return False
         if is_compressed and agrees_first:
@@ -360,7 +337,7 @@ class GradientSync(Synchronizer):
         """Return whether all gradients of a single participant are finite."""
         gradients = [p.grad for p in self.params if p.grad is not None]
         flags = are_not_finite([each._values() if each.is_sparse else each for each in gradients])
-        return not any_of(flags, self.device)
+        return not any_of(flags, self.params.device)
 
     def _prepare_nothing(self) -> Prepared:
         """Prepare a message of the status and the whole tensors."""
@@ -407,11 +384,11 @@ class GradientSync(Synchronizer):
 
         Collective: all ranks, where there is a fault.
         """
-        if status.is_faulty and self.node_flags is not None:  # the fault may be that the node's batches differ
-            compare_batches(self.batch, self.step, self.fault_group)
+        if status.is_faulty and self._node_flags is not None:  # the fault may be that the node's batches differ
+            compare_batches(self.batch, self.step, self._fault_group)
         counts, checksums = status.differences()
         if counts:
-            raise_at_other_batches(self.batch, self.step, self.fault_group)
+            compare_batches(self.batch, self.step, self._fault_group)
         if checksums:
             raise DisagreementError(
                 f"Step {self.step}: the weights differ between the ranks, or one has left out a step; checksums are "
@@ -420,7 +397,7 @@ class GradientSync(Synchronizer):
                 "each parameter that is trained, from configure_optimizers."
             )
         if status.is_faulty:
-            fault = first_fault(self._faults.first([row.name for row in self._rows]), self.fault_group)
+            fault = first_fault(self._faults.first([row.name for row in self._rows]), self._fault_group)
             if skip_nonfinite and fault.is_skipped:
                 return False
             raise fault.error(fault.text)
@@ -444,8 +421,8 @@ class GradientSync(Synchronizer):
 
     def _message(self) -> Tensor:
         """Return this rank's status."""
-        assert self.fault is not None
-        peers, fault = self.peers, self.fault
+        assert self._fault is not None
+        peers, fault = self.peers, self._fault
         peers.count_dense(self._rows.nbytes)
         pairs = zip(self._rows, self._rows.gradients, strict=True)
         used = [float(gradient is not None and row.name not in self._missing) for row, gradient in pairs]
@@ -455,9 +432,9 @@ class GradientSync(Synchronizer):
         weights = None
         if compares:
             weights = dict.fromkeys([*self._rows.parameters, *(p for p in self.compared if p.requires_grad)])
-        requests: Tensor | int = self.requests
-        if self.node_flags is not None:
-            found, differ, requests = flags_of_node(self.node_flags)
+        requests: Tensor | int = self.requests.asked
+        if self._node_flags is not None:
+            found, differ, requests = flags_of_node(self._node_flags)
             fault = found + differ
         mark = make_mark(self.batch, weights, requests)
         return status_message(used, fault, mark, peers.rank, peers.num_ranks, fault.device)
@@ -485,7 +462,7 @@ class GradientSync(Synchronizer):
         if self._groups:
             if changed := [name for sent in self._sent for name in sent.changed(rows)]:
                 self._faults.add(
-                    torch.ones(len(changed), dtype=torch.bool), changed, partial(changed_gradient, self.here)
+                    torch.ones(len(changed), dtype=torch.bool), changed, partial(changed_gradient, self._here)
                 )
             for group in self._groups[len(self._sent) : -1]:
                 self._send(group)
@@ -500,7 +477,7 @@ class GradientSync(Synchronizer):
         exchange.fault = None if tells or prepared.faults is None else prepared.faults[1].any()
         if tells:
             self._note(prepared.faults)
-            self.fault = None
+            self._fault = None
         return prepared
 
     @part("apply")
@@ -586,11 +563,11 @@ class GradientSync(Synchronizer):
     def _nonfinite(self, name: str) -> Fault:
         # In a sparse step the pass that adds gradients to the residuals has found it.
         is_added = self.plan.is_sparse and any(row.name == name and row.is_compressed for row in self._rows)
-        has_warm_up = self.when.begin_step > 0 or len(self.when.stairs) > 1
-        return nonfinite_gradient(self.here, self.step, name, is_added=is_added, has_warm_up=has_warm_up)
+        has_warm_up = self.method.when.begin_step > 0 or len(self.method.when.stairs) > 1
+        return nonfinite_gradient(self._here, self.step, name, is_added=is_added, has_warm_up=has_warm_up)
 
     def _too_large(self, name: str) -> Fault:
-        return overflow(5, self.step, f"the gradient of {name!r} on {self.here}, added to the residual,")
+        return overflow(5, self.step, f"the gradient of {name!r} on {self._here}, added to the residual,")
 
     # The end of a step, and of the training -------------------------------------------------------------------------
 
@@ -609,32 +586,20 @@ class GradientSync(Synchronizer):
         self.check_late_faults()
         agree_on_end(self.step, self.params.by_name(), self.peers.group)
 
-    def after_step(self) -> None:
+    def _end_step(self) -> None:
         self.correction.end_step()
         self._give_back()
         if self._showing is not None:  # not in the hook itself, while torch goes through all hooks
             self._showing.remove()
             self._showing = None
         self._groups, self._sent = [], []
-        self._rows, self._unstepped, self.fault, self._faults = Rows(), [], None, Faults()
+        self._rows, self._unstepped, self._fault, self._faults = Rows(), [], None, Faults()
         self._has_compressed |= self.plan.reduce != "all"
         self.last_density = self.plan.density
         self.step += 1
         self.peers.ledger.steps += 1
 
     # State ----------------------------------------------------------------------------------------------------------
-
-    def whole_momentum(self) -> dict[Parameter, Tensor]:
-        whole = {}
-        for parameter, velocity in self.correction.parts.items():
-            # In float32, which holds narrower ones exactly.
-            wide = velocity.to(torch.promote_types(velocity.dtype, torch.float32))
-            longest = self.peers.part(parameter.numel(), 0).stop
-            wide = torch.nn.functional.pad(wide, (0, longest - wide.numel()))
-            ordered = torch.empty_like(parameter, requires_grad=False)
-            copy_in_order_(ordered, parameter, self.peers.gather_parts_in_node(wide, parameter.numel()))
-            whole[parameter] = ordered.cpu()
-        return whole
 
     def to(self, device: torch.device) -> None:
         parts = self.correction.parts
@@ -645,19 +610,11 @@ class GradientSync(Synchronizer):
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's own state: the values that differ between ranks, and the step."""
         parts = self.params, self.correction, self.compressed, self.peers
-        return {**self.equal_state(), **gradient_state(*parts, payload=type(self.method.what).__name__)}
+        payload = type(self.method.what).__name__
+        return {"step": self.step, "small_numel": self.params.small_numel, **gradient_state(*parts, payload=payload)}
 
     @torch.no_grad()
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load a `state_dict` of the same ranks, or what `merge_states` returns; the optimizer's own state must have
-        been loaded before.
-
-        Raises:
-            ConfigurationError: it has tensors this optimizer does not have, or of another shape, or was made with
-                another payload or correction.
-        """
+    def _load_own(self, state: Mapping[str, Any]) -> None:
         check_gradients(self.params, self.correction, self.peers, state, payload=type(self.method.what).__name__)
         load_gradients_(self.params, self.correction, self.compressed, self.peers, state)
-        self.is_compared = self._has_compressed = False
-        self.load_equal_state(state)
-        self.forget_late_faults()
+        self._has_compressed = False

@@ -57,7 +57,7 @@ def prepare_kernels(
     Returns:
         None, or one sentence with the rank and the reason why plain torch is used instead; logged on rank 0.
     """
-    device, peers, payloads = workers[0].device, workers[0].peers, [workers[0].method.what, *also]
+    device, peers, payloads = workers[0].params.device, workers[0].peers, [workers[0].method.what, *also]
     if peers.num_participants == 1 and not peers.may_grow:
         return None
     is_first = not dist.is_initialized() or dist.get_rank(group) == 0
@@ -112,7 +112,7 @@ def _exchanged(worker: Synchronizer, payload: Payload, num_participants: int, nu
 
     This sum does not depend on which of several nearly equal elements are sent. The worker does not change.
     """
-    payload, device, method = payload.sample(LEAST_NUMEL), worker.device, worker.method
+    payload, device, method = payload.sample(LEAST_NUMEL), worker.params.device, worker.method
     peers = echo(num_participants)
     numbers = [torch.arange(1, numel + 1, device=device) for numel in numels]
     gradients = [(0.5 + each * 7919 % 8191 / 8192) * (each % 3 - 0.5).sign() for each in numbers]

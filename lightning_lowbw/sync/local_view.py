@@ -14,14 +14,12 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from lightning_lowbw.comm.collectives import WeakGroup, all_reduce_
-from lightning_lowbw.sync.status import flags
+from lightning_lowbw.comm.collectives import WeakGroup
 from lightning_lowbw.sync.synchronizer import Synchronizer
 
 
@@ -201,10 +199,7 @@ class NodeShards:
             view.drop_frozen_gradients()
             return ()
         view.pull_gradients()
-        worker.list_gradients()
-        worker.check_gradients()  # in each step, because an inf or NaN in one shard is a fault of all ranks
-        if worker.peers.num_ranks > 1:
-            agree_in_node(worker, None if self._node is None else self._node())
+        worker.prepare(node=self._node)  # in each step, because an inf or NaN in one shard is a fault of all ranks
         return ()
 
     def give(self, worker: Synchronizer) -> None:
@@ -216,15 +211,3 @@ class NodeShards:
     def has_mean(self, worker: Synchronizer) -> bool:
         """Return False: the gradients that FSDP has reduced are the mean of a node."""
         return False
-
-
-# Messages between shards --------------------------------------------------------------------------------------------
-
-
-def agree_in_node(worker: Synchronizer, node: dist.ProcessGroup | None) -> None:
-    """Exchange requests, batches, and faults of the gradients, with the other shards of the node.
-
-    Collective: the ranks of the node; five numbers. The worker's status passes them to the peers without a wait.
-    """
-    worker.node_flags = flags(worker.requests, worker.device, worker.fault, worker.batch)
-    all_reduce_(worker.node_flags, node, dist.ReduceOp.MAX)

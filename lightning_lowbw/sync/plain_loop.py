@@ -36,8 +36,9 @@ from lightning_lowbw.sync.checks import (
     warn_of_compression,
 )
 from lightning_lowbw.sync.kernels import prepare_kernels
+from lightning_lowbw.sync.local import LocalSync
 from lightning_lowbw.sync.status import any_of
-from lightning_lowbw.sync.synchronizer import Ending, Synchronizer
+from lightning_lowbw.sync.synchronizer import Loop, Synchronizer
 
 _logger = logging.getLogger(LOGGER)
 
@@ -86,7 +87,8 @@ def attach(
         worker = make(named)
     agree_on_model(worker.params.by_name().items(), process_group)
     agree_on_optimizers([optimizer], named, process_group)
-    worker.agree_on_buffers()
+    if isinstance(worker, LocalSync):
+        worker.replica.buffers.agree_on_shapes()
     _tell(worker)
     prepare_kernels([worker], process_group)
     _wrap_step(worker)
@@ -118,14 +120,14 @@ def _tell(worker: Synchronizer) -> None:
             _logger.info(note)
 
 
-def _warn_if_apart(ending: Ending) -> None:
-    if ending.step is None or getattr(sys, "last_type", None) is not None:  # an exception has ended the program
+def _warn_if_apart(loop: Loop) -> None:
+    if loop.differs_after is None or getattr(sys, "last_type", None) is not None:  # an exception has ended the program
         return
     # No warning: as an error it would be lost in a finalizer.
     _logger.warning(
-        f"The loop has ended after step {ending.step}, between two averages: each rank has weights of its own, and "
-        "a model that was saved outside of worker.consensus() has the weights of one rank. Call worker.finish() after "
-        "the last step, on all ranks, before you save the model."
+        f"The loop has ended after step {loop.differs_after}, between two averages: each rank has weights of its own, "
+        "and a model that was saved outside of worker.consensus() has the weights of one rank. Call worker.finish() "
+        "after the last step, on all ranks, before you save the model."
     )
 
 
@@ -164,7 +166,7 @@ def _wrap_step(worker: Synchronizer) -> None:
         )
     _wrapped.add(optimizer)
     if worker.peers.rank == 0:  # the optimizer of a script often lives until Python exits
-        finalize(worker, _warn_if_apart, worker.ending)
+        finalize(worker, _warn_if_apart, worker.loop)
 
     @functools.wraps(getattr(step, "__func__", step))
     def exchanging_step(_: Optimizer, *args: Any, **kwargs: Any) -> Any:
@@ -179,21 +181,20 @@ def _wrap_step(worker: Synchronizer) -> None:
 
 def _take_step(worker: Synchronizer, step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Exchange, and call the optimizer's `step`; return its result, or None if the step is not taken."""
-    if not worker.is_compared:
+    if not worker.loop.is_compared:
         agree_on_beginning(
             worker.optimizer,
             worker.params.by_name(),
             worker.step,
             worker.peers.group,
             compares_weights=worker.parameters_agree,
-            compares_state=worker.step == 0 and not worker.is_exchanged,  # else the state has local gradients
+            compares_state=worker.step == 0 and worker.is_taken is None,  # else the state has local gradients
         )
-        worker.is_compared = True
+        worker.loop.is_compared = True
 
     def exchanging(closure: Callable[[], Any]) -> Callable[[], Any]:
         def exchanging_closure() -> Any:  # called any number of times
-            worker.check_closure()
-            worker.is_prepared = worker.is_exchanged = False  # an earlier call had other gradients
+            worker.is_prepared, worker.is_taken = False, None  # an earlier call had other gradients
             result = closure()
             exchange_to_step()
             return result
@@ -206,7 +207,7 @@ def _take_step(worker: Synchronizer, step: Callable[..., Any], args: tuple[Any, 
             worker.step_exchanged()
         return is_taken
 
-    with nullcontext() if worker.is_stepping else worker.stepping():
+    with nullcontext() if worker.loop.is_stepping else worker.stepping():
         scaling = _unscale(worker)
         is_taken, late = True, cast("AbstractContextManager[Any]", nullcontext())
         if args and callable(args[0]):
@@ -215,7 +216,7 @@ def _take_step(worker: Synchronizer, step: Callable[..., Any], args: tuple[Any, 
             kwargs = {**kwargs, "closure": exchanging(kwargs["closure"])}
         elif worker.optimizer._optimizer_step_pre_hooks or torch_optimizer._global_optimizer_pre_hooks:
             # Their changes of the param groups count in this step. They see the local gradient if that is clipped.
-            if worker.plan.clips_before_exchange and scaling is None and not worker.is_exchanged:
+            if worker.plan.clips_before_exchange and scaling is None and worker.is_taken is None:
                 late = last_pre_hook(worker.optimizer, exchange_to_step, must_call=True)
             else:
                 is_taken = _exchange(worker, scaling)
@@ -259,10 +260,11 @@ def _exchange(worker: Synchronizer, scaling: Mapping[str, Any] | None) -> bool:
     Under a GradScaler the step is taken only if the means are finite.
     """
     has_scaler = scaling is not None
-    if not worker.is_exchanged:
+    if worker.is_taken is None:
         applies = not (has_scaler or has_step_hooks(worker.optimizer))  # hooks may read the gradients
         worker.exchange(skip_nonfinite=has_scaler, applies=applies)
-    return worker.is_taken and not (has_scaler and any_of(are_not_finite(_gradients(worker)), worker.device))
+    are_finite = not (has_scaler and any_of(are_not_finite(_gradients(worker)), worker.params.device))
+    return bool(worker.is_taken) and are_finite
 
 
 def has_step_hooks(optimizer: Optimizer, but: Collection[Callable[..., Any]] = ()) -> bool:
@@ -296,7 +298,7 @@ def _unscale(worker: Synchronizer) -> dict[str, Any] | None:
     gradients = _gradients(worker)
     if gradients and scaling["grad_scale"] is not None:
         torch._foreach_div_(gradients, scaling["grad_scale"])
-    if gradients and (worker.plan.is_local or not worker.is_exchanged):
+    if gradients and (worker.plan.is_local or worker.is_taken is None):
         gradients[0].masked_fill_(scaling["found_inf"].bool(), torch.inf)  # without a wait for a GPU
     return scaling
 

@@ -5,7 +5,7 @@ The round is in `sync.local`; `sync.state` saves and loads a replica.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -15,15 +15,15 @@ from torch.nn import Parameter
 
 from lightning_lowbw.comm.collectives import all_reduce_bytes, sent_bytes
 from lightning_lowbw.comm.peers import Peers, fill_buckets, wide_dtype
-from lightning_lowbw.kernels.tensors import as_real, checksum, device_of, saved
+from lightning_lowbw.kernels.tensors import as_real, checksum, device_of, laid_out, relative_distance, saved
 from lightning_lowbw.payloads.exchange import Exchange
 from lightning_lowbw.payloads.params import Params
+from lightning_lowbw.payloads.payload import FLOAT_BYTES
 from lightning_lowbw.payloads.whole import WholeExchange
 from lightning_lowbw.schedules.every_k import EveryK, balance
 from lightning_lowbw.sync.buffers import ReplicaBuffers, wide_copies
-from lightning_lowbw.sync.fragments import Average, changes_of, differing, make_fragments, unsent_of
-from lightning_lowbw.sync.status import Faults, first_fault
-from lightning_lowbw.sync.synchronizer import raise_fault
+from lightning_lowbw.sync.fragments import Average, Sums, apply_means_, changes_of, differing, make_fragments, unsent_of
+from lightning_lowbw.sync.status import Faults, raise_first
 
 COPY = "anchor"  # the purpose of the side stream that copies an anchor to the host
 
@@ -39,8 +39,10 @@ class Replica:
         when: the schedule; it says how many fragments there are.
 
     Attributes:
+        needs_start: whether changes are measured from the anchor; a member that joins takes it. If not, the anchor is
+            only shown.
         start: the anchor x0, the last average of each parameter: float32 (or wider). On the device if changes are
-            measured from it; else in pinned memory of the host, to be shown.
+            measured from it; else in pinned memory of the host.
         velocity: the momentum buffers of the outer optimizer.
         buffers: the buffers of the model.
         fragments: the parameters, grouped by the averages that they belong to.
@@ -56,19 +58,15 @@ class Replica:
         when: EveryK,
     ) -> None:
         self.params, self.exchange, self.peers, self._when = params, exchange, peers, when
+        self.needs_start = when.outer != "none" or exchange is not None or peers.may_grow
         self._is_alone = peers.num_ranks == 1 and not (peers.may_grow or peers.are_shards)
         self.start: dict[Parameter, Tensor] = {}
         self.velocity: dict[Parameter, Tensor] = {}
-        self.buffers = ReplicaBuffers(named_buffers)
+        self.buffers = ReplicaBuffers(named_buffers, peers)
         self.own: dict[str, Tensor] | None = None
         self._shown: Tensor | int = 0  # the checksum of the parameters while the anchor is shown
         parameters = list(params)
         self.fragments = make_fragments(parameters, when.num_fragments_of(len(parameters)), self.sent_bytes)
-
-    @property
-    def device(self) -> torch.device:
-        """The device of the parameters."""
-        return next(iter(self.params)).device
 
     @property
     def residuals(self) -> Mapping[str, Tensor]:
@@ -150,18 +148,75 @@ class Replica:
             average.changes = self.exchange.prepare(changes).send(status if is_alone else None)
         return average
 
-    def keep_starts(self, *, on_host: bool) -> None:
-        """Keep the anchor of each parameter that has none yet; a frozen parameter gets its anchor once it trains.
+    def apply_average(
+        self,
+        average: Average,
+        means: dict[str, Tensor],
+        sums: Sums,
+        when: EveryK,
+        moved: Collection[Parameter],
+        *,
+        measures: bool,
+    ) -> Tensor | None:
+        """Step from the anchor to the mean; return the distance of the weights from the mean, if it is measured.
+
+        Collective: all ranks, if buffers differ that are not averaged, or the shape of a buffer has changed.
 
         Args:
-            on_host: whether the anchor is only shown, and no change is measured from it.
+            average: the average; `wait_for_whole` has been called.
+            means: the means of the tensors that are averaged whole, by name; used up.
+            sums: the sums over the ranks in the status.
+            when: the schedule of this step.
+            moved: parameters that have been trained since the average was begun.
+            measures: whether the distance is measured.
         """
+        changes = average.wait_for_changes()
+        if average.takes_buffers:
+            if sums.num_resized:
+                self.buffers.agree_on_shapes()
+            self.buffers.take_first_()
+        # Nothing is communicated from here on: an exchange that fails does so before a weight changes.
+        parameters, names = average.parameters, list(map(self.params.name_of, average.parameters))
+        now = list(map(as_real, parameters))
+        starts = [self.start[p] for p in parameters] if self.needs_start else []
+        sent = {name: start for name, start in zip(names, starts, strict=False) if name in changes}
+        moves = [laid_out(changes[name], start.shape) for name, start in sent.items()]
+        means |= zip(sent, torch._foreach_add(list(sent.values()), moves) if moves else (), strict=True)
+        for name, weight, start in zip(names, now, starts, strict=False):
+            if name not in changes and weight.dtype.itemsize < FLOAT_BYTES:
+                # The weight began as its rounded anchor: the rounding error is no change of the weight.
+                means[name].add_(start).sub_(start.to(weight.dtype))
+        x, before = [means[name] for name in names], average.snapshots or now
+        distance = relative_distance(before, x) if now and measures else None
+        # outer: x0 = outer(x0, mean)
+        if starts:
+            if when.outer != "none":
+                new = [p for p in parameters if p not in self.velocity]
+                self.velocity |= {p: torch.zeros_like(self.start[p]) for p in new}
+            velocities, lr = (
+                [self.velocity[p] for p in parameters if p in self.velocity],
+                sums.lr / self.peers.num_ranks,
+            )
+            when.outer_step_(starts, x, velocities, lr)
+        # apply: x = x0; with a delay the steps taken meanwhile are kept.
+        have_moved = [average.snapshots is not None and p in moved for p in parameters]
+        if not self.needs_start and when.delay_steps:
+            self.copy_to_host(parameters, x)
+            device_of(self.params.device).join(COPY)  # the next line changes the means
+        apply_means_(now, before, x, have_moved, when.mixing)
+        if not (self.needs_start or when.delay_steps):
+            self.copy_to_host(parameters, now)
+        self.buffers.apply(means, average.buffer_snapshots)
+        return distance
+
+    def keep_starts(self) -> None:
+        """Keep the anchor of each parameter that has none yet; a frozen parameter gets its anchor once it trains."""
         new = [p for p in self.params if p.requires_grad and p not in self.start]
-        if on_host:
-            device_of(self.device).join(COPY)  # before a step changes the weights that are copied
-            self.copy_to_host(new, list(map(as_real, new)))
-        else:
+        if self.needs_start:
             self.start.update(zip(new, wide_copies(new), strict=True))
+        else:
+            device_of(self.params.device).join(COPY)  # before a step changes the weights that are copied
+            self.copy_to_host(new, list(map(as_real, new)))
 
     def copy_to_host(self, parameters: Sequence[Parameter], values: Sequence[Tensor]) -> None:
         """Begin to copy the anchor of parameters to the host, on a side stream; keep `values` until it is joined."""
@@ -171,7 +226,7 @@ class Replica:
             if parameter not in self.start:
                 dtype = wide_dtype(parameter)
                 self.start[parameter] = torch.empty_like(value, dtype=dtype, device="cpu", pin_memory=value.is_cuda)
-        with device_of(self.device).fork(COPY)(tuple(values), False):
+        with device_of(self.params.device).fork(COPY)(tuple(values), False):
             torch._foreach_copy_([self.start[p] for p in parameters], list(values), non_blocking=True)
 
     def note_step(self) -> None:
@@ -250,7 +305,7 @@ class Replica:
         anchored = self._anchored()
         if self.own is not None or not anchored:
             return
-        device_of(self.device).join(COPY, on_host=True)
+        device_of(self.params.device).join(COPY, on_host=True)
         # On the CPU: the device need not have room for a second model.
         now = {**self.params.by_name(), **self.buffers.now()}
         self.own = saved({name: now[name] for name in anchored})
@@ -284,16 +339,16 @@ class Replica:
             NonFiniteGradientError, ValueError: on all ranks, before anything changes; a rank has a fault.
         """
         buffers = self.buffers
-        buffers.compare(self.peers, self.device)  # a forward pass may have changed them since the last average
+        buffers.compare(self.params.device)  # a forward pass may have changed them since the last average
         parameters = {self.params.name_of(p): p for p in differing(self.fragments)}
-        tensors, fault = {**parameters, **buffers.changes()}, faults.any(self.device).float().reshape(1)
+        tensors, fault = {**parameters, **buffers.changes()}, faults.any(self.params.device).float().reshape(1)
         names, exchange = list(tensors), WholeExchange(self.peers, in_memory_order=True)
         of_buffers = dict[str, Tensor]()
         for bucket in fill_buckets(tuple((real.dtype, real.numel()) for real in map(as_real, tensors.values()))):
             # Bucket by bucket: the device may have room for the means of one bucket only. Each has the status.
             arrived = exchange.prepare({names[i]: tensors[names[i]] for i in bucket.members}).send(fault).wait()
             if float(arrived.status):
-                raise_fault(first_fault(faults.first(), group))
+                raise_first(faults, group)
             for name, mean in arrived.mean.dense().items():
                 if name in parameters:
                     as_real(parameters[name]).copy_(mean)
@@ -301,7 +356,7 @@ class Replica:
                     of_buffers[name] = mean.clone()  # else the bucket would stay
             del arrived
         buffers.apply(of_buffers, {})
-        buffers.take_first_(self.peers)
+        buffers.take_first_()
 
     # Other places ---------------------------------------------------------------------------------------------------
 

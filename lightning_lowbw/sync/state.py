@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from lightning_lowbw.comm.peers import Peers, part_of
 from lightning_lowbw.errors import WITHOUT_RESIDUALS, ConfigurationError
-from lightning_lowbw.kernels.tensors import CPU, Order, as_real, device_of, order_of, saved
+from lightning_lowbw.kernels.tensors import CPU, Order, as_real, copy_in_order_, device_of, order_of, saved
 from lightning_lowbw.payloads.corrections import ErrorFeedback
 from lightning_lowbw.payloads.exchange import Exchange
 from lightning_lowbw.payloads.params import Params, check_shapes
@@ -27,6 +27,8 @@ from lightning_lowbw.sync.replica import COPY, Replica
 
 Named = dict[str, Tensor]
 
+# Keys of the values that are equal on all ranks: a checkpoint itself has them.
+EQUAL = ("step", "small_numel", "local_since", "period", "num_averages", "elastic")
 OF_GRADIENTS = ("step", "small_numel", "correction", "payload", "shapes", "orders", "num_participants")
 
 
@@ -59,6 +61,11 @@ def own_part(kept: Tensor, numel: int, of: tuple[int, int]) -> Tensor:
     """Return a rank's part, flat, of the entry for a tensor of `numel` elements; a merged state has whole tensors."""
     part = part_of(numel, *of)
     return kept if kept.numel() == part.stop - part.start else kept[part]
+
+
+def equal_part(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of a worker's state that are the same on all ranks: numbers, for the checkpoint itself."""
+    return {key: state[key] for key in EQUAL if key in state}
 
 
 def origin(peers: Peers) -> dict[str, Any]:
@@ -203,10 +210,27 @@ def check_gradients(
     check_shapes(state["shapes"], {name: as_real(parameter) for name, parameter in params.by_name().items()})
 
 
+def whole_momentum(correction: ErrorFeedback | None, peers: Peers) -> dict[Parameter, Tensor]:
+    """Return the velocities that this node keeps in parts, whole; on the CPU, so that the device has one at a time.
+
+    Collective: the ranks of a node, blocking.
+    """
+    whole = {}
+    for parameter, velocity in ({} if correction is None else correction.parts).items():
+        # In float32, which holds narrower ones exactly.
+        wide = velocity.to(torch.promote_types(velocity.dtype, torch.float32))
+        longest = peers.part(parameter.numel(), 0).stop
+        wide = torch.nn.functional.pad(wide, (0, longest - wide.numel()))
+        ordered = torch.empty_like(parameter, requires_grad=False)
+        copy_in_order_(ordered, parameter, peers.gather_parts_in_node(wide, parameter.numel()))
+        whole[parameter] = ordered.cpu()
+    return whole
+
+
 # A replica ------------------------------------------------------------------------------------------------------------
 
 
-def replica_state(replica: Replica, optimizer: Optimizer, k_steps: int, *, needs_start: bool) -> dict[str, Any]:
+def replica_state(replica: Replica, optimizer: Optimizer, k_steps: int) -> dict[str, Any]:
     """Return the state of a replica, on the CPU and by name.
 
     Averages in progress are not included: in the state they have not begun, and are due in the next step. If the
@@ -216,15 +240,13 @@ def replica_state(replica: Replica, optimizer: Optimizer, k_steps: int, *, needs
         replica: the replica of this rank.
         optimizer: the optimizer of this rank.
         k_steps: the period.
-        needs_start: whether changes are measured from the anchor. If not, the anchor is saved only if the parameters
-            may differ between ranks.
     """
     buffers, exchange, name_of = replica.buffers, replica.exchange, replica.params.name_of
-    starts = replica.start if needs_start or not replica.parameters_agree else {}
+    starts = replica.start if replica.needs_start or not replica.parameters_agree else {}
     residuals = {} if exchange is None else exchange.residuals.state()
     for name, unsent in replica.unapplied():
         residuals[name] = residuals[name] + unsent.cpu()
-    device_of(replica.device).join(COPY, on_host=True)
+    device_of(replica.params.device).join(COPY, on_host=True)
     return {
         **origin(replica.peers),
         "own": {} if replica.parameters_agree else saved(replica.own_tensors()),
@@ -246,21 +268,21 @@ def replica_state(replica: Replica, optimizer: Optimizer, k_steps: int, *, needs
     }
 
 
-def load_replica_(replica: Replica, optimizer: Optimizer, state: Mapping[str, Any], *, needs_start: bool) -> None:
+def load_replica_(replica: Replica, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
     """Load a state that contains the values of `replica_state`, after `check_replica` has checked it.
 
     In place:
         The replica; the model's parameters and buffers; the optimizer, except for values that its state leaves out.
     """
     parameters, peers, exchange = replica.params.by_name(), replica.peers, replica.exchange
-    device = next(iter(parameters.values())).device
+    device = replica.params.device
     replica.buffers.load_state_dict(state.get("layout"), loaded(state["buffers"], device))
     # Frozen parameters that were never trained are absent: the model's file has them.
     targets: dict[str, Tensor] = {**parameters, **replica.buffers.now()}
     for name, own in state["own"].items():
         if name in targets and targets[name].shape == own.shape:  # else a buffer, which the next average compares
             targets[name].copy_(own)
-    starts = loaded(state["start"], device if needs_start else CPU)
+    starts = loaded(state["start"], device if replica.needs_start else CPU)
     replica.start = {parameters[name]: start for name, start in starts.items()}
     replica.velocity = {parameters[name]: u for name, u in loaded(state["velocity"], device).items()}
     if exchange is not None:
@@ -300,16 +322,7 @@ def check_replica(replica: Replica, state: Mapping[str, Any], method: Any) -> No
     Raises:
         ConfigurationError: the replica cannot go on from this state.
     """
-    params, before = replica.params, replica.params.small_numel
-    params.small_numel = state["small_numel"]  # decides which tensors are sent whole
-    try:
-        _check_replica(replica, state, method)
-    except ConfigurationError:
-        params.small_numel = before
-        raise
-
-
-def _check_replica(replica: Replica, state: Mapping[str, Any], method: Any) -> None:
+    replica.params.small_numel = state["small_numel"]  # decides which tensors are sent whole
     peers, parameters, num_fragments = replica.peers, replica.params.by_name(), len(replica.fragments)
     check_origin(state, peers)
     if len(state["fragments"]) != num_fragments:

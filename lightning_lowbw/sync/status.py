@@ -18,14 +18,17 @@ import operator
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import compress
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from lightning_lowbw.comm.agreement import gather
+from lightning_lowbw.comm.collectives import all_reduce_
 from lightning_lowbw.errors import ConfigurationError, NonFiniteGradientError
 from lightning_lowbw.kernels.tensors import checksum, constant, upload
+from lightning_lowbw.sync.checks import compare_batches
 
 MODULUS = 1 << 10  # of counts and of checksums in a mark: together below 2^20
 STOP, SAVE, ALL = 1, 2, 4  # requests, as bits above a mark: together below 2^22, which float32 carries exactly
@@ -106,6 +109,24 @@ def make_mark(count: int, weights: Iterable[Tensor] | None, requests: Tensor | i
 # Requests -------------------------------------------------------------------------------------------------------------
 
 
+@dataclass
+class Requests:
+    """Requests to stop (`STOP`) or to save (`SAVE`), as bits.
+
+    Attributes:
+        asked: the requests of this rank, for the next status; set it on any rank to stop all ranks, or to save on all.
+        agreed: the requests of all ranks in the last status; equal on all ranks.
+    """
+
+    asked: int = 0
+    agreed: int = 0
+
+    def agree_on(self, requests: int) -> None:
+        """Take in the requests of a status; a request to save has been answered."""
+        self.agreed = requests
+        self.asked &= ~(requests & SAVE)
+
+
 def flags(requests: int, device: torch.device, fault: Tensor | None = None, batch: int = 0) -> Tensor:
     """Return a message without sums and marks: float32, shape (5,); its maximum over ranks is read by `read_flags`.
 
@@ -132,16 +153,15 @@ def read_flags(message: Tensor) -> tuple[bool, int, bool]:
     return bool(fault), STOP * (num_stop > 0) | SAVE * (num_save > 0), last == -first
 
 
-def flags_of_node(message: Tensor, read_before: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+def flags_of_node(message: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return the values of a node for a status: whether a shard has a fault, whether the batches of the shards differ
     (positive if they do), and the requests; scalars on the device, without a wait.
 
     Args:
         message: the maximum of the node's `flags`.
-        read_before: requests that were read in this step, after the node had made its flags.
     """
     fault, stop, save, last, minus_first = message.unbind()
-    return fault, last + minus_first, STOP * stop + (0 if read_before & SAVE else SAVE) * save
+    return fault, last + minus_first, STOP * stop + SAVE * save
 
 
 # Faults ---------------------------------------------------------------------------------------------------------------
@@ -268,3 +288,33 @@ def first_fault(own: Fault | None, group: dist.ProcessGroup | None) -> Fault:
     faults = [fault for fault in gather(own, "faults", group) if fault is not None]
     unknown = Fault(0, ValueError, "A damaged status: it reported a fault, and no rank has found one.")
     return min(faults, key=lambda fault: fault.rank_of_kind, default=unknown)
+
+
+def raise_first(faults: Faults, group: dist.ProcessGroup | None) -> NoReturn:
+    """Raise the error that `first_fault` finds, after a status has reported a fault.
+
+    Collective: all ranks of the group, blocking.
+    """
+    fault = first_fault(faults.first(), group)
+    raise fault.error(fault.text)
+
+
+def agree_in_world(faults: Faults, requests: int, batch: int, step: int, device: torch.device) -> int:
+    """Return the requests of all ranks, whichever shards of a model they hold, if no rank has a fault.
+
+    All ranks, not the peers alone: if only the peers raised, the other shards of a node would go on.
+
+    Collective: all ranks, blocking; five numbers.
+
+    Raises:
+        NonFiniteGradientError, ValueError: on all ranks; names the rank and the parameter.
+        DisagreementError: on all ranks; they are at different batches.
+    """
+    message = flags(requests, device, faults.any(device), batch)
+    all_reduce_(message, op=dist.ReduceOp.MAX)
+    is_faulty, requests, is_same_batch = read_flags(message)
+    if not is_same_batch:
+        compare_batches(batch, step, None)
+    if is_faulty:
+        raise_first(faults, None)
+    return requests

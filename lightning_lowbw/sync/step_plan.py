@@ -20,6 +20,7 @@ class StepPlan:
             sums must not be clipped.
         clip_factor: the factor for the threshold of a norm, if gradients are clipped before the exchange. The mean of N
             independent gradients has 1/sqrt(N) of the norm of one gradient (arXiv 1712.01887, eq. 8): sqrt(N).
+        k_steps: the period in use, in local steps; 1 if the step is synchronous.
         takes_one_gradient: whether the step must not be made of several gradients, each exchanged, as when a closure is
             called twice: elements that are not sent are kept.
     """
@@ -29,6 +30,7 @@ class StepPlan:
     density: float = 1.0
     clips_before_exchange: bool = False
     clip_factor: float = 1.0
+    k_steps: int = 1
     takes_one_gradient: bool = False
 
     @property

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import LBFGS, Optimizer
 
-from lightning_lowbw.comm.collectives import all_reduce_
+from lightning_lowbw.comm.collectives import WeakGroup, all_reduce_
 from lightning_lowbw.comm.peers import Peers
 from lightning_lowbw.comm.topology import Where
 from lightning_lowbw.errors import ConfigurationError
@@ -23,17 +23,14 @@ from lightning_lowbw.payloads.params import Params
 from lightning_lowbw.payloads.payload import Payload
 from lightning_lowbw.payloads.whole import WholeExchange
 from lightning_lowbw.schedules.schedule import Schedule
-from lightning_lowbw.sync.checks import raise_at_other_batches
 from lightning_lowbw.sync.status import (
-    SAVE,
-    STOP,
-    Fault,
     Faults,
+    Requests,
     Status,
-    first_fault,
+    agree_in_world,
     flags,
     overflow,
-    read_flags,
+    raise_first,
     status_message,
 )
 from lightning_lowbw.sync.step_plan import StepPlan
@@ -80,24 +77,13 @@ class Synchronizer:
         step: optimizer steps completed (a step that a GradScaler skips counts, as in `trainer.global_step`).
         batch: the number of the batch in the run, counted by the caller; 0 in a plain loop. Ranks that exchange in
             different batches, because one rank has left out a step that the other ranks take, raise an error.
-        stop_requested: set it on any rank to stop all ranks.
-        stop_agreed: whether the last status contains a request to stop; equal on all ranks.
-        save_requested: set it on any rank to save on all ranks.
-        save_agreed: as `stop_agreed`.
-        ending: logs a warning if a plain loop ends with weights that differ by rank.
-        is_stepping: whether a step is being taken, inside of `stepping`.
-        is_prepared: whether `list_gradients` has been called for this step, and not yet `exchange`.
-        is_exchanged: whether `exchange` has been called for this step.
-        is_taken: whether the step is taken, as returned by the last `exchange`.
-        node_flags: the maximum of `status.flags` over the shards of this node, for the next status; on the device.
-            None if the model is not sharded.
-        is_compared: whether a plain loop has compared the ranks since it began, or since it loaded a state.
-        fault: after `check_gradients`, whether this rank has found a fault; a scalar. None if nothing was checked.
+        requests: to stop or to save; sent in each status.
+        loop: the state of a plain loop.
+        is_prepared: whether the gradients of this step have been listed, and not yet exchanged.
+        is_taken: whether this step is taken, as returned by `exchange`; None before.
     """
 
-    correction: ErrorFeedback | None = None
     parameters_agree: bool = True  # whether the parameters are the same on all ranks; known without communication
-    fault: Tensor | None = None
 
     def __init__(
         self,
@@ -118,24 +104,14 @@ class Synchronizer:
             peers.check_parts()
         self._made_for = method
         self.step = self.batch = 0
-        self.is_prepared = self.is_exchanged = self.is_stepping = False
-        self.is_taken, self.is_compared = True, False
-        self.stop_requested = self.stop_agreed = False
-        self.save_requested = self.save_agreed = False
-        self.node_flags: Tensor | None = None
-        self.ending = Ending()
-
-    def name_of(self, parameter: Parameter) -> str:
-        """Return the name of a parameter, by which its state is kept."""
-        return self.params.name_of(parameter)
-
-    @property
-    def device(self) -> torch.device:
-        """The device of the parameters."""
-        return next(p for group in self.optimizer.param_groups for p in group["params"]).device
-
-    def agree_on_buffers(self) -> None:
-        """Check that the buffers that are averaged have the same shapes on all ranks."""
+        self.correction: ErrorFeedback | None = None
+        self.is_prepared = self._is_checked = self._has_exchanged = False
+        self.is_taken: bool | None = None
+        self._fault: Tensor | None = None  # after the check of the gradients: whether this rank has a fault; a scalar
+        # If the model is sharded: the maximum of `status.flags` over the shards of the node, for the next status.
+        self._node_flags: Tensor | None = None
+        self.requests = Requests()
+        self.loop = Loop()
 
     @property
     def plan(self) -> StepPlan:
@@ -144,59 +120,83 @@ class Synchronizer:
 
     # A step, in the order of its calls ------------------------------------------------------------------------------
 
-    def prepare(self, *, reduced: Collection[Parameter] = ()) -> None:
-        """List the gradients of this step and check them, before the caller clips them: both calls below."""
-        self.list_gradients(reduced=reduced)
-        self.check_gradients()
+    def begin(self) -> None:
+        """Take in the method of the coming step; called when the training starts, and in each step.
 
-    def list_gradients(self, *, reduced: Collection[Parameter] = ()) -> None:
-        """List the tensors of this step; `exchange` calls it if the caller has not.
+        Collective: all ranks, if a first local step is coming; the buffers are compared.
+
+        Raises:
+            ConfigurationError: the method does not fit this worker or its state.
+        """
+        if self.method is not self._made_for:
+            self.method.what.check_replacement(self._made_for.what)
+            self.method.when.check_replacement(self._made_for.when)
+        if self.compressed is not None:
+            self.compressed.payload = self.method.what
+
+    def prepare(self, *, reduced: Collection[Parameter] = (), node: WeakGroup | None = None) -> None:
+        """List the gradients of this step, and check them for NaN and inf; `exchange` tells all ranks the result.
+
+        Needed before clipping, which spreads a NaN, and before a step that may be skipped: a residual must not have
+        taken its gradients. Without this call `exchange` checks them in the pass that accumulates them.
 
         In place:
             On two levels `.grad` of parameters not in `reduced` becomes the mean of the node.
 
-        Collective: on two levels the ranks of a node, where there are such parameters; else nothing is communicated.
+        Collective: on two levels the ranks of a node, if there are such parameters. In the ranks of `node` an
+            all-reduce of five numbers: requests, batches and faults, which the status passes to the peers.
 
         Args:
             reduced: parameters whose `.grad` is the mean already (by DDP): over all ranks, or over the node if
                 `plan.reduce` is "node".
+            node: the process group of the node, if the model is sharded inside it.
         """
+        if not self.is_prepared:
+            self._list_gradients(reduced)
+        if self._is_checked:
+            return
+        self._is_checked = True
+        self._check_gradients()
+        if node is not None and self.peers.num_ranks > 1:
+            self._node_flags = flags(self.requests.asked, self.params.device, self._fault, self.batch)
+            all_reduce_(self._node_flags, node(), dist.ReduceOp.MAX)
+
+    def _list_gradients(self, reduced: Collection[Parameter]) -> None:
+        """List the tensors of this step; see `prepare` for the argument and what it changes."""
         raise NotImplementedError
 
-    def check_gradients(self) -> None:
-        """Check the listed gradients for NaN and inf, in a pass over memory; `exchange` tells all ranks the result.
+    def _check_gradients(self) -> None:
+        """Check the listed gradients, in a pass over memory."""
 
-        Needed before clipping, which spreads a NaN, and before a step that may be skipped: a residual must not have
-        taken its gradients. Without this call `exchange` checks them in the pass that accumulates them.
+    def exchange(
+        self, *, reduced: Collection[Parameter] = (), skip_nonfinite: bool = False, applies: bool = False
+    ) -> bool:
+        """Turn the gradients into the gradients that the optimizer steps with; return whether to take the step.
+
+        Args:
+            reduced: as for `prepare`, if that has not been called.
+            skip_nonfinite: return False if a gradient has an inf or NaN, instead of raising: then nothing has changed.
+            applies: step here, at the elements that were sent, if the optimizer would do nothing else.
+
+        Raises:
+            ConfigurationError: on all ranks; the step has exchanged another gradient, and keeps a part of it.
         """
+        if self._has_exchanged and self.plan.takes_one_gradient:
+            raise ConfigurationError(
+                f"{type(self.optimizer).__name__} has called its closure twice in step {self.step}, as SAM does: the "
+                "first gradient would be sent, or kept to be sent later, although it is not what the optimizer steps "
+                f"with. {self.method.what} needs an optimizer that calls it once; or use strategy='ddp'."
+            )
+        if skip_nonfinite:
+            self.prepare(reduced=reduced)  # skipped gradients must not enter the residuals
+        elif not self.is_prepared:
+            self._list_gradients(reduced)
+        self.is_prepared, self._has_exchanged = False, True
+        self.is_taken = self._exchange(skip_nonfinite, applies)
+        return self.is_taken
 
-    def exchange(self, *, skip_nonfinite: bool = False, applies: bool = False) -> bool:
-        """Turn the gradients into the gradients that the optimizer steps with; return whether to take the step."""
+    def _exchange(self, skip_nonfinite: bool, applies: bool) -> bool:
         raise NotImplementedError
-
-    def sending_early(self, *, begins: bool) -> AbstractContextManager[None]:
-        """Return a context for the backward pass whose gradients are exchanged next, perhaps in several messages.
-
-        If there are several, all but the last begin in the pass, and the context has called `list_gradients`.
-
-        Collective: all ranks, or none.
-
-        Args:
-            begins: whether the messages of this rank begin in the pass; else they begin after it, because hooks may
-                change gradients.
-        """
-        return nullcontext()
-
-    def takes_reduced(self, reduced: Collection[Parameter]) -> bool:
-        """Return whether DDP has reduced all gradients of a step that sends them whole: nothing is left to exchange.
-
-        In place:
-            `.grad` of frozen parameters is dropped.
-
-        Args:
-            reduced: as for `list_gradients`, which has not been called.
-        """
-        return False
 
     def step_exchanged(self) -> None:
         """Step the parameters that `exchange` has left for this call, directly before the optimizer's step.
@@ -207,77 +207,48 @@ class Synchronizer:
             These parameters. Their `.grad` is None until the optimizer has stepped, so that it leaves them alone.
         """
 
-    def check_closure(self) -> None:
-        """Check, before a closure makes a gradient, that it is the first one of this step.
-
-        Raises:
-            ConfigurationError: on all ranks.
-        """
-        if self.is_exchanged and self.plan.takes_one_gradient:
-            raise ConfigurationError(
-                f"{type(self.optimizer).__name__} has called its closure twice in step {self.step}, as SAM does: the "
-                "first gradient would be sent, or kept to be sent later, although it is not what the optimizer steps "
-                f"with. {self.method.what} needs an optimizer that calls it once; or use strategy='ddp'."
-            )
-
-    def after_step(self) -> None:
+    def _end_step(self) -> None:
         """Count the step; average the replicas if an average is due."""
         raise NotImplementedError
 
     @contextmanager
     def stepping(self) -> Iterator[None]:
-        """Enclose `exchange` and the optimizer's own step; afterwards comes `after_step`.
+        """Enclose `exchange` and the optimizer's own step; afterwards count it, and average replicas if that is due.
 
         A step that raises ends the training: nothing is put back.
         """
-        self.is_stepping = True
+        self.loop.is_stepping = True
         try:
             yield
         finally:
-            self.is_stepping = self.is_prepared = self.is_exchanged = False
-        self.after_step()
-        self.ending.step = None if self.parameters_agree else self.step
-
-    # Requests between ranks -----------------------------------------------------------------------------------------
-
-    @property
-    def requests(self) -> int:
-        """`stop_requested` and `save_requested` as one number, for a status."""
-        return STOP * self.stop_requested | SAVE * self.save_requested
-
-    @requests.setter
-    def requests(self, requests: int) -> None:
-        self.stop_requested, self.save_requested = bool(requests & STOP), bool(requests & SAVE)
-
-    def agree_on(self, requests: int) -> None:
-        """Read the requests of all ranks from a status."""
-        self.stop_agreed, self.save_agreed = bool(requests & STOP), bool(requests & SAVE)
-        if self.save_agreed:
-            self.save_requested = False
+            self.loop.is_stepping = self.is_prepared = self._has_exchanged = False
+            self.is_taken = None
+        self._end_step()
+        self.loop.differs_after = None if self.parameters_agree else self.step
 
     # Faults ---------------------------------------------------------------------------------------------------------
     # The sum of finite gradients may overflow. A fault that an exchange finds after its status has gone is in the next
     # status; or `check_late_faults` reports it, when weights are saved or the training ends.
 
     @property
-    def fault_group(self) -> Any:
+    def _fault_group(self) -> Any:
         """The ranks that are told of a fault: all ranks. If a model is sharded, the peers are some of the ranks."""
         return None if self.peers.are_shards else self.peers.group
 
     @property
-    def here(self) -> str:
+    def _here(self) -> str:
         """The rank or the node that the gradients or weights belong to, for an error on all ranks."""
         number, nodes, topology = self.peers.rank, self.peers.nodes, self.peers.topology
         if self.plan.reduce == "node" and not topology.is_flat:  # groups that come and go have no topology
             number, nodes = topology.node_of(number), topology.nodes
         return f"node {number} (ranks {list(nodes[number])})" if nodes else f"rank {number}"
 
-    def late_faults(self) -> Faults:
+    def _late_faults(self) -> Faults:
         """Return the faults that the last exchange has found after its status."""
         faults, exchange = Faults(), self.compressed
         if exchange is not None and exchange.fault is not None:
             signal = "changes of the weights" if self.method.when.averages_weights else "gradients"
-            what = f"what was kept of earlier {signal} on {self.here}"
+            what = f"what was kept of earlier {signal} on {self._here}"
             faults.add(exchange.fault, [""] * exchange.fault.numel(), lambda _: overflow(3, self.step, what))
         return faults
 
@@ -291,72 +262,29 @@ class Synchronizer:
         Raises:
             NonFiniteGradientError: on all ranks; a residual of a rank has an inf or NaN.
         """
-        peers, exchange, faults = self.peers, self.compressed, self.late_faults()
+        peers, exchange, faults = self.peers, self.compressed, self._late_faults()
         if peers.num_ranks == 1 or peers.may_grow:  # an elastic group reports its faults before each round
             return
         # All ranks have flags of an average, or no rank has. After a step a rank has flags of its own gradients.
         averages_weights = self.method.when.averages_weights
         if peers.are_shards:
-            self.agree_in_world(faults)
+            agree_in_world(faults, 0, self.batch, self.step, self.params.device)
         elif exchange is not None and (exchange.fault is not None if averages_weights else exchange.residuals):
-            message = status_message((), faults.any(self.device), 0, peers.rank, peers.num_ranks, self.device)
+            device = self.params.device
+            message = status_message((), faults.any(device), 0, peers.rank, peers.num_ranks, device)
             numbers = WholeExchange(peers).prepare({}).send(message).wait().status.tolist()
             if Status.read(numbers, peers.num_ranks).is_faulty:
-                raise_fault(first_fault(faults.first(), self.fault_group))
-        self.forget_late_faults()
+                raise_first(faults, peers.group)
+        self._forget_late_faults()
 
-    def agree_in_world(self, faults: Faults, requests: int = 0) -> int:
-        """Return the requests of all ranks, whichever shards of a model they hold, if no rank has a fault.
-
-        All ranks, not the peers alone: if only the peers raised, the other shards of a node would go on.
-
-        Collective: all ranks, blocking; five numbers.
-
-        Raises:
-            NonFiniteGradientError, ValueError: on all ranks; names the rank and the parameter.
-            DisagreementError: on all ranks; they are at different batches.
-        """
-        message = flags(requests, self.device, faults.any(self.device), self.batch)
-        all_reduce_(message, op=dist.ReduceOp.MAX)
-        is_faulty, requests, is_same_batch = read_flags(message)
-        if not is_same_batch:
-            raise_at_other_batches(self.batch, self.step, None)
-        if is_faulty:
-            raise_fault(first_fault(faults.first(), self.fault_group))
-        return requests
-
-    def forget_late_faults(self) -> None:
+    def _forget_late_faults(self) -> None:
         """Forget the flags of the last exchange: all ranks have been told, or the residuals are replaced."""
         if self.compressed is not None:
             self.compressed.fault = None
 
-    # Also called by the strategies ----------------------------------------------------------------------------------
-
-    def check_method(self) -> None:
-        """Take the method of the coming step; raise if it has been replaced by one that does not fit this worker."""
-        if self.method is not self._made_for:
-            self.method.what.check_replacement(self._made_for.what)
-            self.method.when.check_replacement(self._made_for.when)
-        self.check_schedule()
-        if self.compressed is not None:
-            self.compressed.payload = self.method.what
-
-    def check_schedule(self) -> None:
-        """Raise if the coming step does not fit the state; called when the training starts."""
-
-    def observe_loss(self, loss: Tensor) -> None:
-        """Take in the loss of the coming step; a scalar, any device. Only adaptive rules use it. Does not wait."""
-
     def metrics(self, is_due: bool) -> dict[str, float | Tensor]:
         """Return metrics to log after a step; metrics that cost a pass over memory are included only if `is_due`."""
         raise NotImplementedError
-
-    def whole_momentum(self) -> dict[Parameter, Tensor]:
-        """Return the velocities that this node keeps in parts, whole; on the CPU, so that the device has one at a time.
-
-        Collective: the ranks of a node, blocking.
-        """
-        return {}
 
     def finish(self) -> None:
         """End the training: average, or compare, the weights."""
@@ -366,36 +294,42 @@ class Synchronizer:
         """Move this rank's own state."""
         raise NotImplementedError
 
-    def equal_state(self) -> dict[str, Any]:
-        """Return the state that is the same on all ranks: numbers, for the checkpoint itself."""
-        return {"step": self.step, "small_numel": self.params.small_numel}
-
-    def load_equal_state(self, state: Mapping[str, Any]) -> None:
-        """Load what `equal_state` returned, among other values."""
-        self.step, self.params.small_numel = state["step"], state["small_numel"]
-
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's own state: tensors on the CPU and primitives."""
         raise NotImplementedError
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load what `state_dict` returned."""
+        """Load the state that `state_dict` or `merge_states` returned, or its `state.equal_part`.
+
+        The optimizer's own state must have been loaded before.
+
+        Raises:
+            ConfigurationError: it has tensors this optimizer does not have, or of another shape, or was made with
+                another payload or correction.
+        """
+        if "local_rank" in state:
+            self._load_own(state)
+            self.loop.is_compared = False
+            self._forget_late_faults()
+        self.step, self.params.small_numel = state["step"], state["small_numel"]
+
+    def _load_own(self, state: Mapping[str, Any]) -> None:
+        """Load the values of a state that differ between ranks."""
         raise NotImplementedError
 
 
-def raise_fault(fault: Fault) -> None:
-    """Raise the error of a fault."""
-    raise fault.error(fault.text)
-
-
 @dataclass
-class Ending:
-    """Whether a warning is due when a plain loop ends: its worker is deleted, or Python exits.
-
-    No rank can average then, because other ranks may have ended already.
+class Loop:
+    """The state of a plain loop.
 
     Attributes:
-        step: the step after which the weights differ by rank and were neither averaged nor saved; None if they agree.
+        differs_after: the step after which the weights differ by rank and were neither averaged nor saved; None if they
+            agree. A loop that ends then logs a warning: its worker is deleted, or Python exits. No rank can average
+            then, because other ranks may have ended already.
+        is_compared: whether the ranks have been compared since the loop began, or since it loaded a state.
+        is_stepping: whether a step is being taken, inside of `stepping`.
     """
 
-    step: int | None = None
+    differs_after: int | None = None
+    is_compared: bool = False
+    is_stepping: bool = False

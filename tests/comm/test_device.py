@@ -40,7 +40,7 @@ def train(method: Method, device: torch.device) -> list[Tensor]:
         parameters = [torch.nn.Parameter(weight.to(device)) for weight in weights]
         optimizer = SGD(parameters, lr=0.1, momentum=0.9, foreach=False)
         worker = method.attach(optimizer, [(f"p{index}", each) for index, each in enumerate(parameters)])
-        assert worker.device.type == device.type
+        assert worker.params.device.type == device.type
         generator = torch.Generator().manual_seed(dist.get_rank())
         for _ in range(STEPS):
             for parameter in parameters:

@@ -162,7 +162,7 @@ def train(name: str, look: bool = False, saved: dict[int, bytes] | None = None) 
             torch.save({**state, "optimizer": optimizer}, file)
             saved[number] = file.getvalue()
         if isinstance(worker, LocalSync):
-            lists["k_steps"].append(worker.k_steps)
+            lists["k_steps"].append(worker.plan.k_steps)
         step(worker, parameters, buffers, number)
         if look:
             worker.metrics(True)
@@ -188,7 +188,7 @@ def train(name: str, look: bool = False, saved: dict[int, bytes] | None = None) 
     return Trained(
         **lists,
         has_moved=lists["weights"][-1] != start,
-        fragments=[[worker.name_of(each) for each in fragment.parameters] for fragment in fragments],
+        fragments=[[worker.params.name_of(each) for each in fragment.parameters] for fragment in fragments],
         wire_bytes=wire_bytes,
         num_messages=num_messages,
         dense_bytes=dense_bytes,

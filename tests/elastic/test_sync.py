@@ -21,6 +21,7 @@ from lightning_lowbw.elastic.membership import Quorum, Row, latest_of, raise_ref
 from lightning_lowbw.elastic.peers import Members
 from lightning_lowbw.elastic.sync import ElasticSync, tensors_of
 from lightning_lowbw.method import Method
+from lightning_lowbw.sync.status import STOP
 from tests.elastic.plain import KilledError, PlainMembership
 from tests.ranks import on_ranks, run_ranks
 
@@ -294,7 +295,7 @@ def test_a_fit_that_is_stopped_while_a_round_is_hidden_takes_its_result(store: d
 
 def test_steps_that_began_at_other_weights_are_not_added_to_a_running_training(store: dist.Store) -> None:
     worker = Member(store, 0, METHODS["local_sgd"], membership={"min_replicas": 1}).worker
-    worker.begin_local()
+    worker.begin()
     shared = worker.shared_state() | {"run": "another", "num_averages": 3}
     shared["tensors"] = {name: tensor + 1.0 for name, tensor in shared["tensors"].items()}
     for now, _ in zip(*tensors_of(worker.replica), strict=True):
@@ -414,13 +415,13 @@ def test_a_stop_in_the_last_round_leaves_a_state_that_resumes_in_it(
     """A step before the last one: after that Lightning takes none, and the work would be lost."""
     leaves = lambda member: member.worker.num_averages == 3  # noqa: E731
     other = Member(store, 1, methods["sparse_loco"], is_over=leaves)
-    first = Member(store, 0, methods["sparse_loco"], is_over=lambda member: member.worker.stop_agreed)
+    first = Member(store, 0, methods["sparse_loco"], is_over=lambda member: bool(member.worker.requests.agreed & STOP))
     ask, kept = first.there.quorum, list[Tensor]()
 
     def asked(*arguments: Any) -> Quorum | None:
         if first.worker.num_averages == 3:
             kept.append(first.kept_change())
-            first.worker.stop_requested = True
+            first.worker.requests.asked = STOP
         return ask(*arguments)
 
     first.there.quorum = asked  # type: ignore[method-assign]
@@ -480,7 +481,7 @@ def test_a_member_that_begins_with_other_weights_is_told_and_without_a_majority_
 def settings_of(method: Method, **parameters: Parameter) -> dict[str, str]:
     named, members = make_parameters() | parameters, Members(PlainMembership(dist.HashStore(), "group"))
     worker = ElasticSync(method, torch.optim.SGD(named.values(), lr=0.1), named.items(), members)
-    worker.begin_local()
+    worker.begin()
     return worker._row_and_settings()[1]
 
 
@@ -547,7 +548,7 @@ def test_a_group_of_two_processes_resumes_inside_a_round_and_hides_no_rounds() -
     member, again = (Member(dist.HashStore(), dist.get_rank(), METHODS["diloco"], membership=alone) for _ in range(2))
     member.worker.join()
     member.take_step(0)
-    assert member.worker.here == f"rank {dist.get_rank()}"
+    assert member.worker._here == f"rank {dist.get_rank()}"
     again.worker.load_state_dict(member.worker.state_dict())
     assert all(map(torch.equal, member.parameters.values(), again.parameters.values()))
     with pytest.raises(ConfigurationError, match="a round is hidden in groups of one process"):

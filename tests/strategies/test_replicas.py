@@ -87,7 +87,7 @@ def test_a_fit_ends_with_the_mean_of_the_replicas(name: str, num_ranks: int) -> 
     assert not torch.equal(replicas[0], replicas[-1])
     torch.testing.assert_close(own(model), torch.stack(replicas).mean(0), rtol=1e-5, atol=1e-6)
     (worker,) = trainer.strategy.replicas
-    if worker.needs_start:
+    if worker.replica.needs_start:
         assert all(map(torch.equal, outer(model), before.values[-1]))
     if of_node == 1:
         same(weights(model))
@@ -99,7 +99,7 @@ def test_a_search_is_no_run(tmp_path: Path) -> None:
     strategy = LocalSGDStrategy(k_steps=2, begin_step=0.5)
     callbacks = [LearningRateFinder(num_training_steps=8, early_stop_threshold=None)]
     _, said = warned(lambda: train(strategy, WithRate(), 40, callbacks=callbacks, default_root_dir=tmp_path))
-    assert strategy.replicas[0].when.begin_step == 20
+    assert strategy.replicas[0].method.when.begin_step == 20
     assert not [each for each in said if "optimizer steps" in each]
 
 
@@ -113,4 +113,4 @@ def test_a_second_fit_has_its_own_fraction_and_so_has_a_callback() -> None:
         trainer.fit(Tiny(), make_data(2, 6))
     train(by_callback, data=8, callbacks=[AveragingSchedule(begin_step=0.25)], max_epochs=2)
     (worker,) = by_callback.replicas
-    assert (strategy.method.when.begin_step, worker.when.begin_step, worker.num_averages) == (3, 4, 4)
+    assert (strategy.method.when.begin_step, worker.method.when.begin_step, worker.num_averages) == (3, 4, 4)

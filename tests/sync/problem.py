@@ -239,7 +239,7 @@ def train(
     kept = {name: residual.clone() for name, residual in residuals.items()}
     result = {"weights": weights_of(parameters), "residuals": kept, "digests": digests}
     fragments = worker.fragments if method.averages_weights else ()
-    result["fragments"] = [[worker.name_of(p) for p in fragment.parameters] for fragment in fragments]
+    result["fragments"] = [[worker.params.name_of(p) for p in fragment.parameters] for fragment in fragments]
     worker.finish()  # what has been begun, before the next function begins something
     strides = {name: make_weight(name, shape).stride() for name, shape in shapes.items()}
     assert {name: parameter.stride() for name, parameter in parameters.items() if name in shapes} == strides

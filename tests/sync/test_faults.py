@@ -17,10 +17,9 @@ from torch.optim import SGD, AdamW, Optimizer, RMSprop
 
 import lightning_lowbw as lowbw
 from lightning_lowbw.comm.agreement import digest
-from lightning_lowbw.comm.collectives import TensorWork
+from lightning_lowbw.comm.collectives import TensorWork, WeakGroup
 from lightning_lowbw.payloads import top_k
 from lightning_lowbw.payloads.quantized import FORMATS
-from lightning_lowbw.sync.local_view import agree_in_node
 from tests.ranks import on_ranks
 from tests.sync import problem
 from tests.sync.problem import FLAT, MOMENTUM, NODES, OF_REPLICAS, Nodes, message_of, same_on_all, take_step
@@ -165,9 +164,7 @@ def test_shards_tell_in_the_next_step_what_their_residuals_have_become() -> None
 
         def exchange() -> None:
             with worker.stepping():
-                worker.list_gradients()
-                worker.check_gradients()
-                agree_in_node(worker, None)
+                worker.prepare(node=WeakGroup(None))
                 worker.exchange()
 
         said.append(message_of(exchange, lowbw.NonFiniteGradientError) or "")
@@ -318,7 +315,7 @@ def test_ranks_in_different_batches_are_found_out(topology: Any) -> None:
 @on_ranks()
 def test_other_weights_are_found_out() -> None:
     worker, parameters = attach(lowbw.DGC(min_numel=1))
-    worker.is_compared = True
+    worker.loop.is_compared = True
     with torch.no_grad():
         parameters["matrix"][0, 0] += 1e-6 * dist.get_rank()
     with pytest.raises(lowbw.DisagreementError, match="the weights differ between the ranks"):

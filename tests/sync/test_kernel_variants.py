@@ -157,7 +157,7 @@ def measured(dtype: torch.dtype) -> tuple[set[str], set[str]]:
     seen.clear()
     assert isinstance(method.what, TopK)
     timed = Measured(1.0, 2.0, {}, Link(0.0, 1.0))
-    measure(method, ("dgc",), ([(2000,), (3000,)], [(7,)]), peers, worker.device, timed, begins_early=False)
+    measure(method, ("dgc",), ([(2000,), (3000,)], [(7,)]), peers, worker.params.device, timed, begins_early=False)
     return at_start, {*seen}
 
 

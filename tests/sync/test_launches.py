@@ -26,7 +26,7 @@ from torch.optim import SGD, AdamW, Optimizer
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_lowbw.comm.collectives import SideQueue, TrafficLedger
+from lightning_lowbw.comm.collectives import SideQueue, TrafficLedger, WeakGroup
 from lightning_lowbw.comm.peers import Peers, TwoLevelPeers
 from lightning_lowbw.comm.topology import Topology
 from lightning_lowbw.kernels import dispatch, gpu, tensors
@@ -40,8 +40,8 @@ from lightning_lowbw.sync.buffers import ReplicaBuffers, specs_of, wide_copies
 from lightning_lowbw.sync.early import NUM_GROUPS
 from lightning_lowbw.sync.gradient import GradientSync
 from lightning_lowbw.sync.local import LocalSync
-from lightning_lowbw.sync.local_view import agree_in_node
 from lightning_lowbw.sync.replica import Replica
+from lightning_lowbw.sync.state import whole_momentum
 from tests.shapes import resnet50_shapes, transformer_shapes
 
 triton_kernels = pytest.importorskip("lightning_lowbw.kernels.triton_kernels")
@@ -362,13 +362,9 @@ def count_step(patch: pytest.MonkeyPatch, model: str, optimizer: Any, peers: Any
                 reduced = parameters if worker.plan.reduce == "node" else ()  # by DDP, during backward
 
                 def exchange(skip_nonfinite: bool, worker: GradientSync = worker, reduced: Any = reduced) -> bool:
-                    if not worker.is_prepared:
-                        worker.list_gradients(reduced=reduced)
                     if has_scaler or is_sharded:
-                        worker.check_gradients()
-                    if is_sharded:
-                        agree_in_node(worker, None)
-                    return worker.exchange(skip_nonfinite=skip_nonfinite, applies=True)
+                        worker.prepare(reduced=reduced, node=WeakGroup(None) if is_sharded else None)
+                    return worker.exchange(reduced=reduced, skip_nonfinite=skip_nonfinite, applies=True)
 
                 exchange_unscaled_(precision, ours, exchange)
         operations.count[BYTES] = tenths_per_parameter(operations, parameters)
@@ -418,10 +414,10 @@ def count_local_step(
             operations.clear()
             Event.recorded.clear()
             with worker.stepping():
-                worker.list_gradients(reduced=parameters if reduced else ())
+                all_reduced = parameters if reduced else ()
                 if is_sharded:
-                    agree_in_node(worker, None)
-                worker.exchange()
+                    worker.prepare(reduced=all_reduced, node=WeakGroup(None))
+                worker.exchange(reduced=all_reduced)
         operations.count[BYTES] = tenths_per_parameter(operations, parameters)
         return operations.count
 
@@ -636,7 +632,7 @@ def test_whole_velocities_are_gathered_one_by_one(monkeypatch: pytest.MonkeyPatc
         for parameter in parameters:
             worker.correction.velocity_part(parameter, peers.part(parameter.numel()))
         operations.clear()
-        whole = worker.whole_momentum()
+        whole = whole_momentum(worker.correction, peers)
         assert {each.device.type for each in whole.values()} == {"cpu"}
         largest = max(4 * p.numel() for p in parameters)
         assert operations.most - operations.start < 4 * largest  # whatever their number: all would be eleven times it

@@ -17,6 +17,7 @@ from lightning_lowbw import Compression, ConfigurationError, DisagreementError, 
 from lightning_lowbw.comm.agreement import digest
 from lightning_lowbw.comm.collectives import all_reduce_bytes
 from lightning_lowbw.presets import preset
+from lightning_lowbw.sync.status import SAVE, STOP
 from tests.ranks import on_ranks
 from tests.sync import problem
 from tests.sync.problem import ADAMW, AWKWARD, FLAT, MOMENTUM, NODES, THREE, Make, Nodes, everywhere, same_on_all
@@ -185,7 +186,7 @@ def test_losses_that_make_no_sense_leave_k_as_it_is(loss: float) -> None:
         worker.observe_loss(torch.tensor(loss if step >= 4 and dist.get_rank() == 1 else 1.0))  # on one rank only
 
     method = LocalSGD(k_steps=2, begin_step=0, rule="fleet")
-    hooks: dict[str, Any] = {"before": observe, "look": lambda worker, _: worker.k_steps}
+    hooks: dict[str, Any] = {"before": observe, "look": lambda worker, _: worker.plan.k_steps}
     assert problem.train(method, shapes={"a": (3,)}, steps=12, **hooks)["seen"] == [2] * 12
 
 
@@ -199,12 +200,10 @@ def test_an_adaptive_rule_without_a_loss_says_so_on_all_ranks() -> None:
 def test_a_synchronous_step_tells_in_the_next_one_what_the_ranks_have_said_and_the_last_one_at_once() -> None:
     def ask(worker: Any, parameters: Any, step: int) -> None:
         if dist.get_rank() == 1:
-            worker.stop_requested = step == 1
-            worker.save_requested = worker.save_requested or step == 3  # until all ranks have agreed
+            worker.requests.asked = {1: STOP, 3: SAVE}.get(step, 0)
 
-    hooks: dict[str, Any] = {"before": ask, "look": lambda worker, _: (worker.stop_agreed, worker.save_agreed)}
-    agreed = [(False, False), (False, False), (True, False), (False, True)]
-    assert problem.train(LocalSGD(8, 4), shapes={"a": (3,)}, steps=4, **hooks)["seen"] == agreed
+    hooks: dict[str, Any] = {"before": ask, "look": lambda worker, _: worker.requests.agreed}
+    assert problem.train(LocalSGD(8, 4), shapes={"a": (3,)}, steps=4, **hooks)["seen"] == [0, 0, STOP, SAVE]
 
 
 @pytest.mark.parametrize("ends", [False, True])
@@ -256,7 +255,7 @@ def test_parameters_that_come_later_join_a_fragment() -> None:
     problem.train_on(worker, {name: parameters[name] for name in "ab"}, range(3))
     optimizer.add_param_group({"params": [parameters["late"]]})
     problem.train_on(worker, parameters, range(3, 8))
-    assert [[worker.name_of(p) for p in each.parameters] for each in worker.fragments] == [["a"], ["b", "late"]]
+    assert [[worker.params.name_of(p) for p in each.parameters] for each in worker.fragments] == [["a"], ["b", "late"]]
     same_on_all(digest([parameters["late"]]))
 
 
