@@ -43,7 +43,8 @@ time.sleep(100)
 def start(folder: Path, program: str, *command: str) -> subprocess.Popen[str]:
     (folder / "beside.py").touch()
     (folder / "program.py").write_text(PROGRAM + program)
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    # Buffered: the lines of two processes stay whole.
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": ""}
     command = (sys.executable, "-m", "lightning_lowbw.elastic.run", *command)
     pipe = subprocess.PIPE
     return subprocess.Popen(
