@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import MISSING, fields, is_dataclass
 from typing import Any, TypeVar
 
-from torch import Tensor
 from torch.nn import Parameter
 
 from lightning_lowbw.errors import ConfigurationError
@@ -17,32 +15,6 @@ from lightning_lowbw.errors import ConfigurationError
 Value = TypeVar("Value")
 Called = TypeVar("Called", bound=Callable[..., Any])
 LARGEST = 2**1023  # a float can hold it
-
-
-def names_arguments(called: Called) -> Called:
-    """Decorate a class or a function: a call with unknown, missing or too many arguments raises ConfigurationError.
-
-    Python's own TypeError does not say which arguments there are.
-    """
-    if isinstance(called, type):
-        called.__init__ = _naming(called.__init__, called.__name__)  # type: ignore[misc]
-        return called
-    return _naming(called, called.__name__)
-
-
-def _naming(function: Called, name: str) -> Called:
-    signature = inspect.signature(function)
-    allowed = ", ".join(argument for argument in signature.parameters if argument not in ("self", "cls"))
-
-    @functools.wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        try:
-            signature.bind(*args, **kwargs)  # before the call: a TypeError of the function's body stays a TypeError
-        except TypeError as error:
-            raise ConfigurationError(f"{name}: {error}. Its arguments are: {allowed or 'none'}.") from error
-        return function(*args, **kwargs)
-
-    return call  # type: ignore[return-value]
 
 
 def arguments_of(*functions: Callable[..., Any]) -> dict[str, inspect.Parameter]:
@@ -117,18 +89,9 @@ def names_of(named_parameters: Iterable[tuple[str, Parameter]]) -> dict[Paramete
     Raises:
         ConfigurationError: the elements are not pairs, as in `model.parameters()`.
     """
-    try:
-        pairs = list(named_parameters)
-    except TypeError as error:
-        raise ConfigurationError(
-            f"named_parameters is a {type(named_parameters).__name__}: pass model.named_parameters()."
-        ) from error
-    for pair in pairs:
-        if isinstance(pair, Tensor) or len(pair) != 2 or not isinstance(pair[0], str):
-            raise ConfigurationError(
-                f"named_parameters gives a {type(pair).__name__} where a pair of name and parameter is expected: pass "
-                "model.named_parameters()."
-            )
+    pairs = list(named_parameters) if isinstance(named_parameters, Iterable) else [named_parameters]
+    if not all(isinstance(pair, tuple) and isinstance(pair[0], str) for pair in pairs):
+        raise ConfigurationError("named_parameters has no pairs of name and parameter: pass model.named_parameters().")
     return {parameter: name for name, parameter in pairs}
 
 

@@ -59,7 +59,6 @@ from lightning_lowbw.arguments import code_of
 from lightning_lowbw.comm.collectives import all_gather_bytes, all_gather_rounds, all_reduce_bytes, all_reduce_rounds
 from lightning_lowbw.comm.link import Link
 from lightning_lowbw.comm.peers import BUCKET_BYTES, is_apart
-from lightning_lowbw.comm.topology import Where
 from lightning_lowbw.method import Method
 from lightning_lowbw.payloads.params import small_numel
 from lightning_lowbw.payloads.payload import FLOAT_BYTES, Message, Shapes
@@ -169,8 +168,10 @@ def choose(
 ) -> tuple[Candidate, str]:
     """Return the candidate to continue with, and one sentence with the reason.
 
+    If all steps are dense by the first rule, they stay DDP's own, and nothing else is compared.
+
     Args:
-        measured: the times on the slowest rank.
+        measured: the times on the slowest rank; by the first rule without `exchange_s`.
         run: the run.
         given: the method with "auto": its budget, its payload for sparse steps, its topology.
         names: names in `CANDIDATES`, in the same order.
@@ -187,28 +188,32 @@ latency 0.1 ms: dgc, 104 ms a step (more would take over 5 % of a step); ddp wou
 strategy=lowbw.Strategy(lowbw.Method(when=lowbw.EveryStep(rampup_begin_step=7, sparsity=(0.998,)), what=lowbw.TopK()))
     """
     budget, measured = given.when.budget, measured.of(names)
-    found = {name: refused.get(name) or CANDIDATES[name](measured, run, given) for name in names}
-    candidates = [each for each in found.values() if isinstance(each, Candidate)]
+    if (why := why_dense(measured, run, budget)) is not None:
+        if given.where.topology != "flat":
+            given = replace(given, where=replace(given.where, algorithm="flat"))
+        found = _ddp(measured, run, given)
+        return found, f"{measured}: {found.name}, because {why}. To write it down: {written(found.method)}"
+    results = {name: refused.get(name) or CANDIDATES[name](measured, run, given) for name in names}
+    candidates = [each for each in results.values() if isinstance(each, Candidate)]
     least_s = min(each.mean_s for each in candidates)
     chosen = next(each for each in candidates if each.mean_s <= (1.0 + budget) * least_s)
     why = f" ({chosen.why})" if chosen.why else ""
     parts = [f"{measured}: {chosen.name}, {ms(chosen.mean_s)} a step{why}"]
     parts += [f"{each.name} would take {ms(each.mean_s)}" for each in candidates if each is not chosen]
-    parts += [f"not {name}, because {why}" for name, why in found.items() if isinstance(why, str)]
+    parts += [f"not {name}, because {why}" for name, why in results.items() if isinstance(why, str)]
     return chosen, f"{'; '.join(parts)}. To write it down: {written(chosen.method)}"
 
 
 def written(method: Method) -> str:
     """Return the code that selects a method, after ``import lightning_lowbw as lowbw``."""
-    names = {Where(): "ddp", Where(inter_dtype=HALF_DDP): HALF_DDP} if method.kind == "whole" else {}
-    where = method.where if method.where.topology != "flat" else replace(method.where, algorithm=None)
-    if method.kind == "whole" and where.algorithm == "flat":
-        where = replace(where, topology="flat", algorithm=None)
-    named = f'"{names[where]}"' if where in names else f"lowbw.Strategy({code_of(method, 'lowbw.')})"
-    return f"strategy={named}"
+    where = method.where
+    if method.kind == "whole" and "flat" in (where.topology, where.algorithm):
+        name = "ddp" if where.inter_dtype == "float32" else HALF_DDP
+        return f'strategy="{name}"'
+    return f"strategy=lowbw.Strategy({code_of(method, 'lowbw.')})"
 
 
-def ddp(measured: Measured, run: Run, given: Method) -> Candidate:
+def _ddp(measured: Measured, run: Run, given: Method) -> Candidate:
     """Return the candidate with whole gradients in each step."""
     name = "ddp" if "flat" in (given.where.topology, given.where.algorithm) else "hierarchical"
     return Candidate(name, Method(where=given.where), measured.dense_s)
@@ -263,7 +268,7 @@ EVERY_STEP: dict[str, Callable[[int, Method], Method]] = {
 }
 # Ordered by how much they change the training. The user sees a reason that takes the place of a candidate.
 CANDIDATES: dict[str, Callable[[Measured, Run, Method], Candidate | str]] = {
-    "ddp": ddp,
+    "ddp": _ddp,
     **{name: partial(_every_step, name) for name in EVERY_STEP},
     "dgc": _dgc,
 }

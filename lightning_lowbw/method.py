@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from lightning_lowbw.arguments import from_mapping, names_arguments, sorted_into
+from lightning_lowbw.arguments import from_mapping, sorted_into
 from lightning_lowbw.comm.agreement import agree
 from lightning_lowbw.comm.peers import Peers, make_peers
 from lightning_lowbw.comm.topology import TopologyChoice, Where, asks_for_two_levels
@@ -27,7 +27,6 @@ from lightning_lowbw.sync.plain_loop import attach, check_beginning
 from lightning_lowbw.sync.synchronizer import Synchronizer
 
 
-@names_arguments
 @dataclass(frozen=True, kw_only=True)
 class Method:
     """A schedule (when), a payload (what) and a topology (where).
@@ -60,31 +59,28 @@ class Method:
             where = from_mapping(Where, where, "where")
         object.__setattr__(self, "where", where if isinstance(where, Where) else Where(topology=where))
         # Each value has checked itself; this checks the combination.
-        self._check_where(self.where)
+        self._check_where()
         self.what.check(self.when, has_levels=asks_for_two_levels(self.where.topology))
 
-    def _check_where(self, where: Where) -> None:
+    def _check_where(self) -> None:
+        where = self.where
         narrow = f"inter_dtype={where.inter_dtype!r}" if where.inter_dtype != "float32" else ""
-        leader = "algorithm='leader'" if where.algorithm == "leader" else ""
-        if leader and asks_for_two_levels(where.topology) is False:
+        algorithm = f"algorithm={where.algorithm!r}"
+        is_leader, is_flat = where.algorithm == "leader", where.algorithm == "flat"
+        if is_leader and asks_for_two_levels(where.topology) is False:
             raise ConfigurationError(
-                f"{leader} with topology={where.topology!r}: it is about what nodes of several ranks send to each "
+                f"{algorithm} with topology={where.topology!r}: it is about what nodes of several ranks send to each "
                 "other. Leave it out, or give a topology such as 'auto'."
             )
-        if leader and not self.what.sends_all:
+        if is_leader and not self.what.sends_all:
             raise ConfigurationError(
-                f"{leader} with {self.what}: only the first rank of each node would exchange something, and this "
+                f"{algorithm} with {self.what}: only the first rank of each node would exchange something, and this "
                 "payload needs every rank of a node, each for its part. Take algorithm='sharded', or what=Whole()."
             )
-        if where.algorithm == "flat" and self.averages_weights:
+        if self.averages_weights and (is_flat or narrow):
             raise ConfigurationError(
-                "algorithm='flat' every k steps: it is how gradients are summed in every step, and these are averages "
-                "of weights. Leave it out, or take topology='flat'."
-            )
-        if narrow and self.averages_weights:
-            raise ConfigurationError(
-                f"{narrow} every k steps: it is about gradients, and these are averages of weights. Leave it out; "
-                f"what=Quantized(value_dtype={where.inter_dtype!r}) sends these in few bits."
+                f"{narrow or algorithm} every k steps: it is for sums of gradients in every step, and weights are "
+                "averaged here. Leave it out. (what=Quantized(value_dtype='bfloat16') averages in few bits.)"
             )
         if narrow and not (self.what.sends_all or self.when.begin_step or self.when.is_auto):
             raise ConfigurationError(
@@ -112,11 +108,6 @@ class Method:
     def compresses_gradients(self) -> bool:
         """Whether the largest elements of gradients are sent, after a warm-up of stairs of sparsity."""
         return self.what.takes_density and not self.averages_weights
-
-    @property
-    def hides_averages(self) -> bool:
-        """Whether averages are in progress during other steps, which takes process groups of their own."""
-        return bool(self.when.delay_steps)
 
     @property
     def kind(self) -> str:
@@ -219,7 +210,7 @@ class Method:
         check_beginning(self.when)
         method, buffers = self.at(topology), named_buffers or {}
         agree("method", method.settings(), process_group)  # the messages of different methods have different sizes
-        peers = method.make_peers(process_group, is_hidden=method.hides_averages)
+        peers = method.make_peers(process_group, is_hidden=method.when.delay_steps > 0)
         make = partial(method.make_synchronizer, optimizer, peers=peers, named_buffers=partial(dict, buffers))
         return attach(make, optimizer, named_parameters, process_group)
 
@@ -230,16 +221,13 @@ def as_method(method: Method | Mapping[str, Any], topology: TopologyChoice | Non
     Raises:
         ConfigurationError: the value is no method, or an argument is unknown or out of range.
     """
-    if isinstance(method, Method):
-        return method.at(topology)
-    if not isinstance(method, Mapping):
+    if isinstance(method, Mapping):
+        method = from_mapping(Method, method, "method")
+    if not isinstance(method, Method):
         raise ConfigurationError(
             f"method={method!r}: give a Method, such as DGC(...) or LocalSGD(...), or a mapping of when, what, where."
         )
-    where = method.get("where", {})
-    if topology is not None and isinstance(where, Mapping):  # its other fields may need this topology
-        method = {**method, "where": {**where, "topology": topology}}
-    return from_mapping(Method, method, "method").at(topology)
+    return method.at(topology)
 
 
 def _value(given: Any, key: str, base: type, kinds: Mapping[str, type], axis: str) -> Any:

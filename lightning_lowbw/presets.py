@@ -6,11 +6,12 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-from lightning_lowbw.arguments import arguments_of, from_mapping, names_arguments, shows, sorted_into
+from lightning_lowbw.arguments import arguments_of, from_mapping, shows, sorted_into
 from lightning_lowbw.comm.topology import Algorithm, TopologyChoice, Where
 from lightning_lowbw.errors import ConfigurationError
 from lightning_lowbw.method import Method
 from lightning_lowbw.payloads.low_rank import LowRank
+from lightning_lowbw.payloads.payload import Payload
 from lightning_lowbw.payloads.quantized import Quantized
 from lightning_lowbw.payloads.top_k import TopK
 from lightning_lowbw.payloads.whole import Whole
@@ -41,23 +42,7 @@ def Compression(**changes: Any) -> TopK:
     return from_mapping(TopK, {**SPARSE_LOCO, **changes}, "compression")
 
 
-def as_compression(choice: TopK | Mapping[str, Any] | None) -> TopK | None:
-    """Return a choice of the user's as a value; a mapping changes SparseLoCo's payload.
-
-    Raises:
-        ConfigurationError: it is something else, or an argument is unknown or out of range.
-    """
-    if choice is None or isinstance(choice, TopK):
-        return choice
-    if not isinstance(choice, Mapping):
-        raise ConfigurationError(
-            f"compression={choice!r}: give a Compression, a mapping such as {{'value_dtype': 'int4'}}, or None."
-        )
-    return from_mapping(TopK, {**SPARSE_LOCO, **choice}, "compression")
-
-
 @shows(arguments_of(EveryStep, TopK))
-@names_arguments
 def DGC(*, topology: TopologyChoice = "flat", **knobs: Any) -> Method:
     """Return deep gradient compression: every step, the k largest elements of each tensor.
 
@@ -86,7 +71,6 @@ def DGC(*, topology: TopologyChoice = "flat", **knobs: Any) -> Method:
 
 
 @shows(arguments_of(EveryK))
-@names_arguments
 def LocalSGD(
     k_steps: int = 8,
     begin_step: int | float = 1,
@@ -109,15 +93,19 @@ def LocalSGD(
     Raises:
         ConfigurationError: a knob is unknown or out of range, or two cannot be combined.
     """
-    (when,) = sorted_into("LocalSGD", knobs, EveryK)  # names an unknown knob; `EveryK` checks their values
-    what = (
-        Quantized(value_dtype=compression) if isinstance(compression, str) else as_compression(compression) or Whole()
-    )
-    return Method(when=EveryK(k_steps=k_steps, begin_step=begin_step, **when), what=what, where=topology)  # type: ignore[arg-type]
+    (others,) = sorted_into("LocalSGD", knobs, EveryK)  # names an unknown knob; `EveryK` checks their values
+    what: Payload
+    if isinstance(compression, str):
+        what = Quantized(value_dtype=compression)
+    elif isinstance(compression, Mapping):
+        what = from_mapping(TopK, {**SPARSE_LOCO, **compression}, "compression")
+    else:
+        what = Whole() if compression is None else compression
+    when = EveryK(k_steps=k_steps, begin_step=begin_step, **others)
+    return Method(when=when, what=what, where=Where(topology=topology))
 
 
 @shows({name: parameter for name, parameter in arguments_of(LocalSGD).items() if name != "k_steps"})
-@names_arguments
 def AdaptiveLocalSGD(
     init_k_steps: int = 1,
     max_k_steps: int = 16,
@@ -143,23 +131,22 @@ def AdaptiveLocalSGD(
     return LocalSGD(init_k_steps, begin_step, max_k_steps=max_k_steps, rule=rule, **knobs)
 
 
-@shows(arguments_of(Where))
-@names_arguments
-def Hierarchical(topology: TopologyChoice = "auto", algorithm: Algorithm | None = None, **knobs: Any) -> Method:
+def Hierarchical(
+    topology: TopologyChoice = "auto", algorithm: Algorithm | None = None, *, inter_dtype: str = "float32"
+) -> Method:
     """Return DDP on two levels: every step, whole gradients; each node sends its gradient once.
 
     Args:
         topology: as of `Where`.
         algorithm: as of `Where`.
-        **knobs: the other field of `Where`.
+        inter_dtype: as of `Where`.
 
     Raises:
         ConfigurationError: a value is out of range.
     """
-    return Method(where=Where(topology=topology, algorithm=algorithm, **knobs))
+    return Method(where=Where(topology=topology, algorithm=algorithm, inter_dtype=inter_dtype))
 
 
-@names_arguments
 def QuantizedGradients(
     value_dtype: str = "int8", *, rampup_begin_step: int = 0, topology: TopologyChoice = "flat"
 ) -> Method:
@@ -181,7 +168,6 @@ def QuantizedGradients(
     return Method(when=when, what=Quantized(value_dtype=value_dtype), where=Where(topology=topology))
 
 
-@names_arguments
 def PowerSGD(rank: int = 2, *, start_step: int = 0, topology: TopologyChoice = "flat") -> Method:
     """Return PowerSGD: every step, each matrix as the product of two thin ones, with error feedback.
 

@@ -13,7 +13,7 @@ import torch
 from omegaconf import OmegaConf
 
 import lightning_lowbw as lowbw
-from lightning_lowbw.presets import as_compression, preset
+from lightning_lowbw.presets import preset
 from lightning_lowbw.tools.plan import CLUSTER, make_cluster, show
 from tests.programs import ROOT
 from tests.ranks import on_ranks
@@ -60,13 +60,13 @@ REFUSED: dict[Callable[..., Any], list[tuple[dict[str, Any], str]]] = {
         ({"mixing": 0.5}, "mixing=0.5 is for averages that are applied later: give delay_steps"),
         ({"mixing": 1.5, "delay_steps": 1}, r"mixing=1.5: give a number in \[0, 1\], or None"),
     ],
-    as_compression: [
-        ({"choice": {"density": 1.0}}, "density=1.0"),
-        ({"choice": {"chunk": 0}}, "chunk=0"),
-        ({"choice": {"decay": 1.1}}, "decay=1.1"),
-        ({"choice": {"value_dtype": "int3"}}, "int2"),
-        ({"choice": "int2"}, "compression='int2'"),
-        ({"choice": True}, "compression=True"),
+    lowbw.LocalSGD: [
+        ({"compression": {"density": 1.0}}, "density=1.0"),
+        ({"compression": {"chunk": 0}}, "chunk=0"),
+        ({"compression": {"decay": 1.1}}, "decay=1.1"),
+        ({"compression": {"value_dtype": "int3"}}, "int2"),
+        ({"compression": "int2"}, r"value_dtype='int2': choose one of .*int4"),
+        ({"compression": True}, "what=True: give one of LowRank"),
     ],
     lowbw.Method: [
         ({"what": FEW, "when": lowbw.EveryStep(sparsity=(0.9,))}, r"sparsity=\[0\.9\] with Quantized\(.*what=TopK\(\)"),
@@ -108,13 +108,11 @@ REFUSED: dict[Callable[..., Any], list[tuple[dict[str, Any], str]]] = {
     ],
     lowbw.LocalSGDStrategy: [({name: True}, name) for name in ("broadcast_buffers", "static_graph")],
     lowbw.ShardedStrategy: [
-        ({"method": DENSE, "static_graph": True}, "static_graph'. Its arguments are: method, topol"),
         ({"method": lowbw.DGC(sparsity="auto")}, r"Give the numbers: DGC\(sparsity=\[0.99\]"),
         ({"method": lowbw.AdaptiveLocalSGD(rule="fleet")}, "Take 'fixed' or 'qsr'"),
         ({"method": lowbw.LocalSGD(4, num_fragments=2)}, "parts are balanced by bytes"),
         ({"method": DENSE, "topology": "flat"}, "a model is sharded over the ranks of a node. Give"),
     ],
-    lowbw.LocalSGD: [({"compression": "int2"}, r"value_dtype='int2': choose one of .*int4")],
     lowbw.AdaptiveLocalSGD: [({"k_steps": 2}, r"k_steps=2: the first k is init_k_steps here")],
     preset: [({"name": "dcg"}, r"method 'dcg': choose one of dgc, bfloat16, float16, int8, int4, ")],
     lowbw.SparsityWarmup: [

@@ -10,7 +10,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
-from lightning_lowbw.arguments import is_number, names_arguments
+from lightning_lowbw.arguments import is_number
 from lightning_lowbw.errors import ConfigurationError
 from lightning_lowbw.method import Method
 from lightning_lowbw.presets import DGC_SPARSITY, LocalSGD
@@ -19,7 +19,6 @@ from lightning_lowbw.strategies import steps_per_epoch_of
 from lightning_lowbw.strategies.base import BaseStrategy
 
 
-@names_arguments
 class SparsityWarmup(Callback):
     """Set when deep gradient compression begins, and over how many steps or epochs its sparsity increases.
 
@@ -104,7 +103,6 @@ class SparsityWarmup(Callback):
         )
 
 
-@names_arguments
 class AveragingSchedule(Callback):
     """Set when local SGD begins, and after how many steps replicas are averaged.
 

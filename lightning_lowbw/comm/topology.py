@@ -13,7 +13,7 @@ from typing import Literal, get_args
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from lightning_lowbw.arguments import is_count, names_arguments
+from lightning_lowbw.arguments import is_count
 from lightning_lowbw.comm.agreement import failing_together, gather
 from lightning_lowbw.comm.collectives import WeakGroup, group_of
 from lightning_lowbw.errors import ConfigurationError
@@ -22,7 +22,6 @@ Algorithm = Literal["sharded", "leader", "flat"]
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")  # Linux: an identifier of a machine and of its last boot
 
 
-@names_arguments
 @dataclass(frozen=True)
 class Topology:
     """The ranks of each node, in the order of the nodes.
@@ -56,7 +55,6 @@ class Topology:
             )
 
     @classmethod
-    @names_arguments
     def blocks(cls, world_size: int, ranks_per_node: int) -> Topology:
         """Return nodes of `ranks_per_node` neighbouring ranks.
 
@@ -252,7 +250,6 @@ def make_node_mesh(topology: Topology, rank: int, device_type: str, timeout: tim
     return NodeMesh(topology, mesh, coordinate, WeakGroup(nodes[node]), WeakGroup(between[coordinate]))
 
 
-@names_arguments
 @dataclass(frozen=True, kw_only=True)
 class Where:
     """The topology, and how dense gradients are summed.

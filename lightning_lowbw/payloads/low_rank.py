@@ -35,7 +35,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_lowbw.arguments import is_count, names_arguments
+from lightning_lowbw.arguments import is_count
 from lightning_lowbw.comm.peers import MeanWork, Peers
 from lightning_lowbw.errors import ConfigurationError
 from lightning_lowbw.kernels.reference import are_not_finite
@@ -55,7 +55,6 @@ PADDED = 1 << 20  # elements of factors that may be orthogonalized together with
 ALIGNED = 16  # rows: 64 bytes or more
 
 
-@names_arguments
 @dataclass(frozen=True, kw_only=True)
 class LowRank(Payload, key="low_rank"):
     """Every matrix as the product of two thin ones, with error feedback.

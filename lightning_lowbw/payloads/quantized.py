@@ -40,7 +40,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from lightning_lowbw.arguments import check_one_of, names_arguments
+from lightning_lowbw.arguments import check_one_of
 from lightning_lowbw.comm.collectives import TensorWork, all_gather_bytes, all_reduce_bytes
 from lightning_lowbw.comm.peers import Peers
 from lightning_lowbw.errors import ConfigurationError
@@ -179,7 +179,6 @@ FORMATS: dict[str, QuantizedFormat] = {  # a file with another format adds it he
 # The payload and its exchange -----------------------------------------------------------------------------------------
 
 
-@names_arguments
 @dataclass(frozen=True, kw_only=True)
 class Quantized(Payload, key="quantized"):
     """Every element in few bits, with error feedback: rounding errors are added to the next message.

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from lightning_lowbw.arguments import check_one_of, is_count, is_number, names_arguments
+from lightning_lowbw.arguments import check_one_of, is_count, is_number
 from lightning_lowbw.comm.peers import Peers, part_of
 from lightning_lowbw.errors import ConfigurationError
 from lightning_lowbw.kernels.dispatch import averages_for
@@ -69,7 +69,6 @@ class ChunkLayout:
         return self.num_full * self.k + self.k_last
 
 
-@names_arguments
 @dataclass(frozen=True, kw_only=True)
 class TopK(Payload, key="top_k"):
     """The largest elements of each tensor.

@@ -8,7 +8,6 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_lowbw.arguments import names_arguments
 from lightning_lowbw.comm.peers import MeanWork, Peers
 from lightning_lowbw.errors import ConfigurationError
 from lightning_lowbw.payloads.exchange import Arrived, DenseMean, Pending, Prepared, Signal
@@ -16,7 +15,6 @@ from lightning_lowbw.payloads.payload import Message, Payload, Shapes
 from lightning_lowbw.schedules.schedule import Schedule
 
 
-@names_arguments
 @dataclass(frozen=True, kw_only=True)
 class Whole(Payload, key="whole"):
     """Every element, in float32 (or wider, if the tensor is); nothing is kept back."""

@@ -26,7 +26,7 @@ from typing import Any, Literal, cast, get_args
 import torch
 from torch import Tensor
 
-from lightning_lowbw.arguments import check_one_of, is_count, is_number, names_arguments
+from lightning_lowbw.arguments import check_one_of, is_count, is_number
 from lightning_lowbw.errors import ConfigurationError
 from lightning_lowbw.schedules.schedule import Schedule
 
@@ -57,7 +57,6 @@ class Period:
     last_lr: float | None = None
 
 
-@names_arguments
 @dataclass(frozen=True, kw_only=True)
 class EveryK(Schedule, key="k"):
     """Average the replicas after every k-th local step.

@@ -9,14 +9,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from lightning_lowbw.arguments import is_count, is_number, names_arguments
+from lightning_lowbw.arguments import is_count, is_number
 from lightning_lowbw.errors import ConfigurationError
 from lightning_lowbw.schedules.schedule import Schedule
 
 AUTO = "auto"
 
 
-@names_arguments
 @dataclass(frozen=True)
 class EveryStep(Schedule, key="step"):
     """Exchange gradients in every optimizer step; the density is a function of the step.

@@ -30,7 +30,6 @@ from lightning_lowbw.cost_model import (
     Measured,
     Run,
     choose,
-    ddp,
     predict,
     slowest,
     why_dense,
@@ -158,9 +157,9 @@ class AutoChoice:
         timed, ends = zip(*gather((medians(self._times), self._end), "times of steps"), strict=True)
         measured = slowest(timed)
         run = Run(worker.step, min(ends), given.when.pretrained, isinstance(worker.optimizer, (Adam, AdamW)))
-        why = why_dense(measured, run, given.when.budget)
-        self.has_measured = why is None
-        if why is None:
+        self.has_measured = why_dense(measured, run, given.when.budget) is None
+        refused: dict[str, str] = {}
+        if self.has_measured:
             begins_early = takes_as_made(trainer) and leaves_as_made(trainer)
             here = measure(
                 *(given, self._names, shapes_of(workers), worker.peers, worker.params.device, measured),
@@ -168,12 +167,7 @@ class AutoChoice:
             )
             measured = slowest(gather(here, "times of exchanges"))
             refused = refusals(workers, is_dgc_asked_for=self._names == OF_AUTO)
-            found, sentence = choose(measured, run, given, self._names, refused)
-        else:
-            if worker.peers.is_two_level:  # the steps stay DDP's own
-                given = replace(given, where=replace(given.where, algorithm="flat"))
-            found = ddp(measured, run, given)
-            sentence = f"{measured}: {found.name}, because {why}. To write it down: {written(found.method)}"
+        found, sentence = choose(measured, run, given, self._names, refused)
         took_s = time.perf_counter() - started
         rank_zero_info(f"{type(trainer.strategy).__name__}, chosen in {took_s:.2g} s: {sentence}.")
         return found

@@ -25,7 +25,6 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_lowbw.arguments import names_arguments
 from lightning_lowbw.comm.agreement import differ, failing_together
 from lightning_lowbw.comm.collectives import broadcast_, broadcast_flat_
 from lightning_lowbw.comm.peers import Peers
@@ -56,7 +55,6 @@ CONTAINERS = (nn.ModuleList, nn.ModuleDict)  # have no forward pass
 PARAMETERS = (nn.ParameterList, nn.ParameterDict)
 
 
-@names_arguments
 class ShardedStrategy(CheckpointedStrategy, ModelParallelStrategy):
     """FSDP2 inside each node, a method between nodes: for models that do not fit on one GPU.
 

@@ -175,7 +175,7 @@ class Strategy(CheckpointedStrategy, DDPStrategy):
                 f"{name}, topology={method.where.topology!r}: {ranks}, so there is one level only, and this trains as "
                 f"{'with topology=' + repr('flat') if topology.is_flat else 'DDP'}."
             )
-        if method.hides_averages:
+        if method.when.delay_steps:
             self._worker_peers = method.make_peers(group, ledger=self.ledger, timeout=self._timeout, is_hidden=True)
         self._use(method)
 

@@ -11,14 +11,12 @@ from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 
-from lightning_lowbw.arguments import names_arguments
 from lightning_lowbw.comm.collectives import TrafficLedger, all_reduce_bytes
 from lightning_lowbw.errors import ConfigurationError
 from lightning_lowbw.strategies.base import BaseStrategy
 from lightning_lowbw.strategies.checks import callbacks_of, check_package
 
 
-@names_arguments
 class TrafficMonitor(Callback):
     """Log this rank's traffic of each training step, and that of rank 0 at the end in one line, without a collective.
 

@@ -44,9 +44,7 @@ SLOW_PAIR, LONG_LATENCY_S = 0.5, 0.005  # of the fastest pair; one way
 
 
 def check_ranks(device: torch.device) -> dict[str, Any]:
-    """Return plain values: the cluster as `plan.make_cluster` takes it, the pairs of nodes, the ranks, the warnings.
-
-    Takes about half a second for each node.
+    """Return plain values: the cluster as `plan.make_cluster` takes it, neighbouring nodes, the ranks, the warnings.
 
     Collective: all ranks, blocking.
 
@@ -57,7 +55,9 @@ def check_ranks(device: torch.device) -> dict[str, Any]:
     ranks = gather(describe_rank(device), "descriptions")
     inside = measure_links([(node, node) for node in topology.nodes if len(node) > 1], device)
     pairs: dict[tuple[int, ...], Link] = {}
-    for turn in turns(topology.num_nodes):
+    # Neighbours, whose links a ring uses: each node with the next one, in two turns in which a node has one pair.
+    for first in (0, 1):
+        turn = [(node, node + 1) for node in range(first, topology.num_nodes - 1, 2)]
         pairs |= measure_links([(pair, tuple(topology.leaders[node] for node in pair)) for pair in turn], device)
     between = measure_links([((), topology.leaders)] if pairs else [], device)
     found_inside = min(inside.values(), key=_bandwidth, default=Link(0.0, 1e12))
@@ -130,20 +130,6 @@ def measure_links(
         if dist.get_rank() in ranks:
             here[key] = measure_link(group, device)
     return {key: link for each in gather(here, "links") for key, link in each.items()}
-
-
-def turns(num: int) -> Iterator[list[tuple[int, int]]]:
-    """Yield all pairs of so many nodes, in turns in which each node has at most one pair: a round-robin tournament.
-
-    Example:
-        >>> [*turns(4)]
-        [[(0, 3), (1, 2)], [(0, 2), (1, 3)], [(0, 1), (2, 3)]]
-    """
-    players = [*range(num + num % 2)]
-    for _ in range(len(players) - 1):
-        pairs = zip(players[: len(players) // 2], players[::-1], strict=False)
-        yield [(min(pair), max(pair)) for pair in pairs if max(pair) < num]
-        players = [players[0], players[-1], *players[1:-1]]
 
 
 def slow(

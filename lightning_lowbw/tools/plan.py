@@ -21,7 +21,6 @@ from lightning_lowbw.cost_model import (
     CANDIDATES,
     FAST,
     HALF_DDP,
-    Candidate,
     Cluster,
     Cost,
     Measured,
@@ -32,7 +31,6 @@ from lightning_lowbw.cost_model import (
     ms,
     number,
     predict,
-    why_dense,
 )
 from lightning_lowbw.errors import ConfigurationError
 from lightning_lowbw.method import Method
@@ -88,10 +86,9 @@ class Plan:
 
     def _predicted(self, given: Method) -> Measured:
         small = small_numel([*map(math.prod, self.shapes)])
-        kinds: tuple[list[tuple[int, ...]], list[tuple[int, ...]]] = [], []
-        for shape in self.shapes:
-            kinds[not given.what.compresses("", math.prod(shape), small)].append(shape)
-        return predict(*kinds, self.cluster, self.step_s, given)
+        sparse = [shape for shape in self.shapes if given.what.compresses("", math.prod(shape), small)]
+        others = [shape for shape in self.shapes if shape not in sparse]
+        return predict(sparse, others, self.cluster, self.step_s, given)
 
     def names(self) -> tuple[str, ...]:
         """Return the methods of the table."""
@@ -102,21 +99,16 @@ class Plan:
 
         It is what `strategy="lowbw"` would choose, flat or on two levels, with the sentence that it would log.
         """
-        found: list[tuple[str, Candidate, str]] = []
-        for topology, ending in {"flat": "", "auto": LEVELS}.items():
-            given = _given(topology)
-            measured = self._predicted(given)
-            why = why_dense(measured, self.run, BUDGET)
-            chosen, sentence = choose(measured, self.run, given, ("ddp",) if why else (*CANDIDATES,), {})
-            name = chosen.name if chosen.name in ON_TWO_LEVELS else f"{chosen.name}{ending}"
-            found.append((name, chosen, f"{measured}: {why}" if why else sentence))
-            if why or ON_TWO_LEVELS[0] not in self.names():
-                break
-        most_s = (1.0 + BUDGET) * min(chosen.mean_s for _, chosen, _ in found)
-        as_fast = [each for each in found if each[1].mean_s <= most_s]
+        found = []
+        for ending in ("", LEVELS) if ON_TWO_LEVELS[0] in self.names() else ("",):
+            given = _given("auto" if ending else "flat")
+            chosen, sentence = choose(self._predicted(given), self.run, given, (*CANDIDATES,), {})
+            name = chosen.name if chosen.name in ("ddp", "hierarchical") else f"{chosen.name}{ending}"
+            found.append((name, chosen.mean_s, sentence))
+        most_s = (1.0 + BUDGET) * min(mean_s for _, mean_s, _ in found)
+        as_fast = [(name, sentence) for name, mean_s, sentence in found if mean_s <= most_s]
         # DDP changes nothing; otherwise two levels, which send less between nodes, and divide work and memory.
-        name, chosen, sentence = as_fast[0 if as_fast[0][0] == "ddp" else -1]
-        return name, sentence
+        return as_fast[0 if as_fast[0][0] == "ddp" else -1]
 
     def text(self) -> str:
         """Return a table, and what to use."""

@@ -53,7 +53,7 @@ def test_measured_bytes_are_those_of_the_payload_s_formula(name: str) -> None:
     for result in trained(name):
         turns = turns_of(row.method.when, result.k_steps) if isinstance(row.method.when, EveryK) else []
         expected = wire_bytes(row, STEPS, turns, result.fragments)
-        is_late = row.method.hides_averages and row.method.where.topology != "flat"  # counted when they have arrived
+        is_late = row.method.when.delay_steps and row.method.where.topology != "flat"  # counted when they have arrived
         assert result.wire_bytes[-1 if is_late else 0 :] == expected[-1 if is_late else 0 :]
 
 

@@ -45,7 +45,7 @@ class Volumes:
     def quantized(self, value_dtype: str, numels: Sequence[int]) -> int:
         """Return the bytes of a mean in few bits."""
         numel, num, nbytes = sum(self.parts(numels)), self.num_participants, FORMATS[value_dtype].nbytes
-        if num == 2 or self.row.method.hides_averages:
+        if num == 2 or self.row.method.when.delay_steps:
             return (num - 1) * nbytes(numel)
         return 2 * (num - 1) * nbytes(-(-numel // num))
 

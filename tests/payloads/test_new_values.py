@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from lightning_lowbw import EveryK, EveryStep, Method, TopK
-from lightning_lowbw.arguments import names_arguments
 from lightning_lowbw.comm.link import Link
 from lightning_lowbw.comm.peers import Peers
 from lightning_lowbw.cost_model import Cluster, cost_of
@@ -31,7 +30,6 @@ from tests.sync import problem
 TWO_NODES = Cluster(2, 1, Link(latency_s=0.0, bandwidth_bytes_per_s=1e6))
 
 
-@names_arguments
 @dataclass(frozen=True, kw_only=True)
 class Rounded(Payload, key="rounded"):
     """Multiples of a unit, with error feedback."""
@@ -75,7 +73,6 @@ class RoundedExchange:
         pass
 
 
-@names_arguments
 @dataclass(frozen=True, kw_only=True)
 class Falling(Schedule, key="falling"):
     """A density that falls with each step, after one dense step."""

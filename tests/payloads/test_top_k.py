@@ -8,7 +8,8 @@ import pytest
 
 from lightning_lowbw.payloads.params import small_numel
 from lightning_lowbw.payloads.top_k import ChunkLayout, TopK
-from lightning_lowbw.presets import Compression, as_compression
+from lightning_lowbw.payloads.whole import Whole
+from lightning_lowbw.presets import Compression, LocalSGD
 
 
 def test_how_many_of_each_chunk_are_sent() -> None:
@@ -46,6 +47,6 @@ def test_what_is_small_depends_on_what_is_trained() -> None:
 
 
 def test_a_mapping_says_the_same_as_a_value() -> None:
-    assert as_compression({"value_dtype": "int4"}) == as_compression(Compression(value_dtype="int4"))
-    assert as_compression({}) == Compression()
-    assert as_compression(None) is None
+    assert LocalSGD(compression={"value_dtype": "int4"}) == LocalSGD(compression=Compression(value_dtype="int4"))
+    assert LocalSGD(compression={}).what == Compression()
+    assert LocalSGD(compression=None).what == Whole()

@@ -246,10 +246,11 @@ def test_all_ranks_plan_for_the_shortest_run_of_an_optimizer(model: Any, limits:
     runs: list[Run] = []
     with pytest.MonkeyPatch.context() as monkeypatch:
         give_measured(monkeypatch, SLOW)
-        monkeypatch.setattr(auto_choice, "why_dense", lambda _, run, __: (runs.append(run), "of this test")[1])
+        for module in (auto_choice, cost_model):
+            monkeypatch.setattr(module, "why_dense", lambda _, run, __: (runs.append(run), "of this test")[1])
         monkeypatch.setattr(auto_choice, "num_steps_of_fit", shorter_on_rank_one)
         train(AutoStrategy(), model(), 20, **limits)
-    assert runs == [Run(NUM_STEPS, 10)]
+    assert {*runs} == {Run(NUM_STEPS, 10)}
 
 
 class SlowToValidate(Wide):

@@ -27,7 +27,6 @@ from lightning_lowbw import (
     Topology,
     Where,
 )
-from lightning_lowbw.method import as_method
 from lightning_lowbw.presets import PRESETS, preset
 from tests.ranks import on_ranks
 
@@ -119,14 +118,6 @@ def test_attaching_fails_on_all_ranks_or_on_none() -> None:
         method.attach(torch.optim.SGD([weight], lr=0.1), [("w", weight)])
     with pytest.raises(ConfigurationError, match=r"dampening=0\.5"):
         DGC().attach(torch.optim.SGD([weight], lr=0.1, momentum=0.9, dampening=0.5 * rank), [("w", weight)])
-
-
-def test_a_mapping_gets_its_topology_before_it_is_checked() -> None:
-    """Both may be in a YAML file side by side: a leader makes sense with the topology only."""
-    given = {"what": {"payload": "whole"}, "where": {"algorithm": "leader"}}
-    assert as_method(given, "auto") == Method(where=Where(topology="auto", algorithm="leader"))
-    with pytest.raises(ConfigurationError, match="algorithm='leader' with topology='flat'"):
-        as_method(given)
 
 
 # The card of the names ------------------------------------------------------------------------------------------------
