@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from lightning_lowbw.arguments import from_mapping, sorted_into
 from lightning_lowbw.comm.agreement import agree
 from lightning_lowbw.comm.peers import Peers, make_peers
-from lightning_lowbw.comm.topology import TopologyChoice, Where, asks_for_two_levels
+from lightning_lowbw.comm.topology import TopologyChoice, Where
 from lightning_lowbw.errors import ConfigurationError
 from lightning_lowbw.payloads.payload import PAYLOADS, Payload
 from lightning_lowbw.payloads.whole import Whole
@@ -60,14 +60,14 @@ class Method:
         object.__setattr__(self, "where", where if isinstance(where, Where) else Where(topology=where))
         # Each value has checked itself; this checks the combination.
         self._check_where()
-        self.what.check(self.when, has_levels=asks_for_two_levels(self.where.topology))
+        self.what.check(self.when)
 
     def _check_where(self) -> None:
         where = self.where
         narrow = f"inter_dtype={where.inter_dtype!r}" if where.inter_dtype != "float32" else ""
         algorithm = f"algorithm={where.algorithm!r}"
         is_leader, is_flat = where.algorithm == "leader", where.algorithm == "flat"
-        if is_leader and asks_for_two_levels(where.topology) is False:
+        if is_leader and where.is_flat:
             raise ConfigurationError(
                 f"{algorithm} with topology={where.topology!r}: it is about what nodes of several ranks send to each "
                 "other. Leave it out, or give a topology such as 'auto'."

@@ -153,17 +153,6 @@ def check_choice(choice: object) -> Topology | None:
     )
 
 
-def asks_for_two_levels(choice: TopologyChoice) -> bool | None:
-    """Return whether a choice has nodes of several ranks; None for "auto", which needs the world."""
-    if isinstance(choice, int):
-        return choice > 1
-    if isinstance(choice, str):
-        return None if choice == "auto" else False
-    topology = check_choice(choice)
-    assert topology is not None
-    return not topology.is_flat
-
-
 def resolve(choice: TopologyChoice, world_size: int) -> Topology | None:
     """Return the topology of the world; None if flat.
 
@@ -286,6 +275,11 @@ class Where:
             if getattr(self, name) not in allowed:
                 choices = ", ".join(str(each) for each in allowed if each is not None)
                 raise ConfigurationError(f"{name}={getattr(self, name)!r}: choose one of {choices}.")
+
+    @property
+    def is_flat(self) -> bool:
+        """Whether each node has one rank; False for "auto", for which the world decides."""
+        return self.topology.is_flat if isinstance(self.topology, Topology) else self.topology in ("flat", 1)
 
     @property
     def narrow_dtype(self) -> torch.dtype | None:

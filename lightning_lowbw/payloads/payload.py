@@ -127,12 +127,8 @@ class Payload(ABC):
         """
         return numel > 0
 
-    def check(self, when: Schedule, *, has_levels: bool | None = None) -> None:
+    def check(self, when: Schedule) -> None:
         """Check that the payload can be combined with a schedule.
-
-        Args:
-            when: the schedule.
-            has_levels: whether nodes have several ranks; None where that is not known yet.
 
         Raises:
             ConfigurationError: it cannot, with the reason.

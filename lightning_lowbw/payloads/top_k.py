@@ -135,8 +135,8 @@ class TopK(Payload, key="top_k"):
                     f"{name}={value!r}: give a number of elements, an integer >= 1, or None {choices_of}."
                 )
 
-    def check(self, when: Schedule, *, has_levels: bool | None = None) -> None:
-        super().check(when, has_levels=has_levels)
+    def check(self, when: Schedule) -> None:
+        super().check(when)
         if when.averages_weights and self.momentum_masking is not None:
             raise ConfigurationError(
                 f"momentum_masking={self.momentum_masking!r} every k steps: the knob is about gradients, which are "

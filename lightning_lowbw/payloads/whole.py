@@ -30,8 +30,8 @@ class Whole(Payload, key="whole"):
     def compresses(self, name: str, numel: int, small_numel: int) -> bool:
         return False
 
-    def check(self, when: Schedule, *, has_levels: bool | None = None) -> None:
-        super().check(when, has_levels=has_levels)
+    def check(self, when: Schedule) -> None:
+        super().check(when)
         if when.begin_step and not when.averages_weights:
             raise ConfigurationError(
                 f"rampup_begin_step={when.begin_step} with {self}: every step is dense. Leave it out."

@@ -121,7 +121,6 @@ class GradientSync(Synchronizer):
         )
         if not method.when.is_auto:  # with "auto" nothing is corrected yet, and perhaps never
             self.correction.check()
-        what.check(method.when, has_levels=peers.is_two_level)
 
     # Read by the strategies -----------------------------------------------------------------------------------------
 

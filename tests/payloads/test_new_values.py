@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -18,7 +17,7 @@ from lightning_lowbw.comm.peers import Peers
 from lightning_lowbw.cost_model import Cluster, cost_of
 from lightning_lowbw.payloads import payload
 from lightning_lowbw.payloads.corrections import ErrorFeedback
-from lightning_lowbw.payloads.exchange import Pending, Prepared, Signal
+from lightning_lowbw.payloads.exchange import Exchange, Pending, Prepared, Signal
 from lightning_lowbw.payloads.payload import PAYLOADS, Message, Payload, Shapes
 from lightning_lowbw.payloads.selection import Residuals
 from lightning_lowbw.payloads.whole import WholeExchange
@@ -45,10 +44,10 @@ class Rounded(Payload, key="rounded"):
         return [Message("all_reduce", 4 * sum(map(math.prod, shapes)))]
 
 
-class RoundedExchange:
+class RoundedExchange(Exchange):
     def __init__(self, payload: Rounded, peers: Peers) -> None:
         self.payload, self._whole = payload, WholeExchange(peers)
-        self.residuals, self.fault = Residuals(), None
+        self.residuals = Residuals()
 
     def prepare(self, signal: Signal, correction: ErrorFeedback | None = None) -> Prepared:
         self.residuals.ensure({name: each.numel() for name, each in signal.items()}, torch.device("cpu"))
@@ -62,15 +61,6 @@ class RoundedExchange:
             return self._whole.prepare(sent).send(torch.zeros(1) if status is None else status, whole)
 
         return Prepared(send)
-
-    def to(self, device: torch.device) -> None:
-        self.residuals.to(device)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        pass
 
 
 @dataclass(frozen=True, kw_only=True)
