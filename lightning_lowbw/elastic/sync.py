@@ -45,7 +45,7 @@ from lightning_lowbw.elastic.membership import GivesUp, Quorum, Row, Settings, d
 from lightning_lowbw.elastic.peers import Members
 from lightning_lowbw.errors import ConfigurationError
 from lightning_lowbw.kernels.reference import are_not_finite
-from lightning_lowbw.kernels.tensors import CPU, as_real, checksum, copies, copy_all_, order_of
+from lightning_lowbw.kernels.tensors import CPU, as_real, checksum, copy_all_, order_of
 from lightning_lowbw.method import Method
 from lightning_lowbw.namespaces import LOGGER
 from lightning_lowbw.sync.fragments import Average, Sums, average_status
@@ -477,7 +477,8 @@ class ElasticSync(LocalSync):
             )
         trained = [p for p in self._all.parameters if p.requires_grad and p.numel()]  # the same on all members
         prepared = self.replica.prepare_average(self.step, trained, takes_buffers=True)
-        work = Work(self.step, self._steps, self.tokens, self._lr, copies(self.replica.residuals), prepared)
+        residuals = {name: residual.clone() for name, residual in self.replica.residuals.items()}
+        work = Work(self.step, self._steps, self.tokens, self._lr, residuals, prepared)
         if self.step >= self.last_step:  # a state without steps would say that the training has ended
             self.membership.serve(None)
         self.tokens, self._all.steps = 0.0, 0

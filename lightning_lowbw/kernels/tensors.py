@@ -229,12 +229,6 @@ def relative_distance(weights: Sequence[Tensor], means: Sequence[Tensor]) -> Ten
     return (squares[0] / squares[1]).sqrt().float()
 
 
-@torch.no_grad()
-def copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return a copy of each tensor, by name."""
-    return {name: tensor.detach().clone() for name, tensor in tensors.items()}
-
-
 def saved(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return a copy of each tensor on the CPU, by name."""
     return {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
