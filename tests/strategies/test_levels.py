@@ -20,8 +20,8 @@ from lightning_lowbw.comm.collectives import begin_all_reduce_
 from lightning_lowbw.sync.state import merge_states
 from tests.comm.test_collectives import timeout_of
 from tests.programs import forget_launcher, free_port
-from tests.ranks import on_ranks, run_ranks
-from tests.strategies.fits import Noted, Silence, make, same, saving, train, warned
+from tests.ranks import on_ranks
+from tests.strategies.fits import Noted, Silence, gathered, make, same, saving, train, warned
 from tests.tiny import Tiny, make_trainer, weights_of
 
 STEPS = 8
@@ -100,9 +100,10 @@ def test_float16_is_sent_between_nodes_as_it_is() -> None:
     assert tensor.tolist() == [65504.0] * 3
 
 
-def train_under_slurm(port: int) -> None:
+@on_ranks(4)
+def test_under_slurm() -> None:
     """Train as one of the four tasks of two nodes, with what SLURM says and nothing else."""
-    rank = dist.get_rank()
+    rank, port = dist.get_rank(), gathered(free_port())[0]
     forget_launcher()
     of_slurm = {"JOB_ID": 7, "JOB_NAME": "train", "NTASKS": 4, "NTASKS_PER_NODE": 2, "NNODES": 2, "PROCID": rank}
     of_slurm |= {"NODELIST": "127.0.0.1", "LOCALID": rank % 2, "NODEID": rank // 2}
@@ -117,7 +118,3 @@ def train_under_slurm(port: int) -> None:
     assert trainer.strategy._nodes == [[0, 1], [2, 3]]
     same(digest(model.parameters()))
     assert trainer.strategy.ledger.inter_bytes > 0
-
-
-def test_under_slurm() -> None:
-    run_ranks(train_under_slurm, 4, free_port())

@@ -10,12 +10,11 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.tuner import Tuner
-from torch import Tensor
 
 from lightning_lowbw import DGCStrategy
 from lightning_lowbw.comm.agreement import digest
 from tests.ranks import on_ranks
-from tests.strategies.fits import STEPS, make, same, train, warned
+from tests.strategies.fits import STEPS, make, same, train
 from tests.tiny import BATCH, Tiny, TwoOptimizers, WithRate, make_data, make_trainer, weights_of
 
 
@@ -66,22 +65,6 @@ def test_a_layer_unfrozen_later_stays_the_same_on_all_ranks() -> None:
     train("dgc, warm-up", model, callbacks=[Thawing()])
     same(weights_of(model))
     assert bool((model.frozen.weight != before).any())
-
-
-class SkipsBackward(Tiny):
-    """Leaves out backward passes on all ranks."""
-
-    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        if self.trainer.global_step > 1:
-            super().backward(loss, *args, **kwargs)
-
-
-@on_ranks(2)
-def test_steps_without_a_backward_pass_are_no_errors() -> None:
-    model = SkipsBackward()
-    warned(lambda: train(make("dgc, warm-up", {"rampup_begin_step": 10}), model, STEPS))
-    same(weights_of(model))
-    assert model.trainer.global_step == STEPS
 
 
 @pytest.mark.parametrize("name", ["dgc, warm-up", "local_sgd"])
