@@ -355,49 +355,62 @@ class TorchftMembership:
             RuntimeError: on all processes; it was not possible.
             ConfigurationError: on all processes; see `_unreached`.
         """
-        rows = {member.name: member.row for member in members}
-        names = latest_of(rows)
+        latest = latest_of({member.name: member.row for member in members})
         (own,) = (member for member in members if member.name == self._name)
-        donors = sorted((m for m in members if m.name in names), key=lambda m: _turn_of(m.name, self._name))
+        donors = sorted((m for m in members if m.name in latest), key=lambda m: _turn_of(m.name, self._name))
         take = partial(self._take, [donor.state for donor in donors])
-        taker = next((member for member in members if member.name not in names and member.row.is_late), None)
-        members = [member for member in members if member.name in names or member is taker]
+        taker = next((member for member in members if member.name not in latest and member.row.is_late), None)
+        members = [member for member in members if member.name in latest or member is taker]
         if own not in members:
             self._lighthouse.is_away = True  # no heartbeats: the members do not wait for this group meanwhile
             self._disconnect()  # from the members of an earlier round, which `commit` would count as this one
             return Quorum(0, (own.name,), healed=self._fetch(take, gives_up))
         if len(members) < self.min_replicas:
-            raise RuntimeError(f"up to date are {names}")
-        key = tuple((member.name, member.store, member.failures) for member in members)
-        if key != self._key:
-            # Not the number alone: a lighthouse that is restarted counts its quorums from 1 again.
-            path = f"{number}/{rows[names[0]].rounds}/{zlib.crc32(repr(key).encode())}/{self._process}"
-            self._disconnect()
-            error = self._connect(own, members, next(m.store for m in members if m is not taker), path)
-            errors = [each for each in gather(error, "connection") if each is not None]
-            if errors:
-                raise min(errors, key=lambda each: isinstance(each, RuntimeError))  # a ConfigurationError first
-            self._key = key
-        self._limit_s = max(self.timeout_s, timeout_s_of(max(m.row.state_bytes for m in members), self.gbit_per_s))
-        self._group._set_default_timeout(timedelta(seconds=self._limit_s))
-        rank, names = members.index(own), [member.name for member in members]
+            raise RuntimeError(f"up to date are {latest}")
+        self._connect(number, own, members, next(member for member in members if member is not taker))
+        rank, names = members.index(own), tuple(member.name for member in members)
         if taker is None:
-            return Quorum(rank, tuple(names), tuple(rows[name] for name in names))
+            return Quorum(rank, names, tuple(member.row for member in members))
         healed = self._fetch(take, gives_up) if own is taker else None
         with suppress(RuntimeError):  # the other members wait here for the state to arrive
             self.collective(lambda group: group.allreduce([torch.zeros(1)]))
         self.commit()
-        return None if healed is None else Quorum(rank, tuple(names), healed=healed)
+        return None if healed is None else Quorum(rank, names, healed=healed)
 
-    def _connect(self, own: _Member, members: Sequence[_Member], meet_at: str, path: str) -> Exception | None:
-        """Make the process group of the members, which meet in a store; return the error if it is not possible."""
+    def _connect(self, number: int, own: _Member, members: Sequence[_Member], host: _Member) -> None:
+        """Make the group of the members, unless it is there, and set its timeout.
+
+        Args:
+            number: number of the quorum.
+            own: this group.
+            members: the members.
+            host: the member in whose store they meet.
+
+        Raises:
+            RuntimeError, ConfigurationError: on all processes; see `_make_group`.
+        """
+        key = tuple((member.name, member.store, member.failures) for member in members)
+        if key != self._key:
+            self._disconnect()
+            # Not the number alone: a lighthouse that is restarted counts its quorums from 1 again.
+            path = f"{number}/{host.row.rounds}/{zlib.crc32(repr(key).encode())}/{self._process}"
+            found = gather(self._make_group(own, members, host.store, path), "connection")
+            errors = [error for error in found if error is not None]
+            if errors:
+                raise min(errors, key=lambda error: isinstance(error, RuntimeError))  # a ConfigurationError first
+            self._key = key
+        self._limit_s = max(self.timeout_s, timeout_s_of(max(m.row.state_bytes for m in members), self.gbit_per_s))
+        self._group._set_default_timeout(timedelta(seconds=self._limit_s))
+
+    def _make_group(self, own: _Member, members: Sequence[_Member], store: str, path: str) -> Exception | None:
+        """Make the group of the members, which meet in a store; return the error if it is not possible."""
         gloo: Any = dist.ProcessGroupGloo
         options, limit = gloo._Options(), timedelta(seconds=CONNECT_S)
         options._devices, options._timeout = [gloo.create_device(hostname=self._address)], limit
-        host, _, port = meet_at.rpartition(":")
+        host, _, port = store.rpartition(":")
         try:
-            store = dist.TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=limit)
-            self._group = gloo(dist.PrefixStore(path, store), members.index(own), len(members), options)
+            there = dist.TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=limit)
+            self._group = gloo(dist.PrefixStore(path, there), members.index(own), len(members), options)
         except RuntimeError as raised:
             return self._unreached(own, members) or RuntimeError(f"{raised}")
         self._num_cut = 0

@@ -182,7 +182,7 @@ def run_member(
 
 def listening_addresses() -> set[str]:
     """Return the addresses at which this process listens, as the kernel writes them."""
-    own = {os.readlink(f"/proc/self/fd/{each}") for each in os.listdir("/proc/self/fd") if _is_link(each)}
+    own = {os.readlink(each) for each in Path("/proc/self/fd").iterdir() if each.is_symlink()}
     found = set()
     for table in ("tcp", "tcp6"):
         for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
@@ -190,10 +190,6 @@ def listening_addresses() -> set[str]:
             if columns[3] == "0A" and f"socket:[{columns[9]}]" in own:
                 found.add(columns[1].partition(":")[0])
     return found
-
-
-def _is_link(descriptor: str) -> bool:
-    return os.path.islink(f"/proc/self/fd/{descriptor}")
 
 
 def run_on_node(words: Sequence[str], function: Callable[..., None], *arguments: Any) -> None:

@@ -187,7 +187,7 @@ def test_the_processes_of_a_group_agree_on_the_connection_before_the_next_collec
     for own in ("taker", "donor", "other"):
         rows = {"donor": Row(3), "other": Row(3), "taker": Row(0, is_late=True)}
         membership, there = a_member_of(own, rows)
-        membership._connect = connect  # type: ignore[method-assign]
+        membership._make_group = connect  # type: ignore[method-assign]
         with pytest.raises(RuntimeError, match="no connection to"):
             membership._join(1, there, bool)
         assert gather(own, "name") == [own, own]
