@@ -38,7 +38,6 @@ from lightning_lowbw.kernels.tensors import (
     allocate,
     as_real,
     copy_all_,
-    flat,
     flat_in_order,
     in_order,
     laid_out,
@@ -544,7 +543,7 @@ class MeanWork:
 
 def fill_(room: Tensor, sizes: list[int], tensors: Sequence[Tensor], weight: float) -> None:
     """Concatenate tensors, times the weight; multiply in the wide dtype of the room, because tensors may be narrow."""
-    parts = list(map(flat, tensors))
+    parts = [each if each.dim() == 1 else each.reshape(-1) for each in tensors]
     if room.device.type != "cpu" and parts:  # few launches, whatever their number
         if len(parts) == 1:
             torch.mul(parts[0], weight, out=room)

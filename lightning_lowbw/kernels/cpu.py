@@ -501,7 +501,7 @@ def accumulate_(segment: Segment, threshold: float, most: int = sys.maxsize) -> 
     def run(start: int, stop: int) -> Tensor | None:
         positions = _room(min(most, stop - start) if threshold > 0 else -CHUNK)
         count = accumulate_kernel(
-            *(NOTHING if each is None else each.detach()[start:stop].numpy() for each in tensors),
+            *[NOTHING if each is None else each.detach().view(-1)[start:stop].numpy() for each in tensors],
             factors, segment.nesterov, least, positions.numpy(), fault,
         )  # fmt: skip
         return positions[:count].add_(start) if count <= most else None
@@ -566,7 +566,7 @@ def average_many_(
         mean = arrival.out.float()
         out, weight = (mean, None) if arrival.weight is None else (None, arrival.weight.detach())
         average_kernel(
-            *(NOTHING if each is None else each.view(-1).numpy() for each in (out, weight)), np.float32(-arrival.rate),
+            *[NOTHING if each is None else each.view(-1).numpy() for each in (out, weight)], np.float32(-arrival.rate),
             positions[arrival.group].numpy(), values[arrival.group].numpy(), arrival.first, arrival.num_sent,
         )  # fmt: skip
         if mean is not arrival.out:

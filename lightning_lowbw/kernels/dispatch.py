@@ -7,6 +7,7 @@ import importlib.util
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
+from operator import attrgetter
 from types import ModuleType
 
 import torch
@@ -16,6 +17,7 @@ from lightning_lowbw.kernels import gpu, reference
 
 OLDEST_CAPABILITY = (7, 0)  # what Triton compiles for
 
+_IS_CPU, _DTYPE = attrgetter("is_cpu"), attrgetter("dtype")
 _disabled = set[str]()  # types of devices whose kernels this process does not use
 
 
@@ -46,14 +48,15 @@ def _import_cpu() -> ModuleType | None:
 
 def compiled_for(*tensors: Tensor) -> ModuleType | None:
     """Return `cpu`, the module that numba compiles, if it takes these tensors, whatever their dtypes; else None."""
-    if "cpu" in _disabled or not all(tensor.device.type == "cpu" and tensor.is_contiguous() for tensor in tensors):
+    # In few calls: each step asks for each tensor.
+    if "cpu" in _disabled or not (all(map(_IS_CPU, tensors)) and all(map(Tensor.is_contiguous, tensors))):
         return None
     return _import_cpu()
 
 
 def kernels_for(*tensors: Tensor) -> ModuleType:
     """Return the module to take `accumulate_`, `largest` and `take_` from, for these tensors."""
-    is_plain = all(tensor.dtype == torch.float32 for tensor in tensors)
+    is_plain = {*map(_DTYPE, tensors)} == {torch.float32}
     return (compiled_for(*tensors) if is_plain else None) or reference
 
 

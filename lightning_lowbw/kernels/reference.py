@@ -133,8 +133,8 @@ class OtherPart(Constants):
 class Segment(Constants):
     """One tensor of a compress step: a row of the table that every backend takes.
 
-    All of its tensors are flat, contiguous and of one length, in the order of the parameter's elements in memory (see
-    `kernels.tensors`). If a velocity is laid out unlike the parameter, the caller gives a copy, and writes it back.
+    All of its tensors are contiguous and have as many elements, in the order of the parameter's elements in memory (see
+    `kernels.tensors`); the residual is flat.
 
     Args:
         residual: v, the unsent gradient; float32.
@@ -170,8 +170,10 @@ class Segment(Constants):
     @property
     def tensors(self) -> list[Tensor]:
         """All tensors of the segment that are not None, except the fault."""
-        own = {} if self.second_moment is None else _tensors_of(self.second_moment)
-        return [*_tensors_of(self).values(), *own.values()]
+        moment = self.second_moment
+        squares = () if moment is None else (moment.square, moment.largest)
+        tensors = self.residual, self.momentum_buffer, self.gradient, self.weight, *squares
+        return [each for each in tensors if each is not None]
 
     def map(self, function: Callable[[Tensor], Tensor]) -> Segment:
         """Return the same step on other tensors: each tensor is replaced by the function's result."""
@@ -279,10 +281,15 @@ def are_not_finite(tensors: Sequence[Tensor]) -> Tensor:
 
     On CUDA all together, a few launches; see `is_finite`.
     """
-    if not all(tensor.is_cuda and tensor.numel() for tensor in tensors):
-        return torch.stack([~is_finite(tensor) for tensor in tensors])
     if not tensors:
         return torch.zeros(0, dtype=torch.bool, device="cpu")
+    if {tensor.device.type for tensor in tensors} == {"cpu"}:
+        flags = torch.stack([tensor.sum() for tensor in tensors]).isfinite().logical_not_()
+        for number in flags.nonzero().flatten().tolist():  # a sum of finite numbers may overflow
+            flags[number] = ~is_finite(tensors[number])
+        return flags
+    if not all(tensor.is_cuda and tensor.numel() for tensor in tensors):
+        return torch.stack([~is_finite(tensor) for tensor in tensors])
     largest = torch.stack(torch._foreach_norm([as_real(tensor) for tensor in tensors], math.inf))
     return largest * 0 != 0  # NaN of a NaN, and of an infinity
 
@@ -303,7 +310,7 @@ def accumulate_(segment: Segment, threshold: float, most: int = sys.maxsize) -> 
         the residual, the momentum buffer, the second moment, and the fault.
 
     Args:
-        segment: flat.
+        segment: its tensors.
         threshold: at or below 0 nothing is compared, and no position is returned.
         most: the largest number of positions that is of use; there is room for no more.
 
@@ -312,6 +319,7 @@ def accumulate_(segment: Segment, threshold: float, most: int = sys.maxsize) -> 
 
     Source: arXiv 1712.01887, section 3.2; the decay as in PaddlePaddle Fleet.
     """
+    segment = segment.map(lambda tensor: flat(tensor.detach()))
     residual, gradient = segment.residual, segment.gradient
     if segment.fault is not None:
         are_finite = gradient.isfinite()
@@ -333,7 +341,7 @@ def sample_accumulated(segment: Segment, stride: int) -> Tensor:
     Returns:
         float32, shape (ceil(numel / stride),).
     """
-    sample = segment.map(lambda tensor: tensor[::stride].clone())
+    sample = segment.map(lambda tensor: flat(tensor.detach())[::stride].clone())
     accumulate_(sample, 0.0)
     return sample.residual.abs_()
 

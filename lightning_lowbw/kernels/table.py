@@ -7,7 +7,7 @@ when an address, a length or a factor has changed. On a CPU the segments themsel
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from operator import attrgetter, is_
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -131,35 +131,31 @@ class Workspace:
         self.kinds: list[Kind] = []
         self._sizes: list[tuple[int, int, int]] = []  # addresses of residuals, elements and k
         self._gradients: list[int] = []  # their addresses
-        self._segments: list[Segment | OtherPart] = []  # of the last step
-        self._ends: list[int] = []  # how their gradients are aligned
+        self._sources: tuple[Any, ...] = ()  # the values from which the rows are made
         self._constants: list[tuple[Any, ...]] = []  # of the factors
 
     def update(self, segments: Sequence[Segment]) -> None:
-        """Take over the tensors of this step.
-
-        Args:
-            segments: if a segment was given before, only its gradient, in the same dtype, and its factors may differ:
-                its other tensors have their addresses of then.
-        """
+        """Take over the tensors of this step."""
         device = segments[0].residual.device
         others = [other for segment in segments for other in segment.other_parts]
         everything: list[Segment | OtherPart] = [*segments, *others]
         gradients = [segment.gradient.data_ptr() for segment in everything]
-        ends = [address % ALIGNMENT_BYTES for address in gradients]
+        sources = _sources(everything, gradients)
         self.num_tensors = len(segments)
-        is_again = len(everything) == len(self._segments) and all(map(is_, everything, self._segments))
-        if not is_again or ends != self._ends:
+        if sources != self._sources:
             self._describe(everything, gradients, device)
-            self._segments, self._ends = [] if others else everything, ends  # other parts have views of the gradients
+            self._sources = sources
         if gradients != self._gradients:
             self._host[:, GRADIENT] = gradients
             self.table = device_of(device).upload(torch.from_numpy(self._host.copy()))
             self._gradients = gradients
-        constants = [_constants(segment) for segment in everything]
+        constants = [
+            (_NUMBERS(each), None if each.second_moment is None else _NUMBERS_OF_MOMENT(each.second_moment))
+            for each in everything
+        ]
         if constants != self._constants:
             self.factors = upload([factors_of(segment) for segment in everything], torch.float32, device)
-        self._constants = constants
+            self._constants = constants
 
     def _describe(self, everything: list[Segment | OtherPart], gradients: list[int], device: torch.device) -> None:
         kinds = [_kind(*each) for each in zip(everything, gradients, strict=True)]
@@ -265,13 +261,23 @@ def _kind(segment: Segment | OtherPart, gradient: int) -> Kind:
 
 
 _NUMBERS = attrgetter("momentum", "weight_decay", "ahead", "sign", "dampening")
+_NUMBERS_OF_MOMENT = attrgetter("beta2", "share", "eps", "corrections")
 
 
-def _constants(segment: Segment | OtherPart) -> tuple[Any, ...]:
-    """Return the numbers that `factors_of` is computed from."""
-    moment = segment.second_moment
-    of_moment = None if moment is None else (moment.beta2, moment.share, moment.eps, moment.corrections)
-    return _NUMBERS(segment), of_moment
+def _sources(segments: Sequence[Segment | OtherPart], gradients: Sequence[int]) -> tuple[Any, ...]:
+    """Return the values from which the table is made, apart from the addresses of gradients; in few calls."""
+    moments = [segment.second_moment for segment in segments if segment.second_moment is not None]
+    tensors = [
+        tensor
+        for key in ("residual", "momentum_buffer", "weight", "fault")
+        for tensor in map(attrgetter(key), segments)
+    ]
+    tensors += [tensor for moment in moments for tensor in (moment.square, moment.largest)]
+    return (
+        [None if each is None else (each.data_ptr(), each.numel(), each.dtype) for each in tensors],
+        [(each.k, each.nesterov, each.weight_decay == 0, each.second_moment is None) for each in segments],
+        [(each.gradient.dtype, at % ALIGNMENT_BYTES) for each, at in zip(segments, gradients, strict=True)],
+    )
 
 
 def _rows(segments: Sequence[Segment | OtherPart], kinds: Sequence[Kind]) -> list[TableRow]:

@@ -12,7 +12,7 @@ from torch.nn.functional import pad
 from lightning_lowbw.comm.peers import BUCKET_BYTES, MeanWork, Peers, fill_, fill_buckets, is_apart
 from lightning_lowbw.kernels import dispatch, gpu
 from lightning_lowbw.kernels.table import DTYPES, JoinedTable
-from lightning_lowbw.kernels.tensors import allocate, constant, laid_out, split_front
+from lightning_lowbw.kernels.tensors import allocate, constant, split_front
 from lightning_lowbw.payloads.payload import FLOAT_BYTES
 
 _KINDS = {dtype: number for number, dtype in enumerate(DTYPES)}
@@ -80,8 +80,8 @@ class Beside:
         self._shapes, values = {name: tensor.shape for name, tensor in whole.items()}, list(whole.values())
         self._peers, self._apart = peers, list[Tensor]()
         self._work: MeanWork | None = None
-        kinds = tuple((value.dtype, value.numel()) for value in values)
-        if values and is_apart(sum(numel for _, numel in kinds) * FLOAT_BYTES, num):
+        kinds = tuple([(value.dtype, value.numel()) for value in values])
+        if values and is_apart(sum(map(Tensor.numel, values)) * FLOAT_BYTES, num):
             self._apart, values = values, []
         sections = [] if status is None else [status]
         self._buckets = fill_buckets(kinds) if values else []
@@ -124,4 +124,5 @@ class Beside:
         for (_, members, sizes), parts in zip(self._buckets, joined, strict=True):
             for index, mean in zip(members, split_front(parts.flatten(), sizes), strict=True):
                 means[index] = mean
-        return status, {n: laid_out(mean, shape) for (n, shape), mean in zip(self._shapes.items(), means, strict=True)}
+        pairs = zip(self._shapes.items(), means, strict=True)
+        return status, {name: mean.view(shape) for (name, shape), mean in pairs}

@@ -511,7 +511,7 @@ class SparseCodec:
 def joined(tensors: Sequence[Tensor]) -> Tensor:
     """Return flat tensors, concatenated; no copy if they are contiguous in memory, as the parts of a split are."""
     first, starts = tensors[0], [each.data_ptr() for each in tensors]
-    *expected, _ = accumulate((each.nbytes for each in tensors), initial=starts[0])
+    *expected, _ = accumulate([each.nbytes for each in tensors], initial=starts[0])
     is_one = first.untyped_storage()._cdata == tensors[-1].untyped_storage()._cdata  # so are all tensors in between
     numel = sum(map(Tensor.numel, tensors))
     if is_one and starts == expected and all(map(Tensor.is_contiguous, tensors)):

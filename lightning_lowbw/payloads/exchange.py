@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from lightning_lowbw.kernels.tensors import copy_all_
-from lightning_lowbw.payloads.corrections import ErrorFeedback
+from lightning_lowbw.payloads.corrections import Fields
 from lightning_lowbw.payloads.selection import Residuals
 
 Signal = Mapping[str, Tensor]
@@ -157,7 +157,7 @@ class Exchange(Protocol):
     fault: Tensor | None = None
     payload: Any
 
-    def prepare(self, signal: Signal, correction: ErrorFeedback | None = None) -> Prepared:
+    def prepare(self, signal: Signal, fields: Fields | None = None) -> Prepared:
         """Choose the elements to send; communicates nothing.
 
         In place:
@@ -166,7 +166,7 @@ class Exchange(Protocol):
         Args:
             signal: tensors with elements, in one order on all ranks: real, of any floating dtype and shape, read in C
                 order; on two levels equal on the ranks of a node.
-            correction: for `TopK` of gradients, which are then checked for inf and NaN.
+            fields: for `TopK` of gradients, which are then checked for inf and NaN; what a correction adds.
         """
         ...
 

@@ -40,7 +40,7 @@ from lightning_lowbw.comm.peers import MeanWork, Peers
 from lightning_lowbw.errors import ConfigurationError
 from lightning_lowbw.kernels.reference import are_not_finite
 from lightning_lowbw.kernels.tensors import CPU, copy_all_, device_of
-from lightning_lowbw.payloads.corrections import ErrorFeedback
+from lightning_lowbw.payloads.corrections import Fields
 from lightning_lowbw.payloads.exchange import Arrived, DenseMean, Exchange, Pending, Prepared, Signal
 from lightning_lowbw.payloads.payload import FLOAT_BYTES, Message, Payload, Shapes
 from lightning_lowbw.payloads.selection import Residuals
@@ -113,7 +113,7 @@ class LowRankExchange(Exchange):
     starts: dict[str, Tensor] = field(default_factory=dict)
     _together: dict[tuple[str, ...], Tensor] = field(default_factory=dict)  # starts of a batch; `starts` has views
 
-    def prepare(self, signal: Signal, correction: ErrorFeedback | None = None) -> Prepared:
+    def prepare(self, signal: Signal, fields: Fields | None = None) -> Prepared:
         """Prepare tensors of any floating dtype and shape."""
         return Prepared(partial(PendingLowRank, self, signal))
 

@@ -50,7 +50,7 @@ from lightning_lowbw.kernels.reference import SCALED, Code, scales_end
 from lightning_lowbw.kernels.table import JoinedRow, JoinedTable
 from lightning_lowbw.kernels.tensors import allocate, copy_all_, flat, split_front
 from lightning_lowbw.payloads.beside import Beside
-from lightning_lowbw.payloads.corrections import ErrorFeedback
+from lightning_lowbw.payloads.corrections import Fields
 from lightning_lowbw.payloads.exchange import Arrived, DenseMean, Exchange, Faulty, Pending, Prepared, Signal
 from lightning_lowbw.payloads.payload import FLOAT_BYTES, Message, Payload, Shapes
 from lightning_lowbw.payloads.selection import Residuals
@@ -239,7 +239,7 @@ class QuantizedExchange(Exchange):
         self.residuals = Residuals()
         self._tables: dict[tuple[str, ...], Tables] = {}
 
-    def prepare(self, signal: Signal, correction: ErrorFeedback | None = None) -> Prepared:
+    def prepare(self, signal: Signal, fields: Fields | None = None) -> Prepared:
         """Prepare tensors: any floating dtype of 16 or 32 bits, any shape.
 
         The kernels of a GPU encode them now, and find inf and NaN.

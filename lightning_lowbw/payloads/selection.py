@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from lightning_lowbw.kernels import dispatch, gpu
+from lightning_lowbw.kernels import dispatch, gpu, reference
 from lightning_lowbw.kernels.dispatch import kernels_for
 from lightning_lowbw.kernels.reference import Segment, reach, sample_accumulated
 from lightning_lowbw.kernels.table import FOLLOWED, Workspace
@@ -90,13 +90,13 @@ class Selection:
             counts = [segment.k for segment in table]
             return list(zip(*(each.unsafe_split_with_sizes(counts) for each in together), strict=True))
         parts = []
-        for name, given in segments.items():
-            segment = given.map(lambda tensor: flat(tensor.detach()))
+        for name, segment in segments.items():
             for other in segment.other_parts:
                 other.update_()
             positions = self._accumulate_(name, segment)
-            residual, masked = segment.residual, segment.momentum_buffer if masking else None
-            kernels = kernels_for(*(tensor for tensor in (residual, masked) if tensor is not None))
+            residual, velocity = segment.residual, segment.momentum_buffer if masking else None
+            masked = None if velocity is None else flat(velocity)
+            kernels = kernels_for(residual) if masked is None else kernels_for(residual, masked)
             parts.append((positions, kernels.take_(residual, masked, positions)))
         return parts
 
@@ -139,10 +139,11 @@ class SampledSelector:
             its residual and momentum buffer.
 
         Args:
-            segment: flat, without chunks.
+            segment: without chunks.
         """
         residual, k, numel = segment.residual, segment.k, segment.residual.numel()
-        kernels, of_residual = kernels_for(*segment.tensors), kernels_for(residual)
+        kernels = kernels_for(*segment.tensors)
+        of_residual = kernels_for(residual) if kernels is reference else kernels
         if numel <= self.SMALL or self.SURPLUS * k >= numel / MIN_PER_CANDIDATE:
             kernels.accumulate_(segment, 0.0)
             return of_residual.largest(residual, k)

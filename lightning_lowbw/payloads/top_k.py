@@ -38,7 +38,7 @@ from lightning_lowbw.kernels.table import DTYPES
 from lightning_lowbw.kernels.tensors import allocate, cut
 from lightning_lowbw.payloads.beside import Beside
 from lightning_lowbw.payloads.codec import MAX_NUMEL, VALUE_NAMES, SparseCodec
-from lightning_lowbw.payloads.corrections import ErrorFeedback, Sources
+from lightning_lowbw.payloads.corrections import Fields
 from lightning_lowbw.payloads.exchange import Arrived, Exchange, Pending, Prepared, Signal, Step
 from lightning_lowbw.payloads.payload import Message, Payload, Shapes
 from lightning_lowbw.payloads.selection import Residuals, Selection, num_selected
@@ -253,18 +253,15 @@ class TopKExchange(Exchange):
         self.payload, self.peers = payload, peers
         self.residuals = Residuals()
         self.selection = Selection()
-        # The segments of the last step, the values that they were made of, and the constants that they have.
-        self._segments: dict[str, Segment] = {}
-        self._made_of: tuple[Any, ...] = ()
-        self._constants: Mapping[int, Any] = {}
-        self._flags = torch.empty(0, dtype=torch.bool)  # a flag per tensor, and views of the flags
-        self._views: tuple[Tensor, ...] = ()
+        # A flag per tensor. The flags stay in one place, because a table of the kernels has their addresses. Nothing
+        # clears a flag: a fault ends the training.
+        self._flags = torch.empty(0, dtype=torch.bool)
 
-    def prepare(self, signal: Signal, correction: ErrorFeedback | None = None) -> Prepared:
+    def prepare(self, signal: Signal, fields: Fields | None = None) -> Prepared:
         """Accumulate a signal into the residuals, and take the largest elements out of the residuals.
 
         In place:
-            The residuals; with a correction the velocities, and Adam's second moments.
+            The residuals; with fields of a correction the velocities, and Adam's second moments.
 
         Raises:
             ConfigurationError: a part has more elements than there are positions.
@@ -281,65 +278,36 @@ class TopKExchange(Exchange):
                 f"{name!r} has {most} elements, positions go up to {MAX_NUMEL}: exclude=[{name!r}]."
             )
         self.residuals.ensure(dict(zip(names, numels, strict=True)), device)
-        segments = self._segments_of(parts, correction)
+        if fields is not None and (self._flags.numel() != len(names) or self._flags.device != device):
+            self._flags = torch.zeros(len(names), dtype=torch.bool, device=device)
+        segments = self._segments_of(parts, fields)
         if self.payload.decay != 1.0 and segments:
             torch._foreach_mul_([segment.residual for segment in segments.values()], self.payload.decay)
-        masks = correction is not None and correction.clears
+        masks = fields is not None and fields.masks
         selected = dict(zip(segments, self.selection.compress_(segments, masking=masks), strict=True))
-        for segment in segments.values():
-            segment.gradient, segment.other_parts = _NOTHING, ()  # memory: the next step may reuse the segments
-        return Prepared(partial(self._send, selected, whole), None if correction is None else (names, self._flags))
+        return Prepared(partial(self._send, selected, whole), None if fields is None else (names, self._flags))
 
-    def _segments_of(self, parts: Mapping[str, Tensor], correction: ErrorFeedback | None) -> dict[str, Segment]:
-        """Return the segments of tensors with elements; reuse the last step's if only gradients or constants differ.
+    def _segments_of(self, parts: Mapping[str, Tensor], fields: Fields | None) -> dict[str, Segment]:
+        """Return the segments of tensors with elements.
 
         Args:
             parts: this rank's part of each tensor, contiguous.
-            correction: see `prepare`.
+            fields: see `prepare`.
         """
-        sources = Sources() if correction is None else correction.sources()
-        if sources is None:
-            self._made_of, self._segments = (), {}
-            return self._make_segments(parts, correction)
-        gradients, sizes = [*filter(Tensor.numel, parts.values())], [*map(Tensor.numel, parts.values())]
-        dtypes = [gradient.dtype for gradient in gradients]
-        # Segments hold their tensors: another tensor has another address.
-        tensors: list[Tensor | None] = [*self.residuals.of(parts), *sources.tensors]
-        addresses = [None if tensor is None else tensor.data_ptr() for tensor in tensors]
-        made_of = self.payload, sources.kinds, [*parts], sizes, dtypes, addresses
-        if made_of != self._made_of:
-            self._segments = self._make_segments(parts, correction)
-            self._made_of, self._constants = made_of, sources.constants
-            return self._segments
-        if correction is not None and (self._constants != sources.constants or not sources.constants):
-            correction.refresh_(self._segments)
-            self._constants = sources.constants
-        for segment, gradient in zip(self._segments.values(), gradients, strict=True):
-            segment.gradient = gradient
-        return self._segments
-
-    def _make_segments(self, parts: Mapping[str, Tensor], correction: ErrorFeedback | None) -> dict[str, Segment]:
-        flags: Sequence[Tensor | None] = [None] * len(parts)
-        if correction is not None:
-            device = next(iter(parts.values())).device
-            if self._flags.numel() != len(parts) or self._flags.device != device:
-                # Flags stay in one place, because a table of the kernels has their addresses. Nothing clears a flag:
-                # a fault ends the training.
-                self._flags = torch.zeros(len(parts), dtype=torch.bool, device=device)
-                self._views = self._flags.unbind()
-            flags = self._views
-        counts = iter(self.payload.selected([*filter(None, map(Tensor.numel, parts.values()))]))
-        segments = dict[str, Segment]()
-        for (name, part), flag in zip(parts.items(), flags, strict=True):
-            fields = {} if correction is None else correction.segment(name)
-            if part.numel():
-                residual = self.residuals[name]
-                segments[name] = Segment(residual=residual, gradient=part, fault=flag, **fields, **next(counts))
-                continue
-            # No element is this rank's, but each rank keeps Adam's second moment of the whole tensor.
-            for other in fields.get("other_parts", ()):
+        filled = [name for name, part in parts.items() if part.numel()]
+        selected = self.payload.selected([parts[name].numel() for name in filled])
+        columns = zip(filled, self.residuals.of(filled), selected, strict=True)
+        if fields is None:
+            return {name: Segment(residual=kept, gradient=parts[name], **counts) for name, kept, counts in columns}
+        flags, added = dict(zip(parts, self._flags.unbind(), strict=True)), fields.of_tensors
+        # No element is this rank's, but each rank keeps Adam's second moment of the whole tensor.
+        for name in added.keys() - filled:
+            for other in added[name].get("other_parts", ()):
                 other.update_()
-        return segments
+        return {
+            name: Segment(residual=kept, gradient=parts[name], fault=flags[name], **added[name], **counts)
+            for name, kept, counts in columns
+        }
 
     def _send(
         self, selected: dict[str, Sparse], numels: Mapping[str, int], status: Tensor | None, whole: Signal | None
@@ -379,18 +347,14 @@ class TopKExchange(Exchange):
     def to(self, device: torch.device) -> None:
         """Move the residuals; the kernels' workspaces are made anew, except the thresholds."""
         super().to(device)
-        self.selection.thresholds, self._made_of, self._segments = self.selection.thresholds, (), {}
+        self.selection.thresholds = self.selection.thresholds
 
     def state_dict(self) -> dict[str, Any]:
         return {"thresholds": dict(self.selection.thresholds)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.selection.thresholds = state.get("thresholds", {})  # none of another payload
-        self._made_of, self._segments = (), {}
         self._flags = torch.empty(0, dtype=torch.bool)
-
-
-_NOTHING = torch.empty(0)
 
 
 def _part(tensor: Tensor, peers: Peers) -> Tensor:

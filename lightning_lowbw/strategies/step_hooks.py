@@ -230,7 +230,7 @@ def _is_done(worker: Synchronizer, reduced: Collection[Any]) -> bool:
     """
     method = worker.method
     is_whole = method.what.sends_all and worker.compressed is None and not method.when.averages_weights
-    return is_whole and worker.peers.num_ranks > 1 and not worker.params.trained(None, frozenset(reduced))
+    return is_whole and worker.peers.num_ranks > 1 and not worker.params.trained(frozenset(reduced))
 
 
 def takes_as_made(trainer: pl.Trainer) -> bool:

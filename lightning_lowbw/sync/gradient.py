@@ -32,29 +32,18 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
-from torch.optim import optimizer as torch_optimizer
-from torch.utils.hooks import RemovableHandle
 
 from lightning_lowbw.comm.peers import Peers, average_gradients_
 from lightning_lowbw.errors import WITHOUT_RESIDUALS, ConfigurationError, DisagreementError
 from lightning_lowbw.kernels.reference import are_not_finite
-from lightning_lowbw.kernels.table import JoinedTable
-from lightning_lowbw.kernels.tensors import copy_all_, part
+from lightning_lowbw.kernels.tensors import part
 from lightning_lowbw.payloads.beside import Gathered
 from lightning_lowbw.payloads.corrections import ErrorFeedback, correction_for
-from lightning_lowbw.payloads.exchange import (
-    Arrived,
-    DenseMean,
-    Faulty,
-    Mean,
-    Pending,
-    Prepared,
-)
-from lightning_lowbw.payloads.params import Row, Rows, by_group
+from lightning_lowbw.payloads.exchange import Arrived, DenseMean, Faulty, Pending, Prepared
+from lightning_lowbw.payloads.params import Row, gradients_of
 from lightning_lowbw.payloads.whole import WholeExchange
 from lightning_lowbw.sync.checks import agree_on_end, compare_batches
 from lightning_lowbw.sync.early import Sent, groups_of, watching
-from lightning_lowbw.sync.state import check_gradients, gradient_state, load_gradients_
 from lightning_lowbw.sync.status import (
     Fault,
     Faults,
@@ -71,8 +60,8 @@ from lightning_lowbw.sync.status import (
 )
 from lightning_lowbw.sync.step_plan import StepPlan
 from lightning_lowbw.sync.synchronizer import Configuration, Synchronizer
+from lightning_lowbw.sync.table import GATHERED, Table
 
-GATHERED = ""  # the name of all tensors that are sent whole, where kernels have gathered them
 CHECK_EVERY_STEPS = 100  # compare the replicas; a pass over the weights, no extra message
 
 
@@ -82,6 +71,7 @@ class GradientSync(Synchronizer):
     Attributes:
         last_density: the fraction of elements that the last step sent of a compressed tensor; 1.0 in the dense phase.
         correction: how a gradient enters the residual, and the work that is left to the optimizer.
+        table: the tensors as they lie in memory.
         compared: all parameters of the model. Every `CHECK_EVERY_STEPS` steps the ranks compare a checksum of the
             trained parameters, also of another optimizer or of none. () in a plain loop, which compares its own.
     """
@@ -102,23 +92,16 @@ class GradientSync(Synchronizer):
         self._planned_for: tuple[Any, int] = (None, -1)
         self._last_residual_norm: float | None = None
         self._has_compressed = False  # whether a step since the last load was compressed; equal on all ranks
-        # State of the current step: all rows; names of rows without a gradient on this rank, which have zeros instead.
-        self._rows = Rows()
-        self._missing = frozenset[str]()
         # Gradients in several messages: the rows of each message, and the messages that have been sent. The last one
         # has the status.
         self._groups: list[list[Row]] = []
         self._sent: list[Sent] = []
         self._is_grouped_late = False  # after the hooks of the backward pass, which may change the rows
-        self._table = JoinedTable()  # of the gradients that are sent whole
-        # Rows whose mean is in `.grad` for `step_exchanged`; then these gradients, which the optimizer must not see.
-        self._unstepped: list[Row] = []
-        self._hidden: list[tuple[Parameter, Tensor]] = []
-        self._showing: RemovableHandle | None = None  # a hook that gives these back before other hooks look
         self._faults, self._checked = Faults(), set[str]()  # names of tensors whose gradients have been checked
         self.correction = correction_for(
             optimizer, peers.num_participants, corrects=what.corrects, keeps_parts=peers.is_two_level
         )
+        self.table = Table(self.params, self.correction, self.compressed, peers)
         if not method.when.is_auto:  # with "auto" nothing is corrected yet, and perhaps never
             self.correction.check()
 
@@ -160,7 +143,7 @@ class GradientSync(Synchronizer):
     @property
     def residuals(self) -> Mapping[str, Tensor]:
         """v of this rank's part of each tensor that has been compressed, by name; float32, flat."""
-        return {} if self.compressed is None else self.compressed.residuals
+        return self.table.residuals
 
     def begin(self) -> None:
         """Take in the method; check that the coming step is not dense after compressed ones.
@@ -191,16 +174,15 @@ class GradientSync(Synchronizer):
     @torch.no_grad()
     def _list_gradients(self, reduced: Collection[Parameter]) -> None:
         self.is_prepared, self._is_checked = True, False
-        self._faults, self._checked, self._missing = self._late_faults(), set(), frozenset()
+        self._faults, self._checked = self._late_faults(), set()
         self.begin()
         if self.peers.num_ranks == 1:
             return
         what, reduced = self.method.what, frozenset(reduced)
         skipped = reduced if self.plan.reduce == "all" else frozenset()
-        self._rows = self.params.trained(None if self.plan.reduce == "all" else what, skipped)
-        self._check_rows()
+        self.table.list_rows(None if self.plan.reduce == "all" else what, skipped, self.step)
         if self.plan.reduce == "node":
-            others = [row.parameter for row in self._rows if row.parameter not in reduced]
+            others = [row.parameter for row in self.table.rows if row.parameter not in reduced]
             if others:
                 average_gradients_(others, self.peers.node, others[0].device)
 
@@ -218,7 +200,7 @@ class GradientSync(Synchronizer):
     def _in_groups(self) -> list[list[Row]]:
         """Return the rows that are compressed in the order in which their gradients are made, if in several groups."""
         place = {name: -number for number, name in enumerate(self.params.names())}
-        rows = sorted(self._rows.filled, key=lambda row: place[row.name])
+        rows = sorted(self.table.filled, key=lambda row: place[row.name])
         groups = groups_of([row.parameter.numel() for row in rows])
         return [rows[group] for group in groups] if len(groups) > 1 else []
 
@@ -226,19 +208,19 @@ class GradientSync(Synchronizer):
     def _send(self, rows: Sequence[Row]) -> None:
         """Send a group, whose gradients are there."""
         assert self.compressed is not None
-        prepared = self.compressed.prepare({row.name: row.in_order(row.gradient) for row in rows})
+        prepared = self.compressed.prepare(self.table.signal(rows))
         self._note(prepared.faults)
-        versions = {row.name: (row.gradient, row.gradient._version) for row in rows}
-        self._sent.append(Sent(prepared.send(), versions))
+        gradients = zip([row.name for row in rows], gradients_of(rows), strict=True)
+        self._sent.append(Sent(prepared.send(), {name: (each, each._version) for name, each in gradients}))
 
     @torch.no_grad()
     def _check_gradients(self) -> None:
-        if self._rows:
+        if self.table.rows:
             self._refuse_sparse_layouts()
             self._check_values()
 
     def _check_values(self) -> None:
-        rows = [row for row in self._rows if row.name not in self._checked]
+        rows = [row for row in self.table.rows if row.name not in self._checked]
         unchecked = [(row.name, each) for row in rows if (each := row.parameter.grad) is not None]
         if unchecked:
             names, gradients = zip(*unchecked, strict=True)
@@ -246,11 +228,10 @@ class GradientSync(Synchronizer):
         self._fault = self._faults.any(self.params.device)
 
     def _refuse_sparse_layouts(self) -> None:
-        gradients = self._rows.gradients
-        if {gradient.layout for gradient in gradients if gradient is not None} <= {torch.strided}:
+        if {each.layout for each in self.table.gradients if each is not None} <= {torch.strided}:
             return
-        for row, gradient in zip(self._rows, gradients, strict=True):
-            if gradient is not None and gradient.layout != torch.strided:
+        for row in self.table.rows:
+            if row.parameter.grad is not None and row.parameter.grad.layout != torch.strided:
                 row.parameter.grad = None  # clipping would fail on this rank alone
                 self._faults.add(torch.ones((), dtype=torch.bool), [row.name], partial(sparse_gradient, self._here))
 
@@ -258,44 +239,26 @@ class GradientSync(Synchronizer):
         """Note whether gradients of this step, or sums with their residuals, have an inf or NaN."""
         if found is not None:
             # Clipping spreads an inf to all tensors: whose it was is known already.
-            are_known = all(name in self._checked or name in self._missing for name in found[0])
+            are_known = self._checked.union(self.table.missing).issuperset(found[0])
             self._checked.update(found[0])
             self._faults.add(found[1], found[0], self._too_large if are_known else self._nonfinite)
 
     @part("exchange")
     @torch.no_grad()
     def _exchange(self, skip_nonfinite: bool, applies: bool) -> bool:
-        """Replace this rank's gradients by those the optimizer is to step with.
-
-        In the dense phase: the mean over ranks, for parameters not in `reduced` of `prepare`. Then: the method.
+        """Replace this rank's gradients by the gradients that the optimizer steps with; see `exchange`.
 
         In place:
-            `.grad` of the optimizer's parameters, the momentum buffers, the residuals. With `applies` sparse parameters
-            are stepped, including AdamW's decay, if there is a correction; else by `step_exchanged`.
+            `.grad`, the optimizer's states, the residuals; with `applies` the weights, whose `.grad` is None then.
 
-        Collective: all ranks, blocking. In the dense phase one all-reduce; then the messages of the payload. The first
-        message has the status and the tensors that are sent whole: for TopK one all-gather. With `skip_nonfinite` an
-        all-reduce comes before them. On two levels the ranks of a node gather the messages.
-
-        Wire:
-            Dense: the tensors with fewer than `min_numel` elements, one number per parameter and two per rank.
-            Sparse: `TopK.nbytes` of each rank's parts.
-
-        Args:
-            skip_nonfinite: return False if a gradient has an inf or NaN, instead of raising: then nothing has changed.
-            applies: step sparse tensors here, at the elements that were sent, if the optimizer would do nothing else
-                with them: then no dense gradient is made, and `.grad` is None afterwards. Else their dense gradients
-                are there, until `step_exchanged`.
-
-        Returns:
-            Whether the step is to be taken; equal on all ranks. If False, nothing has changed.
+        Collective: all ranks, blocking. In the dense phase one all-reduce. Else the messages of the payload: the first
+        one has the status and the tensors that are sent whole. With `skip_nonfinite` an all-reduce comes first.
 
         Raises:
-            NonFiniteGradientError: on all ranks; names the rank and the parameter.
-            DisagreementError: on all ranks; they are at different steps, or their weights differ.
-            ConfigurationError: on all ranks; sparse gradients, or a schedule that goes back to dense.
+            NonFiniteGradientError, DisagreementError, ConfigurationError: on all ranks.
         """
-        if not self._rows:
+        table = self.table
+        if not table.rows:
             return not (skip_nonfinite and self.peers.num_participants == 1) or self._is_finite()
         # clip: the caller has, by `clip_factor`
         if self._fault is None:
@@ -305,7 +268,7 @@ class GradientSync(Synchronizer):
         is_compressed = self._is_compressed
         agrees_first = skip_nonfinite or not is_compressed
         prepared = self._prepare_nothing() if agrees_first else self._prepare(tells=self._node_flags is None)
-        whole = self._whole()
+        whole = table.whole()
         gathered = None if agrees_first else self._gather(whole)
         if self._fault is None:
             self._check_values()
@@ -320,16 +283,10 @@ class GradientSync(Synchronizer):
             mean = self._prepare(tells=False).send().wait().mean
         # Parameters that no rank has used are not stepped, as in DDP; the other ones have zeros where this rank has no
         # gradient.
-        unused = {row.name for row, number in zip(self._rows, status.sums, strict=True) if not round(number)}
-        self._write_whole(means, gathered, unused)
+        unused = {row.name for row, number in zip(table.rows, status.sums, strict=True) if not round(number)}
+        table.write_whole_(means, gathered, unused)
         if is_compressed:
-            # A shard that is empty here is empty on the peers, too.
-            rows = self._rows.filled
-            self._step_(mean, [row for row in rows if row.name not in unused], applies)
-            self._keep_(mean, [row for row in rows if row.name in unused])
-            for row in self._rows if unused else ():
-                if row.name in unused:
-                    row.parameter.grad = None
+            table.apply_(mean, unused, applies=applies)
         return True
 
     def _is_finite(self) -> bool:
@@ -358,25 +315,10 @@ class GradientSync(Synchronizer):
         exchange.fault = torch.stack(faults).any() if faults else None
         return pendings[-1].wait()._replace(mean=DenseMean(means))
 
-    def _write_whole(self, means: Mapping[str, Tensor], gathered: Gathered | None, unused: Collection[str]) -> None:
-        """Write the means of the tensors that were sent whole into the gradients.
-
-        In place:
-            `.grad`: also zeros for tensors that another rank has used.
-        """
-        for row, gradient in zip(self._rows, self._rows.gradients, strict=True):
-            if gradient is None and row.name not in unused:
-                row.parameter.grad = torch.zeros_like(row.parameter)
-        if gathered is not None:
-            gathered.write_(means[GATHERED])  # also into the zeros of unused parameters
-        else:
-            written = [row for row in self._rows if row.name in means and row.name not in unused]
-            copy_all_([row.in_order(row.gradient) for row in written], [means[row.name] for row in written])
-
     @property
     def _is_compressed(self) -> bool:
         """Whether the coming step compresses gradients: their message has the status and the whole tensors."""
-        return self.plan.reduce != "all" and self.compressed is not None and bool(self._rows.numels)
+        return self.plan.reduce != "all" and self.compressed is not None and bool(self.table.filled)
 
     def _is_agreed(self, status: Status, skip_nonfinite: bool) -> bool:
         """Return whether the step is to be taken: all ranks are at one batch with one set of weights, without a fault.
@@ -396,47 +338,37 @@ class GradientSync(Synchronizer):
                 "each parameter that is trained, from configure_optimizers."
             )
         if status.is_faulty:
-            fault = first_fault(self._faults.first([row.name for row in self._rows]), self._fault_group)
+            fault = first_fault(self._faults.first([row.name for row in self.table.rows]), self._fault_group)
             if skip_nonfinite and fault.is_skipped:
                 return False
             raise fault.error(fault.text)
         return True
 
-    def _whole(self) -> dict[str, Tensor]:
-        """Return the gradients that are sent whole: in dense steps all that DDP has not reduced."""
-        gradients = [(row, row.parameter.grad) for row in self._rows.whole]
-        return {row.name: row.in_order(torch.zeros_like(row.parameter) if g is None else g) for row, g in gradients}
-
     def _gather(self, whole: Mapping[str, Tensor]) -> Gathered | None:
         """Gather the tensors that are sent whole, and look for inf and NaN; None without the kernels of a GPU."""
+        gathered = self.table.gather(whole)
         names = [name for name, tensor in whole.items() if tensor.numel()]
-        tensors = [*filter(Tensor.numel, whole.values())]
-        if not Gathered.takes(tensors):
-            return None
-        gathered = Gathered(tensors, self._table)
-        if not self._checked.issuperset(names):
+        if gathered is not None and not self._checked.issuperset(names):
             self._note((names, gathered.flags))
         return gathered
 
     def _message(self) -> Tensor:
         """Return this rank's status."""
         assert self._fault is not None
-        peers, fault = self.peers, self._fault
-        peers.count_dense(self._rows.nbytes)
-        pairs = zip(self._rows, self._rows.gradients, strict=True)
-        used = [float(gradient is not None and row.name not in self._missing) for row, gradient in pairs]
+        peers, fault, parameters = self.peers, self._fault, [row.parameter for row in self.table.rows]
+        peers.count_dense(sum([parameter.nbytes for parameter in parameters]))
         # A rank may have left out what DDP has reduced up to now.
         begins = self.plan.reduce != "all" and not self._has_compressed
         compares = begins or self.step % CHECK_EVERY_STEPS == 0
         weights = None
         if compares:
-            weights = dict.fromkeys([*self._rows.parameters, *(p for p in self.compared if p.requires_grad)])
+            weights = dict.fromkeys([*parameters, *(p for p in self.compared if p.requires_grad)])
         requests: Tensor | int = self.requests.asked
         if self._node_flags is not None:
             found, differ, requests = flags_of_node(self._node_flags)
             fault = found + differ
         mark = make_mark(self.batch, weights, requests)
-        return status_message(used, fault, mark, peers.rank, peers.num_ranks, fault.device)
+        return status_message(self.table.are_used, fault, mark, peers.rank, peers.num_ranks, fault.device)
 
     @part("prepare")
     def _prepare(self, *, tells: bool) -> Prepared:
@@ -448,13 +380,10 @@ class GradientSync(Synchronizer):
         Args:
             tells: whether the coming status tells these faults; else the status of the next step.
         """
-        what, exchange, correction = self.method.what, self.compressed, None
-        rows: Sequence[Row] = self._rows.compressed
+        what, exchange, table, fields = self.method.what, self.compressed, self.table, None
         assert exchange is not None
-        missing = [row for row, each in zip(self._rows, self._rows.gradients, strict=True) if each is None]
-        for row in missing:
-            row.parameter.grad = torch.zeros_like(row.parameter)
-        self._missing = frozenset(row.name for row in missing)
+        rows = table.filled
+        table.fill_missing_()
         if self._is_grouped_late:
             self._groups = self._in_groups()
         self._is_grouped_late = False
@@ -468,10 +397,8 @@ class GradientSync(Synchronizer):
             rows = self._groups[-1]
         exchange.payload = what.at(self.plan.density)
         if what.corrects:
-            correction = self.correction
-            correction.begin_step(rows, self.peers.part, exchange.payload)  # also empty shards: it masks alike on all
-        signal = {row.name: row.in_order(row.gradient) for row in rows if row.parameter.numel()}
-        prepared = exchange.prepare(signal, correction)
+            fields = self.correction.fields(table.compressed, self.peers.part, exchange.payload)
+        prepared = exchange.prepare(table.signal(rows), fields)
         # A copy: the next step writes its own faults into these flags before this one is read.
         exchange.fault = None if tells or prepared.faults is None else prepared.faults[1].any()
         if tells:
@@ -479,89 +406,15 @@ class GradientSync(Synchronizer):
             self._fault = None
         return prepared
 
-    @part("apply")
-    def _step_(self, mean: Mean, rows: Sequence[Row], applies: bool) -> None:
-        """Apply the mean of compressed tensors.
-
-        In place:
-            step: ``w = w - lr mean``, where something was sent; else `.grad`, for `step_exchanged` or the optimizer.
-        """
-        correction = self.correction
-        steps = [row for row in rows if row.is_steppable] if applies and correction.is_complete else []
-        rates = dict[int, float]()
-        for group, rows_of_group in by_group(steps):
-            correction.decay_weights([row.parameter for row in rows_of_group], group)
-            rates[id(group)] = correction.rate_of(group)
-        mean.step_(
-            {row.name: (row.in_order(row.gradient), row.in_order(row.parameter), rates[id(row.group)]) for row in steps}
-        )
-        for row in steps:
-            row.parameter.grad = None
-        others = [row for row in rows if row.parameter.grad is not None]
-        if others:
-            mean.step_({row.name: (row.in_order(row.gradient), None, 0.0) for row in others})
-        # torch's sign, for an optimizer with maximize=True
-        if climbing := [row.gradient for row in others if correction.constants(row.group).sign < 0]:
-            torch._foreach_neg_(climbing)
-        if correction.is_complete:
-            self._unstepped = others
-
-    def _keep_(self, mean: Mean, rows: Sequence[Row]) -> None:
-        """Keep the elements that were sent of tensors that no rank has used: each rank keeps the mean.
-
-        In place:
-            The residuals, whose sum over the ranks stays the same; `.grad`.
-        """
-        if not rows:
-            return
-        assert self.compressed is not None
-        mean.step_({row.name: (row.in_order(row.gradient), None, 0.0) for row in rows})
-        for row in rows:
-            if row.name in self.residuals:
-                sent, residual = row.in_order(row.gradient).reshape(-1), self.compressed.residuals[row.name]
-                residual.add_(sent[self.peers.part(sent.numel())] if self.method.what.keeps_parts else sent)
-
     @torch.no_grad()
     def step_exchanged(self) -> None:
-        rows = [row for row in self._unstepped if row.parameter.grad is not None]
-        self._unstepped = []
-        if not rows:
-            return
-        for group, mine in by_group(rows):
-            self.correction.step_([row.parameter for row in mine], group)
-        self._hidden = [(row.parameter, row.gradient) for row in rows]
-        for row in rows:
-            row.parameter.grad = None
-        hooks: Any = self.optimizer._optimizer_step_post_hooks
-        if hooks or torch_optimizer._global_optimizer_post_hooks:  # they may read gradients
-            self._showing = self.optimizer.register_step_post_hook(lambda *_: self._give_back())
-            hooks.move_to_end(self._showing.id, last=False)
-
-    def _give_back(self) -> None:
-        """Put the gradients back that the optimizer has not seen, for hooks that read them after its step."""
-        for parameter, gradient in self._hidden:
-            if parameter.grad is None:
-                parameter.grad = gradient
-        self._hidden = []
+        self.table.step_exchanged()
 
     # Checks and faults ----------------------------------------------------------------------------------------------
 
-    def _check_rows(self) -> None:
-        kept = frozenset(self.residuals)
-        self.params.note_orders(self._rows, self.step, kept)
-        if not self.plan.is_sparse:
-            return
-        for row in self._rows.whole:
-            if row.name in kept:
-                raise ConfigurationError(
-                    f"Step {self.step} would send {row.name!r} dense, but gradients that earlier sparse steps did not "
-                    "send are kept for it. Go on with the schedule, min_numel and exclude that it was trained with, or "
-                    f"{WITHOUT_RESIDUALS}."
-                )
-
     def _nonfinite(self, name: str) -> Fault:
         # In a sparse step the pass that adds gradients to the residuals has found it.
-        is_added = self.plan.is_sparse and any(row.name == name and row.is_compressed for row in self._rows)
+        is_added = self.plan.is_sparse and any(row.name == name for row in self.table.compressed)
         has_warm_up = self.method.when.begin_step > 0 or len(self.method.when.stairs) > 1
         return nonfinite_gradient(self._here, self.step, name, is_added=is_added, has_warm_up=has_warm_up)
 
@@ -586,13 +439,9 @@ class GradientSync(Synchronizer):
         agree_on_end(self.step, self.params.by_name(), self.peers.group)
 
     def _end_step(self) -> None:
-        self.correction.end_step()
-        self._give_back()
-        if self._showing is not None:  # not in the hook itself, while torch goes through all hooks
-            self._showing.remove()
-            self._showing = None
+        self.table.end_step()
         self._groups, self._sent = [], []
-        self._rows, self._unstepped, self._fault, self._faults = Rows(), [], None, Faults()
+        self._fault, self._faults = None, Faults()
         self._has_compressed |= self.plan.reduce != "all"
         self.last_density = self.plan.density
         self.step += 1
@@ -601,19 +450,15 @@ class GradientSync(Synchronizer):
     # State ----------------------------------------------------------------------------------------------------------
 
     def to(self, device: torch.device) -> None:
-        parts = self.correction.parts
-        parts.update((parameter, part.to(device)) for parameter, part in parts.items())
-        if self.compressed is not None:
-            self.compressed.to(device)
+        self.table.to(device)
 
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's own state: the values that differ between ranks, and the step."""
-        parts = self.params, self.correction, self.compressed, self.peers
-        payload = type(self.method.what).__name__
-        return {"step": self.step, "small_numel": self.params.small_numel, **gradient_state(*parts, payload=payload)}
+        values = {"step": self.step, "small_numel": self.params.small_numel}
+        return {**values, **self.table.state_dict(self.method.what)}
 
     @torch.no_grad()
     def _load_own(self, state: Mapping[str, Any]) -> None:
-        check_gradients(self.params, self.correction, self.peers, state, payload=type(self.method.what).__name__)
-        load_gradients_(self.params, self.correction, self.compressed, self.peers, state)
+        self.table.check_state(state, self.method.what)
+        self.table.load_state_dict(state)
         self._has_compressed = False

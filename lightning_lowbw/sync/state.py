@@ -20,8 +20,7 @@ from lightning_lowbw.comm.peers import Peers, part_of
 from lightning_lowbw.errors import WITHOUT_RESIDUALS, ConfigurationError
 from lightning_lowbw.kernels.tensors import CPU, Order, as_real, copy_in_order_, device_of, order_of, saved
 from lightning_lowbw.payloads.corrections import ErrorFeedback
-from lightning_lowbw.payloads.exchange import Exchange
-from lightning_lowbw.payloads.params import Params, check_shapes
+from lightning_lowbw.payloads.params import check_shapes
 from lightning_lowbw.sync.fragments import differing
 from lightning_lowbw.sync.replica import COPY, Replica
 
@@ -118,96 +117,6 @@ def check_order(parameter: Parameter, name: str, old: Order) -> None:
             f"the order {new}. Resume with the memory format of that run (model.to(memory_format=...)), or "
             f"{WITHOUT_RESIDUALS}."
         )
-
-
-# Gradients ------------------------------------------------------------------------------------------------------------
-
-
-def gradient_state(
-    params: Params, correction: ErrorFeedback, exchange: Exchange | None, peers: Peers, *, payload: str
-) -> dict[str, Any]:
-    """Return the state of an exchange of gradients that differs between ranks, on the CPU and by name.
-
-    Args:
-        params: the parameters of the optimizer.
-        correction: the correction, which knows the velocities.
-        exchange: has the residuals; None if gradients are sent whole.
-        peers: the participants.
-        payload: the name of the payload's class.
-    """
-    parameters, state = params.by_name(), params.optimizer.state
-    residuals = {} if exchange is None else exchange.residuals
-    kept = {name: parameters[name] for name in residuals if name in parameters}  # a residual may have been taken out
-    velocities = {name: correction.saved(parameter) for name, parameter in kept.items()}
-    return {
-        **origin(peers),
-        "num_participants": peers.num_participants,
-        "correction": correction.kind,
-        "payload": payload,
-        "shapes": {name: tuple(as_real(each).shape) for name, each in kept.items()},
-        "orders": {name: order_of(as_real(each)) for name, each in kept.items()},
-        "residuals": saved({name: residuals[name] for name in kept}),
-        "velocities": saved({name: velocity for name, velocity in velocities.items() if velocity is not None}),
-        "local": {name: saved({k: state[p][k] for k in correction.local_keys(p)}) for name, p in kept.items()},
-        "exchange": None if exchange is None else exchange.state_dict(),
-    }
-
-
-def load_gradients_(
-    params: Params, correction: ErrorFeedback, exchange: Exchange | None, peers: Peers, state: Mapping[str, Any]
-) -> None:
-    """Load the values of `gradient_state`, after `check_gradients`.
-
-    In place:
-        The residuals, the velocities, and the second moments in the optimizer's state.
-    """
-    parameters = params.by_name()
-    keeps_parts = exchange is not None and exchange.payload.keeps_parts
-    of = (peers.local_rank, peers.num_local_ranks) if keeps_parts else (0, 1)
-
-    def own(name: str, kept: Tensor) -> Tensor:
-        check_order(parameters[name], name, state["orders"][name])
-        return own_part(kept, as_real(parameters[name]).numel(), of)
-
-    residuals = {name: own(name, kept) for name, kept in state["residuals"].items()}
-    params.orders = {name: order_of(as_real(parameters[name])) for name in residuals}
-    correction.parts.clear()
-    if exchange is not None:
-        exchange.residuals.load(residuals, next(iter(parameters.values())).device)
-        if state["exchange"] is not None:
-            exchange.load_state_dict(state["exchange"])
-    for name, kept in state["velocities"].items():
-        correction.load(parameters[name], own(name, kept), peers.part(parameters[name].numel()))
-    for name, tensors in state["local"].items():
-        of_parameter = params.optimizer.state.get(parameters[name], {})
-        for key, value in tensors.items():
-            if key in of_parameter:  # of G^2 / N, where N may be another now
-                factor = state["num_participants"] / peers.num_participants
-                of_parameter[key].copy_(value.to(of_parameter[key].device) * factor)
-
-
-def check_gradients(
-    params: Params, correction: ErrorFeedback, peers: Peers, state: Mapping[str, Any], *, payload: str
-) -> None:
-    """Check that an exchange of gradients can go on from a state; see `gradient_state`.
-
-    Raises:
-        ConfigurationError: it cannot.
-    """
-    check_origin(state, peers)
-    if state["residuals"] and state["payload"] != payload:
-        raise ConfigurationError(
-            f"The checkpoint keeps gradients that {state['payload']} has not sent, and with {payload} "
-            f"they never would be. Resume with the payload of that run, or {WITHOUT_RESIDUALS}."
-        )
-    if state["residuals"] and state["correction"] != correction.kind:
-        raise ConfigurationError(
-            f"The checkpoint keeps what {state['correction']!r} had not sent, and to {payload} with "
-            f"{type(params.optimizer).__name__}, which is {correction.kind!r}, that means something else. "
-            "Resume with the method and the optimizer that it was trained with ('momentum' is SGD, 'own_variance' "
-            f"Adam and AdamW), or {WITHOUT_RESIDUALS}."
-        )
-    check_shapes(state["shapes"], {name: as_real(parameter) for name, parameter in params.by_name().items()})
 
 
 def whole_momentum(correction: ErrorFeedback | None, peers: Peers) -> dict[Parameter, Tensor]:

@@ -16,7 +16,7 @@ from lightning_lowbw.comm.link import Link
 from lightning_lowbw.comm.peers import Peers
 from lightning_lowbw.cost_model import Cluster, cost_of
 from lightning_lowbw.payloads import payload
-from lightning_lowbw.payloads.corrections import ErrorFeedback
+from lightning_lowbw.payloads.corrections import Fields
 from lightning_lowbw.payloads.exchange import Exchange, Pending, Prepared, Signal
 from lightning_lowbw.payloads.payload import PAYLOADS, Message, Payload, Shapes
 from lightning_lowbw.payloads.selection import Residuals
@@ -49,7 +49,7 @@ class RoundedExchange(Exchange):
         self.payload, self._whole = payload, WholeExchange(peers)
         self.residuals = Residuals()
 
-    def prepare(self, signal: Signal, correction: ErrorFeedback | None = None) -> Prepared:
+    def prepare(self, signal: Signal, fields: Fields | None = None) -> Prepared:
         self.residuals.ensure({name: each.numel() for name, each in signal.items()}, torch.device("cpu"))
         sent = {}
         for name, each in signal.items():

@@ -94,8 +94,8 @@ def begin_step(correction: AdamCorrection) -> dict[str, SecondMoment]:
     """Return the second moments of a step, by the number of the parameter."""
     groups = [(group, p) for group in correction.optimizer.param_groups for p in group["params"]]
     rows = [Row.of(str(i), p, group, is_compressed=True) for i, (group, p) in enumerate(groups)]
-    correction.begin_step(rows, lambda numel: slice(0, numel), TopK())
-    return {row.name: correction.segment(row.name)["second_moment"] for row in rows}
+    fields = correction.fields(rows, lambda numel: slice(0, numel), TopK()).of_tensors
+    return {name: of_tensor["second_moment"] for name, of_tensor in fields.items()}
 
 
 def test_the_count_of_steps_is_read_anew_where_it_was_changed() -> None:

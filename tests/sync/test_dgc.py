@@ -23,7 +23,6 @@ from lightning_lowbw.comm import peers
 from lightning_lowbw.comm.agreement import digest
 from lightning_lowbw.comm.peers import part_of
 from lightning_lowbw.payloads import top_k
-from lightning_lowbw.payloads.params import Rows
 from tests.ranks import on_ranks
 from tests.sync import problem
 from tests.sync.problem import AWKWARD, CLOSE, DENSE_THEN_SPARSE, DENSITIES, EXACT, FLAT, NODES, THREE, Nodes
@@ -241,7 +240,7 @@ def test_what_no_rank_uses_is_not_stepped(num_ranks: int, method: Method, make: 
 
 def train_with_changes(keeps: bool, make: Callable[..., Optimizer], key: str) -> tuple[list[Tensor], int]:
     """Return the weights after each step of a training in which everything changes that a step depends on; and in how
-    many steps the segments were those of the step before."""
+    many steps the rows were those of the step before."""
     shapes = {"matrix": (30, 20), "conv": (8, 4, 3, 3), "bias": (17,), "other": (12, 10)}
     torch.manual_seed(0)
     parameters = {name: Parameter(torch.randn(shape)) for name, shape in shapes.items()}
@@ -274,13 +273,11 @@ def train_with_changes(keeps: bool, make: Callable[..., Optimizer], key: str) ->
         22: lambda: optimizer.param_groups[1].update(momentum=0.5, nesterov=False),
         24: lambda: optimizer.param_groups[0]["params"].append(optimizer.param_groups[1]["params"].pop(0)),
     }
-    segments, num_kept = None, 0
+    rows, num_kept = None, 0
     for step in range(26):
         changes.get(step, lambda: None)()
         if not keeps:
-            worker.params._key = ()
-            worker.params._rows = Rows(worker.params._rows)  # without what has followed from them
-            worker.compressed._made_of = ()
+            worker.table._made_of = ()
             for cached in (top_k._messages, top_k._layouts, top_k._at, peers.fill_buckets, peers.part_of):
                 cached.cache_clear()
         for name, parameter in parameters.items():
@@ -290,8 +287,8 @@ def train_with_changes(keeps: bool, make: Callable[..., Optimizer], key: str) ->
             parameter.grad = None if is_missing else memory[name].copy_(gradient) if step % 2 else gradient
         optimizer.step()
         weights += [parameter.detach().clone() for parameter in parameters.values()]
-        segments, before = worker.compressed._segments, segments
-        num_kept += segments is before
+        rows, before = worker.table.rows, rows
+        num_kept += rows is before
     return weights, num_kept
 
 
