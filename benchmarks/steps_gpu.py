@@ -135,7 +135,7 @@ def make_worker(method: Method, optimizer: SGD) -> Any:
     """Return what exchanges for an optimizer."""
     (group,), peers = optimizer.param_groups, echo(NUM_RANKS)
     named = [(str(number), parameter) for number, parameter in enumerate(group["params"])]
-    if method.averages_weights:
+    if method.when.averages_weights:
         return LocalSync(method, optimizer, named, peers, {})
     return GradientSync(method, optimizer, named, peers)
 
@@ -154,7 +154,7 @@ def wait_rows(device: torch.device, sizes: list[str]) -> list[Callable[[], dict[
 
     def measure(name: str, case: Case) -> dict[str, Any]:
         step, waits = warmed_up(case, resnet50_shapes() if device.type == "cuda" else shapes_of("tiny"), device), []
-        for _ in range(K_STEPS if case.method.averages_weights and "synchronous" not in name else 1):
+        for _ in range(K_STEPS if case.method.when.averages_weights and "synchronous" not in name else 1):
             step.refresh()  # type: ignore[attr-defined]
             waits += waits_of(step, device)
         return {"name": name, "waits": waits, "allowed": case.waits, "failed": len(waits) > case.waits}

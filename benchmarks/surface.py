@@ -196,7 +196,8 @@ def row(name: str) -> Callable[[Row], Row]:
 
 
 def averages_weights(column: str) -> bool:
-    return bool(getattr(getattr(COLUMNS[column](), "method", None), "averages_weights", False))
+    method = getattr(COLUMNS[column](), "method", None)
+    return method is not None and method.when.averages_weights
 
 
 def refused(run: Run, callback: cb.Callback) -> str | None:

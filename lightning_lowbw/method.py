@@ -77,7 +77,7 @@ class Method:
                 f"{algorithm} with {self.what}: only the first rank of each node would exchange something, and this "
                 "payload needs every rank of a node, each for its part. Take algorithm='sharded', or what=Whole()."
             )
-        if self.averages_weights and (is_flat or narrow):
+        if self.when.averages_weights and (is_flat or narrow):
             raise ConfigurationError(
                 f"{narrow or algorithm} every k steps: it is for sums of gradients in every step, and weights are "
                 "averaged here. Leave it out. (what=Quantized(value_dtype='bfloat16') averages in few bits.)"
@@ -89,11 +89,6 @@ class Method:
             )
 
     @property
-    def averages_weights(self) -> bool:
-        """Whether ranks step alone and average their weights; otherwise they exchange gradients every step."""
-        return self.when.averages_weights
-
-    @property
     def acts_alone(self) -> bool:
         """Whether the method changes the training of a single rank: by outer steps, if it averages whole weights."""
         return self.when.outer != "none" and self.what.sends_all
@@ -101,18 +96,18 @@ class Method:
     @property
     def exchanges_gradients(self) -> bool:
         """Whether gradients, or their means in a node, are ever exchanged: in synchronous steps, or inside nodes."""
-        is_synchronous = not self.averages_weights or self.when.begin_step != 0 or self.when.is_always_synchronous
+        is_synchronous = not self.when.averages_weights or self.when.begin_step != 0 or self.when.is_always_synchronous
         return is_synchronous or self.where.topology != "flat"
 
     @property
     def compresses_gradients(self) -> bool:
         """Whether the largest elements of gradients are sent, after a warm-up of stairs of sparsity."""
-        return self.what.takes_density and not self.averages_weights
+        return self.what.takes_density and not self.when.averages_weights
 
     @property
     def kind(self) -> str:
         """The kind of state that a worker keeps: "replicas", "gradients" or, if nothing is kept back, "whole"."""
-        if self.averages_weights:
+        if self.when.averages_weights:
             return "replicas"
         return "whole" if self.what.sends_all else "gradients"
 
@@ -170,7 +165,7 @@ class Method:
         Raises:
             ConfigurationError: the optimizer or the peers cannot be used.
         """
-        if self.averages_weights:
+        if self.when.averages_weights:
             return LocalSync(self, optimizer, named_parameters, peers, named_buffers)
         return GradientSync(self, optimizer, named_parameters, peers)
 

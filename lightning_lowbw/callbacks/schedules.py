@@ -156,7 +156,7 @@ class AveragingSchedule(Callback):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         strategy = _strategy_of(
             trainer,
-            lambda method: method.averages_weights,
+            lambda method: method.when.averages_weights,
             "AveragingSchedule is for methods that average weights, such as strategy='local_sgd' or 'diloco'",
         )
         num_steps = 1

@@ -615,7 +615,7 @@ def check_elastic(method: Method) -> None:
         ConfigurationError: they cannot.
     """
     when: Any = method.when
-    is_fixed = method.averages_weights and not when.is_always_synchronous and when.begin_step == 0
+    is_fixed = method.when.averages_weights and not when.is_always_synchronous and when.begin_step == 0
     is_whole = is_fixed and when.rule == "fixed" and when.mixing is None and when.num_fragments == 1
     if not (is_whole and method.what.takes_weights and method.where.topology == "flat"):
         raise ConfigurationError(

@@ -118,7 +118,7 @@ class BaseStrategy(ParallelStrategy):
     @property
     def replicas(self) -> list[LocalSync]:
         """The same workers if the method averages weights; no workers if it exchanges gradients in every step."""
-        return list(self._workers.values()) if self.method.averages_weights else []
+        return list(self._workers.values()) if self.method.when.averages_weights else []
 
     def worker_of(self, optimizer: Any) -> Synchronizer:
         """Return the worker of an optimizer.

@@ -385,7 +385,7 @@ def refusals_of_replicas(
     method: Method, ddp_kwargs: Mapping[str, Any], trainer: pl.Trainer | None = None, *, has_layer_sync: bool = False
 ) -> list[tuple[object, str]]:
     """Return which keywords of DDP, and settings of the Trainer, cannot be used with averages of weights."""
-    if not method.averages_weights:
+    if not method.when.averages_weights:
         return []
     pruning = [] if trainer is None else callbacks_of(trainer, ModelPruning)
     averaging = [] if trainer is None else _averaging(trainer)
@@ -512,7 +512,7 @@ def warn_of_schedule(method: Method, trainer: pl.Trainer, workers: Sequence[Sync
     if all(worker.peers.num_participants == 1 and not worker.peers.may_grow for worker in workers):
         return
     begin, after = method.when.begin_step, 1
-    if method.averages_weights:
+    if method.when.averages_weights:
         fragments = max(len(worker.fragments) for worker in workers)  # type: ignore[attr-defined]  # all are replicas
         after = max(1, method.when.k_steps // fragments)
         does, instead = "average", ", and after it each rank alone"

@@ -46,7 +46,7 @@ def train(method: Method, device: torch.device) -> list[Tensor]:
             for parameter in parameters:
                 parameter.grad = torch.randn(parameter.shape, generator=generator).to(device)
             optimizer.step()
-        if method.averages_weights:
+        if method.when.averages_weights:
             worker.finish()
         return [parameter.detach().to(CPU) for parameter in parameters]
 

@@ -33,7 +33,7 @@ def test_replicas_are_equal_after_each_synchronisation(name: str) -> None:
     assert len(ends) == 1, "the ranks end with different weights"
     assert all(result.has_moved for result in results)
     by_step = [len({result.weights[number] for result in results}) for number in range(STEPS)]
-    if row.method.averages_weights:
+    if row.method.when.averages_weights:
         assert max(by_step) > 1, "no step was local"
     else:
         assert by_step == [1] * STEPS, "replicas differ after a step"
@@ -57,7 +57,7 @@ def test_measured_bytes_are_those_of_the_payload_s_formula(name: str) -> None:
         assert result.wire_bytes[-1 if is_late else 0 :] == expected[-1 if is_late else 0 :]
 
 
-@pytest.mark.parametrize("name", [name for name, row in ROWS.items() if not row.method.averages_weights])
+@pytest.mark.parametrize("name", [name for name, row in ROWS.items() if not row.method.when.averages_weights])
 def test_a_step_waits_only_for_messages_that_depend_on_one_another(name: str) -> None:
     """Status and whole tensors go in the first one; a second one has means of what the first has brought."""
     row = ROWS[name]
@@ -80,7 +80,7 @@ def step_plainly(name: str) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[
     """Train by plain SGD; return the weights, what this rank's steps have asked of them (both flat, in the order of the
     residuals) and the state of the method."""
     row = ROWS[name]
-    in_order = flat_in_rows if row.method.averages_weights else in_memory
+    in_order = flat_in_rows if row.method.when.averages_weights else in_memory
     method = row.method.replace(**KEPT_WHOLE) if isinstance(row.method.what, TopK) else row.method
     worker, parameters, _ = attach(Row(method, functools.partial(torch.optim.SGD, lr=PLAIN_LR), row.num_ranks))
     asked = {key: in_order(parameter.detach().double(), key) for key, parameter in parameters.items()}
@@ -100,7 +100,7 @@ def test_what_is_applied_and_what_is_kept_is_all_there_was(name: str) -> None:
     """Sent + residual == signal, in the mean of the participants: nothing is lost, and nothing is applied twice."""
     results = run_ranks(step_plainly, ROWS[name].num_ranks, name)
     merged = merge_states(state for _, _, state in results)
-    of_kept = 1.0 if ROWS[name].method.averages_weights else -PLAIN_LR  # changes of weights are kept, or gradients
+    of_kept = 1.0 if ROWS[name].method.when.averages_weights else -PLAIN_LR  # changes of weights are kept, or gradients
     for key, weight in results[0][0].items():
         there = weight.double() + of_kept * merged["residuals"].get(key, torch.zeros(())).double()
         asked = torch.stack([each[key] for _, each, _ in results]).mean(0)
@@ -109,7 +109,7 @@ def test_what_is_applied_and_what_is_kept_is_all_there_was(name: str) -> None:
     assert any(each.any() for each in merged["residuals"].values()) == keeps_back
 
 
-AVERAGING = [name for name, row in ROWS.items() if row.method.averages_weights]
+AVERAGING = [name for name, row in ROWS.items() if row.method.when.averages_weights]
 
 
 def turns_of(when: EveryK, k_steps: list[int]) -> list[tuple[int, int, int]]:
@@ -241,7 +241,7 @@ def limits_of(row: Row) -> list[Method]:
         dense_stair = method.replace(rampup_begin_step=0, rampup_step=1, sparsity=(0.0,))
         return [method.replace(rampup_begin_step=STEPS), dense_stair]
     if isinstance(method.what, Whole):
-        return [Method(when=EveryK(k_steps=1), where=method.where) if method.averages_weights else method]
+        return [Method(when=EveryK(k_steps=1), where=method.where) if method.when.averages_weights else method]
     return []  # few bits have no such limit, and Method refuses k_steps=1 where changes are sent
 
 

@@ -31,8 +31,8 @@ def test_validating_and_saving_change_nothing(method: Method, tmp_path: Path) ->
     for looks in (False, True):
         model = Tiny(fits.adamw, data_by_step=True)  # no dropout: a validation loader draws a random number
         # Statistics of dense steps are as under ddp.
-        after = fits.Noted(fits.weights if method.averages_weights else weights_of)
-        shown = fits.Noted(fits.weights, *fits.LOOKS[: 3 if method.averages_weights else 1])
+        after = fits.Noted(fits.weights if method.when.averages_weights else weights_of)
+        shown = fits.Noted(fits.weights, *fits.LOOKS[: 3 if method.when.averages_weights else 1])
         options: dict[str, Any] = {"max_steps": STEPS, "max_epochs": -1, "callbacks": [after, shown]}
         if looks:
             options |= {"val_check_interval": 2, "num_sanity_val_steps": 1, "callbacks": [after, shown, saves, before]}
@@ -41,7 +41,7 @@ def test_validating_and_saving_change_nothing(method: Method, tmp_path: Path) ->
         ends.append([*after.values, fits.state_of(trainer)])
     assert len(shown.values) > 2
     assert ends[0] == ends[1]
-    assert len(set(fits.gathered(after.values[2]))) == 1 + method.averages_weights, "a replica is local"
+    assert len(set(fits.gathered(after.values[2]))) == 1 + method.when.averages_weights, "a replica is local"
 
 
 @pytest.mark.parametrize("name", ["local_sgd", "diloco", "delayed"])

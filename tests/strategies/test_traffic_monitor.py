@@ -53,7 +53,7 @@ RATIOS: tuple[tuple[lowbw.Method, list[float | None]], ...] = (  # None: buffers
 def test_the_ratio_is_that_of_the_network_between_nodes() -> None:
     """If a step sends as much between nodes as "hierarchical" does it is 1, whatever is sent inside them."""
     for method, ratios in RATIOS:
-        asked, logged = {} if method.averages_weights else {"broadcast_buffers": False}, traffic()
+        asked, logged = {} if method.when.averages_weights else {"broadcast_buffers": False}, traffic()
         train(lowbw.Strategy(method, topology=2, **asked), data=8, callbacks=[lowbw.TrafficMonitor(), logged])
         assert any(row["traffic/bytes_intra_node"] for row in logged.values)
         if method.where.algorithm == "leader" and dist.get_rank() in (1, 3):

@@ -235,10 +235,10 @@ def train(
         sent.append(worker.peers.ledger.sent_bytes)
         seen.append(look(worker, parameters))
     # Not those of the state, which has no averages in progress.
-    residuals = worker.replica.residuals if method.averages_weights else worker.state_dict()["residuals"]
+    residuals = worker.replica.residuals if method.when.averages_weights else worker.state_dict()["residuals"]
     kept = {name: residual.clone() for name, residual in residuals.items()}
     result = {"weights": weights_of(parameters), "residuals": kept, "digests": digests}
-    fragments = worker.fragments if method.averages_weights else ()
+    fragments = worker.fragments if method.when.averages_weights else ()
     result["fragments"] = [[worker.params.name_of(p) for p in fragment.parameters] for fragment in fragments]
     worker.finish()  # what has been begun, before the next function begins something
     strides = {name: make_weight(name, shape).stride() for name, shape in shapes.items()}

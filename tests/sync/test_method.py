@@ -124,7 +124,7 @@ def test_attaching_fails_on_all_ranks_or_on_none() -> None:
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "methods" / "local_sgd.md"
 HEAD = "| name | `k_steps` | `begin_step` | other values |\n|---|---|---|---|\n"
-NAMES = [name for name in PRESETS if preset(name).averages_weights]
+NAMES = [name for name in PRESETS if preset(name).when.averages_weights]
 
 
 def in_words(method: Method) -> list[str]:

@@ -113,7 +113,7 @@ def test_all_forms_of_a_step_are_the_same_to_the_bit(num_ranks: int) -> None:
     results = dict(zip(cases, zip(*run_ranks(each, num_ranks, train, cases), strict=True), strict=True))
     for (name, number), of_form in results.items():
         method, kind, _ = CASES[name]
-        is_direct = isinstance(method.what, TopK) and not method.averages_weights and kind != "rmsprop"
+        is_direct = isinstance(method.what, TopK) and not method.when.averages_weights and kind != "rmsprop"
         is_direct &= FORMS[number] in (alone, with_a_closure, prepared_by_hand)
         expected = ["matrix", "conv"] if is_direct else []
         assert len({result["end"] for result in of_form}) == 1, name
@@ -287,7 +287,7 @@ def test_frozen_weights_are_never_sent(method: Method) -> None:
     count(volumes)
     for step in range(STEPS):
         take_step(worker, parameters, step)
-    if method.averages_weights:
+    if method.when.averages_weights:
         with worker.consensus():
             pass
     worker.finish()

@@ -40,7 +40,7 @@ def train(model: nn.Module, optimizer: Any, steps: range) -> None:
 def begin(method: Method) -> tuple[nn.Module, Any, Any]:
     model = make()
     own = SGD(model.parameters(), lr=0.05, momentum=0.9)
-    buffers = dict(model.named_buffers()) if method.averages_weights else None
+    buffers = dict(model.named_buffers()) if method.when.averages_weights else None
     return model, own, method.attach(own, model.named_parameters(), named_buffers=buffers)
 
 
