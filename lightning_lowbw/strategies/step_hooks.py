@@ -27,7 +27,7 @@ from lightning_lowbw.strategies.communication_hook import CommunicationHook
 from lightning_lowbw.sync.buffers import IGNORED
 from lightning_lowbw.sync.gradient import GradientSync
 from lightning_lowbw.sync.local_view import NodeShards
-from lightning_lowbw.sync.plain_loop import eagerly, has_step_hooks
+from lightning_lowbw.sync.plain_loop import eagerly, gradients_of, has_step_hooks
 from lightning_lowbw.sync.synchronizer import Synchronizer
 
 READING_HOOK = "on_before_zero_grad"  # may read the gradients of the last step
@@ -296,9 +296,8 @@ def exchange_unscaled_(
 
 def _apply_(function: Callable[[list[Tensor], Tensor], None], optimizer: Optimizer, scale: Tensor) -> None:
     """Multiply or divide the gradients of an optimizer, if there are any."""
-    gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-    if gradients:
-        function([gradient._values() if gradient.is_sparse else gradient for gradient in gradients], scale)
+    if gradients := gradients_of(parameters_of(optimizer)):
+        function(gradients, scale)
 
 
 def parameters_of(optimizer: Optimizer) -> Iterator[Tensor]:

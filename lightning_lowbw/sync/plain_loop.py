@@ -263,7 +263,7 @@ def _exchange(worker: Synchronizer, scaling: Mapping[str, Any] | None) -> bool:
     if worker.is_taken is None:
         applies = not (has_scaler or has_step_hooks(worker.optimizer))  # hooks may read the gradients
         worker.exchange(skip_nonfinite=has_scaler, applies=applies)
-    are_finite = not (has_scaler and any_of(are_not_finite(_gradients(worker)), worker.params.device))
+    are_finite = not (has_scaler and any_of(are_not_finite(gradients_of(worker.params)), worker.params.device))
     return bool(worker.is_taken) and are_finite
 
 
@@ -295,7 +295,7 @@ def _unscale(worker: Synchronizer) -> dict[str, Any] | None:
     if not (hasattr(optimizer, "grad_scale") and hasattr(optimizer, "found_inf")):
         return None
     scaling = {name: vars(optimizer).pop(name) for name in ("grad_scale", "found_inf")}
-    gradients = _gradients(worker)
+    gradients = gradients_of(worker.params)
     if gradients and scaling["grad_scale"] is not None:
         torch._foreach_div_(gradients, scaling["grad_scale"])
     if gradients and (worker.plan.is_local or worker.is_taken is None):
@@ -303,7 +303,7 @@ def _unscale(worker: Synchronizer) -> dict[str, Any] | None:
     return scaling
 
 
-def _gradients(worker: Synchronizer) -> list[Tensor]:
-    """Return the gradients of the optimizer's parameters; for a sparse gradient its values."""
-    gradients = [parameter.grad for parameter in worker.params if parameter.grad is not None]
+def gradients_of(parameters: Iterable[Tensor]) -> list[Tensor]:
+    """Return the gradients of the parameters that have one; for a sparse gradient its values."""
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     return [gradient._values() if gradient.is_sparse else gradient for gradient in gradients]
