@@ -87,7 +87,7 @@ def measure(workload: Workload, name: str) -> Row:
     gc.collect()
     window, strategy, data = Window(), STRATEGIES[name](), loader(workload, NUM_UNTIMED + NUM_TIMED)
     make_trainer(strategy, NUM_UNTIMED + NUM_TIMED, window, data, NUM_NODES).fit(Timed(workload), data)
-    chosen = strategy.auto.chosen if isinstance(strategy, lowbw.AutoStrategy) else None
+    chosen = strategy.fit.auto.chosen if isinstance(strategy, lowbw.AutoStrategy) else None
     of_ranks: list[Any] = [None] * NUM_NODES
     dist.all_gather_object(of_ranks, window.step_ms)
     wall_ms, processor_ms = (statistics.fmean(each) for each in zip(*of_ranks, strict=True))

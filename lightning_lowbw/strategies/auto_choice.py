@@ -129,8 +129,6 @@ class AutoChoice:
             workers: all workers of the fit.
             trainer: of the fit.
         """
-        if not self.is_timing:
-            return None
         # Only one optimizer is timed: from its step to its next step is a batch, with the other optimizers' steps.
         if worker.optimizer is not (self._optimizer or worker.optimizer):
             return None

@@ -16,6 +16,7 @@ import shutil
 import uuid
 import zipfile
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,12 +25,12 @@ from lightning.fabric.utilities.cloud_io import get_filesystem
 from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
-from typing_extensions import override
+from torch import Tensor
 
 from lightning_lowbw.comm.agreement import agree, failing_together
 from lightning_lowbw.errors import ConfigurationError
 from lightning_lowbw.kernels.tensors import device_of
-from lightning_lowbw.strategies.base import BaseStrategy
+from lightning_lowbw.strategies.fit import Fit
 from lightning_lowbw.strategies.keywords import Needs
 from lightning_lowbw.sync.state import equal_part, merge_states
 
@@ -45,262 +46,246 @@ GO_ON = (
 )
 
 
-class CheckpointedStrategy(BaseStrategy):
-    """A strategy that saves, loads and removes shards: workers, random numbers, precision and buffers of each rank."""
+@dataclass(frozen=True)
+class Layout:
+    """How the ranks' own state lies in the files beside a checkpoint.
 
-    @override
-    def _begin_fit(self) -> None:
-        super()._begin_fit()
-        self._removed: list[str] = []  # folders that rank 0 has removed, and other nodes not yet
-        self._loaded: Mapping[str, Any] | None = None  # random numbers and a GradScaler's state, for the first batch
+    Attributes:
+        kind: the kind of the state; another kind cannot be loaded.
+        nodes: the ranks of each node; None where flat.
+        place: the place of this rank in its node, if the model is sharded inside nodes; a rank at another place has
+            other shards.
+        writes_folder: whether the strategy writes the checkpoint, as a folder.
+    """
 
-    @property
-    def _kind(self) -> str:
-        """The kind of the state beside a checkpoint; another kind cannot be loaded."""
-        return self.method.kind
+    kind: str
+    nodes: list[list[int]] | None
+    place: int | None = None
+    writes_folder: bool = False
 
-    @property
-    def _nodes(self) -> list[list[int]] | None:
-        """The ranks of each node; None where flat."""
-        raise NotImplementedError
 
-    @override
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        super().on_train_batch_start(batch, batch_idx)
-        for worker in self.workers:  # the number of the batch, by which ranks are found that have left out a step
-            worker.batch = self.trainer.fit_loop.epoch_loop.total_batch_idx + 1
-        if self._loaded is not None:  # not before the first batch, because Lightning draws some numbers before it
-            set_rng_state(self._loaded["rng"], self.root_device)
-            if self._loaded["precision"]:
-                self.precision_plugin.load_state_dict(self._loaded["precision"])
-            self._loaded = None
-        self.hide_anchor()  # that of a resume, or of code that has asked for the state of the model
+# Saving -----------------------------------------------------------------------------------------------------------
 
-    # Saving -----------------------------------------------------------------------------------------------------
 
-    @override
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None) -> None:
-        if self.is_interrupted:
-            rank_zero_warn(
-                f"{filepath} is not written: an exception is ending the fit, and the other ranks may be elsewhere. Go "
-                "on from the last checkpoint."
-            )
-            return
-        save = functools.partial(super().save_checkpoint, storage_options=storage_options)
+def save(
+    fit: Fit,
+    layout: Layout,
+    checkpoint: dict[str, Any],
+    filepath: _PATH,
+    write: Callable[[dict[str, Any], _PATH], None],
+) -> None:
+    """Write the shards, then the checkpoint that names them; then delete the previous checkpoint's shards.
 
-        def write(checkpoint: dict[str, Any], path: _PATH) -> None:
-            save(checkpoint, path)
-            if isinstance(self.checkpoint_io, AsyncCheckpointIO) and self.checkpoint_io._executor is not None:
-                # Wait for it: until it is written, the model has to show the anchor, and the shards of the checkpoint
-                # before are needed.
-                self.checkpoint_io._executor.submit(lambda: None).result()
+    If a rank dies or fails meanwhile, the previous checkpoint stays unchanged.
 
-        self._save(checkpoint, filepath, write)
-        self.auto.restart_clock(self.ledger)
-        if not self._is_evaluated:
-            self.hide_anchor()
+    Collective: all ranks; not without the optimizers' states: then rank 0 writes the weights alone, as under DDP.
 
-    def _save(
-        self, checkpoint: dict[str, Any], filepath: _PATH, write: Callable[[dict[str, Any], _PATH], None]
-    ) -> None:
-        """Write the shards, then the checkpoint that names them; then delete the previous checkpoint's shards.
+    Args:
+        fit: the fit whose state is saved.
+        layout: of the state.
+        checkpoint: Lightning's.
+        filepath: of this rank; that of rank 0 is used.
+        write: writes the checkpoint, on rank 0.
 
-        If a rank dies or fails meanwhile, the previous checkpoint stays unchanged.
-
-        Collective: all ranks; not without the optimizers' states: then rank 0 writes the weights alone, as under DDP.
-
-        Args:
-            checkpoint: Lightning's.
-            filepath: of this rank; that of rank 0 is used.
-            write: writes the checkpoint, on rank 0.
-
-        Raises:
-            ConfigurationError: on all ranks; a rank could not write its file.
-        """
-        if not self.workers or "optimizer_states" not in checkpoint:
+    Raises:
+        ConfigurationError: on all ranks; a rank could not write its file.
+    """
+    if not fit.workers or "optimizer_states" not in checkpoint:
+        write(checkpoint, filepath)
+        return
+    strategy = fit.trainer.strategy
+    # The path and the removed folders may differ between ranks: names have metrics in them, and `ModelCheckpoint`
+    # removes the worst by a metric. The files of rank 0 count.
+    filepath, save_id, removed = strategy.broadcast((filepath, uuid.uuid4().hex[:12], fit.removed))
+    fit.removed = []
+    if strategy.local_rank == 0 and not strategy.is_global_zero:  # disks need not be shared
+        for removed_folder in removed:
+            remove_folder(removed_folder)
+    folder = folder_of(filepath)
+    with failing_together():
+        states = [worker.state_dict() for worker in fit.workers]
+    metadata = _metadata(fit, layout, save_id, states)
+    path = shard_path(folder, strategy.global_rank, metadata)
+    by_torch = type(strategy.checkpoint_io) is TorchCheckpointIO
+    renames = strategy.is_global_zero and (by_torch or layout.writes_folder) and "://" not in str(filepath)
+    with failing_together():
+        if renames and os.path.isdir(filepath) and not os.path.isfile(os.path.join(filepath, "meta.pt")):
+            raise ConfigurationError(f"{filepath!r} is a folder, and no checkpoint. Save under another name.")
+        write_shard(_shard(fit, save_id, states), path)
+    del states  # before the checkpoint is written
+    checkpoint = {**checkpoint, METADATA_KEY: metadata}
+    with failing_together():
+        if renames:
+            overwrite(checkpoint, os.fspath(filepath), folder, write)
+        else:
             write(checkpoint, filepath)
-            return
-        # The path and the removed folders may differ between ranks: names have metrics in them, and `ModelCheckpoint`
-        # removes the worst by a metric. The files of rank 0 count.
-        filepath, save_id, removed = self.broadcast((filepath, uuid.uuid4().hex[:12], self._removed))
-        self._removed = []
-        if self.local_rank == 0 and not self.is_global_zero:  # disks need not be shared
-            for removed_folder in removed:
-                remove_folder(removed_folder)
-        folder = folder_of(filepath)
-        with failing_together():
-            states = [worker.state_dict() for worker in self.workers]
-        metadata = self._metadata(save_id, states)
-        path = shard_path(folder, self.global_rank, metadata)
-        renames = self.is_global_zero and self._is_renamed(filepath)
-        with failing_together():
-            if renames and os.path.isdir(filepath) and not os.path.isfile(os.path.join(filepath, "meta.pt")):
-                raise ConfigurationError(f"{filepath!r} is a folder, and no checkpoint. Save under another name.")
-            write_shard(self._shard(save_id, states), path)
-        del states  # before the checkpoint is written
-        checkpoint = {**checkpoint, METADATA_KEY: metadata}
-        with failing_together():
-            if renames:
-                overwrite(checkpoint, os.fspath(filepath), folder, write)
-            else:
-                write(checkpoint, filepath)
-        self._sweep(folder, path)
+    _sweep(folder, path, strategy)
 
-    def _is_renamed(self, filepath: _PATH) -> bool:
-        """Return whether the checkpoint is written under another name first; see `overwrite`."""
-        return type(self.checkpoint_io) is TorchCheckpointIO and "://" not in str(filepath)
 
-    def _metadata(self, save_id: str, states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        return {
-            "num_ranks": self.world_size,
-            "save_id": save_id,
-            "format": FORMAT,
-            "kind": self._kind,
-            "nodes": self._nodes,
-            "chosen": self.auto.state_dict(),
-            "workers": list(map(equal_part, states)),
-        }
+def _metadata(fit: Fit, layout: Layout, save_id: str, states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    return {
+        "num_ranks": fit.trainer.world_size,
+        "save_id": save_id,
+        "format": FORMAT,
+        "kind": layout.kind,
+        "nodes": layout.nodes,
+        "chosen": fit.auto.state_dict(),
+        "workers": list(map(equal_part, states)),
+    }
 
-    def _shard(self, save_id: str, states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        named = dict(self.trainer.lightning_module.named_buffers())
-        buffers = named if self.replicas else self.buffers.own(named)
-        for worker in self.replicas:  # also while the anchor is shown
-            buffers |= {name: own for name, own in worker.replica.own_tensors().items() if name in named}
-        return {
-            "save_id": save_id,
-            "rank": self.global_rank,
-            "workers": states,
-            "rng": rng_state(self.root_device),
-            "precision": self.precision_plugin.state_dict(),  # a GradScaler's; ranks that step alone scale alone
-            "buffers": {name: buffer.cpu().clone() for name, buffer in buffers.items()},
-            "shared_buffers": self.buffers.state_dict(),
-        }
 
-    def _sweep(self, folder: str, path: str) -> None:
-        """Delete earlier shards of this rank beside a checkpoint, and shards of ranks that no longer exist."""
-        files, name = get_filesystem(folder), path.rpartition("/")[2]
-        try:
-            files.invalidate_cache(folder)
-            for listed in files.ls(folder, detail=False):
-                other = str(listed).replace("\\", "/").rpartition("/")[2]
-                match = NAME.fullmatch(other)
-                rank = -1 if match is None else int(match[1])
-                is_mine = rank == self.global_rank or (self.local_rank == 0 and rank >= self.world_size)
-                if is_mine and other != name:
-                    with contextlib.suppress(FileNotFoundError):  # another node was faster
-                        files.rm(f"{folder}/{other}")
-        except Exception as error:  # noqa: BLE001 - remote file systems have errors of their own; nothing is lost
-            rank_zero_warn(f"Shards of checkpoints before {path!r} could not be deleted: {error}.")
+def _shard(fit: Fit, save_id: str, states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    named = dict(fit.trainer.lightning_module.named_buffers())
+    buffers = named if fit.replicas else fit.buffers.own(named)
+    for worker in fit.replicas:  # also while the anchor is shown
+        buffers |= {name: own for name, own in worker.replica.own_tensors().items() if name in named}
+    return {
+        "save_id": save_id,
+        "rank": fit.trainer.global_rank,
+        "workers": states,
+        "rng": rng_state(fit.trainer.strategy.root_device),
+        "precision": fit.trainer.precision_plugin.state_dict(),  # a GradScaler's; ranks that step alone scale alone
+        "buffers": {name: buffer.cpu().clone() for name, buffer in buffers.items()},
+        "shared_buffers": fit.buffers.state_dict(),
+    }
 
-    @override
-    def remove_checkpoint(self, filepath: _PATH) -> None:
-        super().remove_checkpoint(filepath)
-        if self.is_global_zero:
-            self._removed.append(folder_of(filepath))  # other nodes delete their shards at the next save
-            remove_folder(folder_of(filepath))
 
-    # Loading ----------------------------------------------------------------------------------------------------
+def _sweep(folder: str, path: str, strategy: Any) -> None:
+    """Delete earlier shards of this rank beside a checkpoint, and shards of ranks that no longer exist."""
+    files, name = get_filesystem(folder), path.rpartition("/")[2]
+    try:
+        files.invalidate_cache(folder)
+        for listed in files.ls(folder, detail=False):
+            other = str(listed).replace("\\", "/").rpartition("/")[2]
+            match = NAME.fullmatch(other)
+            rank = -1 if match is None else int(match[1])
+            is_mine = rank == strategy.global_rank or (strategy.local_rank == 0 and rank >= strategy.world_size)
+            if is_mine and other != name:
+                with contextlib.suppress(FileNotFoundError):  # another node was faster
+                    files.rm(f"{folder}/{other}")
+    except Exception as error:  # noqa: BLE001 - remote file systems have errors of their own; nothing is lost
+        rank_zero_warn(f"Shards of checkpoints before {path!r} could not be deleted: {error}.")
 
-    def _load_shards(self, checkpoint: Mapping[str, Any], path: _PATH | None) -> None:
-        """Load the workers' state of a checkpoint; with another number of ranks the mean of the ranks' states.
 
-        Collective: all ranks, blocking.
+# Loading ----------------------------------------------------------------------------------------------------------
 
-        Args:
-            checkpoint: as it was loaded.
-            path: where from; its shards are beside it.
 
-        Raises:
-            ConfigurationError: on all ranks; a shard is missing, damaged, of another save or of another version, and a
-                resume needs it.
-            DisagreementError: on all ranks; they have loaded different checkpoints.
-        """
-        metadata: Mapping[str, Any] = checkpoint.get(METADATA_KEY) or {}
-        step, name, is_exact = checkpoint["global_step"], type(self).__name__, self._options["resume"] != ALONE
-        agree("checkpoint that is resumed", {"global_step": step, "save_id": metadata.get("save_id")})
-        if is_exact and metadata.get("format", FORMAT) != FORMAT:
+def load(fit: Fit, layout: Layout, checkpoint: Mapping[str, Any], path: _PATH | None, *, needs: Needs) -> None:
+    """Load the workers' state of a checkpoint; with another number of ranks the mean of the ranks' states.
+
+    Collective: all ranks, blocking.
+
+    Args:
+        fit: the fit that is resumed.
+        layout: of its state.
+        checkpoint: as it was loaded.
+        path: where from; its shards are beside it.
+        needs: the state that must be loaded.
+
+    Raises:
+        ConfigurationError: on all ranks; a shard is missing, damaged, of another save or of another version, and a
+            resume needs it.
+        DisagreementError: on all ranks; they have loaded different checkpoints.
+    """
+    metadata: Mapping[str, Any] = checkpoint.get(METADATA_KEY) or {}
+    step, name, is_exact = checkpoint["global_step"], type(fit.trainer.strategy).__name__, needs != ALONE
+    agree("checkpoint that is resumed", {"global_step": step, "save_id": metadata.get("save_id")})
+    if is_exact and metadata.get("format", FORMAT) != FORMAT:
+        raise ConfigurationError(
+            f"{path} was written by another version of lightning_lowbw: the ranks' own state beside it has format "
+            f"{metadata['format']}, and this version reads {FORMAT}. Finish the run with the version that wrote "
+            f"it, or {GO_ON}."
+        )
+    is_ours = metadata.get("format") == FORMAT
+    if is_ours and (method := fit.auto.load_state_dict(metadata["chosen"], fit.method)) is not None:
+        fit.adopt(method)
+    states: Sequence[Mapping[str, Any]] = ()
+    if not is_ours or metadata["kind"] != layout.kind:
+        writer = f"a method of kind {metadata['kind']!r}" if is_ours else "another program"
+        rank_zero_info(
+            f"The checkpoint was written by {writer}. {name}, of kind {layout.kind!r}, begins with the weights, the "
+            "optimizer and the step in it, and with nothing else."
+        )
+    elif is_exact:
+        assert path is not None
+        _load_workers(fit, layout, metadata, path)
+        return
+    else:
+        states = metadata["workers"]
+        rank_zero_info(
+            f"resume={ALONE!r}: {name} resumes from the checkpoint alone, with the weights, the optimizer, the "
+            "schedulers, the epoch and the step in it. What had not been sent is lost, and an outer optimizer's "
+            "momentum begins at zero."
+        )
+    for worker in fit.workers:
+        worker.step = step // len(fit.workers)
+    for worker, state in zip(fit.workers, states, strict=False):
+        worker.load_state_dict(state)
+
+
+def _load_workers(fit: Fit, layout: Layout, metadata: Mapping[str, Any], path: _PATH) -> None:
+    """Load the workers' state and, with the same number of ranks, the other state of this rank.
+
+    Collective: all ranks, blocking.
+    """
+    num_optimizers, num_ranks, shard = len(metadata["workers"]), fit.trainer.world_size, None
+    with failing_together():
+        if num_optimizers != len(fit.workers):
             raise ConfigurationError(
-                f"{path} was written by another version of lightning_lowbw: the ranks' own state beside it has format "
-                f"{metadata['format']}, and this version reads {FORMAT}. Finish the run with the version that wrote "
-                f"it, or {GO_ON}."
+                f"{path} has the states of {num_optimizers} optimizers, and here are {len(fit.workers)}. "
+                f"Resume with the optimizers that were saved, or {GO_ON}."
             )
-        is_ours = metadata.get("format") == FORMAT
-        if is_ours and (method := self.auto.load_state_dict(metadata["chosen"], self.method)) is not None:
-            self.adopt(method)
-        states: Sequence[Mapping[str, Any]] = ()
-        if not is_ours or metadata["kind"] != self._kind:
-            writer = f"a method of kind {metadata['kind']!r}" if is_ours else "another program"
-            rank_zero_info(
-                f"The checkpoint was written by {writer}. {name}, of kind {self._kind!r}, begins with the weights, the "
-                "optimizer and the step in it, and with nothing else."
-            )
-        elif is_exact:
-            assert path is not None
-            self._load_workers(metadata, path)
-            return
-        else:
-            states = metadata["workers"]
-            rank_zero_info(
-                f"resume={ALONE!r}: {name} resumes from the checkpoint alone, with the weights, the optimizer, the "
-                "schedulers, the epoch and the step in it. What had not been sent is lost, and an outer optimizer's "
-                "momentum begins at zero."
-            )
-        for worker in self.workers:
-            worker.step = step // len(self.workers)
-        for worker, state in zip(self.workers, states, strict=False):
+        if (metadata["num_ranks"], metadata["nodes"]) == (num_ranks, layout.nodes):
+            shard = load_shard(path, metadata, fit.trainer.global_rank)
+            states = shard["workers"]
+        else:  # the means; one shard is in memory at a time
+            ranks = _ranks_like_this(layout, metadata, path)
+            states = [
+                merge_states(load_shard(path, metadata, rank)["workers"][number] for rank in ranks)
+                for number in range(num_optimizers)
+            ]
+    with failing_together():
+        for worker, state in zip(fit.workers, states, strict=True):
             worker.load_state_dict(state)
+    fit.has_own_states = True
+    if shard is None:
+        rank_zero_info(
+            f"The checkpoint was written by {metadata['num_ranks']} ranks{_on(metadata['nodes'])}; it is resumed "
+            f"by {num_ranks}{_on(layout.nodes)}. Each starts with the mean of the ranks' own states."
+        )
+    else:
+        restored = {name: shard[name] for name in ("rng", "precision")}
+        fit.restore = functools.partial(
+            _restore, restored, fit.trainer.strategy.root_device, fit.trainer.precision_plugin
+        )
+        fit.buffers.load_state_dict(shard["shared_buffers"])
+        _load_buffers(fit.trainer.lightning_module, shard["buffers"])
+    for worker in fit.replicas:  # until the first batch the model keeps the weights of the checkpoint
+        worker.replica.show()
 
-    def _load_workers(self, metadata: Mapping[str, Any], path: _PATH) -> None:
-        """Load the workers' state and, with the same number of ranks, the other state of this rank.
 
-        Collective: all ranks, blocking.
-        """
-        num_optimizers, shard = len(metadata["workers"]), None
-        with failing_together():
-            if num_optimizers != len(self.workers):
-                raise ConfigurationError(
-                    f"{path} has the states of {num_optimizers} optimizers, and here are {len(self.workers)}. "
-                    f"Resume with the optimizers that were saved, or {GO_ON}."
-                )
-            if (metadata["num_ranks"], metadata["nodes"]) == (self.world_size, self._nodes):
-                shard = load_shard(path, metadata, self.global_rank)
-                states = shard["workers"]
-            else:  # the means; one shard is in memory at a time
-                ranks = self._merged_ranks(metadata, path)
-                states = [
-                    merge_states(load_shard(path, metadata, rank)["workers"][number] for rank in ranks)
-                    for number in range(num_optimizers)
-                ]
-        with failing_together():
-            for worker, state in zip(self.workers, states, strict=True):
-                worker.load_state_dict(state)
-        self._has_own_states = True
-        if shard is None:
-            rank_zero_info(
-                f"The checkpoint was written by {metadata['num_ranks']} ranks{_on(metadata['nodes'])}; it is resumed "
-                f"by {self.world_size}{_on(self._nodes)}. Each starts with the mean of the ranks' own states."
-            )
-        else:
-            self._restore(shard)
-        for worker in self.replicas:  # until the first batch the model keeps the weights of the checkpoint
-            worker.replica.show()
-
-    def _merged_ranks(self, metadata: Mapping[str, Any], path: _PATH) -> Sequence[int]:
-        """Return the ranks whose states this rank begins with the mean of, in another world: all ranks."""
+def _ranks_like_this(layout: Layout, metadata: Mapping[str, Any], path: _PATH) -> Sequence[int]:
+    """Return the ranks with whose mean state this rank begins in another world: all, or those with the same shards."""
+    if layout.place is None or layout.nodes is None:
         return range(metadata["num_ranks"])
+    nodes, size = metadata["nodes"], len(layout.nodes[0])
+    if len(nodes[0]) != size:
+        raise ConfigurationError(
+            f"{path} was written by nodes of {len(nodes[0])} ranks, and these have {size}. Resume "
+            f"with any number of nodes of {len(nodes[0])} ranks, or {GO_ON}."
+        )
+    return [node[layout.place] for node in nodes]
 
-    def _restore(self, shard: Mapping[str, Any]) -> None:
-        """Load what a rank has beside its workers."""
-        self._loaded = {name: shard[name] for name in ("rng", "precision")}
-        module = self.trainer.lightning_module
-        self.buffers.load_state_dict(shard["shared_buffers"])
-        for name, buffer in list(module.named_buffers()):
-            kept = shard["buffers"].get(name)
-            if kept is not None and buffer.shape == kept.shape:
-                buffer.copy_(kept)
-            elif kept is not None:  # a buffer of its own on each rank: the checkpoint has that of rank 0
-                layer, _, last = name.rpartition(".")
-                module.get_submodule(layer)._buffers[last] = kept.to(buffer.device, buffer.dtype)
+
+def _load_buffers(module: torch.nn.Module, own: Mapping[str, Tensor]) -> None:
+    """Load the buffers that a rank has for itself."""
+    for name, buffer in list(module.named_buffers()):
+        kept = own.get(name)
+        if kept is not None and buffer.shape == kept.shape:
+            buffer.copy_(kept)
+        elif kept is not None:  # a buffer of its own on each rank: the checkpoint has that of rank 0
+            layer, _, last = name.rpartition(".")
+            module.get_submodule(layer)._buffers[last] = kept.to(buffer.device, buffer.dtype)
 
 
 def _on(nodes: list[list[int]] | None) -> str:
@@ -365,6 +350,15 @@ def load_shard(checkpoint_path: _PATH, metadata: Mapping[str, Any], rank: int) -
     return shard
 
 
+def wait_for(checkpoint_io: Any) -> None:
+    """Wait for a checkpoint that is written in the background.
+
+    Until it is there, the model has to show the anchor, and the shards of the checkpoint before are needed.
+    """
+    if isinstance(checkpoint_io, AsyncCheckpointIO) and checkpoint_io._executor is not None:
+        checkpoint_io._executor.submit(lambda: None).result()
+
+
 def remove_folder(folder: str) -> None:
     """Delete the shards of a checkpoint, if they are there: nodes may share the disk."""
     with contextlib.suppress(FileNotFoundError):
@@ -405,9 +399,12 @@ def rng_state(device: torch.device) -> dict[str, Any]:
     return {"torch": torch.get_rng_state(), "python": random.getstate(), **device_of(device).rng_state()}
 
 
-def set_rng_state(state: Mapping[str, Any], device: torch.device) -> None:
-    """Load what `rng_state` returned."""
+def _restore(shard: Mapping[str, Any], device: torch.device, precision_plugin: Any) -> None:
+    """Load the random numbers and the GradScaler's state of a shard."""
+    state = shard["rng"]
     torch.set_rng_state(state["torch"])
     version, internal, gauss_next = state["python"]
     random.setstate((version, tuple(internal), gauss_next))
     device_of(device).set_rng_state(state)
+    if shard["precision"]:
+        precision_plugin.load_state_dict(shard["precision"])

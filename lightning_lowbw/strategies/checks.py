@@ -247,29 +247,6 @@ def check_optimizers(optimizers: Sequence[Optimizer], named_parameters: Iterable
     agree_on_optimizers(optimizers, named_parameters)
 
 
-def refuse_replaced(optimizers: Sequence[Optimizer], workers: Mapping[int, Synchronizer]) -> None:
-    """Refuse optimizers that a callback or a hook has put in the place of the optimizers of this fit.
-
-    A tuner's search (lr_find) may replace the list by a list of the same optimizers. Nothing is communicated, because
-    hooks run on all ranks.
-
-    Args:
-        optimizers: the optimizers that are trained now.
-        workers: the workers by id of the optimizers with which the fit began.
-
-    Raises:
-        ConfigurationError: on each rank that has other optimizers.
-    """
-    if [id(optimizer) for optimizer in optimizers] != list(workers):
-        now = ", ".join(type(optimizer).__name__ for optimizer in optimizers) or "none"
-        began = ", ".join(type(worker.optimizer).__name__ for worker in workers.values()) or "none"
-        raise ConfigurationError(
-            f"The optimizers have been replaced in mid-fit: {now} in place of {began}. The strategy keeps state for "
-            "the optimizers with which the fit began. Change their param groups instead; or save the weights, load "
-            "them into the module, and begin a new fit, in which configure_optimizers returns the other optimizers."
-        )
-
-
 def agree_on_hyperparameters(trainer: pl.Trainer) -> None:
     """Check that learning rates and the like are the same on all ranks, whose weights would part otherwise.
 

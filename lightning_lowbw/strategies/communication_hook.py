@@ -19,6 +19,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_lowbw.comm.peers import Peers
 from lightning_lowbw.kernels.tensors import device_of
+from lightning_lowbw.method import Method
+from lightning_lowbw.sync.local import LocalSync
+from lightning_lowbw.sync.step_plan import StepPlan
 from lightning_lowbw.sync.synchronizer import Synchronizer
 
 Ranks = Literal["all", "node"]
@@ -29,9 +32,12 @@ class CommunicationHook:
 
     Stock Lightning registers hooks only on CUDA, and does not warn.
 
+    For a `Fit` it is the `View` of the model.
+
     Args:
         ddp: the model whose buckets are reduced.
         peers: the ranks that reduce its buckets.
+        method: the method of the coming steps.
         is_manual: whether the user's code calls backward.
 
     Attributes:
@@ -39,11 +45,12 @@ class CommunicationHook:
         is_timing: whether steps are timed; the host then waits for a CUDA device after backward.
     """
 
-    def __init__(self, ddp: DistributedDataParallel, peers: Peers, *, is_manual: bool) -> None:
+    def __init__(self, ddp: DistributedDataParallel, peers: Peers, method: Method, *, is_manual: bool) -> None:
         self._ddp: Any = ddp  # until the fit ends
         self._peers, self._is_manual = peers, is_manual
         self.reduction: Ranks | None = "all"
         self.is_timing = False
+        self._has_stepped = True  # since the last batch; the next gradients are not accumulated
         self._is_registered = False  # whether DDP calls `reduce`
         self._has_reduced = False  # whether DDP has reduced a backward pass: the first one teaches it a static graph
         # DDP ignores parameters that are frozen now and unfrozen later; the exchange reduces their gradients.
@@ -57,7 +64,17 @@ class CommunicationHook:
         # Without `reduce`: when the last gradient was ready. First all parameters have hooks, then only the last one.
         self._clocks = {each: each.register_post_accumulate_grad_hook(self._note_gradient) for each in self._trained}
         self._last: Parameter | None = None
+        self.use(method)
         self._intercept_if_needed()
+
+    def use(self, method: Method) -> None:
+        """Let dense gradients be summed as a method does it; up to a choice that is still to come a step is DDP's."""
+        peers, is_auto = self._peers, method.when.is_auto
+        peers.inter_dtype = method.where.narrow_dtype
+        peers.is_summed_flat = is_auto or method.where.algorithm == "flat"
+        peers.ledger.has_levels = peers.is_two_level and not (
+            peers.is_summed_flat and (is_auto or method.what.sends_all)
+        )
 
     def release(self) -> None:
         """Leave the parameters as they were, and the model to be collected: DDP's reducer holds this object."""
@@ -76,55 +93,75 @@ class CommunicationHook:
             self._clocks = {}
             self._ddp.register_comm_hook(state=None, hook=self.reduce)
 
-    def prepare(self, workers: Collection[Synchronizer]) -> None:
+    def begin_batch(self, workers: Collection[Synchronizer], *, is_timing: bool) -> None:
+        """Prepare for a batch; `is_timing`: see the attribute."""
+        ddp, plans, self.is_timing = self._ddp, [worker.plan for worker in workers], is_timing
+        self._prepare(plans)  # Lightning turns it on after each training_step of manual optimization
+        is_local = any(plan.is_local for plan in plans)  # then buffers are averaged with the weights
+        if not (self._is_manual or is_local or ddp.require_backward_grad_sync):
+            # DDP then also leaves out its broadcast of buffers in the next forward pass, as while accumulating. In
+            # manual optimization Lightning's DDP broadcasts none.
+            ddp.require_forward_param_sync = self._has_stepped
+        self._has_stepped = False
+
+    def end_step(self, worker: Synchronizer, workers: Collection[Synchronizer]) -> None:
+        """End a step; in manual optimization the next backward pass may be of the same batch."""
+        self._has_stepped = True
+        self._prepare([worker.plan for worker in workers])
+
+    def _prepare(self, plans: Collection[StepPlan]) -> None:
         """If DDP reduces nothing in the coming step, let it fill no buckets and search for no unused parameters."""
         ddp = self._ddp
-        if ddp.require_backward_grad_sync and any(worker.plan.is_local for worker in workers):
+        if ddp.require_backward_grad_sync and any(plan.is_local for plan in plans):
             # DDP would rebuild its buckets, with a broadcast, in the next forward pass; here all ranks take part.
             ddp.reducer._rebuild_buckets()
         # Optimizers in different phases, as when one steps less often, reduce their own gradients before they step.
-        reductions = {self._reduction_of(worker) for worker in workers} or {"all"}
+        reductions = {self._reduction_of(plan) for plan in plans} or {"all"}
         self.reduction = reductions.pop() if len(reductions) == 1 else None
         is_learning = bool(ddp.static_graph) and not self._has_reduced
         ddp.require_backward_grad_sync = is_learning or self.reduction is not None
         self._intercept_if_needed()
 
-    def _reduction_of(self, worker: Synchronizer) -> Ranks | None:
-        """Return the ranks over which DDP may reduce a worker's gradients in the coming step.
+    def _reduction_of(self, plan: StepPlan) -> Ranks | None:
+        """Return the ranks over which DDP may reduce the gradients of a coming step.
 
         With `find_unused_parameters` DDP communicates with all ranks, so that the worker takes the mean of the node
         instead.
         """
-        if worker.plan.reduce == "all":
-            return "all"
-        return "node" if worker.plan.reduce == "node" and not self._ddp.find_unused_parameters else None
+        if plan.reduce == "node":
+            return None if self._ddp.find_unused_parameters else "node"
+        return "all" if plan.reduce == "all" else None
 
-    def reduced(self, worker: Synchronizer) -> frozenset[Parameter]:
+    def _reduced(self, worker: Synchronizer, plan: StepPlan) -> frozenset[Parameter]:
         """Return the parameters whose gradients are means already: not after a plain `loss.backward()`."""
-        is_reduced = self._reduction_of(worker) is not None
+        is_reduced = self._reduction_of(plan) is not None
         if is_reduced and self._is_manual:
             is_reduced = self._means.issuperset(self._trained.intersection(worker.params))
         return self._trained if is_reduced else frozenset()
 
-    # For `StepHooks` ---------------------------------------------------------------------------------------
-
     def take(self, worker: Synchronizer) -> frozenset[Parameter]:
         """Return the parameters whose gradients are means already; note how long the optimizer has waited for them."""
-        reduced = self.reduced(worker)
+        plan = worker.plan
+        reduced = self._reduced(worker, plan)
         self._has_reduced |= self._ddp.require_backward_grad_sync
         self._means.difference_update(worker.params if self._means else ())
-        if not worker.plan.is_local:
+        if not plan.is_local:
             self._peers.ledger.exposed_s += self._wait_s()
             if reduced and not self._is_registered:
                 self._peers.count_all_reduce(self._nbytes)
         return reduced
 
-    def give(self, worker: Synchronizer) -> None:
-        """Nothing: the worker has the user's own parameters."""
-
     def has_mean(self, worker: Synchronizer) -> bool:
         """Return whether the gradients of the coming step are means over all ranks already."""
-        return worker.plan.reduce == "all" and bool(self.reduced(worker))
+        plan = worker.plan
+        return plan.reduce == "all" and bool(self._reduced(worker, plan))
+
+    # A worker has the user's own parameters, whole, and nothing else is to do.
+
+    def give(self, worker: Synchronizer) -> None: ...
+    def end_batch(self) -> None: ...
+    def look(self) -> None: ...
+    def share_in_node(self, replicas: Collection[LocalSync]) -> None: ...
 
     # A bucket ---------------------------------------------------------------------------------------------------
 
@@ -151,9 +188,9 @@ class CommunicationHook:
 
     def _note_gradient(self, parameter: Tensor) -> None:
         """Note the time at which a gradient is ready. After the first steps only the last gradient is timed."""
+        self._last = cast(Parameter, parameter)
         if self.reduction is None:
             return
-        self._last = cast(Parameter, parameter)
         if len(self._clocks) == 1:
             self._waits_for(parameter.device)
         self._last_launch_s = time.perf_counter()

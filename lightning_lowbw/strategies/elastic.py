@@ -6,6 +6,7 @@ import os
 import socket
 import zlib
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -24,7 +25,9 @@ from lightning_lowbw.elastic.sync import ElasticSync, check_elastic
 from lightning_lowbw.elastic.torchft_membership import TIMEOUT_S, TorchftMembership
 from lightning_lowbw.errors import ConfigurationError
 from lightning_lowbw.method import Method
+from lightning_lowbw.strategies import checkpoint as files
 from lightning_lowbw.strategies import checks
+from lightning_lowbw.strategies.fit import Fit
 from lightning_lowbw.strategies.keywords import STRATEGY_KEYWORDS
 from lightning_lowbw.strategies.strategy import Strategy
 
@@ -76,8 +79,6 @@ class ElasticStrategy(Strategy):
         20
     """
 
-    _acts_alone = True  # other groups will come
-
     @shows(STRATEGY_KEYWORDS)
     def __init__(
         self,
@@ -101,7 +102,7 @@ class ElasticStrategy(Strategy):
                 raise ConfigurationError(
                     f"k_steps={k_steps} and round_s={round_s}: a round ends after steps or after seconds. Give one."
                 )
-            self.method = self._given = self.method.replace(k_steps=k_steps)  # so that a resume compares it, too
+            self.fit = Fit(self.method.replace(k_steps=k_steps), self._candidates)
         check_elastic(self.method)
         self._of_membership: dict[str, Any] = {
             "lighthouse": lighthouse,
@@ -122,14 +123,15 @@ class ElasticStrategy(Strategy):
 
     @property
     def _replica(self) -> ElasticSync:
-        worker: ElasticSync
-        (worker,) = self._workers.values()
+        worker: Any
+        (worker,) = self.workers
+        assert isinstance(worker, ElasticSync)
         return worker
 
     @property
     @override
-    def _kind(self) -> str:
-        return "elastic"
+    def _layout(self) -> files.Layout:
+        return replace(super()._layout, kind="elastic")
 
     @property
     @override
@@ -163,20 +165,26 @@ class ElasticStrategy(Strategy):
     @override
     def _make_worker(self, optimizer: Optimizer, module: pl.LightningModule, buffers: Any) -> Any:
         assert isinstance(self.peers, Members)
-        if self._workers:
+        if len(self.optimizers) > 1:
             raise ConfigurationError("Several optimizers: an elastic training has one. Return one.")
         return ElasticSync(self.method, optimizer, module.named_parameters(), self.peers, buffers, round_s=self.round_s)
 
     @override
+    def setup(self, trainer: pl.Trainer) -> None:
+        super().setup(trainer)
+        if self._is_fitting:
+            self.fit.settle = self._settle
+
+    @override
     def reconfigure(self, method: Method) -> None:
-        if self._workers and self._replica.settings:  # this group has joined the other groups
+        if self.workers and self._replica.settings:  # this group has joined the other groups
             raise ConfigurationError("All groups have one method. To change it, end all groups, and start them again.")
         super().reconfigure(method)
 
     @override
     def on_train_start(self) -> None:
         super().on_train_start()
-        self.hide_anchor()  # of a checkpoint
+        self.fit.hide_anchor()  # of a checkpoint
         worker = self._replica
         worker.last_step, worker.share = self.trainer.max_steps, self._schedules
         worker.settings = {"Trainer(max_steps)": self.trainer.max_steps, "schedulers": self._named_schedulers()}
@@ -186,41 +194,30 @@ class ElasticStrategy(Strategy):
         worker.join()  # takes the weights of another group, or waits for a first round
         self._follow(worker, is_in_step=False)
         if self.world_size > 1:
-            self.signals.read_requests(worker, self.trainer)
-        self._hook.prepare(self.workers)
+            self.fit.signals.read_requests(worker, self.trainer)
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_start(batch, batch_idx)
-        self._hook.prepare(self.workers)
         self._replica.tokens += float(self._num_tokens(batch))  # the weight of this group in the next mean
 
     @override
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
-        if self._workers:
+        if self.workers:
             self._replica.begin_batch()
         return super().batch_to_device(batch, device, dataloader_idx)
 
-    @override
-    def show_anchor(self, *, weights_only: bool = False) -> None:
-        self._settle()
-        super().show_anchor(weights_only=weights_only)
-
-    @override
-    def finish(self) -> None:
-        self._settle()
-        super().finish()
-
     def _settle(self) -> None:
         """Apply the round that is hidden, if there is one."""
-        if self._workers and self._replica.settle():
+        if self._replica.settle():
             self._follow(self._replica, is_in_step=False)
 
     @override
-    def _end_step(self, worker: Any) -> None:
-        super()._end_step(worker)
-        if worker.has_communicated:
-            self._follow(worker, is_in_step=True)
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
+        result = super().optimizer_step(*args, **kwargs)
+        if self._replica.has_communicated:
+            self._follow(self._replica, is_in_step=True)
+        return result
 
     @override
     def on_train_end(self) -> None:

@@ -6,7 +6,7 @@ shard in the other nodes; `NodeShards` gives the method plain tensors.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -40,12 +40,14 @@ from lightning_lowbw.comm.topology import (
 )
 from lightning_lowbw.errors import ConfigurationError
 from lightning_lowbw.method import Method, as_method
+from lightning_lowbw.strategies import checkpoint as files
 from lightning_lowbw.strategies import checks
-from lightning_lowbw.strategies.base import unwrapped
-from lightning_lowbw.strategies.checkpoint import GO_ON, CheckpointedStrategy
+from lightning_lowbw.strategies.base import BaseStrategy
+from lightning_lowbw.strategies.fit import unwrapped
 from lightning_lowbw.strategies.keywords import Needs, as_timeout, written
 from lightning_lowbw.strategies.shared_buffers import SharedBuffers, buffers_of
 from lightning_lowbw.strategies.step_hooks import scaler_of
+from lightning_lowbw.sync.local import LocalSync
 from lightning_lowbw.sync.local_view import LocalTensors, LocalView, NodeShards
 from lightning_lowbw.sync.synchronizer import Synchronizer
 
@@ -55,7 +57,7 @@ CONTAINERS = (nn.ModuleList, nn.ModuleDict)  # have no forward pass
 PARAMETERS = (nn.ParameterList, nn.ParameterDict)
 
 
-class ShardedStrategy(CheckpointedStrategy, ModelParallelStrategy):
+class ShardedStrategy(BaseStrategy, ModelParallelStrategy):
     """FSDP2 inside each node, a method between nodes: for models that do not fit on one GPU.
 
     Each node holds the model once, sharded over its ranks: by the module's own `configure_model`, written as for
@@ -121,11 +123,6 @@ class ShardedStrategy(CheckpointedStrategy, ModelParallelStrategy):
         flat = Method(when=given.when, what=given.what, where=Where())  # each of the flat peers is a node
         self._hold(flat, {"save_distributed_checkpoint": save_distributed_checkpoint, "resume": resume})
 
-    @override
-    def _begin_fit(self) -> None:
-        super()._begin_fit()
-        self._shards = self._reduction = NodeShards(None if self._mesh is None else self._mesh.node)
-
     def __repr__(self) -> str:
         return written(self, {"topology": self.topology, **self._options})
 
@@ -150,7 +147,7 @@ class ShardedStrategy(CheckpointedStrategy, ModelParallelStrategy):
         self._setup_distributed()
         trainer, module, name = self.trainer, self.trainer.lightning_module, type(self).__name__
         if self._is_fitting:
-            self._agree_on_fit({"topology": repr(check_choice(self.topology) or self.topology)})
+            self._begin_fit({"topology": repr(check_choice(self.topology) or self.topology)})
             if averaging := checks.callbacks_of(trainer, *checks.AVERAGING):
                 raise ConfigurationError(
                     f"{type(averaging[0]).__name__}: it averages copies of whole weights, and here each rank has "
@@ -168,59 +165,45 @@ class ShardedStrategy(CheckpointedStrategy, ModelParallelStrategy):
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
-        if self._is_fitting:
-            self._begin_fit()
-            assert self.model is not None
-            checks.check_model(self.model)
-            with failing_together():
-                check_sharded(self.model, self.mesh)
-        super().setup(trainer)
         if not self._is_fitting:
+            super().setup(trainer)
             return
+        assert self.model is not None
+        checks.check_model(self.model)
+        with failing_together():
+            check_sharded(self.model, self.mesh)
+        super().setup(trainer)
         if scaler_of(self.precision_plugin) is not None:
             raise ConfigurationError(
                 "A GradScaler with a sharded model: each rank would skip steps alone. Give precision='bf16-mixed'."
             )
-        equalise_(trainer.lightning_module, self._shards.tensors, self.mesh.peers())
-        self.buffers = SharedBuffers(trainer.lightning_module, None, in_forward=False)
-        self._begin_workers(trainer)
-        self._insert_first_callback(trainer)
-
-    @override
-    def _make_workers(self) -> None:
-        self._shards.views.clear()
-        super()._make_workers()
+        view = self._view = ShardedView(trainer.lightning_module, self.mesh)
+        equalise_(trainer.lightning_module, view.tensors, self.mesh.peers())
+        self.fit.buffers = SharedBuffers(trainer.lightning_module, None, in_forward=False)
+        self.fit.ends.callback(view.release)
+        self.fit.begin(trainer, view, self._make_worker)
 
     @override
     def _make_worker(self, optimizer: Optimizer, module: pl.LightningModule, buffers: Any) -> Any:
         """Return a worker that sees this rank's shards."""
-        tensors = self._shards.tensors
+        tensors = self._view.tensors
         view, shard_of = LocalView(optimizer, tensors), tensors.of
         named = [(name, shard_of(parameter)) for name, parameter in module.named_parameters()]
         peers = Peers(self.mesh.peers(), self.ledger, nodes=self.mesh.topology.nodes)
         worker: Any = self.method.make_synchronizer(view.local, named, peers, buffers)
         worker.params.whole_numels = {shard_of(parameter): parameter.numel() for parameter in module.parameters()}
         vars(worker.params).pop("small_numel", None)  # computed from the sizes of shards, for the fragments
-        self._shards.views[worker] = view
+        self._view.views[worker] = view
         return worker
 
     @override
     def teardown(self) -> None:
-        for view in self._shards.views.values():
-            view.release()
         if self.lightning_module is not None:
             vars(self.lightning_module).pop("configure_model", None)  # of `install_default`
             reshard_(self.lightning_module)  # code after the fit finds all weights sharded
         super().teardown()
 
-    @override
-    def _look(self) -> None:
-        # Other code may have changed shards and options of parameters; a forward pass may have gathered weights.
-        reshard_(self.trainer.lightning_module)
-        for view in self._shards.views.values():
-            view.pull()
-
-    # The step ---------------------------------------------------------------------------------------------------
+    # The step, and checkpoints ----------------------------------------------------------------------------------
 
     @override
     def post_backward(self, closure_loss: Tensor) -> None:
@@ -229,55 +212,11 @@ class ShardedStrategy(CheckpointedStrategy, ModelParallelStrategy):
             check_reduced(self.trainer.lightning_module)
 
     @override
-    def _end_step(self, worker: Synchronizer) -> None:
-        view = self._shards.views[worker]
-        if not worker.plan.is_local:
-            view.push_gradients()  # gradients that were hidden from the optimizer
-        view.release()
-        reshard_(self.trainer.lightning_module)  # after a forward pass without a backward pass gathered weights are old
-        super()._end_step(worker)
-
-    # What the first callback calls ------------------------------------------------------------------------------
-
-    @override
-    def end_batch(self) -> None:
-        reshard_(self.trainer.lightning_module)  # callbacks may change weights, or unfreeze layers
-        super().end_batch()
-
-    @override
-    def show_anchor(self, *, weights_only: bool = False) -> None:
-        """Put the anchor into the model, up to the end of a validation or of a save.
-
-        The next forward pass gathers the shards anew. Each rank of a node has its own buffers: the model shows the
-        buffers of the node's first rank, or the running statistics of rank 0 if gradients are exchanged.
-        """
-        was_shown = self._is_shown
-        super().show_anchor(weights_only=weights_only)
-        if self._is_shown and not was_shown:
-            self._share_in_node()
-
-    def _share_in_node(self) -> None:
-        """Give the ranks of a node the buffers of its first rank."""
-        for worker in self.replicas:
-            buffers = worker.replica.buffers.now().values()
-            broadcast_flat_(buffers, lambda flat: broadcast_(flat, self.mesh.node()))
-
-    @override
-    def finish(self) -> None:
-        super().finish()
-        self._share_in_node()
-
-    # The end, validation and checkpoints ------------------------------------------------------------------------
-
-    @override
-    @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        if self.is_interrupted:
-            return {}
         raw = unwrapped(optimizer)
-        if raw not in self._trained_optimizers:  # torch expects a state
+        if self.is_interrupted or not any(group["params"] for group in raw.param_groups):  # torch expects a state
             return {}
-        with self._step_hooks.allowing(raw):  # torch takes an empty step if the optimizer has no state
+        with self.fit.step_hooks.allowing(raw):  # torch takes an empty step if the optimizer has no state
             state: dict[str, Any] = super().optimizer_state(optimizer)
         return state
 
@@ -285,38 +224,61 @@ class ShardedStrategy(CheckpointedStrategy, ModelParallelStrategy):
     def load_checkpoint(self, checkpoint_path: _PATH, *args: Any, **kwargs: Any) -> dict[str, Any]:
         checkpoint: dict[str, Any] = super().load_checkpoint(checkpoint_path, *args, **kwargs)
         if self._is_fitting and "global_step" in checkpoint:
-            self._look()
+            self._view.look()
             with torch.no_grad():
-                self._load_shards(checkpoint, checkpoint_path)
-            for view in self._shards.views.values():
+                files.load(self.fit, self._layout, checkpoint, checkpoint_path, needs=self._options["resume"])
+            for view in self._view.views.values():
                 view.push()
         return checkpoint
 
     @property
     @override
-    def _kind(self) -> str:
-        return f"{super()._kind} of shards"
-
-    @property
-    @override
-    def _nodes(self) -> list[list[int]] | None:
-        return [list(node) for node in self.mesh.topology.nodes]
-
-    @override
-    def _is_renamed(self, filepath: _PATH) -> bool:
+    def _layout(self) -> files.Layout:
+        nodes, place = [list(node) for node in self.mesh.topology.nodes], self.mesh.coordinate
         is_folder = self._save_distributed_checkpoint  # which no plugin writes
-        return (is_folder and "://" not in str(filepath)) or super()._is_renamed(filepath)
+        return files.Layout(f"{self.method.kind} of shards", nodes, place, writes_folder=is_folder)
 
-    @override
-    def _merged_ranks(self, metadata: Mapping[str, Any], path: _PATH) -> Sequence[int]:
-        """Return the ranks that had the shards of this rank, one in each node."""
-        nodes, size = metadata["nodes"], self.mesh.topology.ranks_per_node
-        if len(nodes[0]) != size:
-            raise ConfigurationError(
-                f"{path} was written by nodes of {len(nodes[0])} ranks, and these have {size}. Resume "
-                f"with any number of nodes of {len(nodes[0])} ranks, or {GO_ON}."
-            )
-        return [node[self.mesh.coordinate] for node in nodes]
+
+class ShardedView(NodeShards):
+    """The view of a fit whose model is sharded inside nodes.
+
+    Args:
+        module: the model.
+        mesh: the ranks of the node.
+    """
+
+    def __init__(self, module: nn.Module, mesh: NodeMesh) -> None:
+        super().__init__(mesh.node)
+        self._module = module
+
+    def use(self, method: Method) -> None: ...
+    def begin_batch(self, workers: Collection[Synchronizer], *, is_timing: bool) -> None: ...
+
+    def end_step(self, worker: Synchronizer, workers: Collection[Synchronizer]) -> None:
+        """End a step: the user's optimizer has gradients that were hidden from it, and all gradients."""
+        view = self.views[worker]
+        if not worker.plan.is_local:
+            view.push_gradients()
+        view.release()
+        reshard_(self._module)  # after a forward pass without a backward pass gathered weights are old
+
+    def end_batch(self) -> None:
+        reshard_(self._module)
+
+    def look(self) -> None:
+        reshard_(self._module)
+        for view in self.views.values():
+            view.pull()
+
+    def share_in_node(self, replicas: Collection[LocalSync]) -> None:
+        for worker in replicas:
+            buffers = worker.replica.buffers.now().values()
+            broadcast_flat_(buffers, lambda flat: broadcast_(flat, None if self._node is None else self._node()))
+
+    def release(self) -> None:
+        """End the fit."""
+        for view in self.views.values():
+            view.release()
 
 
 # Modules without `configure_model` --------------------------------------------------------------------------------

@@ -60,11 +60,13 @@ class SharedBuffers:
         in_forward: whether forward passes broadcast.
 
     Attributes:
+        may_compare: whether the ranks compare their buffers after one of the coming steps.
         is_check_due: whether the ranks compare their buffers before the next batch.
     """
 
     def __init__(self, module: nn.Module, asked: bool | None, *, in_forward: bool = True) -> None:
         self._asked, self._in_forward = asked, in_forward
+        self.may_compare = asked is None and in_forward
         # Names of buffers that no training step reads.
         self._statistics = frozenset[str]() if asked is False else statistics_of(module)
         self._unequal: list[str] | None = None  # names of the buffers that the ranks change differently, if known
@@ -78,6 +80,7 @@ class SharedBuffers:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load what `state_dict` returned."""
         self._unequal, self._num_compared = state["unequal"], state["num_compared"]
+        self.may_compare &= self._num_compared < NUM_COMPARED
 
     def own(self, buffers: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the buffers that a rank keeps in its shard of a checkpoint; the statistics are in the ``.ckpt``."""
@@ -94,8 +97,7 @@ class SharedBuffers:
 
     def note_step(self, workers: Collection[Synchronizer]) -> None:
         """Note that a step has ended, before whose forward pass DDP may have broadcast."""
-        is_chosen = self._asked is None and self._in_forward and _is_compressed(workers)
-        self.is_check_due |= is_chosen and self._num_compared < NUM_COMPARED
+        self.is_check_due |= self.may_compare and _is_compressed(workers)
 
     def compare(self, module: nn.Module, device: torch.device) -> None:
         """Find buffers that the ranks change differently: rank 0 sends them before compressed steps, too.
@@ -107,6 +109,7 @@ class SharedBuffers:
         """
         self.is_check_due, known = False, self._unequal or []
         self._num_compared += 1
+        self.may_compare = self._num_compared < NUM_COMPARED
         buffers = _agreed(module)
         unknown = {name: b for name, b in buffers.items() if name not in self._statistics and name not in known}
         new = unequal(unknown, None, device)

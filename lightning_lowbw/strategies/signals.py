@@ -136,13 +136,11 @@ class Signals:
                 each.requests.asked &= ~SAVE
         worker.requests.agreed &= ~SAVE  # else it would be read again when an average begins, which has no message yet
 
-    def save_if_due(self, trainer: pl.Trainer) -> None:
-        """Save and requeue, if SLURM's signal asked for it.
+    def save(self, trainer: pl.Trainer) -> None:
+        """Save and requeue, as SLURM's signal asked for.
 
         Collective: all ranks.
         """
-        if not self.save_is_due:
-            return
         self.save_is_due = False
         trainer._signal_connector._slurm_sigusr_handler_fn(
             signal.SIGUSR1,

@@ -22,19 +22,16 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from lightning_lowbw.errors import ConfigurationError
-from lightning_lowbw.strategies.checks import callbacks_in
-from lightning_lowbw.strategies.communication_hook import CommunicationHook
+from lightning_lowbw.strategies.view import View
 from lightning_lowbw.sync.buffers import IGNORED
 from lightning_lowbw.sync.gradient import GradientSync
-from lightning_lowbw.sync.local_view import NodeShards
-from lightning_lowbw.sync.plain_loop import eagerly, gradients_of, has_step_hooks
+from lightning_lowbw.sync.plain_loop import gradients_of, has_step_hooks, last_pre_hook
 from lightning_lowbw.sync.synchronizer import Synchronizer
 
 READING_HOOK = "on_before_zero_grad"  # may read the gradients of the last step
 # Hooks and methods that may change the gradients of the next step, or the parameters that are trained.
 CHANGING_HOOKS = ("on_before_backward", "on_after_backward")
 CHANGING_METHODS = (*CHANGING_HOOKS, "backward", "optimizer_step")
-Reduction = CommunicationHook | NodeShards  # how DDP or FSDP has reduced the gradients that a worker exchanges
 
 
 class StepHooks:
@@ -45,7 +42,7 @@ class StepHooks:
     take are refused: their gradients have not been exchanged.
 
     Args:
-        reduction: of the gradients, before the exchange.
+        view: the model.
         trainer: of the fit.
         worker_of: returns the worker of an optimizer.
 
@@ -53,13 +50,17 @@ class StepHooks:
         has_gradients: whether there are new gradients since the last exchange.
     """
 
-    def __init__(self, reduction: Reduction, trainer: pl.Trainer, worker_of: Callable[[Any], Synchronizer]) -> None:
-        self._reduction, self._trainer, self._worker_of = reduction, trainer, worker_of
+    def __init__(self, view: View, trainer: Any, worker_of: Callable[[Any], Synchronizer]) -> None:
+        self._view, self._trainer, self._worker_of = view, trainer, worker_of
         self._plugin, self._module, self.has_gradients = trainer.precision_plugin, trainer.lightning_module, False
         self._handle: RemovableHandle | None = None
         self._stepping: Optimizer | None = None  # by Lightning, now
+        self._worker: Synchronizer | None = None  # of that optimizer
         self._has_exchanged = False  # for that step
         self._is_waiting = False  # whether its gradients are exchanged where Lightning would clip them, after its hooks
+        # A compiled `optimizer.step` is traced, with the closure and hooks that it calls; an exchange cannot be.
+        compiler: Any = torch.compiler
+        self._end_closure, self._exchange_late = map(compiler.disable, (self._run_closure, self.exchange))
         self._original = self._plugin._clip_gradients
         clip_gradients = self._plugin.clip_gradients
 
@@ -69,30 +70,31 @@ class StepHooks:
             gradient_clip_algorithm: GradClipAlgorithmType = GradClipAlgorithmType.NORM,
         ) -> None:
             worker = self._worker_of(optimizer)
-            is_of_rank = worker.plan.is_local or worker.plan.clips_before_exchange
-            if not (self._module.automatic_optimization or is_of_rank or self._reduction.has_mean(worker)):
+            plan = worker.plan
+            is_of_rank = plan.is_local or plan.clips_before_exchange
+            if not (self._module.automatic_optimization or is_of_rank or self._view.has_mean(worker)):
                 instead = "Call self.manual_backward(loss), or take" if worker.method.what.sends_all else "Take"
                 raise ConfigurationError(
                     f"clip_gradients in manual optimization, step {worker.step}: here the mean over ranks is clipped, "
                     f"and optimizer.step() makes it. {instead} a method that clips before it sends, such as 'dgc'."
                 )
-            factor = worker.plan.clip_factor if gradient_clip_algorithm == GradClipAlgorithmType.NORM else 1.0
+            factor = plan.clip_factor if gradient_clip_algorithm == GradClipAlgorithmType.NORM else 1.0
             clip_gradients(optimizer, clip_val * factor, gradient_clip_algorithm)
 
         def clip_or_exchange(model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
-            if not any(True for _ in parameters_of(optimizer)):
+            worker = self._worker
+            if worker is None:  # Lightning's own optimizer for a module that returns none has no parameters
                 return
-            worker = self._worker_of(optimizer)
             if worker.plan.clips_before_exchange:
                 # The hooks get this rank's own gradient; the options that they write count in this step.
                 if self._is_waiting:
                     self._is_waiting = False
-                    eagerly()(self.exchange, worker, is_after_hooks=True)
+                    self._exchange_late(worker, is_after_hooks=True)
             else:
                 self._original(model, optimizer, *args, **kwargs)
 
-        self._plugin.clip_gradients = clip_with_factor  # type: ignore[method-assign]
-        self._plugin._clip_gradients = clip_or_exchange  # type: ignore[method-assign]
+        self._plugin.clip_gradients = clip_with_factor
+        self._plugin._clip_gradients = clip_or_exchange
 
     def watch(self) -> None:
         """Check each step of any optimizer that has parameters of the module, until `release`."""
@@ -105,27 +107,47 @@ class StepHooks:
         if self._handle is not None:
             self._handle.remove()
 
-    def end_closure(self, worker: Synchronizer) -> None:
-        """Exchange the gradients of the optimizer that steps, now or where Lightning clips."""
-        has_gradients, self.has_gradients = self.has_gradients or worker.plan.is_local, False
+    def step(
+        self,
+        worker: Synchronizer,
+        optimizer: Optimizer,
+        closure: Callable[[], Any],
+        take: Callable[[Callable[[], Any]], Any],
+    ) -> Any:
+        """Take a step, with the exchange at the end of the closure, or where Lightning clips; return what `take` does.
+
+        Args:
+            worker: of the optimizer.
+            optimizer: the user's own.
+            closure: makes the gradients.
+            take: lets Lightning take the step, with a closure.
+        """
+        # With a GradScaler the hooks before a step run after the closure, and the gradients they write count, too.
+        has_scaler = scaler_of(self._plugin) is not None
+        late = last_pre_hook(optimizer, worker.step_exchanged) if has_scaler else nullcontext()
+        with worker.stepping(), self.allowing(optimizer, worker), late:
+            return take(functools.partial(self._end_closure, worker, closure))
+
+    def _run_closure(self, worker: Synchronizer, closure: Callable[[], Any]) -> Any:
+        result, plan = closure(), worker.plan
+        has_gradients, self.has_gradients = self.has_gradients or plan.is_local, False
         if self._module.automatic_optimization and not has_gradients:
             # The batch norm epoch of StochasticWeightAveraging: sent again these gradients would count twice.
-            if worker.plan.reduce != "all":
+            if plan.reduce != "all":
                 worker.optimizer.zero_grad(set_to_none=True)
-        elif worker.plan.clips_before_exchange:
+        elif plan.clips_before_exchange:
             self._is_waiting = True
         else:
             self.exchange(worker)
         self._has_exchanged = True
+        return result
 
     def sending_early(self) -> AbstractContextManager[None]:
         """Return a context for a backward pass: its gradients may be sent in it, if the optimizer steps with them."""
-        if self._stepping is None or not takes_as_made(self._trainer):
+        worker = self._worker
+        if not (isinstance(worker, GradientSync) and worker.method.what.can_be_early and takes_as_made(self._trainer)):
             return nullcontext()
-        worker = self._worker_of(self._stepping)
-        if isinstance(worker, GradientSync):
-            return worker.sending_early(begins=leaves_as_made(self._trainer))
-        return nullcontext()
+        return worker.sending_early(begins=leaves_as_made(self._trainer))
 
     @torch.no_grad()
     def exchange(self, worker: Synchronizer, *, is_after_hooks: bool = False) -> None:
@@ -135,19 +157,19 @@ class StepHooks:
             worker: of the optimizer.
             is_after_hooks: whether Lightning's hooks before a step have been called.
         """
-        reduced = self._reduction.take(worker)
+        reduced = self._view.take(worker)
         if not _is_done(worker, reduced):
             exchange = functools.partial(self._exchange, worker, reduced)
             if worker.plan.is_local:  # Lightning alone clips and scales
                 exchange(False)
             else:
                 exchange_unscaled_(self._plugin, worker.optimizer, exchange, is_after_hooks=is_after_hooks)
-        self._reduction.give(worker)
+        self._view.give(worker)
 
     def _exchange(self, worker: Synchronizer, reduced: Collection[Any], skip_nonfinite: bool) -> bool:
         """Exchange; return whether the step is to be taken."""
-        module, clip_val = self._module, self._trainer.gradient_clip_val
-        clips = worker.plan.clips_before_exchange and (clip_val or is_overridden("configure_gradient_clipping", module))
+        plan, module, clip_val = worker.plan, self._module, self._trainer.gradient_clip_val
+        clips = plan.clips_before_exchange and (clip_val or is_overridden("configure_gradient_clipping", module))
         # Clipping spreads a NaN, and a step that is skipped must leave the residuals as they are. In all other steps
         # `exchange` checks, in the pass that accumulates the gradients; a check here would be one more pass.
         if clips or skip_nonfinite:
@@ -158,7 +180,7 @@ class StepHooks:
             algorithm = self._trainer.gradient_clip_algorithm
             self._original(module, optimizer, clip_val, gradient_clip_algorithm=algorithm)
         applies = not (
-            worker.plan.reduce == "all"  # then the optimizer steps
+            plan.reduce == "all"  # then the optimizer steps
             or skip_nonfinite
             or self._is_gradient_seen(optimizer)
         )
@@ -168,14 +190,14 @@ class StepHooks:
         return is_taken
 
     @contextmanager
-    def allowing(self, optimizer: Optimizer) -> Iterator[None]:
+    def allowing(self, optimizer: Optimizer, worker: Synchronizer | None = None) -> Iterator[None]:
         """Allow the steps of an optimizer in a `with` block; after the exchange also the steps of its inner optimizers.
 
         Raises:
             ConfigurationError: the gradients were to be exchanged where Lightning clips, and that was not called.
         """
-        outer = self._stepping, self._has_exchanged, self._is_waiting
-        self._stepping, self._has_exchanged, self._is_waiting = optimizer, False, False
+        outer = self._stepping, self._worker, self._has_exchanged, self._is_waiting
+        self._stepping, self._worker, self._has_exchanged, self._is_waiting = optimizer, worker, False, False
         try:
             yield
             if self._is_waiting:
@@ -185,7 +207,7 @@ class StepHooks:
                     "Lightning's Precision; or use strategy='ddp'."
                 )
         finally:
-            self._stepping, self._has_exchanged, self._is_waiting = outer
+            self._stepping, self._worker, self._has_exchanged, self._is_waiting = outer
 
     def _refuse_others(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """The hook before a step: refuse that of an optimizer that Lightning does not step.
@@ -194,12 +216,12 @@ class StepHooks:
         """
         if self._stepping is optimizer:
             return
-        parameters = {p for p in parameters_of(optimizer) if p.requires_grad or p.grad is not None}
+        parameters = {p for p in _parameters_of(optimizer) if p.requires_grad or p.grad is not None}
         ignored = getattr(self._module, IGNORED, ())  # these parameters are the user's own, and so are their steps
         if parameters.isdisjoint(p for name, p in self._module.named_parameters() if name not in ignored):
             return
         has_closure = any(map(callable, (*args[1:], *kwargs.values())))
-        is_nested = self._stepping is not None and parameters.issubset(parameters_of(self._stepping))
+        is_nested = self._stepping is not None and parameters.issubset(_parameters_of(self._stepping))
         if is_nested and (self._has_exchanged or has_closure):
             return
         raise ConfigurationError(
@@ -218,8 +240,10 @@ class StepHooks:
         module = self._module
         if not module.automatic_optimization or has_step_hooks(optimizer, but=[self._refuse_others]):
             return True
-        readers = (is_overridden(READING_HOOK, callback, parent=Callback) for callback in callbacks_in(self._trainer))
-        return is_overridden(READING_HOOK, module) or any(readers)
+        callbacks: list[Any] = self._trainer.callbacks
+        return is_overridden(READING_HOOK, module) or any(
+            is_overridden(READING_HOOK, callback, parent=Callback) for callback in callbacks
+        )
 
 
 def _is_done(worker: Synchronizer, reduced: Collection[Any]) -> bool:
@@ -246,9 +270,8 @@ def takes_as_made(trainer: pl.Trainer) -> bool:
 def leaves_as_made(trainer: pl.Trainer) -> bool:
     """Return whether no hook on this rank may change gradients, or freeze layers, between backward and the step."""
     of_module = (is_overridden(name, trainer.lightning_module) for name in CHANGING_METHODS)
-    of_callbacks = (
-        is_overridden(name, each, parent=Callback) for each in callbacks_in(trainer) for name in CHANGING_HOOKS
-    )
+    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
+    of_callbacks = (is_overridden(name, each, parent=Callback) for each in callbacks for name in CHANGING_HOOKS)
     return not (any(of_module) or any(of_callbacks))
 
 
@@ -280,7 +303,7 @@ def exchange_unscaled_(
         if getattr(optimizer, "_step_supports_amp_scaling", False):  # a fused one, which would unscale in its step
             scaler.unscale_(optimizer)
         is_taken = exchange(True)
-        (parameter, *_) = (p for group in optimizer.param_groups for p in group["params"] if p.requires_grad)
+        parameter = next(p for p in _parameters_of(optimizer) if p.requires_grad)
         found_inf = torch.full((), float(not is_taken), device=parameter.device)  # by all ranks, instead of by this one
         scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"] = {parameter.device: found_inf}
         return
@@ -290,16 +313,15 @@ def exchange_unscaled_(
         _apply_(torch._foreach_mul_, optimizer, scale)  # which the plugin takes out again
         return
     # On all ranks: the scaler finds the inf, skips the step and lowers its scale.
-    parameter = next(p for group in optimizer.param_groups for p in group["params"] if p.requires_grad)
+    parameter = next(p for p in _parameters_of(optimizer) if p.requires_grad)
     parameter.grad = torch.full_like(parameter, float("inf"))
 
 
 def _apply_(function: Callable[[list[Tensor], Tensor], None], optimizer: Optimizer, scale: Tensor) -> None:
     """Multiply or divide the gradients of an optimizer, if there are any."""
-    if gradients := gradients_of(parameters_of(optimizer)):
+    if gradients := gradients_of(_parameters_of(optimizer)):
         function(gradients, scale)
 
 
-def parameters_of(optimizer: Optimizer) -> Iterator[Tensor]:
-    """Yield the parameters of an optimizer; Lightning's own one for a module that returns none has none."""
-    return (parameter for group in optimizer.param_groups for parameter in group["params"])
+def _parameters_of(optimizer: Optimizer) -> list[Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]

@@ -32,10 +32,11 @@ from lightning_lowbw.comm.collectives import Level
 from lightning_lowbw.comm.peers import Peers
 from lightning_lowbw.comm.topology import TopologyChoice
 from lightning_lowbw.method import Method, as_method
+from lightning_lowbw.strategies import checkpoint as files
 from lightning_lowbw.strategies import checks
-from lightning_lowbw.strategies.base import unwrapped
-from lightning_lowbw.strategies.checkpoint import CheckpointedStrategy
+from lightning_lowbw.strategies.base import BaseStrategy
 from lightning_lowbw.strategies.communication_hook import CommunicationHook
+from lightning_lowbw.strategies.fit import unwrapped
 from lightning_lowbw.strategies.keywords import DDP_KEYWORDS, Needs, asked_of_buffers, given_keywords, written
 from lightning_lowbw.strategies.shared_buffers import SharedBuffers, buffers_of, choose_buffers
 from lightning_lowbw.strategies.traffic_monitor import bring_monitor
@@ -46,7 +47,7 @@ from lightning_lowbw.sync.state import whole_momentum
 from lightning_lowbw.sync.synchronizer import Synchronizer
 
 
-class Strategy(CheckpointedStrategy, DDPStrategy):
+class Strategy(BaseStrategy, DDPStrategy):
     """DDP in which a method does the communication.
 
     Args:
@@ -99,39 +100,32 @@ class Strategy(CheckpointedStrategy, DDPStrategy):
     def setup_environment(self) -> None:
         super().setup_environment()
         if self._is_fitting:
-            self._agree_on_fit(plain_values(self._ddp_kwargs))
+            self._begin_fit(plain_values(self._ddp_kwargs))
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
-        if self._is_fitting:
-            # Each rank may have another path; `_load_shards` compares whether the files are of one save.
-            source = "a checkpoint" if trainer.ckpt_path else "no checkpoint"
-            agree("fit's ckpt_path ('last' finds a file on a rank's own disk)", {"ckpt_path": source})
-            self._check_trainer(trainer)
-            self._begin_fit()
-            super().setup(trainer)
-            self._begin_workers(trainer)
-            if self._reports:
-                bring_monitor(trainer)
-            if self.world_size == 1 and not self._acts_alone:
-                rank_zero_warn(
-                    f"{type(self).__name__} with one rank: there is no other rank to communicate with, so this trains "
-                    "as without it. Set Trainer(devices=..., num_nodes=...) for more."
-                )
-        else:
+        if not self._is_fitting:
             agree_on_specs(buffers_of(trainer.lightning_module), None)  # rank 0's are broadcast
             super().setup(trainer)
-        self._insert_first_callback(trainer)
+            return
+        # Each rank may have another path; `load` compares whether the files are of one save.
+        source = "a checkpoint" if trainer.ckpt_path else "no checkpoint"
+        agree("fit's ckpt_path ('last' finds a file on a rank's own disk)", {"ckpt_path": source})
+        self._check_trainer(trainer)
+        super().setup(trainer)
+        self.fit.begin(trainer, self._hook, self._make_worker)
+        if self._reports:
+            bring_monitor(trainer)
+        if not self.fit.is_needed:
+            rank_zero_warn(
+                f"{type(self).__name__} with one rank: there is no other rank to communicate with, so this trains "
+                "as without it. Set Trainer(devices=..., num_nodes=...) for more."
+            )
 
     def _check_trainer(self, trainer: pl.Trainer) -> None:
         """Raise ConfigurationError if a setting of the Trainer does not go together with averages of weights."""
         has_layer_sync = self._layer_sync is not None
         checks.refuse(checks.refusals_of_replicas(self.method, {}, trainer, has_layer_sync=has_layer_sync))
-
-    @override
-    def _begin_fit(self) -> None:
-        super()._begin_fit()
-        self._has_stepped = True  # since the last batch; the next gradients are not accumulated
 
     @override
     def _make_worker(self, optimizer: Optimizer, module: pl.LightningModule, buffers: Any) -> Synchronizer:
@@ -143,18 +137,18 @@ class Strategy(CheckpointedStrategy, DDPStrategy):
 
     @override
     def configure_ddp(self) -> None:
-        assert self.model is not None
+        module = self.trainer.lightning_module
         checks.check_model(
-            self.model,
+            module,
             compares_weights=self._ddp_kwargs.get("init_sync") is False,
             takes_sparse=self.world_size > 1 and not self.method.exchanges_gradients,
         )
         self._make_peers(self._ddp_kwargs.get("process_group"))
-        self.buffers = SharedBuffers(self.trainer.lightning_module, asked_of_buffers(self._ddp_kwargs))
+        self.fit.buffers = SharedBuffers(module, asked_of_buffers(self._ddp_kwargs))
         super().configure_ddp()
         level: Level | None = "inter" if self.peers.is_two_level else None
         if self.world_size > 1:
-            choose_buffers(self._ddp, self.buffers, lambda: self.workers, self.ledger, level)
+            choose_buffers(self._ddp, self.fit.buffers, lambda: self.workers, self.ledger, level)
 
     def _make_peers(self, group: dist.ProcessGroup | None) -> None:
         """Find out which ranks share a node, and make the process groups.
@@ -177,16 +171,6 @@ class Strategy(CheckpointedStrategy, DDPStrategy):
             )
         if method.when.delay_steps:
             self._worker_peers = method.make_peers(group, ledger=self.ledger, timeout=self._timeout, is_hidden=True)
-        self._use(method)
-
-    @override
-    def _use(self, method: Method) -> None:
-        """Let dense gradients be summed as a method does it; up to a choice that is still to come a step is DDP's."""
-        super()._use(method)
-        self.peers.inter_dtype = method.where.narrow_dtype
-        self.peers.is_summed_flat = method.when.is_auto or method.where.algorithm == "flat"
-        is_ddp = self.peers.is_summed_flat and (method.when.is_auto or method.what.sends_all)
-        self.ledger.has_levels = self.peers.is_two_level and not is_ddp
 
     @property
     def _ddp(self) -> DistributedDataParallel:
@@ -197,8 +181,8 @@ class Strategy(CheckpointedStrategy, DDPStrategy):
     @override
     def _register_ddp_hooks(self) -> None:
         is_manual = not self.trainer.lightning_module.automatic_optimization
-        self._hook = self._reduction = CommunicationHook(self._ddp, self.peers, is_manual=is_manual)
-        self._ends.callback(self._hook.release)
+        self._hook = CommunicationHook(self._ddp, self.peers, self.method, is_manual=is_manual)
+        self.fit.ends.callback(self._hook.release)
 
     @override
     def teardown(self) -> None:
@@ -209,29 +193,10 @@ class Strategy(CheckpointedStrategy, DDPStrategy):
     # The step ---------------------------------------------------------------------------------------------------
 
     @override
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        super().on_train_batch_start(batch, batch_idx)
-        self._hook.prepare(self.workers)  # Lightning turns it on after each training_step of manual optimization
-        self._hook.is_timing = self.auto.is_timing
-        is_local = any(worker.plan.is_local for worker in self.workers)  # then buffers are averaged with the weights
-        is_automatic = self.trainer.lightning_module.automatic_optimization
-        if is_automatic and not (is_local or self._ddp.require_backward_grad_sync):
-            # DDP then also leaves out its broadcast of buffers in the next forward pass, as while accumulating. In
-            # manual optimization Lightning's DDP broadcasts none.
-            self._ddp.require_forward_param_sync = self._has_stepped
-        self._has_stepped = False
-
-    @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         is_reduced = self._ddp.require_backward_grad_sync  # into the gradients that have been made
-        with nullcontext() if is_reduced else self._step_hooks.sending_early():
+        with nullcontext() if is_reduced else self.fit.step_hooks.sending_early():
             return super().backward(closure_loss, optimizer, *args, **kwargs)
-
-    @override
-    def _end_step(self, worker: Synchronizer) -> None:
-        self._has_stepped = True
-        super()._end_step(worker)
-        self._hook.prepare(self.workers)  # in manual optimization the next backward pass is of the same batch
 
     # Checkpoints ------------------------------------------------------------------------------------------------
 
@@ -244,8 +209,8 @@ class Strategy(CheckpointedStrategy, DDPStrategy):
         if self.is_interrupted:  # nothing is saved
             return {}
         state: dict[str, Any] = super().optimizer_state(optimizer)
-        worker = self._workers.get(id(unwrapped(optimizer)))
-        if worker is None or self._is_fit_over:
+        worker: Any = next((each for each in self.workers if each.optimizer is unwrapped(optimizer)), None)
+        if worker is None or not self.fit.is_running:
             return state
         whole = whole_momentum(worker.correction, worker.peers)
         if not whole:  # Lightning returns the state of an optimizer that shards it on rank 0 only
@@ -259,16 +224,13 @@ class Strategy(CheckpointedStrategy, DDPStrategy):
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         super().load_optimizer_state_dict(checkpoint)
-        self._load_shards(checkpoint, self.trainer.ckpt_path)
+        trainer = self.trainer
+        files.load(self.fit, self._layout, checkpoint, trainer.ckpt_path, needs=self._options["resume"])
+        if self.fit.restore is not None and not trainer.lightning_module.automatic_optimization:
+            self._ddp.require_forward_param_sync = False  # only the first forward pass of a fit broadcasts buffers
 
     @property
     @override
-    def _nodes(self) -> list[list[int]] | None:
+    def _layout(self) -> files.Layout:
         topology = self.peers.topology  # also of a single node, which has other state than flat ranks
-        return None if topology.is_flat else [list(node) for node in topology.nodes]
-
-    @override
-    def _restore(self, shard: Mapping[str, Any]) -> None:
-        super()._restore(shard)
-        if not self.trainer.lightning_module.automatic_optimization:  # only the first forward pass of a fit broadcasts
-            self._ddp.require_forward_param_sync = False
+        return files.Layout(self.method.kind, None if topology.is_flat else [list(node) for node in topology.nodes])

@@ -107,7 +107,7 @@ def fit(
 
 
 def adopt_half(trainer: Any, _: Any) -> None:
-    trainer.strategy.adopt(HALF_DDP)
+    trainer.strategy.fit.adopt(HALF_DDP)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -138,8 +138,8 @@ def test_a_resume_on_two_levels_keeps_hierarchical() -> None:
     strategy = AutoStrategy(topology=2)
     method = Method(where=strategy.method.where)
     state = {"name": "hierarchical", "method": method.describe()}
-    assert strategy.auto.load_state_dict(state, strategy.method) == method
-    assert strategy.auto.chosen.name == "hierarchical"
+    assert strategy.fit.auto.load_state_dict(state, strategy.method) == method
+    assert strategy.fit.auto.chosen.name == "hierarchical"
 
 
 class Changing(Wide):

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import lightning_lowbw as lowbw
 from lightning_lowbw.payloads.quantized import PendingQuantized
-from lightning_lowbw.strategies import base
+from lightning_lowbw.strategies import fit
 from lightning_lowbw.sync import early
 from lightning_lowbw.sync.gradient import GradientSync
 from tests.oracle import OracleQuantized
@@ -46,7 +46,7 @@ def sending(*, num_groups: int = 100) -> Iterator[list[Message]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(early, "LEAST_NUMEL", 1)
         patch.setattr(early, "NUM_GROUPS", num_groups)
-        patch.setattr(base, "prepare_kernels", lambda *_, **__: None)  # whose trial sends to echoes
+        patch.setattr(fit, "prepare_kernels", lambda *_, **__: None)  # whose trial sends to echoes
         patch.setattr(PendingQuantized, "send", noted)
         yield messages
 
