@@ -84,13 +84,6 @@ def sums_in_the_node(peers: Peers, nodes: Any) -> None:
         torch.testing.assert_close(tensor, expected)
 
 
-def gathers_messages(peers: Peers, nodes: Any) -> None:
-    for nbytes in (0, 5):
-        gathered = gather(peers, message_of(peers.rank, nbytes))
-        assert gathered.dtype == torch.uint8
-        assert gathered.equal(expected_messages(nodes, nbytes))
-
-
 def begins_in_order(peers: Peers, nodes: Any) -> None:
     """Several at once, waited for in another order; and collectives of `node` and `between` meanwhile."""
     tensor = torch.full((9,), float(peers.rank))
@@ -171,7 +164,7 @@ def sums_the_next_bucket_meanwhile(peers: Peers, nodes: Any) -> None:
 
 
 CASES = [sums_over_all_ranks, reduces_and_broadcasts, sums_in_the_node, fuses_means]
-CASES_OF_PARTS = [gathers_messages, begins_in_order, sums_the_next_bucket_meanwhile, divides_into_parts]
+CASES_OF_PARTS = [begins_in_order, sums_the_next_bucket_meanwhile, divides_into_parts]
 
 
 @pytest.mark.parametrize("num_ranks", [4, 6])

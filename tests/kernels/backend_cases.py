@@ -100,20 +100,6 @@ def test_adam_to_rounding(amsgrad: bool, dtype: torch.dtype) -> None:
     check_to_rounding([segment, make(*LARGE, momentum=0.5)], 1e-6 if dtype == FLOAT32 else 2.0**-7)
 
 
-def test_of_equal_magnitudes_the_first_are_taken() -> None:
-    segments = [replace(make(2 * GPU_BLOCK + 5, 30), momentum_buffer=None) for _ in range(2)]
-    for segment in segments:
-        segment.residual.round_()
-        segment.gradient.zero_()
-    segments[1].residual.copy_(torch.where(segments[1].residual > 0, 2.0, 0.5))
-    segments[1].residual[10:50] = -3.0  # 40 of the same, enough for k = 30, and room for them
-    of_backend = memory()
-    if IS_TRITON:  # what a sample would give lies among the ties too
-        of_backend.update(segments)
-        of_backend.thresholds.fill_(3.0)
-    check(segments, of_backend)
-
-
 def test_a_dead_tensor_and_one_that_is_nearly() -> None:
     """Fewer than k elements are not zero: the zeros that pad the message mask nothing."""
     dead, nearly = (make(LARGE[0], 10, momentum=0.5) for _ in range(2))
@@ -128,26 +114,6 @@ def test_a_dead_tensor_and_one_that_is_nearly() -> None:
     dead.gradient.normal_()
     for _ in range(2):  # alive again
         check([dead, nearly], of_backend)
-
-
-def test_a_selection_is_the_one_of_plain_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tensors with one element, with all elements sent, and in narrow dtypes."""
-    narrow = make(*LARGE, momentum=0.5, gradient=BFLOAT16, momentum_buffer=BFLOAT16)
-    segments = {"one": make(1, 1), "whole": make(7, 7), "large": make(*LARGE, momentum=0.75), "narrow": narrow}
-    twins, fast, plain = copy.deepcopy(segments), Selection(), Selection()
-    for masking in (True, False):
-        found = fast.compress_(segments, masking=masking)
-        with monkeypatch.context() as without:
-            without.setattr(dispatch, "uses_triton", lambda device: False)
-            without.setattr(dispatch, "_disabled", {"cpu"})
-            expected = plain.compress_(twins, masking=masking)
-        for pair, twin in zip(found, expected, strict=True):
-            assert all(equal_bits(a, b) for a, b in zip(pair, twin, strict=True))
-        assert all(a.equal(b) for a, b in zip(state([*segments.values()]), state([*twins.values()]), strict=True))
-        for segment, twin in zip(segments.values(), twins.values(), strict=True):
-            segment.gradient.normal_()
-            twin.gradient.copy_(segment.gradient)
-    assert fast.thresholds["large"] > 0
 
 
 # Messages -------------------------------------------------------------------------------------------------------------

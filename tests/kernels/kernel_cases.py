@@ -111,38 +111,6 @@ def test_thresholds_are_found_and_steered() -> None:
     assert float(workspace.thresholds) == pytest.approx(selector.threshold, rel=1e-5)
 
 
-def test_thresholds_follow_residuals_that_grow() -> None:
-    """As they do from the first step on, where gradients agree: they fit before the growth is over."""
-    segment, workspace, misses = make(8 * GPU_BLOCK, 40, momentum=0.9), Workspace(), []
-    segment.residual.zero_()
-    assert segment.momentum_buffer is not None
-    segment.momentum_buffer.zero_()
-    for step in range(6):
-        check([segment], workspace)
-        misses += [step] * len(missed(workspace))
-    assert misses == [*range(len(misses))]
-    assert len(misses) <= 4
-
-
-def test_tensors_come_and_go() -> None:
-    """Another k, another order, one more, one less, gradients elsewhere: with one workspace."""
-    a, b, c = (make(*LARGE, momentum=0.9) for _ in range(3))
-    workspace = Workspace()
-    check([a, b], workspace)
-    workspace.update([c, b, a])
-    assert workspace.thresholds.tolist() == [0.0] * 3
-    check([c, b, a], workspace)
-    check([replace(c, k=9), a], workspace)
-    check([a, b, c], workspace)
-    a = replace(a, gradient=torch.randn_like(a.gradient))
-    before = workspace.table
-    check([a, b, c], workspace)
-    after = workspace.table
-    assert after is not before
-    check([a, b, c], workspace)
-    assert workspace.table is after
-
-
 @pytest.mark.skipif(DEVICE != "cpu", reason="the order of programs is not ours to choose on a GPU")
 def test_the_order_in_which_blocks_run_does_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
     from triton.runtime.interpreter import interpreter_builder as builder
@@ -232,23 +200,6 @@ def test_what_is_sent_whole_is_gathered_and_written(dtypes: tuple[torch.dtype, .
         assert all(map(equal_bits, tensors, twins))
         tensors[0][0], tensors[2][-1] = float("inf"), float("nan")
         assert Gathered(tensors, table).flags.equal(reference.are_not_finite(tensors))
-
-
-def test_what_a_node_has_gathered_is_read_with_gaps_between_its_rows() -> None:
-    """The parts of the second rank are shorter."""
-    longest, tensors = GPU_BLOCK + 15, [torch.zeros(numel, device=DEVICE, dtype=BFLOAT16) for numel in (2049, 7, 2058)]
-    rows, table = torch.randn(2, longest, device=DEVICE), list[JoinedRow]()
-    parts = [(slice(0, 1025), slice(0, 4), slice(0, 1029)), (slice(1025, 2049), slice(4, 7), slice(1029, 2058))]
-    expected = [torch.zeros_like(tensor) for tensor in tensors]
-    for number, of_rank in enumerate(parts):
-        start = 0
-        for tensor, part, mean in zip(tensors, of_rank, expected, strict=True):
-            table.append(JoinedRow.of(tensor, part, number * longest + start))
-            mean[part] = rows[number, start : start + part.stop - part.start].to(BFLOAT16)
-            start += part.stop - part.start
-    rooms = JoinedTable().update(table, torch.device(DEVICE))
-    gpu.decode_(rooms, rows.view(torch.uint8), longest, FLOAT32, num_messages=1)
-    assert all(equal_bits(a, b) for a, b in zip(tensors, expected, strict=True))
 
 
 def test_the_table_of_a_vector_follows_what_changes() -> None:

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from lightning_lowbw.kernels import dispatch, reference
 from lightning_lowbw.kernels.reference import Segment
-from tests.kernels.bits import equal_bits
 from tests.programs import run_without_lightning
 
 CPU = dispatch.compiled_for()
@@ -76,24 +75,6 @@ def test_what_reaches_a_threshold(module: ModuleType, threshold: float) -> None:
                 step = Segment(residual=values.clone(), gradient=torch.zeros(numel), k=1)
                 found = module.accumulate_(step, threshold, most)
                 assert found is None if len(expected) > most else found.equal(expected)
-
-
-@pytest.mark.parametrize("module", MODULES)
-def test_accumulating_tells_the_same(module: ModuleType) -> None:
-    """A sample is what will be there; of too many candidates only the number is of use."""
-    for numel in (1, 64, 65, 1023, 1024, 1025, 5 * 1024 + 3 * 64 + 3):
-        v, u, gradient, weight = torch.randn(4, numel).unbind(0)
-        factors = {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1, "sign": -1.0}
-        given = {"gradient": gradient, "weight": weight, "k": 1, **factors}
-        segments = [Segment(residual=v.clone(), momentum_buffer=u.clone(), **given) for _ in range(4)]  # type: ignore[arg-type]
-        sample = reference.sample_accumulated(segments[0], 7)
-        assert equal_bits(segments[0].residual, v)
-        for segment, threshold in zip(segments, (0.0, 1e-45, 2.0, float("nan")), strict=True):
-            found = module.accumulate_(segment, threshold)
-            assert found.equal(reference.reach(segment.residual, threshold) if threshold > 0 else found[:0])
-            assert equal_bits(segment.residual, segments[0].residual)
-        assert sample.equal(segments[0].residual[::7].abs())
-        assert module.accumulate_(segments[1], 1e-45, numel - 1) is None
 
 
 @pytest.mark.skipif(CPU is None, reason="needs numba")

@@ -9,12 +9,10 @@ import pytest
 import torch
 
 from lightning_lowbw.kernels.reference import Segment
-from lightning_lowbw.kernels.table import FREE_ROOM, GPU_BLOCK, MOST_ROOM, Workspace
+from lightning_lowbw.kernels.table import FREE_ROOM, MOST_ROOM, Workspace
 from lightning_lowbw.payloads.selection import num_selected
 from tests.shapes import resnet50_shapes
 
-BYTES_PER_CANDIDATE = 16
-BYTES_PER_BLOCK = 20
 BYTES_OF_DIGITS = 8192  # of a tensor
 
 
@@ -34,15 +32,10 @@ def workspace_for(numels: list[int], sparsity: float) -> Workspace:
 def test_the_room_is_a_byte_per_parameter_at_most(sparsity: float) -> None:
     """At every stair of the warm-up; without a bound it was 8 bytes at a sparsity of 0.9375, 4 at 0.75."""
     numels = [prod(shape) for shape in resnet50_shapes()]
-    assert len(numels) == 161
-    assert sum(numels) == 25_557_032
     workspace = workspace_for(numels, sparsity)
-    num_blocks = sum(-(-numel // GPU_BLOCK) for numel in numels)
     room = sum(row.capacity for row in workspace.rows)
     assert room <= sum(max(FREE_ROOM, numel * MOST_ROOM) for numel in numels)
     nbytes = sum(each.nbytes for each in vars(workspace).values() if isinstance(each, torch.Tensor))
-    of_tables = nbytes - BYTES_PER_CANDIDATE * room - BYTES_PER_BLOCK * num_blocks
-    assert 0 < of_tables < (200 + BYTES_OF_DIGITS) * len(numels)
     assert nbytes <= 1.03 * sum(numels) + BYTES_OF_DIGITS * len(numels)
     large = [row for row in workspace.rows if row.numel >= 16384]
     assert {row.capacity == 0 for row in large} == {sparsity < 0.98}
