@@ -15,7 +15,6 @@ from lightning_lowbw import EveryK, EveryStep, Method, TopK
 from lightning_lowbw.comm.link import Link
 from lightning_lowbw.comm.peers import Peers
 from lightning_lowbw.cost_model import Cluster, cost_of
-from lightning_lowbw.payloads import payload
 from lightning_lowbw.payloads.corrections import Fields
 from lightning_lowbw.payloads.exchange import Exchange, Pending, Prepared, Signal
 from lightning_lowbw.payloads.payload import PAYLOADS, Message, Payload, Shapes
@@ -97,6 +96,16 @@ def test_a_new_payload_is_one_file(when: Schedule, monkeypatch: pytest.MonkeyPat
     assert cost_of(method, [(1000, 1000)], TWO_NODES, step_s=0.1).node_bytes > 0
 
 
+@dataclass(frozen=True, kw_only=True)
+class Largest(TopK):
+    """A user's own payload."""
+
+
+def test_a_subclass_of_a_payload_is_exchanged_as_that() -> None:
+    subclass, expected = (train(Method(what=kind(min_numel=1))) for kind in (Largest, TopK))
+    assert [result["digests"] for result in subclass] == [result["digests"] for result in expected]
+
+
 def test_a_new_schedule_is_one_file(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(SCHEDULES, "falling", Falling)
     method = Method(when=Falling(), what=TopK(min_numel=1))
@@ -112,14 +121,3 @@ def test_every_payload_has_a_name() -> None:
     assert in_package == {*PAYLOADS.values()}
     assert {type(preset(name).what) for name in PRESETS} == in_package
     assert {*SCHEDULES} == {"step", "k"}
-
-
-def test_a_payload_of_unknown_traffic_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not one that costs what whole gradients cost."""
-    monkeypatch.setattr(payload, "PAYLOADS", {})
-
-    class Silent(Payload, key="silent"):
-        pass
-
-    with pytest.raises(TypeError, match=r"abstract.*messages"):
-        Silent()  # type: ignore[abstract]

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lightning_lowbw.kernels import dispatch, reference
 from lightning_lowbw.kernels.reference import Segment
-from lightning_lowbw.payloads.selection import SampledSelector, Selection
+from lightning_lowbw.payloads.selection import ALIGNMENT, Residuals, SampledSelector, Selection
 from tests.kernels.bits import equal_bits
 
 NUMEL = 360 * 360  # above SampledSelector.SMALL
@@ -30,12 +30,6 @@ def row_scaled(numel: int) -> Tensor:
     return (torch.randn(side, side) * torch.logspace(-3, 3, side)[:, None]).reshape(-1)
 
 
-def one_huge(numel: int) -> Tensor:
-    values = torch.randn(numel)
-    values[numel // 3] = 1e30
-    return values
-
-
 def nearly_dead(numel: int) -> Tensor:
     """Fewer elements than k are not zero."""
     values = torch.zeros(numel)
@@ -47,8 +41,6 @@ KINDS: dict[str, Callable[[int], Tensor]] = {
     "normal": torch.randn,
     "cauchy": cauchy,
     "rows of other scales": row_scaled,
-    "one is huge": one_huge,
-    "the largest at the end": lambda numel: torch.randn(numel).abs().sort().values,
     "mostly zero": lambda numel: torch.randn(numel) * (torch.rand(numel) < 0.003),  # few candidates
     "constant": lambda numel: torch.full((numel,), -0.5),
     "all zero": torch.zeros,
@@ -165,3 +157,30 @@ def test_thresholds_are_kept_by_name() -> None:
     other = Selection()
     other.thresholds = thresholds
     assert other.thresholds == thresholds
+
+
+# The store of residuals -------------------------------------------------------------------------------------------
+
+CPU, META = torch.device("cpu"), torch.device("meta")
+NUMELS = {"a": 5, "empty": 0, "scalar": 1, "b": 200}
+
+
+def storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def test_all_lie_in_one_aligned_buffer_and_stay_until_all_are_moved() -> None:
+    residuals = Residuals()
+    residuals.ensure(NUMELS, CPU)
+    assert len({storage(residuals[name]) for name in NUMELS}) == 1
+    assert all(residuals[name].storage_offset() % ALIGNMENT == 0 for name in NUMELS)
+    before = residuals["a"].normal_()
+    residuals.ensure({"a": 5, "late": 7}, CPU)
+    assert residuals["a"] is before
+    assert list(residuals) == [*NUMELS, "late"]
+    with pytest.raises(ValueError, match=r"'b' has 200 elements, and 199"):
+        residuals.ensure({"new": 3, "b": 199}, CPU)
+    assert "new" not in residuals
+    residuals.to(META)
+    assert all(residuals[name].device == META for name in residuals)
+    assert residuals["late"].storage_offset() > 0

@@ -30,38 +30,17 @@ def tail() -> Tensor:
     return values[largest(values, 2000)]
 
 
-def encode_by_blocks(bits: int, values: Tensor, counts: list[int]) -> Tensor:
-    """The slow twin: block by block, in the order of the definition."""
-    extremes, codes = [], []
-    blocks = (block for tensor in values.split(counts) for block in tensor.split(codec.LEVELS_BLOCK))
-    for block in filter(Tensor.numel, blocks):
-        magnitudes = block.abs().view(torch.int32).clamp(max=(codec.LARGEST << codec.HALF) | 0xFFFF)
-        is_zero = magnitudes == 0
-        highest = ((magnitudes.amax() + 0xFFFF) >> codec.HALF).clamp(max=codec.LARGEST)
-        lowest = (magnitudes.masked_fill(is_zero, codec.LARGEST << codec.HALF).amin() >> codec.HALF).clamp(min=1)
-        top = (1 << (bits - 1)) - 1
-        per_bit = top / ((highest - lowest).clamp(min=1) << codec.HALF).to(torch.float32)
-        level = ((magnitudes - (lowest << codec.HALF)) * per_bit).round().clamp(min=0, max=top).to(torch.uint8)
-        if is_zero.any():  # the lowest level is taken
-            level, lowest = level.clamp(min=1).masked_fill(is_zero, 0), -lowest
-        extremes += [lowest, highest]
-        codes.append(level + ((block < 0).to(torch.uint8) << (bits - 1)))
-    packed = torch.cat(codes)
-    if bits == 4:
-        pairs = torch.cat([packed, packed.new_zeros(packed.numel() % 2)]).view(-1, 2)
-        packed = pairs[:, 0] | (pairs[:, 1] << 4)
-    return torch.cat([torch.stack(extremes).to(torch.int16).view(torch.uint8), packed])
-
-
 BLOCKS = [codec.LEVELS_BLOCK + 1, 1, 0, codec.LEVELS_BLOCK - 1]
 PIECES = [codec.PIECE - 1, 3, 2 * codec.PIECE + codec.LEVELS_BLOCK, 9]
 
 
 @pytest.mark.parametrize(("bits", "counts"), [(8, BLOCKS), (4, BLOCKS), (4, [codec.PIECE]), (4, PIECES)], ids=str)
-def test_pieces_are_coded_as_the_whole(bits: int, counts: list[int]) -> None:
+def test_pieces_are_coded_as_the_whole(bits: int, counts: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     values = torch.randn(sum(counts)) * 10.0 ** torch.empty(sum(counts)).uniform_(-3, 3)
     values[::1001] = 0.0
-    assert codec.LevelFormat(bits).encode(values, counts).equal(encode_by_blocks(bits, values, counts))
+    in_pieces = codec.LevelFormat(bits).encode(values, counts)
+    monkeypatch.setattr(codec, "PIECE", 1 << 30)
+    assert in_pieces.equal(codec.LevelFormat(bits).encode(values, counts))
 
 
 @pytest.mark.parametrize("name", codec.VALUE_NAMES)
@@ -111,13 +90,6 @@ LIMITS = {"float32": 0.0, "bfloat16": 0.002, "float16": 0.0003, "int8": 0.006, "
 def test_the_error_of_what_top_k_leaves(name: str) -> None:
     values = tail()
     assert (code(name, values) - values).norm() <= LIMITS[name] * values.norm()
-
-
-def test_nbytes() -> None:
-    counts = [1, codec.LEVELS_BLOCK, codec.LEVELS_BLOCK + 1]  # 1 + 1 + 2 blocks of 4 bytes, 258 values
-    sizes = {name: codec.VALUE_FORMATS[name].nbytes(counts) for name in codec.VALUE_NAMES}
-    levels = {"int8": 16 + 258, "int4": 16 + 129, "int2": 16 + 65}
-    assert sizes == {"float32": 4 * 258, "bfloat16": 2 * 258, "float16": 2 * 258, **levels}
 
 
 @pytest.mark.gpu
