@@ -94,11 +94,6 @@ def _call_each(calls: Iterable[Callable[[], Any]]) -> list[Any]:
     return [call() for call in calls]
 
 
-def each(function: Callable[..., Result], cases: Iterable[tuple[Any, ...]]) -> list[Result]:
-    """Return the results of all cases; on ranks, so that all of them are one start."""
-    return [function(*case) for case in cases]
-
-
 def node_of(rank: int, nodes: Nodes) -> int:
     """Return the number of a rank's node."""
     return next(number for number, node in enumerate(nodes) if rank in node)
@@ -196,6 +191,18 @@ def nothing(*_: Any) -> None:
     pass
 
 
+def attach(
+    method: Method,
+    make: Make = MOMENTUM,
+    shapes: Mapping[str, Shape] = AWKWARD,
+    nodes: Any = (),
+    dtype: torch.dtype = torch.float32,
+) -> tuple[Any, Parameters]:
+    """Return a worker and its parameters; without nodes on those of the method."""
+    parameters = make_parameters(shapes, dtype)
+    return method.attach(make(parameters.values()), parameters.items(), topology=nodes or None), parameters
+
+
 def train(
     method: Method,
     make: Make = MOMENTUM,
@@ -222,8 +229,7 @@ def train(
         Weights, what this rank keeps, and the fragments; of each step a digest of the weights, the bytes sent up to it,
         and what `look` has returned.
     """
-    parameters = make_parameters(shapes, dtype)
-    worker: Any = method.attach(make(parameters.values()), parameters.items(), topology=nodes or None)
+    worker, parameters = attach(method, make, shapes, nodes, dtype)
     digests, sent, seen = list[str](), list[int](), list[Any]()
     for step in range(steps):
         worker.optimizer.zero_grad()
@@ -257,7 +263,6 @@ def by_the_paper(
     min_numel: int = 1,
     clip: Mapping[str, float] = {},
     users: Collection[int] | None = None,
-    settings: Callable[[int], Mapping[str, float]] = lambda step: {},
     make_oracle: Callable[..., Any] = OracleDGC,
     **options: Any,
 ) -> tuple[dict[str, Tensor], dict[tuple[str, int], Any]]:
@@ -267,7 +272,6 @@ def by_the_paper(
         densities: of each step.
         clip: the whole gradient, by "norm" or "value".
         users: the ranks that use the tensors; the gradient of others is 0. None is all.
-        settings: fields of the oracles that change with the step.
         **options: of the oracles.
 
     Returns:
@@ -294,7 +298,6 @@ def by_the_paper(
             of_nodes = [{name: sum(each[name] for each in of_nodes) / len(nodes) for name in weights}] * len(nodes)  # type: ignore[misc]
         of_nodes = [_clipped(each, clip, 1.0 if density == 1.0 else len(nodes) ** 0.5) for each in of_nodes]
         for (name, local_rank), oracle in oracles.items():
-            vars(oracle).update(settings(step))
             part = part_of(weights[name].numel(), local_rank, len(nodes[0]))
             own = [[each[name][part]] for each in of_nodes]
             if part.stop > part.start and density == 1.0:

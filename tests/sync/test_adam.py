@@ -9,19 +9,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 from torch.optim import Adam, AdamW
 
 from lightning_lowbw import DGC, Method
 from lightning_lowbw.comm.agreement import digest
-from lightning_lowbw.kernels.reference import SecondMoment
-from lightning_lowbw.payloads.corrections import AdamCorrection
-from lightning_lowbw.payloads.params import Row
-from lightning_lowbw.payloads.top_k import TopK
 from tests.oracle import OracleAdam
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks
 from tests.sync import problem
-from tests.sync.problem import AWKWARD, EXACT, FLAT, NODES, Nodes, each
+from tests.sync.problem import AWKWARD, EXACT, FLAT, NODES, Nodes
 
 BEGIN, STEPS, LR, MIN_NUMEL = 4, 10, 0.01, 100
 SHAPES = {**AWKWARD, "large": (40, 30)}
@@ -77,52 +72,21 @@ def test_equals_the_equations(nodes: Nodes, cases: list[Case]) -> None:
             assert len({results[rank]["seen"][-1][1] for rank in node}) == 1
 
 
-def attach_and_listen(options: dict[str, Any]) -> list[str]:
-    parameters = problem.make_parameters({"large": (40, 30)})
+def attach_and_listen(beta1: float) -> list[str]:
     with problem.listening(level=logging.INFO) as said:
-        method_for().attach(AdamW(parameters.values(), **options), parameters.items())
+        problem.attach(method_for(), partial(AdamW, betas=(beta1, 0.99)))
     return [each for each in said if "beta1" in each]
 
 
 def test_a_lowered_beta1_is_told_once() -> None:
-    ((said,), lower), others = run_ranks(each, 2, attach_and_listen, [({},), ({"betas": (0.7, 0.99)},)])
-    assert "beta1=0.9 is lowered to 0.7" in said
-    assert [lower, *others] == [[]] * 3
+    found = problem.run_each(2, {beta1: partial(attach_and_listen, beta1) for beta1 in (0.9, 0.7)})
+    assert "beta1=0.9 is lowered to 0.7" in found[0.9][0][0]
+    assert [found[0.9][1], *found[0.7]] == [[]] * 3
 
 
-def begin_step(correction: AdamCorrection) -> dict[str, SecondMoment]:
-    """Return the second moments of a step, by the number of the parameter."""
-    groups = [(group, p) for group in correction.optimizer.param_groups for p in group["params"]]
-    rows = [Row.of(str(i), p, group, is_compressed=True) for i, (group, p) in enumerate(groups)]
-    fields = correction.fields(rows, lambda numel: slice(0, numel), TopK()).of_tensors
-    return {name: of_tensor["second_moment"] for name, of_tensor in fields.items()}
-
-
-def test_the_count_of_steps_is_read_anew_where_it_was_changed() -> None:
-    """In place, as torch.distributed.checkpoint loads it."""
-    parameter = Parameter(torch.ones(8))
-    parameter.grad = torch.ones(8)
-    optimizer = AdamW([parameter], lr=LR)
-    correction, beta2 = AdamCorrection(optimizer, 2), optimizer.param_groups[0]["betas"][1]
-    for expected in (1, 2, 101, 102):
-        if expected == 101:
-            optimizer.state[parameter]["step"].fill_(100)
-        (moment,) = begin_step(correction).values()
-        assert moment.corrections[1] == 1.0 - beta2**expected
-        correction.end_step()
-        assert optimizer.state[parameter]["step"].item() == expected
-
-
-@pytest.mark.parametrize("has_stepped", [False, True])
-def test_amsgrad_is_that_of_the_param_group(has_stepped: bool) -> None:
-    """Also where a dense step of Adam's own has made the state."""
-    parameters = [Parameter(torch.ones(4)) for _ in range(2)]
-    optimizer = Adam([{"params": parameters[:1], "amsgrad": True}, {"params": parameters[1:]}], lr=LR)
-    for parameter in parameters:
-        parameter.grad = torch.ones(4)
-    if has_stepped:
-        optimizer.step()
-    moments = begin_step(AdamCorrection(optimizer, 2)).values()
-    for parameter, moment, group in zip(parameters, moments, optimizer.param_groups, strict=True):
-        assert (moment.largest is not None) == group["amsgrad"]
-        assert ("max_exp_avg_sq" in optimizer.state[parameter]) == group["amsgrad"]
+@on_ranks()
+def test_amsgrad_is_that_of_the_param_group() -> None:
+    first, second = problem.make_parameters({"first": (40, 30), "second": (40, 30)}).items()
+    optimizer = Adam([{"params": [first[1]], "amsgrad": True}, {"params": [second[1]]}], lr=LR)
+    problem.take_step(method_for(rampup_begin_step=0).attach(optimizer, [first, second]), dict([first, second]), 0)
+    assert ["max_exp_avg_sq" in optimizer.state[parameter] for _, parameter in (first, second)] == [True, False]

@@ -13,7 +13,7 @@ from torch.optim import SGD, AdamW, Optimizer
 
 from lightning_lowbw import DGC, LocalSGD, Method, QuantizedGradients
 from lightning_lowbw.comm.agreement import digest
-from tests.sync.problem import AWKWARD, FLAT, NODES, Nodes, backward, make_parameters, run_each
+from tests.sync.problem import AWKWARD, FLAT, NODES, Nodes, attach, backward, run_each
 
 SHAPES = {name: AWKWARD[name] for name in ("matrix", "conv", "vector", "scalar")}
 STEPS, OVERFLOW = 4, 2
@@ -34,9 +34,8 @@ CASES: dict[str, tuple[Method, Callable[..., Optimizer], Nodes]] = {
 def train(name: str, form: str) -> dict[str, Any]:
     """Rank 1 alone overflows in one step. "reference": without a scaler, and that step is left out by hand."""
     method, make_optimizer, nodes = CASES[name]
-    parameters = make_parameters(SHAPES)
-    optimizer = make_optimizer(list(parameters.values()), lr=0.01)
-    worker = method.attach(optimizer, parameters.items(), topology=nodes if nodes != FLAT else None)
+    worker, parameters = attach(method, partial(make_optimizer, lr=0.01), SHAPES, nodes)
+    optimizer = worker.optimizer
     scaler = torch.amp.GradScaler("cpu", init_scale=SCALE, growth_interval=1000, enabled=form != "reference")
     scales = []
     for step in range(STEPS):

@@ -81,8 +81,6 @@ def test_buffers_are_averaged_with_the_variance_between_ranks(delay: int) -> Non
     buffers = {
         "norm.running_mean": torch.tensor([1000.0, 0.0]),
         "norm.running_var": torch.tensor([1e-3, 1.0]),
-        "norm.num_batches_tracked": torch.tensor(0),
-        "mask": torch.tensor([0.0, -math.inf]),
         "third": torch.tensor([1 / 3]),
     }
     method = LocalSGD(k_steps=2 * delay + 2, begin_step=0, delay_steps=delay)
@@ -92,12 +90,9 @@ def test_buffers_are_averaged_with_the_variance_between_ranks(delay: int) -> Non
         if step == 0:
             buffers["norm.running_mean"].copy_(torch.tensor([1000.0 + rank, 2.0 * rank]))
             buffers["norm.running_var"].copy_(torch.tensor([0.5, 1.0 + rank]))
-            buffers["norm.num_batches_tracked"].fill_(5 + rank)
     torch.testing.assert_close(buffers["norm.running_mean"], torch.tensor([1001.0, 2.0]))
     # mean of variances + variance of means: of 0, 1, 2 that is 2/3, of 0, 2, 4 it is 8/3
     torch.testing.assert_close(buffers["norm.running_var"], torch.tensor([0.5 + 2 / 3, 2 + 8 / 3]))
-    assert int(buffers["norm.num_batches_tracked"]) == 5  # that of rank 0
-    assert buffers["mask"].tolist() == [0.0, -math.inf]
     assert buffers["third"].tolist() == torch.tensor([1 / 3]).tolist()  # to the bit, on three ranks
 
 
@@ -127,8 +122,7 @@ def test_frozen_parameters_do_not_move_and_those_that_did_are_averaged(compressi
 
 @on_ranks()
 def test_a_frozen_parameter_that_has_a_gradient_is_not_stepped() -> None:
-    parameters = problem.make_parameters({"a": (5, 13), "frozen": (7,)})
-    worker = LocalSGD(k_steps=2, begin_step=0).attach(MOMENTUM(parameters.values()), parameters.items())
+    worker, parameters = problem.attach(LocalSGD(k_steps=2, begin_step=0), shapes={"a": (5, 13), "frozen": (7,)})
     for step in range(4):
         parameters["frozen"].requires_grad_(step < 2)
         worker.optimizer.zero_grad(set_to_none=False)  # torch steps what has a gradient, by each rank's own momentum
@@ -209,8 +203,7 @@ def test_a_synchronous_step_tells_in_the_next_one_what_the_ranks_have_said_and_t
 @pytest.mark.parametrize("ends", [False, True])
 @on_ranks()
 def test_a_synchronous_step_that_one_rank_left_out_is_told(ends: bool) -> None:
-    parameters = problem.make_parameters({"a": (3,)})
-    worker = LocalSGD(8, 4).attach(torch.optim.SGD(parameters.values(), lr=0.1), parameters.items())
+    worker, _ = problem.attach(LocalSGD(8, 4), shapes={"a": (3,)})
     worker.batch = dist.get_rank()
     worker.optimizer.step()
     with pytest.raises(DisagreementError, match=r"left out optimizer.step\(\)"):
@@ -261,8 +254,8 @@ def test_parameters_that_come_later_join_a_fragment() -> None:
 
 def test_a_preset_takes_no_more_fragments_than_there_are_tensors() -> None:
     for num_tensors, expected in ((1, 1), (3, 3), (6, 4)):
-        parameters = problem.make_parameters({f"p{number}": (6,) for number in range(num_tensors)})
-        worker: Any = preset("streaming_diloco").attach(MOMENTUM(parameters.values()), parameters.items())
+        shapes = {f"p{number}": (6,) for number in range(num_tensors)}
+        worker, _ = problem.attach(preset("streaming_diloco"), shapes=shapes)
         assert len(worker.fragments) == expected
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import weakref
 from pathlib import Path
 from statistics import median
 
@@ -14,7 +15,8 @@ from torch.nn import Parameter
 from torch.optim import SGD
 
 from lightning_lowbw import DGC
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks, run_ranks
+from tests.sync.problem import make_parameters, take_step
 
 STEPS = 3  # in the second most elements are candidates, because what is kept has doubled
 SHAPES = {"four tensors": [(2048, 1024)] * 4, "one tensor": [(8192, 1024)]}
@@ -78,3 +80,20 @@ def test_one_residual_and_two_percent_are_all_that_is_added() -> None:
     for ratios in run_ranks(measure, 2, fresh=True):
         for name, ratio in ratios.items():
             assert 0.98 < ratio < 1.02, (name, ratio)
+
+
+@on_ranks()
+def test_a_worker_is_free_when_nobody_keeps_it() -> None:
+    """Its memory is that of the residuals: it must not wait for the collector of cycles."""
+    method, parameters = DGC(sparsity=[0.99]), make_parameters({"w": (64, 64)})
+    optimizer = SGD(parameters.values(), lr=0.1, momentum=0.9)
+    gc.disable()
+    try:
+        worker = method.make_synchronizer(optimizer, parameters.items(), method.make_peers())
+        for step in range(2):
+            take_step(worker, parameters, step)
+        alive = weakref.ref(worker)
+        del worker
+        assert alive() is None
+    finally:
+        gc.enable()

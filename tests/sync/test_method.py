@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import re
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -127,28 +128,17 @@ HEAD = "| name | `k_steps` | `begin_step` | other values |\n|---|---|---|---|\n"
 NAMES = [name for name in PRESETS if preset(name).when.averages_weights]
 
 
-def in_words(method: Method) -> list[str]:
-    """Return the cells of a row: what differs from local SGD's defaults."""
-    when, usual, others = method.when, LocalSGD().when, list[str]()
-    assert isinstance(when, EveryK)
-    lr, momentum = when.outer_lr, when.outer_momentum
-    words = {
-        "rule": f'rule "{when.rule}"',
-        "outer": f'outer "{when.outer}"' + (f" ({lr}, momentum {momentum})" if lr or momentum else ""),
-        "num_fragments": f"{when.num_fragments_of(1000)} fragments",
-        "delay_steps": f"hidden (`delay_steps={when.delay_steps}`)",
-        "mixing": f"mixing {when.mixing}",
-    }
-    changed = {each.name for each in fields(EveryK) if each.compare and each.init}
-    changed = {name for name in changed if getattr(when, name) != getattr(usual, name)} - {"k_steps", "begin_step"}
-    changed -= {"outer_lr", "outer_momentum"}
-    assert changed <= set(words)
-    others = [words[name] for name in words if name in changed]
+def changed_by(method: Method) -> set[str]:
+    """Return the values that differ from those of local SGD, beside its period and its begin."""
+    assert isinstance(method.when, EveryK)
+    knobs = {each.name for each in fields(EveryK) if each.compare and each.init} - {"k_steps", "begin_step"}
+    values = {knob: getattr(method.when, knob) for knob in knobs}
+    values = {knob: value for knob, value in values.items() if value != getattr(LocalSGD().when, knob)}
+    if "num_fragments" in values:
+        values["num_fragments"] = method.when.num_fragments_of(1000)
     if isinstance(method.what, TopK):
-        others.append(f'density 1/{1 / method.what.density:.0f}, "{method.what.value_dtype}"')
-    period = f"{when.k_steps}" if when.rule == "fixed" else f"{when.k_steps} to {when.max_k_steps}"
-    begin = f'"{when.begin_step}"' if isinstance(when.begin_step, str) else f"{when.begin_step}"
-    return [period, begin, ", ".join(others)]
+        values |= {"density": f"1/{1 / method.what.density:.0f}", "value_dtype": method.what.value_dtype}
+    return {str(value) for value in values.values()}
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -156,4 +146,8 @@ def test_the_card_has_the_values_of_the_names(name: str) -> None:
     rows = PAGE.read_text().partition(HEAD)[2].partition("\n\n")[0].splitlines()
     cells = {row.split("|")[1].strip(): [cell.strip() for cell in row.split("|")[2:-1]] for row in rows}
     assert list(cells) == [f"`{each}`" for each in NAMES]
-    assert cells[f"`{name}`"] == in_words(preset(name))
+    period, begin, others = cells[f"`{name}`"]
+    when: Any = preset(name).when
+    assert period == (f"{when.k_steps}" if when.rule == "fixed" else f"{when.k_steps} to {when.max_k_steps}")
+    assert begin == f"{when.begin_step}"
+    assert {*re.findall(r"(?<=\")\w+|[\d./]+(?!\w)", others)} == changed_by(preset(name))

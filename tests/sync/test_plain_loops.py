@@ -23,7 +23,7 @@ from lightning_lowbw.comm.agreement import digest
 from tests.contract.training import count
 from tests.ranks import on_ranks, run_ranks
 from tests.sync import problem
-from tests.sync.problem import AWKWARD, FLAT, NODES, Nodes, backward, each, take_step
+from tests.sync.problem import AWKWARD, FLAT, NODES, Nodes, backward, take_step
 
 SHAPES = {name: AWKWARD[name] for name in ("matrix", "conv", "vector", "scalar", "empty")}
 METHOD = problem.DENSE_THEN_SPARSE.replace(min_numel=18)  # the vector and the scalar are sent dense
@@ -89,14 +89,12 @@ CASES: dict[str, tuple[Method, str, Nodes]] = {
 
 def train(name: str, form: int) -> dict[str, Any]:
     method, kind, nodes = CASES[name]
-    parameters = problem.make_parameters(SHAPES)
-    optimizer = OPTIMIZERS[kind](parameters.values())
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        worker: Any = method.attach(optimizer, parameters.items(), topology=nodes)
+        worker, parameters = problem.attach(method, OPTIMIZERS[kind], SHAPES, nodes)
     digests, absent = [], []
     for step in range(STEPS):
-        optimizer.zero_grad()
+        worker.optimizer.zero_grad()
         FORMS[form](worker, parameters, step)
         digests.append(digest([*parameters.values(), *worker.state_dict()["residuals"].values()]))
         absent.append([name for name, parameter in parameters.items() if parameter.grad is None])
@@ -110,7 +108,7 @@ def test_all_forms_of_a_step_are_the_same_to_the_bit(num_ranks: int) -> None:
     """Sparse ones need no dense gradient, where the optimizer would only subtract it, and nobody has asked for one."""
     names = [name for name, (_, _, nodes) in CASES.items() if sum(map(len, nodes)) == num_ranks]
     cases = [(name, form) for name in names for form in range(len(FORMS))]
-    results = dict(zip(cases, zip(*run_ranks(each, num_ranks, train, cases), strict=True), strict=True))
+    results = problem.run_each(num_ranks, {case: partial(train, *case) for case in cases})
     for (name, number), of_form in results.items():
         method, kind, _ = CASES[name]
         is_direct = isinstance(method.what, TopK) and not method.when.averages_weights and kind != "rmsprop"
@@ -149,7 +147,8 @@ def watch(hook: str) -> list[dict[str, Tensor | None]]:
 
 def test_hooks_after_the_step_see_dense_gradients_and_those_before_it_a_ranks_own() -> None:
     """In dense steps both see the means."""
-    both = run_ranks(each, 2, watch, [("",), ("post",), ("pre",), ("all optimizers",)])
+    by_hook = problem.run_each(2, {hook: partial(watch, hook) for hook in ("", "post", "pre", "all optimizers")})
+    both = [*zip(*by_hook.values(), strict=True)]
     for expected, after, *before in both:
         for step, theirs in enumerate(expected):
             for seen in (after, *(before if step < 2 else ())):
@@ -189,35 +188,27 @@ class TwoGradients(SGD):
         parameter.sub_(1.0).sub_(first + parameter.grad, alpha=self.param_groups[0]["lr"])
 
 
-def train_with_two_gradients(method: Method) -> Tensor | str:
-    parameters = problem.make_parameters({"matrix": (30, 20)})
-    optimizer = TwoGradients(parameters.values(), lr=0.05)
+def train_with_two_gradients(method: Method) -> str | None:
+    """Return a digest of the weights, or the error."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        method.attach(optimizer, parameters.items())
-    for step in range(4):
+        worker, parameters = problem.attach(method, partial(TwoGradients, lr=0.05), {"matrix": (30, 20)})
 
-        def closure() -> None:
-            optimizer.zero_grad()
-            backward(parameters, step)  # noqa: B023
+    def closure() -> None:
+        worker.optimizer.zero_grad()
+        backward(parameters, 0)
 
-        if message := problem.message_of(partial(optimizer.step, closure), ConfigurationError):
-            return message
-    return parameters["matrix"].detach()
+    said = problem.message_of(partial(worker.optimizer.step, closure), ConfigurationError)
+    return said or digest(parameters.values())
 
 
 def test_an_optimizer_may_call_the_closure_twice_where_nothing_is_kept_back() -> None:
     """SAM: what is not sent of the first gradient would be applied later, and is that of other weights."""
     methods = [Method(), DGC(sparsity=[0.5], min_numel=1), DGC(rampup_begin_step=9), QuantizedGradients(), PowerSGD()]
-    (first, *refused), (second, *others) = run_ranks(each, 2, train_with_two_gradients, [(m,) for m in methods])
-    assert torch.equal(first, second)
-    assert refused == others
-    assert all("TwoGradients has called its closure twice in step 0" in message for message in refused)
-    weight = problem.make_weight("matrix", (30, 20))
-    for step in range(4):
-        c = sum(problem.coefficients("matrix", weight, rank, step) for rank in range(2)) / 2
-        weight = weight - 0.05 * ((c + weight) + (c + weight + 1.0))
-    torch.testing.assert_close(first, weight, rtol=1e-5, atol=1e-6)
+    calls = {method: partial(train_with_two_gradients, method) for method in methods}
+    for method, (said, other) in problem.run_each(2, calls).items():
+        assert said == other
+        assert ("TwoGradients has called its closure twice in step 0" in str(said)) == (method != Method())
 
 
 class Noting(SGD):
@@ -258,8 +249,7 @@ def test_an_optimizer_may_have_a_step_of_its_own() -> None:
 @on_ranks()
 def test_steps_that_are_left_out(method: Method) -> None:
     """A closure that raises on all ranks is no step; one that all leave out counts inside of `stepping`."""
-    parameters = problem.make_parameters({"a": (50, 4)})
-    worker: Any = method.attach(SGD(parameters.values(), lr=0.05, momentum=0.9), parameters.items())
+    worker, parameters = problem.attach(method, shapes={"a": (50, 4)})
 
     def closure() -> float:
         raise KeyError("the data are gone")
@@ -281,9 +271,9 @@ def test_steps_that_are_left_out(method: Method) -> None:
 @on_ranks()
 def test_frozen_weights_are_never_sent(method: Method) -> None:
     """The optimizer has them, too, as many write it. Also in a look in mid-interval, and at the end."""
-    parameters, volumes = problem.make_parameters({"frozen": (1000, 1000), "adapter": (16, 4)}), list[int]()
+    worker, parameters = problem.attach(method, shapes={"frozen": (1000, 1000), "adapter": (16, 4)})
     parameters["frozen"].requires_grad_(False)
-    worker: Any = method.attach(AdamW(parameters.values(), lr=0.01), parameters.items())
+    volumes = list[int]()
     count(volumes)
     for step in range(STEPS):
         take_step(worker, parameters, step)
@@ -368,12 +358,13 @@ def test_what_attach_warns_of() -> None:
     assert f"WORLD_SIZE {started}" in message
     cases = [(DGC(sparsity=[0.001]), {}), (DGC(topology=((0, 1),)), {}), (DGC(), {}, RMSprop)]
     cases.append((DGC(), {}, SGD, "module.weight"))
-    (of_density, of_node, of_feedback, of_names), others = run_ranks(each, 2, warned_by_attach, cases)
+    calls = {number: partial(warned_by_attach, *case) for number, case in enumerate(cases)}
+    (of_density, of_node, of_feedback, of_names), others = zip(*problem.run_each(2, calls).values(), strict=True)
     assert of_density[0].startswith("sparsity=[0.001]: 99.9 % of the elements are sent.")
     assert "this trains as DDP" in of_node[0]
     assert "RMSprop: gradients are compressed with error feedback only" in of_feedback[0]
     assert "begin with 'module.', as in DistributedDataParallel" in of_names[0]
-    assert others == [[], [], [], []]
+    assert not any(others)
 
 
 # The end --------------------------------------------------------------------------------------------------------------
@@ -386,8 +377,7 @@ ENDS = [*((3, end) for end in ("", "consensus", "finish", "state_dict", "raise")
 @on_ranks()
 def test_a_loop_that_leaves_replicas_apart_says_so(num_steps: int, end: str) -> None:
     """Once: where the worker is forgotten between two averages."""
-    parameters = problem.make_parameters({"a": (5,)})
-    worker: Any = LocalSGD(2, 0).attach(SGD(parameters.values(), lr=0.1), parameters.items())
+    worker, parameters = problem.attach(LocalSGD(2, 0), shapes={"a": (5,)})
     for step in range(num_steps):
         alone(worker, parameters, step)
     if end == "consensus":
