@@ -162,7 +162,7 @@ class Synchronizer:
             all_reduce_(self._node_flags, node(), dist.ReduceOp.MAX)
 
     def _list_gradients(self, reduced: Collection[Parameter]) -> None:
-        """List the tensors of this step; the argument and the changed gradients are those of `prepare`."""
+        """List the tensors of this step; `prepare` describes the argument and the gradients that change."""
         raise NotImplementedError
 
     def _check_gradients(self) -> None:
@@ -179,7 +179,7 @@ class Synchronizer:
             applies: step here, at the elements that were sent, if the optimizer would do nothing else.
 
         Raises:
-            ConfigurationError: on all ranks; the step has exchanged another gradient, and residuals keep a part of that gradient.
+            ConfigurationError: on all ranks; the step has exchanged another gradient, and the residuals have taken it.
         """
         if self._has_exchanged and self.plan.takes_one_gradient:
             raise ConfigurationError(
