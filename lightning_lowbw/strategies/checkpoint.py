@@ -265,7 +265,7 @@ def _load_workers(fit: Fit, layout: Layout, metadata: Mapping[str, Any], path: _
 
 
 def _ranks_like_this(layout: Layout, metadata: Mapping[str, Any], path: _PATH) -> Sequence[int]:
-    """Return the ranks with whose mean state this rank begins in another world: all, or those with the same shards."""
+    """Return the ranks whose states are averaged for this rank in another world: all ranks, or the same place."""
     if layout.place is None or layout.nodes is None:
         return range(metadata["num_ranks"])
     nodes, size = metadata["nodes"], len(layout.nodes[0])

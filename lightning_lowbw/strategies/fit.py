@@ -128,7 +128,7 @@ class Fit(Callback):
 
     @property
     def is_needed(self) -> bool:
-        """Whether the training is another one than without the strategy; a world of one rank mostly is not."""
+        """Whether the strategy changes the training; with one rank most methods do not."""
         may_grow = any(worker.peers.may_grow for worker in self.workers)
         return self.trainer.world_size > 1 or self.method.acts_alone or may_grow
 
@@ -250,7 +250,7 @@ class Fit(Callback):
         Collective: all ranks, as the method says.
 
         Args:
-            optimizer: the user's, or Lightning's wrapper of it.
+            optimizer: the optimizer of the user, or Lightning's wrapper.
             closure: makes the gradients.
             take: lets Lightning take the step, with a closure.
         """

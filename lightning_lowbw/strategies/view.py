@@ -40,4 +40,4 @@ class View(Protocol):
         """Take in the weights as other code has left them."""
 
     def share_in_node(self, replicas: Collection[LocalSync]) -> None:
-        """Give the ranks of a node, of which each has buffers of its own, the buffers of its first rank."""
+        """Give all ranks of a node the buffers of its first rank; without this each rank has its own buffers."""
