@@ -125,4 +125,4 @@ class Beside:
             for index, mean in zip(members, split_front(parts.flatten(), sizes), strict=True):
                 means[index] = mean
         pairs = zip(self._shapes.items(), means, strict=True)
-        return status, {name: mean.view(shape) for (name, shape), mean in pairs}
+        return status, {name: mean if len(shape) == 1 else mean.view(shape) for (name, shape), mean in pairs}

@@ -253,9 +253,10 @@ class TopKExchange(Exchange):
         self.payload, self.peers = payload, peers
         self.residuals = Residuals()
         self.selection = Selection()
-        # A flag per tensor. The flags stay in one place, because a table of the kernels has their addresses. Nothing
-        # clears a flag: a fault ends the training.
+        # A flag per tensor, and views of the flags. They stay in one place, because a table of the kernels has their
+        # addresses. Nothing clears a flag: a fault ends the training.
         self._flags = torch.empty(0, dtype=torch.bool)
+        self._views: tuple[Tensor, ...] = ()
 
     def prepare(self, signal: Signal, fields: Fields | None = None) -> Prepared:
         """Accumulate a signal into the residuals, and take the largest elements out of the residuals.
@@ -280,6 +281,7 @@ class TopKExchange(Exchange):
         self.residuals.ensure(dict(zip(names, numels, strict=True)), device)
         if fields is not None and (self._flags.numel() != len(names) or self._flags.device != device):
             self._flags = torch.zeros(len(names), dtype=torch.bool, device=device)
+            self._views = self._flags.unbind()
         segments = self._segments_of(parts, fields)
         if self.payload.decay != 1.0 and segments:
             torch._foreach_mul_([segment.residual for segment in segments.values()], self.payload.decay)
@@ -299,7 +301,7 @@ class TopKExchange(Exchange):
         columns = zip(filled, self.residuals.of(filled), selected, strict=True)
         if fields is None:
             return {name: Segment(residual=kept, gradient=parts[name], **counts) for name, kept, counts in columns}
-        flags, added = dict(zip(parts, self._flags.unbind(), strict=True)), fields.of_tensors
+        flags, added = dict(zip(parts, self._views, strict=True)), fields.of_tensors
         # No element is this rank's, but each rank keeps Adam's second moment of the whole tensor.
         for name in added.keys() - filled:
             for other in added[name].get("other_parts", ()):
