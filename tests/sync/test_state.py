@@ -338,3 +338,18 @@ def test_param_groups_are_saved_as_plain_values_and_functions_stay_those_of_the_
     for group in resumed.optimizer.param_groups:
         assert (group["lr"], group["betas"]) == (0.05, (0.5, 0.9))
         assert (group["schedule"], group["note"]) == ([max], "of the first run")
+
+
+@on_ranks()
+def test_looking_in_inference_mode_changes_nothing() -> None:
+    bits: list[list[str]] = [[], []]
+    for looks in (False, True):
+        worker, parameters = attach(REPLICAS["slowmo"], ADAMW, OF_REPLICAS)
+        for step in range(9):
+            bits[looks] += problem.train_on(worker, parameters, [step])
+            with torch.inference_mode():  # as Lightning evaluates, but not on gloo
+                if looks:
+                    worker.replica.show()
+                    worker.replica.hide()
+        worker.finish()
+    assert bits[0] == bits[1]
