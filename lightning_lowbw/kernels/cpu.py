@@ -106,6 +106,12 @@ def collect(bits, first, least, most, positions, count, flags):
     return count
 
 
+@kernel
+def reach_kernel(bits, least, positions):
+    """Write the positions of the magnitudes that reach a bound; return how many there are."""
+    return collect(bits, 0, least, INFINITE, positions, 0, np.empty(CHUNK, dtype=np.uint8))
+
+
 # The equations of `reference.accumulate_`. A loop is made of vector instructions only where it has no branch: so a
 # block goes through several.
 
@@ -511,6 +517,13 @@ def accumulate_(segment: Segment, threshold: float, most: int = sys.maxsize) -> 
     if len(found) < len(pieces) or sum(map(len, found)) > most:
         return None
     return found[0] if len(found) == 1 else torch.cat(found)
+
+
+def reach(values: Tensor, threshold: float, most: int = sys.maxsize) -> Tensor | None:
+    """Return the positions of the elements whose magnitude reaches a threshold; see `reference.reach`."""
+    positions = _room(min(most, values.numel()))
+    count = reach_kernel(_bits_of(values), _bits(threshold), positions.numpy())
+    return positions[:count] if count <= most else None
 
 
 def largest(values: Tensor, k: int, chunk: int | None = None, k_last: int = 0) -> Tensor:

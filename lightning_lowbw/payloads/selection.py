@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lightning_lowbw.kernels import dispatch, gpu, reference
 from lightning_lowbw.kernels.dispatch import kernels_for
-from lightning_lowbw.kernels.reference import Segment, reach, sample_accumulated
+from lightning_lowbw.kernels.reference import Segment, sample_accumulated
 from lightning_lowbw.kernels.table import FOLLOWED, Workspace
 from lightning_lowbw.kernels.tensors import flat
 
@@ -157,7 +157,7 @@ class SampledSelector:
         if positions is None:  # the distribution has moved; another estimate costs less than a search of the whole
             self.threshold = self._estimate(residual[::stride].abs(), numel, k)
             if self.threshold > 0.0:  # else the tensor is dead, and everything would be a candidate
-                positions = self._choose(residual, reach(residual, self.threshold, 2 * room), k)
+                positions = self._choose(residual, of_residual.reach(residual, self.threshold, 2 * room), k)
         if positions is None:
             self.threshold, positions = 0.0, of_residual.largest(residual, k)
         return positions

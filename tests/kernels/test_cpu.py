@@ -73,8 +73,8 @@ def test_what_reaches_a_threshold(module: ModuleType, threshold: float) -> None:
             expected = (values.abs() >= torch.tensor(threshold)).nonzero().squeeze(1)
             for most in (numel, len(expected), max(0, len(expected) - 1), 1):
                 step = Segment(residual=values.clone(), gradient=torch.zeros(numel), k=1)
-                found = module.accumulate_(step, threshold, most)
-                assert found is None if len(expected) > most else found.equal(expected)
+                for found in (module.accumulate_(step, threshold, most), module.reach(values, threshold, most)):
+                    assert found is None if len(expected) > most else found.equal(expected)
 
 
 @pytest.mark.skipif(CPU is None, reason="needs numba")
