@@ -128,7 +128,7 @@ def gather(value: T, topic: str, group: dist.ProcessGroup | None = None) -> list
     if any(other != topic for other, _ in gathered):  # ranks at two calls would receive each other's values
         topics = ", ".join(f"rank {rank} its {other}" for rank, (other, _) in enumerate(gathered))
         raise DisagreementError(
-            f"The ranks do different things at the same time. They have sent: {topics}. Give all ranks the same "
-            "callbacks, the same settings, and the same code."
+            f"The ranks do different things at the same time. They have sent: {topics}. Give all ranks the same number "
+            "of batches, the same callbacks, settings and code."
         )
     return [value for _, value in gathered]

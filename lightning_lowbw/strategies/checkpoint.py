@@ -217,8 +217,10 @@ def load(fit: Fit, layout: Layout, checkpoint: Mapping[str, Any], path: _PATH | 
             "schedulers, the epoch and the step in it. What had not been sent is lost, and an outer optimizer's "
             "momentum begins at zero."
         )
+    if len(fit.workers) > 1 and not states:
+        rank_zero_info(f"The checkpoint counts as {step} steps of each optimizer: it has their sum.")
     for worker in fit.workers:
-        worker.step = step // len(fit.workers)
+        worker.step = step
     for worker, state in zip(fit.workers, states, strict=False):
         worker.load_state_dict(state)
 

@@ -122,16 +122,13 @@ def steps_per_epoch_of(trainer: pl.Trainer, alternative: str) -> int:
 def num_steps_of_fit(trainer: pl.Trainer, workers: Sequence[Synchronizer]) -> float:
     """Return the number of a fit's last step, as each worker counts: from 0 in each fit that does not resume.
 
-    Infinite where there is no limit, or it is not known. In manual optimization as many as there are batches; an
-    optimizer that leaves some out takes fewer.
+    Infinite where there is no limit, or it is not known: Lightning counts the steps of several optimizers together.
     """
     num_steps, before = float(trainer.estimated_stepping_batches), trainer.global_step - sum(w.step for w in workers)
     # -1: Lightning has no limit. A schedule of accumulation is left out of Lightning's number.
-    if num_steps < 0 or (accumulates_by_schedule(trainer) and trainer.max_epochs != -1):
+    if num_steps < 0 or len(workers) > 1 or (accumulates_by_schedule(trainer) and trainer.max_epochs != -1):
         return math.inf
-    if not trainer.lightning_module.automatic_optimization and num_steps == trainer.max_steps:  # of all optimizers
-        num_steps /= max(1, len(workers))
-    return num_steps - before / max(1, len(workers))
+    return num_steps - before
 
 
 def resolved(method: Method, trainer: pl.Trainer, workers: Sequence[Synchronizer]) -> Method | None:
@@ -148,7 +145,8 @@ def resolved(method: Method, trainer: pl.Trainer, workers: Sequence[Synchronizer
     num_steps = max(gather(num_steps_of_fit(trainer, workers), "number of steps"))
     if num_steps == math.inf:
         raise ConfigurationError(
-            f"begin_step={begin} of a run whose number of steps is not known: give a number of steps."
+            f"begin_step={begin} of a run whose number of steps is not known (with several optimizers it never is): "
+            "give a number of steps of one optimizer."
         )
     step = round(begin * num_steps)
     rank_zero_info(f"{type(trainer.strategy).__name__}: synchronous up to step {step} of {num_steps:.0f}.")
@@ -194,6 +192,21 @@ def agree_on_length(trainer: pl.Trainer) -> bool:
             "ends with _elastic the numbers may differ."
         )
     return math.inf not in lengths
+
+
+def refuse_early_end(trainer: pl.Trainer) -> None:
+    """Refuse the end of an epoch before the number of batches that the data gave as their length.
+
+    Raises:
+        ConfigurationError: on each rank whose epoch has ended so; the other ranks may be in a step.
+    """
+    fetcher = trainer.fit_loop._data_fetcher
+    if fetcher is not None and fetcher.done and fetcher.length is not None and fetcher.fetched < fetcher.length:
+        raise ConfigurationError(
+            f"len() of the training data says {fetcher.length} batches, and iter() gave {fetcher.fetched} on rank "
+            f"{trainer.global_rank}: the other ranks may wait for a step of this rank. Let __len__ return the number "
+            f"that all ranks have, or set Trainer(limit_train_batches={fetcher.fetched})."
+        )
 
 
 def check_model(module: torch.nn.Module, compares_weights: bool = False, takes_sparse: bool = False) -> None:

@@ -298,6 +298,7 @@ class Fit(Callback):
     def on_train_epoch_end(self, *_: Any) -> None:
         """Agree on monitored metrics and on buffers; not if other ranks may be in a step."""
         if self._has_equal_epochs:
+            checks.refuse_early_end(self.trainer)
             self._agree_on_metrics()
             self._share_buffers()
 

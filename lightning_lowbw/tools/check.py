@@ -222,5 +222,20 @@ def join_ranks() -> torch.device:
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
         torch.cuda.set_device(device)
+    elif int(os.environ["WORLD_SIZE"]) > int(os.environ.get("LOCAL_WORLD_SIZE", "1")):
+        sys.stderr.write(loopback_warning())
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     return device
+
+
+def loopback_warning() -> str:
+    """Return a line about a host name that leads to this machine alone; empty if gloo can connect."""
+    name, address = socket.gethostname(), ""
+    with contextlib.suppress(OSError):
+        address = socket.gethostbyname(name)
+    if not address.startswith("127.") or "GLOO_SOCKET_IFNAME" in os.environ:
+        return ""
+    return (
+        f"The host name {name!r} leads to {address}, which other machines cannot reach: set GLOO_SOCKET_IFNAME to the "
+        "interface of the network, such as eth0 (ip -br addr lists them).\n"
+    )

@@ -23,6 +23,8 @@ from tests.ranks import on_ranks
 from tests.strategies.fits import make, refusal, same, train
 from tests.tiny import Tiny, make_data, make_trainer, sgd, trained, weights_of
 
+STEPS = 6
+
 
 class Wrong(Tiny):
     """A module that is not the same on all ranks, or cannot be trained."""
@@ -270,3 +272,22 @@ def test_learning_rates_that_part_between_two_epochs_are_an_error(name: str, is_
     assert "after step 6" in message
     assert "sync_dist=True" in message
     assert "param group 0, lr: rank 0 has" in message
+
+
+class Short(IterableDataset[Any]):
+    """Ends before the length that it says."""
+
+    def __len__(self) -> int:
+        return STEPS
+
+    def __iter__(self) -> Any:
+        return iter([(torch.zeros(8, 16), torch.zeros(8, dtype=torch.long))] * (STEPS - 2))
+
+
+@on_ranks(2)
+def test_a_stream_that_ends_before_its_length_is_told() -> None:
+    data = DataLoader(Short(), batch_size=None)
+    for name, said in (("dgc", STEPS), ("local_sgd", STEPS - 1)):
+        message = refusal(name, data=data, limit_train_batches=said)
+        assert f"says {said} batches, and iter() gave {STEPS - 2} on rank {dist.get_rank()}" in message
+    train("dgc", data=data, limit_train_batches=STEPS - 2)

@@ -15,8 +15,8 @@ from lightning.pytorch.callbacks import LearningRateFinder
 from lightning_lowbw import AveragingSchedule, LocalSGDStrategy, TrafficMonitor
 from lightning_lowbw.comm.collectives import all_reduce_bytes
 from tests.ranks import on_ranks
-from tests.strategies.fits import SPARSE, At, Noted, Silence, gathered, same, traffic, train, warned, weights
-from tests.tiny import Tiny, WithRate, make_data, make_trainer, trained
+from tests.strategies.fits import SPARSE, At, Noted, Silence, gathered, refusal, same, traffic, train, warned, weights
+from tests.tiny import Tiny, TwoOptimizers, WithRate, make_data, make_trainer, trained
 
 
 @pytest.mark.parametrize(
@@ -101,6 +101,11 @@ def test_a_search_is_no_run(tmp_path: Path) -> None:
     _, said = warned(lambda: train(strategy, WithRate(), 40, callbacks=callbacks, default_root_dir=tmp_path))
     assert strategy.replicas[0].method.when.begin_step == 20
     assert not [each for each in said if "optimizer steps" in each]
+
+
+@on_ranks(2)
+def test_a_fraction_of_a_run_with_several_optimizers_is_refused() -> None:
+    assert "several optimizers" in refusal(LocalSGDStrategy(k_steps=2, begin_step=0.5), TwoOptimizers(), 8)
 
 
 @on_ranks(2)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shlex
+import socket
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from omegaconf import OmegaConf
 from lightning_lowbw import DGC, LocalSGD, Method, PowerSGD, QuantizedGradients, Topology, Where
 from lightning_lowbw.comm.link import Link
 from lightning_lowbw.cost_model import Cluster, Run, cost_of
-from lightning_lowbw.tools.check import check_ranks, join_ranks, slow
+from lightning_lowbw.tools.check import check_ranks, join_ranks, loopback_warning, slow
 from lightning_lowbw.tools.plan import CLUSTER, Plan, make_cluster, shapes_of, show
 from tests.programs import ROOT, forget_launcher, free_port, run_script
 from tests.ranks import on_ranks, run_ranks
@@ -167,6 +168,16 @@ def test_a_pair_of_nodes_is_measured() -> None:
     assert [pair["nodes"] for pair in report["pairs"]] == [[0, 1]]
     assert all(0 < rate < 1e4 for rate in (report["pairs"][0]["gbit_per_s"], report["cluster"]["gbit_per_s"]))
     assert report["ranks"][0]["torch"] == torch.__version__
+
+
+@pytest.mark.parametrize(("found", "words"), [("127.0.1.1", "'box' leads to 127.0.1.1, which"), ("10.0.0.2", "")])
+def test_a_host_name_that_leads_to_loopback_is_told(found: str, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    monkeypatch.setattr(socket, "gethostname", lambda: "box")
+    monkeypatch.setattr(socket, "gethostbyname", lambda _: found)
+    said = loopback_warning()
+    assert words in said
+    assert ("GLOO_SOCKET_IFNAME" in said) == bool(words)
 
 
 @on_ranks()
