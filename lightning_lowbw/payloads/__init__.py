@@ -1,1 +1,1 @@
-"""Payloads, corrections and wire formats: the content of messages. Nothing here communicates."""
+"""Payloads, corrections and wire formats: the content of messages, which go through `comm.peers`."""

@@ -161,7 +161,7 @@ class Exchange(Protocol):
         """Choose the elements to send; communicates nothing.
 
         In place:
-            The residuals.
+            The residuals, unless `send` changes them.
 
         Args:
             signal: tensors with elements, in one order on all ranks: real, of any floating dtype and shape, read in C

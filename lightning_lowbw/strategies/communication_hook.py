@@ -1,8 +1,9 @@
 """DDP's communication hook: how a bucket is reduced, on gloo as well as on NCCL.
 
 In a dense step the bucket is all-reduced during backward; in a sparse or local step it is all-reduced inside the node,
-or not at all. The hook is registered before the first step that DDP cannot reduce by itself, because a hook in Python
-runs twice for each bucket (when it is ready, and when it has arrived) and cannot be removed.
+or not at all. The hook is registered before the first step in which DDP is to reduce otherwise than over all ranks,
+because a hook in Python runs twice for each bucket (when it is ready, and when it has arrived) and cannot be removed.
+In a step without a reduction DDP does not call it.
 """
 # No `from __future__ import annotations` here: DDP checks the hook's annotations, which must be real objects.
 

@@ -2,7 +2,7 @@
 
 1. a DDP communication hook, on gloo as well as NCCL: all-reduce during backward, or pass the gradients through;
    gradients in few bits begin to be sent in hooks of the parameters (`sync/early.py`);
-2. the end of the wrapped closure: check for faults, clip, exchange;
+2. the end of the wrapped closure, or where Lightning clips, if the method clips first: check for faults, exchange;
 3. after the step: the method's counters and averages, and the user's values back in the param groups.
 
 Automatic and manual optimization, accumulation, several optimizers and every precision plugin go through these. If
