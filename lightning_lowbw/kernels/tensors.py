@@ -229,6 +229,15 @@ def relative_distance(weights: Sequence[Tensor], means: Sequence[Tensor]) -> Ten
     return (squares[0] / squares[1]).sqrt().float()
 
 
+def norm_of(parameters: Iterable[Tensor], device: torch.device) -> Tensor:
+    """Return the 2-norm of the gradients of parameters: float32, a scalar; of a `DTensor` this rank's shard."""
+    gradients: list[Any] = [each.grad for each in parameters if each.grad is not None]
+    gradients = [each.to_local() if hasattr(each, "to_local") else each for each in gradients]
+    gradients = [each._values() if each.is_sparse else each for each in gradients]
+    norms = torch._foreach_norm(gradients) if gradients else ()
+    return torch.stack([torch.zeros((), device=device), *(norm.float() for norm in norms)]).norm()
+
+
 def saved(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return a copy of each tensor on the CPU, by name."""
     return {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}

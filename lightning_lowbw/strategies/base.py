@@ -6,6 +6,7 @@ A strategy is silent while an exception ends the fit.
 from __future__ import annotations
 
 import functools
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar, get_args
@@ -21,9 +22,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_lowbw.arguments import check_one_of
+from lightning_lowbw.arguments import check_one_of, is_number
 from lightning_lowbw.comm.agreement import agree
 from lightning_lowbw.comm.collectives import TrafficLedger
+from lightning_lowbw.errors import ConfigurationError
 from lightning_lowbw.method import Method
 from lightning_lowbw.strategies import checkpoint as files
 from lightning_lowbw.strategies import checks
@@ -56,8 +58,11 @@ class BaseStrategy(ParallelStrategy):
     _all_ranks_save = False  # whether each rank writes weights and buffers; else rank 0 alone
 
     def _hold(self, method: Method, options: dict[str, Any]) -> None:
-        """Keep the arguments of the constructor; "resume" is one of the options."""
+        """Keep the arguments of the constructor; the keywords of every strategy are among the options."""
         check_one_of("resume", options["resume"], get_args(Needs))
+        norm = options["skip_norm"]
+        if not (norm is None or (is_number(norm) and norm > 0)):
+            raise ConfigurationError(f"skip_norm={norm!r}: give the largest norm of a gradient, a number above 0.")
         self._options, self.fit = options, Fit(method, self._candidates)
 
     @property
@@ -79,6 +84,12 @@ class BaseStrategy(ParallelStrategy):
     def replicas(self) -> list[LocalSync]:
         """The same workers if the method averages weights; no workers if it exchanges gradients in every step."""
         return self.fit.replicas
+
+    @property
+    def skip_norm(self) -> float | None:
+        """The norm above which a step is skipped; infinity: steps with an inf or NaN are skipped. None: no step."""
+        norm: float | None = self._options["skip_norm"]
+        return math.inf if norm is None and self._options["skip_nonfinite"] else norm
 
     def reconfigure(self, method: Method) -> None:
         """Replace the method's configuration, for the next steps.

@@ -111,6 +111,8 @@ class Fit(Callback):
             for optimizer in optimizers:
                 self._workers[id(optimizer)] = self._make_worker(optimizer, module, buffers[id(optimizer)])
         self.workers = list(self._workers.values())
+        for worker in self.workers:
+            worker.skip_norm = self.trainer.strategy.skip_norm
         self.replicas = [worker for worker in self.workers if isinstance(worker, LocalSync)]
 
     def _remove_callback(self) -> None:
@@ -224,6 +226,7 @@ class Fit(Callback):
         self._make_workers()
         for worker, old in zip(self.workers, before, strict=True):
             worker.step, worker.batch, worker.requests = old.step, old.batch, old.requests
+            worker.skipped_steps = old.skipped_steps
 
     # A batch, and a step --------------------------------------------------------------------------------------------
 

@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_lowbw.comm.agreement import differ, failing_together
-from lightning_lowbw.comm.collectives import broadcast_, broadcast_flat_
+from lightning_lowbw.comm.collectives import all_reduce_, broadcast_, broadcast_flat_
 from lightning_lowbw.comm.peers import Peers
 from lightning_lowbw.comm.topology import (
     DIMENSIONS,
@@ -74,7 +74,7 @@ class ShardedStrategy(BaseStrategy, ModelParallelStrategy):
             the ranks of each node, or a `Topology`. None: the method's own, or "auto". Nodes are of one size.
         save_distributed_checkpoint: as for `ModelParallelStrategy`: a folder in which each rank writes its shards, or
             one file, for which rank 0 gathers all weights in its memory.
-        resume: as for `Strategy`.
+        resume, skip_nonfinite, skip_norm: as for `Strategy`.
         process_group_backend: backend of torch.distributed; None: by the device.
         timeout: seconds that a collective may take, or a timedelta.
 
@@ -102,6 +102,8 @@ class ShardedStrategy(BaseStrategy, ModelParallelStrategy):
         topology: TopologyChoice | None = None,
         save_distributed_checkpoint: bool = True,
         resume: Needs = "exact",
+        skip_nonfinite: bool = False,
+        skip_norm: float | None = None,
         process_group_backend: str | None = None,
         timeout: timedelta | float | None = default_pg_timeout,
     ) -> None:
@@ -121,7 +123,8 @@ class ShardedStrategy(BaseStrategy, ModelParallelStrategy):
         checks.refuse(checks.refusals_of_shards(given))
         self._mesh: NodeMesh | None = None
         flat = Method(when=given.when, what=given.what, where=Where())  # each of the flat peers is a node
-        self._hold(flat, {"save_distributed_checkpoint": save_distributed_checkpoint, "resume": resume})
+        options = {"resume": resume, "skip_nonfinite": skip_nonfinite, "skip_norm": skip_norm}
+        self._hold(flat, {"save_distributed_checkpoint": save_distributed_checkpoint, **options})
 
     def __repr__(self) -> str:
         return written(self, {"topology": self.topology, **self._options})
@@ -261,6 +264,9 @@ class ShardedView(NodeShards):
             view.push_gradients()
         view.release()
         reshard_(self._module)  # after a forward pass without a backward pass gathered weights are old
+
+    def sum_in_node_(self, number: Tensor) -> None:
+        all_reduce_(number, None if self._node is None else self._node())
 
     def end_batch(self) -> None:
         reshard_(self._module)

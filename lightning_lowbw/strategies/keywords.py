@@ -42,9 +42,13 @@ ALL_KEYWORDS = {
 }
 DDP_KEYWORDS = {name: parameter for name, parameter in ALL_KEYWORDS.items() if name not in OWNED | UNSUPPORTED}
 STRATEGY_KEYWORDS = {
-    "resume": inspect.Parameter("resume", inspect.Parameter.KEYWORD_ONLY, default="exact", annotation=Needs),
-    **DDP_KEYWORDS,
-}
+    name: inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+    for name, default, annotation in (
+        ("resume", "exact", Needs),
+        ("skip_nonfinite", False, bool),
+        ("skip_norm", None, float | None),
+    )
+} | DDP_KEYWORDS
 
 
 def given_keywords(strategy: type, kwargs: Mapping[str, Any]) -> dict[str, Any]:

@@ -7,6 +7,7 @@ that contain the gradients of hundreds of steps.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -22,6 +23,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from lightning_lowbw.errors import ConfigurationError
+from lightning_lowbw.kernels.tensors import norm_of
 from lightning_lowbw.strategies.view import View
 from lightning_lowbw.sync.buffers import IGNORED
 from lightning_lowbw.sync.gradient import GradientSync
@@ -92,6 +94,11 @@ class StepHooks:
                     self._exchange_late(worker, is_after_hooks=True)
             else:
                 self._original(model, optimizer, *args, **kwargs)
+                if is_overridden("configure_gradient_clipping", self._module):
+                    self._skip_if_bad(worker)
+            if worker.is_taken is False and scaler_of(self._plugin) is None:  # a scaler skips the step itself
+                for parameter in _parameters_of(optimizer):
+                    parameter.grad = None
 
         self._plugin.clip_gradients = clip_with_factor
         self._plugin._clip_gradients = clip_or_exchange
@@ -147,6 +154,8 @@ class StepHooks:
         worker = self._worker
         if not (isinstance(worker, GradientSync) and worker.method.what.can_be_early and takes_as_made(self._trainer)):
             return nullcontext()
+        if worker.skip_norm is not None:  # the step agrees first
+            return nullcontext()
         return worker.sending_early(begins=leaves_as_made(self._trainer))
 
     @torch.no_grad()
@@ -165,10 +174,34 @@ class StepHooks:
             else:
                 exchange_unscaled_(self._plugin, worker.optimizer, exchange, is_after_hooks=is_after_hooks)
         self._view.give(worker)
+        if worker.skip_norm is not None and (worker.plan.is_local or worker.plan.reduce == "all"):
+            self._skip_if_bad(worker)
+
+    @torch.no_grad()
+    def _skip_if_bad(self, worker: Synchronizer) -> None:
+        """Skip the step if the gradients have an inf, a NaN or too large a norm; they are equal on ranks that agree.
+
+        In place:
+            One gradient is filled with inf for a GradScaler.
+
+        Collective: if the model is sharded, the ranks of a node; one number.
+        """
+        if worker.skip_norm is None:
+            return
+        assert self._stepping is not None
+        scaler, parameters = scaler_of(self._plugin), _parameters_of(self._stepping)
+        square = norm_of(parameters, worker.params.device).square()
+        self._view.sum_in_node_(square)
+        norm = float(square.sqrt()) / (1.0 if scaler is None else scaler.get_scale())
+        if not math.isfinite(norm) or norm > worker.skip_norm:
+            worker.is_taken = False
+            if scaler is not None:
+                next(p.grad for p in parameters if p.grad is not None).fill_(math.inf)
 
     def _exchange(self, worker: Synchronizer, reduced: Collection[Any], skip_nonfinite: bool) -> bool:
         """Exchange; return whether the step is to be taken."""
         plan, module, clip_val = worker.plan, self._module, self._trainer.gradient_clip_val
+        has_scaler, skip_nonfinite = skip_nonfinite, skip_nonfinite or worker.skip_norm is not None
         clips = plan.clips_before_exchange and (clip_val or is_overridden("configure_gradient_clipping", module))
         # Clipping spreads a NaN, and a step that is skipped must leave the residuals as they are. In all other steps
         # `exchange` checks, in the pass that accumulates the gradients; a check here would be one more pass.
@@ -181,11 +214,11 @@ class StepHooks:
             self._original(module, optimizer, clip_val, gradient_clip_algorithm=algorithm)
         applies = not (
             plan.reduce == "all"  # then the optimizer steps
-            or skip_nonfinite
+            or has_scaler
             or self._is_gradient_seen(optimizer)
         )
         is_taken = worker.exchange(reduced=reduced, skip_nonfinite=skip_nonfinite, applies=applies)
-        if is_taken and not skip_nonfinite:  # else before the optimizer's step, after all other hooks
+        if is_taken and not has_scaler:  # else before the optimizer's step, after all other hooks
             worker.step_exchanged()
         return is_taken
 

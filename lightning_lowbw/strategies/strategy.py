@@ -58,6 +58,13 @@ class Strategy(BaseStrategy, DDPStrategy):
         resume: what ``fit(ckpt_path=...)`` loads: "exact" also the folder beside the ``.ckpt``, which has each rank's
             own state; "weights and optimizer" the ``.ckpt`` alone, as when the folder is lost, or residuals do not fit
             another method.
+        skip_nonfinite: whether all ranks skip a step in which the gradient of a rank has an inf or NaN, as under a
+            GradScaler: schedulers and `global_step` count it. The tenth skipped step in a row is an error. A method
+            that averages weights skips the local step of this rank (of this node) alone. A compressed step then has
+            two round trips in place of one.
+        skip_norm: skip also a step in which the norm of the gradient is above this value, before clipping: the norm of
+            the mean if DDP has reduced it; in a local step the norm of the gradient with which this rank steps; else
+            the largest norm of any rank's own gradient (any node's, on two levels; any shard's). None: no such limit.
         **kwargs: keyword arguments of Lightning's `DDPStrategy` and of torch's `DistributedDataParallel`, checked
             against their signatures.
 
@@ -84,10 +91,13 @@ class Strategy(BaseStrategy, DDPStrategy):
         *,
         topology: TopologyChoice | None = None,
         resume: Needs = "exact",
+        skip_nonfinite: bool = False,
+        skip_norm: float | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(**given_keywords(type(self), kwargs))
-        self._hold(as_method(method, topology), {"resume": resume})
+        options = {"resume": resume, "skip_nonfinite": skip_nonfinite, "skip_norm": skip_norm}
+        self._hold(as_method(method, topology), options)
         checks.refuse(checks.refusals_of_replicas(self.method, self._ddp_kwargs))
         self.peers = self._worker_peers = Peers()
 

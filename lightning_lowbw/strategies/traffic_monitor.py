@@ -36,6 +36,9 @@ class TrafficMonitor(Callback):
       while `sparsity="auto"` times them
     - ``bytes_intra_node``, ``bytes_inter_node``: of the bytes sent, on two levels
 
+    - ``skipped_steps``: with `skip_nonfinite` or `skip_norm`: steps skipped since the start of the fit; with methods
+      that average weights the local steps of all ranks up to the last average, and of this rank since then
+
     and the metrics of the method, with a number behind the name if there are several optimizers. Methods that compress
     gradients ("dgc") report:
 
@@ -107,7 +110,8 @@ class TrafficMonitor(Callback):
             is_due = bool(every) and now.steps // every != last.steps // every
             for number, worker in enumerate(strategy.workers):
                 suffix = f"/{number}" if len(strategy.workers) > 1 else ""
-                silent |= {f"traffic/{key}{suffix}": value for key, value in worker.metrics(is_due).items()}
+                metrics = {**worker.metrics(is_due), **worker.skips()}
+                silent |= {f"traffic/{key}{suffix}": value for key, value in metrics.items()}
         pl_module.log_dict(shown, prog_bar=self.prog_bar, on_step=True, on_epoch=False)
         pl_module.log_dict(silent, on_step=True, on_epoch=False)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Protocol
 
+from torch import Tensor
 from torch.nn import Parameter
 
 from lightning_lowbw.method import Method
@@ -29,6 +30,9 @@ class View(Protocol):
 
     def give(self, worker: Synchronizer) -> None:
         """Let the user's optimizer have the gradients and the state that a worker has made."""
+
+    def sum_in_node_(self, number: Tensor) -> None:
+        """Sum a number over the shards of this rank's node; without shards nothing is to do."""
 
     def end_step(self, worker: Synchronizer, workers: Collection[Synchronizer]) -> None:
         """End a step of the worker's optimizer; the next step has the plans of `workers`."""

@@ -26,14 +26,14 @@ class Sums(NamedTuple):
     """The sums over ranks in the status of an average.
 
     Attributes:
-        spare: 0.
+        num_skipped: local steps that ranks have skipped since the last average.
         num_losses: ranks that have a loss.
         loss: the sum of their losses; inf if a loss is not positive.
         lr: the sum of the learning rates.
         num_resized: ranks on which a buffer has another shape than was agreed on.
     """
 
-    spare: float = 0.0
+    num_skipped: float = 0.0
     num_losses: float = 0.0
     loss: float = 0.0
     lr: float = 0.0

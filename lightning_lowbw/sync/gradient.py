@@ -34,9 +34,9 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from lightning_lowbw.comm.peers import Peers, average_gradients_
-from lightning_lowbw.errors import WITHOUT_RESIDUALS, ConfigurationError, DisagreementError
+from lightning_lowbw.errors import WITHOUT_RESIDUALS, ConfigurationError, DisagreementError, NonFiniteGradientError
 from lightning_lowbw.kernels.reference import are_not_finite
-from lightning_lowbw.kernels.tensors import part
+from lightning_lowbw.kernels.tensors import norm_of, part
 from lightning_lowbw.payloads.beside import Gathered
 from lightning_lowbw.payloads.corrections import ErrorFeedback, correction_for
 from lightning_lowbw.payloads.exchange import Arrived, DenseMean, Faulty, Pending, Prepared
@@ -48,7 +48,6 @@ from lightning_lowbw.sync.status import (
     Fault,
     Faults,
     Status,
-    any_of,
     changed_gradient,
     first_fault,
     flags_of_node,
@@ -185,6 +184,9 @@ class GradientSync(Synchronizer):
             others = [row.parameter for row in self.table.rows if row.parameter not in reduced]
             if others:
                 average_gradients_(others, self.peers.node, others[0].device)
+        if self.skip_norm is not None and self.table.rows:  # before clipping
+            is_large = norm_of(self.params, self.params.device) > self.skip_norm
+            self._faults.add(is_large, [""], lambda _: Fault(5, NonFiniteGradientError, "", is_skipped=True))
 
     @contextmanager
     def sending_early(self, *, begins: bool) -> Iterator[None]:
@@ -259,7 +261,8 @@ class GradientSync(Synchronizer):
         """
         table = self.table
         if not table.rows:
-            return not (skip_nonfinite and self.peers.num_participants == 1) or self._is_finite()
+            may_skip = skip_nonfinite and self.peers.num_participants == 1
+            return not may_skip or bool(norm_of(self.params, self.params.device).isfinite())
         # clip: the caller has, by `clip_factor`
         if self._fault is None:
             self._refuse_sparse_layouts()
@@ -288,12 +291,6 @@ class GradientSync(Synchronizer):
         if is_compressed:
             table.apply_(mean, unused, applies=applies)
         return True
-
-    def _is_finite(self) -> bool:
-        """Return whether all gradients of a single participant are finite."""
-        gradients = [p.grad for p in self.params if p.grad is not None]
-        flags = are_not_finite([each._values() if each.is_sparse else each for each in gradients])
-        return not any_of(flags, self.params.device)
 
     def _prepare_nothing(self) -> Prepared:
         """Prepare a message of the status and the whole tensors."""

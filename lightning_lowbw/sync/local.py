@@ -64,9 +64,10 @@ from lightning_lowbw.sync.status import (
     make_mark,
     raise_first,
     status_message,
+    too_many_skipped,
 )
 from lightning_lowbw.sync.step_plan import StepPlan
-from lightning_lowbw.sync.synchronizer import Configuration, Synchronizer
+from lightning_lowbw.sync.synchronizer import MOST_SKIPPED, Configuration, Synchronizer
 
 SPARE = 0.0  # a number without a meaning, in each status: with it messages have the recorded sizes
 
@@ -115,6 +116,7 @@ class LocalSync(Synchronizer):
         self.buffers, self.fragments = self.replica.buffers, self.replica.fragments
         self.consensus_distance: Tensor | None = None
         self.measures_distance = False
+        self._num_uncounted = 0  # skipped local steps, for the status of the next average
 
     # Read by the strategies -----------------------------------------------------------------------------------------
 
@@ -264,6 +266,16 @@ class LocalSync(Synchronizer):
         self.replica.note_step()
         self._average_due()
 
+    def _count_skipped(self) -> None:
+        """Count a skipped step: a local step for the next average, which also tells all ranks of too many."""
+        if self.plan.is_local and not self.peers.may_grow:
+            self._num_uncounted += 1
+        else:
+            super()._count_skipped()
+
+    def skips(self) -> dict[str, float]:
+        return {name: number + self._num_uncounted for name, number in super().skips().items()}
+
     # A round --------------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
@@ -318,7 +330,9 @@ class LocalSync(Synchronizer):
         starts = (self.replica.start[p] for p in parameters) if self.replica.needs_start else None
         mark = make_mark(self.step + self.batch, starts, self.requests.asked)
         is_resized = fragment.takes_buffers and bool(self.buffers.changed())
-        own = Sums(lr=self._lr, num_resized=float(is_resized))
+        num_skipped = self._num_uncounted / self.peers.num_local_ranks  # the ranks of a node skip a step together
+        own = Sums(lr=self._lr, num_resized=float(is_resized), num_skipped=num_skipped)
+        self._num_uncounted = 0
         status = average_status(own, self.loss.mean(), faults.any(device), mark, self.peers, device)
         prepared = self.replica.prepare_average(self.step, parameters, takes_buffers=fragment.takes_buffers)
         average = self.replica.send_average(*prepared, status)
@@ -348,6 +362,7 @@ class LocalSync(Synchronizer):
         self._apply_average(average, means, sums, fragment.moved)
         fragment.work = None
         self.requests.agree_on(status.requests)
+        self.skipped_steps += round(sums.num_skipped)
         if self._when.rule != "fixed":
             loss = sums.loss / num_ranks if sums.num_losses == num_ranks else None
             period = self._period or Period(self._when.k_steps)
@@ -365,6 +380,9 @@ class LocalSync(Synchronizer):
     def _faults_of(self, parameters: Sequence[Parameter]) -> Faults:
         """Return the late faults, and whether each parameter has an inf or NaN after this step."""
         faults = self._late_faults()
+        if self.skip_norm is not None and self._num_in_a_row >= MOST_SKIPPED:
+            fault = too_many_skipped(self._here, self.step, self._num_in_a_row)
+            faults.add(torch.ones(1, dtype=torch.bool), [""], lambda _: fault)
         if parameters:
             names = list(map(self.params.name_of, parameters))
             faults.add(are_not_finite(parameters), names, partial(nonfinite_weight, self.peers, self.step))

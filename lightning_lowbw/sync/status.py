@@ -259,8 +259,18 @@ def nonfinite_gradient(here: str, step: int, name: str, *, is_added: bool, has_w
         f"Step {step}: the gradient of {name!r} on {here} is not finite"
         f"{', or too large to be added to the residual' if is_added else ''}. Nothing was applied. Lower the "
         f"learning rate, clip the gradient, {warm_up if is_added else ''}or look at the data there; with a GradScaler "
-        "(precision='16-mixed') such steps are skipped.",
+        "(precision='16-mixed'), or with skip_nonfinite=True, such steps are skipped.",
         is_skipped=True,
+    )
+
+
+def too_many_skipped(here: str, step: int, number: int) -> Fault:
+    """Return the fault of too many skipped steps in a row, on a rank whose average follows or on all ranks."""
+    return Fault(
+        3,
+        NonFiniteGradientError,
+        f"Step {step}: {number} steps in a row were skipped on {here}, because a gradient had an inf or NaN, or a norm "
+        "above skip_norm. Lower the learning rate, look at the data, or go on from an earlier checkpoint.",
     )
 
 

@@ -32,8 +32,11 @@ from lightning_lowbw.sync.status import (
     overflow,
     raise_first,
     status_message,
+    too_many_skipped,
 )
 from lightning_lowbw.sync.step_plan import StepPlan
+
+MOST_SKIPPED = 10  # skipped steps in a row that are an error; a GradScaler's scale is 1/1024 by then
 
 
 class Configuration(Protocol):
@@ -81,6 +84,9 @@ class Synchronizer:
         loop: the state of a plain loop.
         is_prepared: whether the gradients of this step have been listed, and not yet exchanged.
         is_taken: whether this step is taken, as returned by `exchange`; None before.
+        skip_norm: set by strategies: the norm of a gradient above which a step is skipped; infinity: only an inf or NaN
+            makes ranks skip a step. None: such a gradient is an error, or the user's.
+        skipped_steps: steps that have been skipped.
     """
 
     parameters_agree: bool = True  # whether the parameters are the same on all ranks; known without communication
@@ -110,6 +116,8 @@ class Synchronizer:
         self._fault: Tensor | None = None  # after the check of the gradients: whether this rank has a fault; a scalar
         # If the model is sharded: the maximum of `status.flags` over the shards of the node, for the next status.
         self._node_flags: Tensor | None = None
+        self.skip_norm: float | None = None
+        self.skipped_steps = self._num_in_a_row = 0
         self.requests = Requests()
         self.loop = Loop()
 
@@ -222,9 +230,23 @@ class Synchronizer:
             yield
         finally:
             self.loop.is_stepping = self.is_prepared = self._has_exchanged = False
-            self.is_taken = None
+            is_skipped, self.is_taken = self.is_taken is False, None
+        self._num_in_a_row = self._num_in_a_row + 1 if is_skipped else 0
+        if is_skipped:
+            self._count_skipped()
         self._end_step()
         self.loop.differs_after = None if self.parameters_agree else self.step
+
+    def _count_skipped(self) -> None:
+        """Count a skipped step; raise if too many steps in a row were skipped, which all ranks know."""
+        self.skipped_steps += 1
+        if self.skip_norm is not None and self._num_in_a_row >= MOST_SKIPPED:
+            fault = too_many_skipped("all ranks", self.step, self._num_in_a_row)
+            raise fault.error(fault.text)
+
+    def skips(self) -> dict[str, float]:
+        """Return the number of skipped steps as a metric to log, if steps may be skipped."""
+        return {} if self.skip_norm is None else {"skipped_steps": float(self.skipped_steps)}
 
     # Faults ---------------------------------------------------------------------------------------------------------
     # The sum of finite gradients may overflow. A fault that an exchange finds after its status has gone is in the next

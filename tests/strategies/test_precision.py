@@ -13,12 +13,14 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.data import DataLoader, Subset
 
 from lightning_lowbw import NonFiniteGradientError
+from lightning_lowbw.comm.agreement import digest
 from lightning_lowbw.strategies.step_hooks import exchange_unscaled_
 from tests.ranks import on_ranks
 from tests.strategies.fits import STEPS, gathered, make, refusal, same, train
-from tests.tiny import ManualTiny, Tiny, amp_with_scaler, sgd, weights_of
+from tests.tiny import BATCH, ManualTiny, Tiny, amp_with_scaler, make_data, sgd, weights_of
 
 BAD = 5  # the batch in which rank 1 has an infinite loss, where a GradScaler skips
 PRECISIONS = {"16-mixed": torch.float32, "bf16-true": torch.bfloat16, "64-true": torch.float64}
@@ -85,6 +87,51 @@ def test_an_optimizer_without_gradients_has_nothing_to_scale() -> None:
     plugin.scaler.scale(torch.ones(()))  # type: ignore[union-attr]
     exchange_unscaled_(plugin, sgd([torch.nn.Parameter(torch.ones(2))]), lambda skip: not asked.append(skip))
     assert asked == [True]
+
+
+# Steps that are skipped without a GradScaler ------------------------------------------------------------------------
+
+
+class Poisoned(Tiny):
+    """With a loss that is too large in some batches of rank 1."""
+
+    def __init__(self, *bad: int, factor: float = math.inf) -> None:
+        super().__init__()
+        self.bad, self.factor = bad, factor
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        is_bad = self.global_rank == 1 and batch_idx in self.bad
+        return super().training_step(batch, batch_idx) * (self.factor if is_bad else 1.0)
+
+
+SKIPPING = ["dgc", "int8", "hierarchical", "local_sgd", "post-local", "streaming"]
+OF_NODES = ["dgc on two levels", "dgc, sharded", "hierarchical, sharded", "diloco on two levels", "diloco, sharded"]
+
+
+@pytest.mark.parametrize("keywords", [{"skip_nonfinite": True}, {"skip_norm": 100.0}])
+@pytest.mark.parametrize(("num_ranks", "name"), [*((2, name) for name in SKIPPING), *((4, name) for name in OF_NODES)])
+@on_ranks()
+def test_a_bad_gradient_of_one_rank_skips_the_step(num_ranks: int, name: str, keywords: dict[str, Any]) -> None:
+    """The ranks that step together skip it, whatever clipping makes of it: as if the batch were not there."""
+    model, strategy = Poisoned(BAD, factor=math.inf if "skip_nonfinite" in keywords else 1e6), make(name, **keywords)
+    clip = {} if name.endswith("sharded") else {"gradient_clip_val": 0.5}
+    trainer = train(strategy, model, **clip)
+    (worker,) = strategy.workers
+    assert trainer.global_step == worker.step == STEPS
+    assert gathered(worker.skips()) == num_ranks * [{"skipped_steps": 1.0}]
+    same(digest([each.full_tensor() if hasattr(each, "full_tensor") else each for each in model.parameters()]))
+    if not (strategy.replicas or name.endswith("sharded")):
+        loader, other = make_data(num_ranks, STEPS), Tiny()
+        rows = [row for row in range(BATCH * STEPS) if row // BATCH != BAD]
+        train(name, other, DataLoader(Subset(loader.dataset, rows), BATCH), **clip)
+        assert weights_of(model) == weights_of(other)
+
+
+@pytest.mark.parametrize("name", ["dgc", "hierarchical", "local_sgd"])
+@on_ranks(2)
+def test_the_tenth_skipped_step_in_a_row_is_an_error_on_all_ranks(name: str) -> None:
+    message = refusal(make(name, skip_nonfinite=True), Poisoned(*range(2, 20)), 20, error=NonFiniteGradientError)
+    assert "10 steps in a row were skipped" in same(message)
 
 
 # Clipping -----------------------------------------------------------------------------------------------------------
