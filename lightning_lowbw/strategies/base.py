@@ -135,7 +135,9 @@ class BaseStrategy(ParallelStrategy):
         trainer, name = self.trainer, type(self).__name__
         for callback in checks.callbacks_in(trainer):
             checks.check_package(callback, self)
+        saved = self.fit.saved
         self.fit = Fit(self.fit.given, self._candidates)
+        self.fit.saved = saved
         agree("strategy", {"class": name})  # ranks with another class do other things from here on
         settings = checks.settings_of(trainer)
         agree(f"configuration of {name}", {**self.method.settings(), **self._options, **others, **settings})
@@ -202,21 +204,16 @@ class BaseStrategy(ParallelStrategy):
                 "on from the last checkpoint."
             )
             return
-        write_with = functools.partial(super().save_checkpoint, storage_options=storage_options)
-
-        def write(checkpoint: dict[str, Any], path: _PATH) -> None:
-            write_with(checkpoint, path)
-            files.wait_for(self.checkpoint_io)
-
-        files.save(self.fit, self._layout, checkpoint, filepath, write)
+        write = functools.partial(super().save_checkpoint, storage_options=storage_options)
+        files.save(self.fit, self._layout, checkpoint, filepath, storage_options, write)
         self.fit.end_save()
 
     @override
     def remove_checkpoint(self, filepath: _PATH) -> None:
         super().remove_checkpoint(filepath)
         if self.is_global_zero:
-            self.fit.removed.append(files.folder_of(filepath))  # other nodes delete their shards at the next save
-            files.remove_folder(files.folder_of(filepath))
+            self.fit.removed.append(str(filepath))  # the other ranks may have other disks: they delete at the next save
+            files.delete(self.fit, self.checkpoint_io, str(filepath))
 
     @property
     def _layout(self) -> files.Layout:
@@ -236,6 +233,7 @@ class BaseStrategy(ParallelStrategy):
             time.sleep(SETTLE_S)
             # No rank ends before all have saved: rank 0 may have the store, and a launcher may end the other ranks.
             self.barrier()
+            files.delete_unneeded(self.fit, self)  # a plugin that writes in the background has ended on all ranks
 
     # While an exception ends the fit ----------------------------------------------------------------------------
 

@@ -3,6 +3,9 @@
 The checkpoint loads without this package. Under `METADATA_KEY` it names its shards, the files in the folder
 ``<checkpoint>.ranks``. Their names carry an identity of the save: a checkpoint that is overwritten keeps its own shards
 until the new one is there, so that a job that dies in between resumes from the old one.
+
+The user's `CheckpointIO` writes, reads and removes all files. It may know paths that nothing else knows, it lists no
+folder, and it decides how whole a file is that it was writing when its process died.
 """
 
 from __future__ import annotations
@@ -11,19 +14,14 @@ import contextlib
 import functools
 import os
 import random
-import re
-import shutil
 import uuid
-import zipfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from lightning.fabric.plugins import TorchCheckpointIO
-from lightning.fabric.utilities.cloud_io import get_filesystem
 from lightning.fabric.utilities.types import _PATH
-from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 
@@ -38,8 +36,6 @@ METADATA_KEY = "lightning_lowbw"
 FORMAT = 4  # of the shards; 1 was that of version 0.1.0, 3 that of 0.2.0
 ALONE: Needs = "weights and optimizer"
 FOLDER_SUFFIX = ".ranks"  # no digits: Lightning reads version numbers off the names in a checkpoint folder
-PART = "checkpoint.part"  # in the folder of the shards: a checkpoint that is being written
-NAME = re.compile(r"rank-(\d+)-of-\d+-.+\.pt")
 GO_ON = (
     "give the strategy resume='weights and optimizer', which goes on from the file alone: with the step, the epoch, "
     "the optimizer and the schedulers, and without what has not been sent"
@@ -55,13 +51,11 @@ class Layout:
         nodes: the ranks of each node; None where flat.
         place: the place of this rank in its node, if the model is sharded inside nodes; a rank at another place has
             other shards.
-        writes_folder: whether the strategy writes the checkpoint, as a folder.
     """
 
     kind: str
     nodes: list[list[int]] | None
     place: int | None = None
-    writes_folder: bool = False
 
 
 # Saving -----------------------------------------------------------------------------------------------------------
@@ -72,11 +66,13 @@ def save(
     layout: Layout,
     checkpoint: dict[str, Any],
     filepath: _PATH,
+    storage_options: Any,
     write: Callable[[dict[str, Any], _PATH], None],
 ) -> None:
     """Write the shards, then the checkpoint that names them; then delete the previous checkpoint's shards.
 
-    If a rank dies or fails meanwhile, the previous checkpoint stays unchanged.
+    If a rank dies or fails meanwhile, the previous checkpoint has its shards. Files that may be written in the
+    background are there at the next save, or when the plugin has been torn down: then the shards are deleted.
 
     Collective: all ranks; not without the optimizers' states: then rank 0 writes the weights alone, as under DDP.
 
@@ -84,7 +80,9 @@ def save(
         fit: the fit whose state is saved.
         layout: of the state.
         checkpoint: Lightning's.
-        filepath: of this rank; that of rank 0 is used.
+        filepath: of this rank, whose folder is used: each rank may have a folder of its own. The file name of rank 0 is
+            used, because names have metrics in them.
+        storage_options: for the user's `CheckpointIO`.
         write: writes the checkpoint, on rank 0.
 
     Raises:
@@ -94,32 +92,28 @@ def save(
         write(checkpoint, filepath)
         return
     strategy = fit.trainer.strategy
-    # The path and the removed folders may differ between ranks: names have metrics in them, and `ModelCheckpoint`
-    # removes the worst by a metric. The files of rank 0 count.
-    filepath, save_id, removed = strategy.broadcast((filepath, uuid.uuid4().hex[:12], fit.removed))
+    path, save_id, removed = strategy.broadcast((str(filepath), uuid.uuid4().hex[:12], fit.removed))
     fit.removed = []
-    if strategy.local_rank == 0 and not strategy.is_global_zero:  # disks need not be shared
-        for removed_folder in removed:
-            remove_folder(removed_folder)
-    folder = folder_of(filepath)
-    with failing_together():
+    folder, slash, _ = str(filepath).rpartition("/")
+    with failing_together():  # no rank writes before all ranks have deleted
+        for each in removed:
+            delete(fit, strategy.checkpoint_io, each, [strategy.global_rank])
+        delete_unneeded(fit, strategy)
         states = [worker.state_dict() for worker in fit.workers]
     metadata = _metadata(fit, layout, save_id, states)
-    path = shard_path(folder, strategy.global_rank, metadata)
-    by_torch = type(strategy.checkpoint_io) is TorchCheckpointIO
-    renames = strategy.is_global_zero and (by_torch or layout.writes_folder) and "://" not in str(filepath)
+    shards = _shards(folder_of(f"{folder}{slash}{path.rpartition('/')[2]}"), metadata)
+    metadata["saved"] = {**fit.saved, path: shards}
     with failing_together():
-        if renames and os.path.isdir(filepath) and not os.path.isfile(os.path.join(filepath, "meta.pt")):
-            raise ConfigurationError(f"{filepath!r} is a folder, and no checkpoint. Save under another name.")
-        write_shard(_shard(fit, save_id, states), path)
-    del states  # before the checkpoint is written
-    checkpoint = {**checkpoint, METADATA_KEY: metadata}
+        shard, own = _shard(fit, save_id, states), shard_path(shards, strategy.global_rank)
+        strategy.checkpoint_io.save_checkpoint(shard, own, storage_options=storage_options)
+    del states, shard  # before the checkpoint is written
     with failing_together():
-        if renames:
-            overwrite(checkpoint, os.fspath(filepath), folder, write)
-        else:
-            write(checkpoint, filepath)
-    _sweep(folder, path, strategy)
+        write({**checkpoint, METADATA_KEY: metadata}, filepath)
+    if path in fit.saved:
+        fit.unneeded.append(fit.saved[path])
+    fit.saved[path] = shards
+    if isinstance(strategy.checkpoint_io, TorchCheckpointIO):  # another plugin may write in the background
+        delete_unneeded(fit, strategy)
 
 
 def _metadata(fit: Fit, layout: Layout, save_id: str, states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -150,21 +144,39 @@ def _shard(fit: Fit, save_id: str, states: Sequence[Mapping[str, Any]]) -> dict[
     }
 
 
-def _sweep(folder: str, path: str, strategy: Any) -> None:
-    """Delete earlier shards of this rank beside a checkpoint, and shards of ranks that no longer exist."""
-    files, name = get_filesystem(folder), path.rpartition("/")[2]
-    try:
-        files.invalidate_cache(folder)
-        for listed in files.ls(folder, detail=False):
-            other = str(listed).replace("\\", "/").rpartition("/")[2]
-            match = NAME.fullmatch(other)
-            rank = -1 if match is None else int(match[1])
-            is_mine = rank == strategy.global_rank or (strategy.local_rank == 0 and rank >= strategy.world_size)
-            if is_mine and other != name:
-                with contextlib.suppress(FileNotFoundError):  # another node was faster
-                    files.rm(f"{folder}/{other}")
-    except Exception as error:  # noqa: BLE001 - remote file systems have errors of their own; nothing is lost
-        rank_zero_warn(f"Shards of checkpoints before {path!r} could not be deleted: {error}.")
+def delete_unneeded(fit: Fit, strategy: Any) -> None:
+    """Delete the shards of this rank, and of ranks that no longer exist, that no checkpoint needs any more."""
+    for shards in fit.unneeded:
+        no_longer = range(strategy.world_size, shards["num_ranks"]) if strategy.is_global_zero else ()
+        _delete(strategy.checkpoint_io, shards, [strategy.global_rank, *no_longer])
+    fit.unneeded = []
+
+
+def delete(fit: Fit, checkpoint_io: Any, path: str, ranks: Iterable[int] | None = None) -> None:
+    """Delete the shards of a checkpoint that rank 0 has removed, and their folder, if the plugin has folders.
+
+    Args:
+        fit: knows the shards.
+        checkpoint_io: the user's.
+        path: of the checkpoint, on rank 0.
+        ranks: whose shards; None: all.
+    """
+    folder = folder_of(path)
+    if shards := fit.saved.pop(path, None):
+        folder = shards["folder"]
+        _delete(checkpoint_io, shards, range(shards["num_ranks"]) if ranks is None else ranks)
+    with contextlib.suppress(Exception):
+        checkpoint_io.remove_checkpoint(folder)
+
+
+def _delete(checkpoint_io: Any, shards: Mapping[str, Any], ranks: Iterable[int]) -> None:
+    for path in (shard_path(shards, rank) for rank in ranks):
+        try:
+            checkpoint_io.remove_checkpoint(path)
+        except FileNotFoundError:  # ranks may share the disk
+            pass
+        except Exception as error:  # noqa: BLE001 - plugins have errors of their own; nothing is lost
+            rank_zero_warn(f"The shard {path!r}, which no checkpoint needs, could not be deleted: {error}.")
 
 
 # Loading ----------------------------------------------------------------------------------------------------------
@@ -197,6 +209,9 @@ def load(fit: Fit, layout: Layout, checkpoint: Mapping[str, Any], path: _PATH | 
             f"it, or {GO_ON}."
         )
     is_ours = metadata.get("format") == FORMAT
+    if is_ours:
+        resumed = {str(path): _shards(folder_of(str(path)), metadata)}
+        fit.saved = {**metadata.get("saved", {}), **resumed, **fit.saved}
     if is_ours and (method := fit.auto.load_state_dict(metadata["chosen"], fit.method)) is not None:
         fit.adopt(method)
     states: Sequence[Mapping[str, Any]] = ()
@@ -231,6 +246,7 @@ def _load_workers(fit: Fit, layout: Layout, metadata: Mapping[str, Any], path: _
     Collective: all ranks, blocking.
     """
     num_optimizers, num_ranks, shard = len(metadata["workers"]), fit.trainer.world_size, None
+    checkpoint_io = fit.trainer.strategy.checkpoint_io
     with failing_together():
         if num_optimizers != len(fit.workers):
             raise ConfigurationError(
@@ -238,12 +254,12 @@ def _load_workers(fit: Fit, layout: Layout, metadata: Mapping[str, Any], path: _
                 f"Resume with the optimizers that were saved, or {GO_ON}."
             )
         if (metadata["num_ranks"], metadata["nodes"]) == (num_ranks, layout.nodes):
-            shard = load_shard(path, metadata, fit.trainer.global_rank)
+            shard = load_shard(checkpoint_io, path, metadata, fit.trainer.global_rank)
             states = shard["workers"]
         else:  # the means; one shard is in memory at a time
             ranks = _ranks_like_this(layout, metadata, path)
             states = [
-                merge_states(load_shard(path, metadata, rank)["workers"][number] for rank in ranks)
+                merge_states(load_shard(checkpoint_io, path, metadata, rank)["workers"][number] for rank in ranks)
                 for number in range(num_optimizers)
             ]
     with failing_together():
@@ -298,50 +314,37 @@ def _on(nodes: list[list[int]] | None) -> str:
 
 
 def folder_of(checkpoint_path: _PATH) -> str:
-    """Return the folder that holds the shards of a checkpoint; local paths and fsspec URLs alike."""
-    return f"{os.fspath(checkpoint_path)}{FOLDER_SUFFIX}"
+    """Return the folder that holds the shards of a checkpoint; local paths and URLs alike."""
+    return f"{checkpoint_path}{FOLDER_SUFFIX}"
 
 
-def shard_path(folder: str, rank: int, metadata: Mapping[str, Any]) -> str:
+def _shards(folder: str, metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """Return where the shards of a checkpoint are, in plain values."""
+    return {"folder": folder, "num_ranks": metadata["num_ranks"], "save_id": metadata["save_id"]}
+
+
+def shard_path(shards: Mapping[str, Any], rank: int) -> str:
     """Return the path of one rank's shard."""
-    return f"{folder}/rank-{rank}-of-{metadata['num_ranks']}-{metadata['save_id']}.pt"
+    return f"{shards['folder']}/rank-{rank}-of-{shards['num_ranks']}-{shards['save_id']}.pt"
 
 
-def write_shard(shard: Mapping[str, Any], path: str) -> None:
-    """Write a shard, under a name that no other has."""
-    files = get_filesystem(path)
-    files.makedirs(path.rpartition("/")[0], exist_ok=True)
-    with files.open(path, "wb") as file:
-        torch.save(shard, file)
-
-
-def load_shard(checkpoint_path: _PATH, metadata: Mapping[str, Any], rank: int) -> dict[str, Any]:
+def load_shard(checkpoint_io: Any, checkpoint_path: _PATH, metadata: Mapping[str, Any], rank: int) -> dict[str, Any]:
     """Load the shard of one rank, which must be what its name says.
 
     Raises:
         ConfigurationError: on this rank; the shard is missing, damaged, or that of another rank, save or step.
     """
-    given = os.fspath(checkpoint_path)
-    target = given if "://" in given else os.path.realpath(given)  # a link (`save_last="link"`)
-    path = shard_path(folder_of(target), rank, metadata)
+    given = str(checkpoint_path)
+    target = os.path.realpath(given) if os.path.islink(given) else given  # `save_last="link"`
+    path = shard_path(_shards(folder_of(target), metadata), rank)
     try:
-        with get_filesystem(path).open(path, "rb") as file:
-            with zipfile.ZipFile(file) as archive:  # torch compares no checksums, and takes half of all damaged files
-                damaged = archive.testzip()
-            if damaged is not None:
-                raise zipfile.BadZipFile(f"wrong checksum of {damaged}")
-            file.seek(0)
-            shard: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=True)
-    except FileNotFoundError as error:
-        raise ConfigurationError(
-            f"The shard {path!r} is missing. It belongs to {given!r}, saved by {metadata['num_ranks']} ranks: copy the "
-            f"folder along with the file (from all nodes, if their disks are not shared), or {GO_ON}."
-        ) from error
-    except Exception as error:  # of zipfile, of the unpickler, of the file system: anything
+        shard: dict[str, Any] = checkpoint_io.load_checkpoint(path)
+    except Exception as error:  # of the plugin, of the unpickler, of the file system: anything
         reason = str(error).partition("\n")[0].partition(". ")[0]
         raise ConfigurationError(
-            f"The shard {path!r} is damaged ({type(error).__name__}: {reason}). It must be the file that was saved: "
-            f"copy it again, or {GO_ON}."
+            f"The shard {path!r} is missing or damaged ({type(error).__name__}: {reason}). It belongs to {given!r}, "
+            f"saved by {metadata['num_ranks']} ranks: copy the folder along with the file (from all nodes, if their "
+            f"disks are not shared), or {GO_ON}."
         ) from error
     found = shard.get("rank"), shard.get("save_id")
     if found != (rank, metadata["save_id"]):
@@ -350,50 +353,6 @@ def load_shard(checkpoint_path: _PATH, metadata: Mapping[str, Any], rank: int) -
             f"shards must be of one save: copy the file and its folder once more, together, or {GO_ON}."
         )
     return shard
-
-
-def wait_for(checkpoint_io: Any) -> None:
-    """Wait for a checkpoint that is written in the background.
-
-    Until it is there, the model has to show the anchor, and the shards of the checkpoint before are needed.
-    """
-    if isinstance(checkpoint_io, AsyncCheckpointIO) and checkpoint_io._executor is not None:
-        checkpoint_io._executor.submit(lambda: None).result()
-
-
-def remove_folder(folder: str) -> None:
-    """Delete the shards of a checkpoint, if they are there: nodes may share the disk."""
-    with contextlib.suppress(FileNotFoundError):
-        get_filesystem(folder).rm(folder, recursive=True)
-
-
-def overwrite(checkpoint: Any, filepath: str, folder: str, write: Callable[[Any, str], None]) -> None:
-    """Replace the checkpoint of this name, so that at any time the old or the new checkpoint is whole on disk.
-
-    It is written into the folder of the shards, and then renamed. Lightning writes files to the folder for temporary
-    files first: from another disk they would be copied, and a crash or a full disk would leave a part of one. A folder
-    cannot be renamed over another: a process that is killed in between leaves the new checkpoint in `PART`.
-
-    Args:
-        checkpoint: for `write`.
-        filepath: where the checkpoint, a file or a folder, is to be.
-        folder: of its shards.
-        write: makes a file, or a folder, of the name that it is given.
-    """
-    part = f"{folder}/{PART}"
-    _remove(part)  # of a process that was killed
-    write(checkpoint, part)
-    if os.path.isdir(part) or os.path.isdir(filepath):
-        _remove(filepath)
-    os.replace(part, filepath)
-
-
-def _remove(path: str) -> None:
-    if os.path.isdir(path) and not os.path.islink(path):
-        shutil.rmtree(path)
-    else:
-        with contextlib.suppress(FileNotFoundError):
-            os.remove(path)
 
 
 def rng_state(device: torch.device) -> dict[str, Any]:

@@ -60,7 +60,9 @@ class Fit(Callback):
         is_evaluated: whether a validation is going on.
         has_own_states: whether the optimizers' states are of this rank's own shard of a checkpoint.
         restore: loads random numbers and a GradScaler's state of a checkpoint, in the first batch.
-        removed: folders of checkpoints that rank 0 has removed, and other nodes not yet.
+        saved: the shards of each checkpoint, by the path of rank 0.
+        removed: paths of checkpoints that rank 0 has removed; the other ranks may still have their shards.
+        unneeded: shards of this rank that no checkpoint needs any more.
     """
 
     buffers: SharedBuffers
@@ -78,7 +80,7 @@ class Fit(Callback):
         self.settle: Callable[[], None] | None = None
         self.is_over = self.is_evaluated = self.has_own_states = False
         self.restore: Callable[[], None] | None = None
-        self.removed: list[str] = []
+        self.saved, self.removed, self.unneeded = dict[str, dict[str, Any]](), list[str](), list[dict[str, Any]]()
         self._has_equal_epochs = False  # whether it is known that all ranks end an epoch at the same batch
         self._has_warned = False  # that weights were changed while the anchor was shown
 

