@@ -13,6 +13,7 @@ from typing import Any, Literal, cast
 
 import torch
 import torch.distributed as dist
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 from torch.futures import Future
 from torch.nn import Parameter
@@ -65,6 +66,8 @@ class CommunicationHook:
         # Without `reduce`: when the last gradient was ready. First all parameters have hooks, then only the last one.
         self._clocks = {each: each.register_post_accumulate_grad_hook(self._note_gradient) for each in self._trained}
         self._last: Parameter | None = None
+        # An own `backward` may write gradients by hand: then all parameters keep their hooks, which note each gradient.
+        self._has_own_backward, self._noted = is_overridden("backward", ddp.module), list[Tensor]()
         self.use(method)
         self._intercept_if_needed()
 
@@ -89,9 +92,8 @@ class CommunicationHook:
         is_needed = self._is_manual or not self._peers.reduces_as_ddp or reduces_otherwise
         if is_needed and not self._is_registered:
             self._is_registered = True
-            for handle in self._clocks.values():
-                handle.remove()
-            self._clocks = {}
+            while self._clocks and not self._has_own_backward:
+                self._clocks.popitem()[1].remove()
             self._ddp.register_comm_hook(state=None, hook=self.reduce)
 
     def begin_batch(self, workers: Collection[Synchronizer], *, is_timing: bool) -> None:
@@ -134,16 +136,24 @@ class CommunicationHook:
         return "all" if plan.reduce == "all" else None
 
     def _reduced(self, worker: Synchronizer, plan: StepPlan) -> frozenset[Parameter]:
-        """Return the parameters whose gradients are means already: not after a plain `loss.backward()`."""
+        """Return the parameters whose gradients are means already: not after a plain `loss.backward()`.
+
+        DDP reduces no gradients that are written by hand, for which no bucket was sent, and no second backward pass.
+        """
         is_reduced = self._reduction_of(plan) is not None
         if is_reduced and self._is_manual:
             is_reduced = self._means.issuperset(self._trained.intersection(worker.params))
+        elif is_reduced:
+            knows_all = self._is_registered or self._last is None or self._has_own_backward
+            is_by_hand = knows_all and self._last_launch_s is None
+            is_reduced = not is_by_hand and len(self._noted) == len(set(self._noted))
         return self._trained if is_reduced else frozenset()
 
     def take(self, worker: Synchronizer) -> frozenset[Parameter]:
         """Return the parameters whose gradients are means already; note how long the optimizer has waited for them."""
         plan = worker.plan
         reduced = self._reduced(worker, plan)
+        self._noted.clear()
         self._has_reduced |= self._ddp.require_backward_grad_sync
         self._means.difference_update(worker.params if self._means else ())
         if not plan.is_local:
@@ -191,6 +201,8 @@ class CommunicationHook:
     def _note_gradient(self, parameter: Tensor) -> None:
         """Note the time at which a gradient is ready. After the first steps only the last gradient is timed."""
         self._last = cast(Parameter, parameter)
+        if self._has_own_backward and self._ddp.require_backward_grad_sync:
+            self._noted.append(parameter)
         if self.reduction is None:
             return
         if len(self._clocks) == 1:
@@ -203,7 +215,7 @@ class CommunicationHook:
         On a CUDA device it is known only while steps are timed: otherwise the host does not wait.
         """
         last, self._last_launch_s = self._last_launch_s, None
-        if self._last is not None and len(self._clocks) > 1:  # the first time
+        if self._last is not None and len(self._clocks) > 1 and not self._has_own_backward:  # the first time
             for parameter in self._clocks.keys() - {self._last}:
                 self._clocks.pop(parameter).remove()
         if last is None or not self._waits_for(self._ddp.device):
