@@ -202,16 +202,18 @@ class StepHooks:
         """Exchange; return whether the step is to be taken."""
         plan, module, clip_val = worker.plan, self._module, self._trainer.gradient_clip_val
         has_scaler, skip_nonfinite = skip_nonfinite, skip_nonfinite or worker.skip_norm is not None
-        clips = plan.clips_before_exchange and (clip_val or is_overridden("configure_gradient_clipping", module))
+        has_own = is_overridden("configure_gradient_clipping", module)
+        clips = plan.clips_before_exchange and (clip_val or has_own)
+        optimizer = self._stepping  # the user's; a worker of shards has a twin
+        assert optimizer is not None
+        algorithm = self._trainer.gradient_clip_algorithm
+        clip = functools.partial(self._original, module, optimizer, clip_val, gradient_clip_algorithm=algorithm)
         # Clipping spreads a NaN, and a step that is skipped must leave the residuals as they are. In all other steps
         # `exchange` checks, in the pass that accumulates the gradients; a check here would be one more pass.
         if clips or skip_nonfinite:
-            worker.prepare(reduced=reduced)
-        optimizer = self._stepping  # the user's; a worker of shards has a twin
-        assert optimizer is not None
-        if clips:
-            algorithm = self._trainer.gradient_clip_algorithm
-            self._original(module, optimizer, clip_val, gradient_clip_algorithm=algorithm)
+            worker.prepare(reduced=reduced, clip=clip if clips and has_own else None)
+        if clips and not has_own:
+            clip()
         applies = not (
             plan.reduce == "all"  # then the optimizer steps
             or has_scaler

@@ -259,7 +259,8 @@ def nonfinite_gradient(here: str, step: int, name: str, *, is_added: bool, has_w
         f"Step {step}: the gradient of {name!r} on {here} is not finite"
         f"{', or too large to be added to the residual' if is_added else ''}. Nothing was applied. Lower the "
         f"learning rate, clip the gradient, {warm_up if is_added else ''}or look at the data there; with a GradScaler "
-        "(precision='16-mixed'), or with skip_nonfinite=True, such steps are skipped.",
+        "(precision='16-mixed'), or with skip_nonfinite=True, such steps are skipped; on_after_backward is the hook in "
+        "which a NaN can be dropped with every method.",
         is_skipped=True,
     )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -142,7 +142,13 @@ class Synchronizer:
         if self.compressed is not None:
             self.compressed.payload = self.method.what
 
-    def prepare(self, *, reduced: Collection[Parameter] = (), node: WeakGroup | None = None) -> None:
+    def prepare(
+        self,
+        *,
+        reduced: Collection[Parameter] = (),
+        node: WeakGroup | None = None,
+        clip: Callable[[], None] | None = None,
+    ) -> None:
         """List the gradients of this step, and check them for NaN and inf; `exchange` tells all ranks the result.
 
         Needed before clipping, which spreads a NaN, and before a step that may be skipped: a residual must not have
@@ -158,9 +164,12 @@ class Synchronizer:
             reduced: parameters whose `.grad` is the mean already (by DDP): over all ranks, or over the node if
                 `plan.reduce` is "node".
             node: the process group of the node, if the model is sharded inside it.
+            clip: the user's own clipping, called before the check: it may drop an inf or NaN.
         """
         if not self.is_prepared:
             self._list_gradients(reduced)
+        if clip is not None:
+            clip()
         if self._is_checked:
             return
         self._is_checked = True

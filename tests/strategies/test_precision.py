@@ -134,6 +134,22 @@ def test_the_tenth_skipped_step_in_a_row_is_an_error_on_all_ranks(name: str) -> 
     assert "10 steps in a row were skipped" in same(message)
 
 
+class DropsNaN(Poisoned):
+    def configure_gradient_clipping(self, optimizer: Any, *_: Any, **__: Any) -> None:
+        for parameter in self.parameters():
+            parameter.grad = None if parameter.grad is None else parameter.grad.nan_to_num(0.0, 0.0, 0.0)
+        self.clip_gradients(optimizer, gradient_clip_val=0.1, gradient_clip_algorithm="norm")
+
+
+@on_ranks(2)
+def test_a_gradient_is_judged_after_a_modules_own_clipping() -> None:
+    model = DropsNaN(BAD)
+    train("dgc", model)
+    assert all(parameter.isfinite().all() for parameter in model.parameters())
+    same(weights_of(model))
+    assert "on_after_backward is the hook" in refusal("int8", DropsNaN(BAD), error=NonFiniteGradientError)
+
+
 # Clipping -----------------------------------------------------------------------------------------------------------
 
 
