@@ -82,6 +82,12 @@ class Peers:
             in error messages.
 
     Attributes:
+        num_ranks: the number of all ranks; 1 where torch.distributed is not initialised.
+        rank: this rank among all; 0 where torch.distributed is not initialised.
+        num_participants: N of the equations, the participants in the exchange on the slow network: ranks when flat,
+            else nodes.
+        are_shards: whether each rank has a shard of the model; the other ranks of its node have the rest, and are no
+            peers.
         topology: which ranks share a node; when flat each rank is a node.
         node: the collectives of this node's ranks; when flat there is this rank alone, and they do nothing.
         local_rank: the index of this rank in its node; the launcher may count in another order.
@@ -111,7 +117,9 @@ class Peers:
         self.ledger = TrafficLedger() if ledger is None else ledger
         self._all = self.between = Collectives(group, self.ledger)
         self.node = Collectives(group, self.ledger, is_alone=True)
-        self.topology = Topology.blocks(self._all.num_ranks, 1)
+        self.rank, self.num_ranks = self._all.rank, self._all.num_ranks
+        self.num_participants, self.are_shards = self.num_ranks, bool(nodes)
+        self.topology = Topology.blocks(self.num_ranks, 1)
 
     @property
     def group(self) -> dist.ProcessGroup | None:
@@ -119,29 +127,9 @@ class Peers:
         return self._all.group
 
     @property
-    def num_ranks(self) -> int:
-        """The number of all ranks; 1 where torch.distributed is not initialised."""
-        return self._all.num_ranks
-
-    @property
-    def rank(self) -> int:
-        """This rank among all; 0 where torch.distributed is not initialised."""
-        return self._all.rank
-
-    @property
     def weight(self) -> float:
         """The weight of this rank's tensors in a mean."""
         return 1.0 / self.num_ranks
-
-    @property
-    def num_participants(self) -> int:
-        """N of the equations, the participants in the exchange on the slow network: ranks when flat, else nodes."""
-        return self.num_ranks
-
-    @property
-    def are_shards(self) -> bool:
-        """Whether each rank has a shard of the model; the other ranks of its node have the rest, and are no peers."""
-        return bool(self.nodes)
 
     def check_parts(self) -> None:
         """Check that the ranks of a node can keep parts of a tensor, and exchange them with ranks of other nodes.
@@ -161,11 +149,6 @@ class Peers:
     def count_dense(self, nbytes: int) -> None:
         """Add to the ledger the traffic of a dense exchange of gradients of this size; communicates nothing."""
         self.ledger.dense_bytes += all_reduce_bytes(nbytes, self.num_ranks)
-
-    @property
-    def reduces_as_ddp(self) -> bool:
-        """Whether a sum of gradients is what DDP does by itself: one all-reduce, in the dtype of the gradients."""
-        return (not self.is_two_level or self.is_summed_flat) and self.inter_dtype is None
 
     def count_all_reduce(self, nbytes: int) -> None:
         """Add to the ledger an all-reduce of this size that DDP has run by itself."""
@@ -239,13 +222,11 @@ class OneNode(Peers):
         ledger: counts the traffic, by level.
     """
 
-    num_participants = 1
-
     def __init__(self, topology: Topology, ledger: TrafficLedger | None) -> None:
         super().__init__(None, ledger)
         self._all = self.node = Collectives(None, self.ledger, "intra")
         self.between = Collectives(None, self.ledger, "inter", is_alone=True)  # there is no other node
-        self.topology = topology
+        self.topology, self.num_participants = topology, 1
 
     def begin_all_reduce_(self, tensor: Tensor, *, dtype: torch.dtype | None = None) -> TensorWork:
         return super().begin_all_reduce_(tensor)  # a narrower dtype is for the slow network
@@ -294,7 +275,8 @@ class TwoLevelPeers(Peers):
         super().__init__(None, ledger)
         ledger = self.ledger
         ledger.has_levels = True
-        self.topology, self.is_summed_flat = topology, algorithm == "flat"
+        self.topology, self.num_participants = topology, topology.num_nodes
+        self.is_summed_flat = algorithm == "flat"
         self._is_led = algorithm == "leader" or (algorithm != "sharded" and not topology.has_equal_nodes)
         purpose = "averages" if is_hidden else "gradients"
         first, middle, last = stages = [f"{purpose}, {stage}" for stage in STAGES]
@@ -319,10 +301,6 @@ class TwoLevelPeers(Peers):
         self.local_rank, self.num_local_ranks = topology.local_rank_of(self.rank), self.node.num_ranks
         self._all = Collectives(None, ledger, "inter")  # collectives of all ranks cross the slow network
         self._queues = [SideQueue(stage) for stage in stages]
-
-    @property
-    def num_participants(self) -> int:
-        return self.topology.num_nodes
 
     def count_dense(self, nbytes: int) -> None:
         super().count_dense(nbytes)

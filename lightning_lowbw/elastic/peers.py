@@ -42,10 +42,9 @@ class MemberCollectives(Collectives):
     def __init__(self, membership: Membership, ledger: TrafficLedger) -> None:
         super().__init__(None, ledger, "inter")
         self._membership = membership
-        self.begin(Quorum(0, ("",)))
 
     def begin(self, quorum: Quorum) -> None:
-        """Begin a round of the members of a quorum; a group is alone before the first round."""
+        """Begin a round of the members of a quorum."""
         self.has_failed = False
         self.num_ranks, self.rank = len(quorum.members), quorum.rank
 
@@ -100,24 +99,16 @@ class Members(Peers):
         self.node = Collectives(None, self.ledger, "intra")
         self.local_rank, self.num_local_ranks = self.node.rank, self.node.num_ranks
         self.is_two_level = self.ledger.has_levels = self.num_local_ranks > 1
+        self.begin(Quorum(0, ("",)))
 
     def begin(self, quorum: Quorum) -> None:
-        """Begin a round of the members of a quorum; nothing is communicated."""
+        """Begin a round of the members of a quorum, before the first round of this group alone; without communication."""
         self.between.begin(quorum)
+        self.num_participants = self.between.num_ranks
+        self.num_ranks = self.num_participants * self.num_local_ranks
+        self.rank = self.between.rank * self.num_local_ranks + self.local_rank
         weights = quorum.weights
         self.weights = weights if len({*weights}) > 1 else ()
-
-    @property
-    def num_ranks(self) -> int:
-        return self.num_participants * self.num_local_ranks
-
-    @property
-    def rank(self) -> int:
-        return self.between.rank * self.num_local_ranks + self.local_rank
-
-    @property
-    def num_participants(self) -> int:
-        return self.between.num_ranks
 
     @property
     def weight(self) -> float:

@@ -89,7 +89,9 @@ class CommunicationHook:
     def _intercept_if_needed(self) -> None:
         """Let DDP call `reduce` from now on, if DDP cannot reduce the coming step by itself."""
         reduces_otherwise = self._ddp.require_backward_grad_sync and self.reduction != "all"
-        is_needed = self._is_manual or not self._peers.reduces_as_ddp or reduces_otherwise
+        peers = self._peers
+        is_one_all_reduce = peers.inter_dtype is None and (peers.is_summed_flat or not peers.is_two_level)
+        is_needed = self._is_manual or not is_one_all_reduce or reduces_otherwise
         if is_needed and not self._is_registered:
             self._is_registered = True
             while self._clocks and not self._has_own_backward:

@@ -211,20 +211,20 @@ class Fit(Callback):
 
     def use(self, method: Method) -> None:
         """Take a method with other values for the next steps; on all ranks alike."""
+        for worker in self.workers:
+            worker.use(method)
         self.method = method
         if self.trainer is not None:
             self.view.use(method)
-        for worker in self.workers:
-            worker.method = method
 
     def adopt(self, method: Method) -> None:
         """Continue with another method that exchanges gradients, after a step that has left no residuals.
 
         Collective: all ranks, which have chosen the same.
         """
-        before = self.workers
+        before, self.method = self.workers, method
         self.signals.settle()  # a rank repeats its request
-        self.use(method)
+        self.view.use(method)
         self._make_workers()
         for worker, old in zip(self.workers, before, strict=True):
             worker.step, worker.batch, worker.requests = old.step, old.batch, old.requests

@@ -69,6 +69,7 @@ class GradientSync(Synchronizer):
 
     Attributes:
         last_density: the fraction of elements that the last step sent of a compressed tensor; 1.0 in the dense phase.
+        plan: the plan of the coming step, made when the step before it ends.
         correction: how a gradient enters the residual, and the work that is left to the optimizer.
         table: the tensors as they lie in memory.
         compared: all parameters of the model. Every `CHECK_EVERY_STEPS` steps the ranks compare a checksum of the
@@ -76,6 +77,7 @@ class GradientSync(Synchronizer):
     """
 
     correction: ErrorFeedback
+    plan = StepPlan()
 
     def __init__(
         self,
@@ -88,7 +90,6 @@ class GradientSync(Synchronizer):
         what = method.what
         self.last_density = 1.0
         self.compared: Collection[Parameter] = ()
-        self._planned_for: tuple[Any, int] = (None, -1)
         self._last_residual_norm: float | None = None
         self._has_compressed = False  # whether a step since the last load was compressed; equal on all ranks
         # Gradients in several messages: the rows of each message, and the messages that have been sent. The last one
@@ -103,23 +104,21 @@ class GradientSync(Synchronizer):
         self.table = Table(self.params, self.correction, self.compressed, peers)
         if not method.when.is_auto:  # with "auto" nothing is corrected yet, and perhaps never
             self.correction.check()
+        self.use(method)
 
     # Read by the strategies -----------------------------------------------------------------------------------------
 
-    @property
-    def plan(self) -> StepPlan:
-        """The plan of the coming step."""
-        if self._planned_for != (self.method, self.step):
-            self._planned_for, self._plan = (self.method, self.step), self._make_plan()
-        return self._plan
+    def use(self, method: Configuration) -> None:
+        super().use(method)
+        self.plan = self._make_plan()
 
     def _make_plan(self) -> StepPlan:
         num, when = self.peers.num_participants, self.method.when
         takes_one = self.compressed is not None and num > 1 and not when.is_auto
-        is_dense = when.density(self.step, otherwise=0.0) == 1.0  # whatever the payload is
-        if self.compressed is None or num == 1 or is_dense:
+        density = when.density(self.step, otherwise=0.0)
+        if self.compressed is None or num == 1 or density == 1.0:
             return StepPlan(takes_one_gradient=takes_one)
-        density = when.density(self.step, self.method.what.density)
+        density = density or self.method.what.density
         return StepPlan(
             reduce="node" if self.peers.is_two_level else "none",
             density=density,
@@ -145,20 +144,19 @@ class GradientSync(Synchronizer):
         return self.table.residuals
 
     def begin(self) -> None:
-        """Take in the method; check that the coming step is not dense after compressed ones.
+        """Check that the coming step is not dense after compressed ones, and the options of the optimizer.
 
         Raises:
             ConfigurationError: on all ranks.
         """
-        super().begin()
         if not self.method.when.is_auto and self.peers.num_ranks > 1:
             self.correction.check()
-        if self.residuals and self.peers.num_participants == 1:
+        if self.peers.num_participants == 1 and self.residuals:
             raise ConfigurationError(
                 "The checkpoint keeps gradients that were not sent, and a single participant sends nothing. Resume on "
                 f"at least two {'nodes' if self.peers.num_ranks > 1 else 'ranks'}, or {WITHOUT_RESIDUALS}."
             )
-        if self.residuals and self.plan.reduce == "all":
+        if self.plan.reduce == "all" and self.residuals:
             raise ConfigurationError(
                 f"Step {self.step} would be dense, but gradients that earlier sparse steps did not send are kept. Go "
                 f"on with the schedule it was trained with; now it is {self.method.when}. (sparsity='auto' begins "
@@ -442,6 +440,7 @@ class GradientSync(Synchronizer):
         self._has_compressed |= self.plan.reduce != "all"
         self.last_density = self.plan.density
         self.step += 1
+        self.plan = self._make_plan()
         self.peers.ledger.steps += 1
 
     # State ----------------------------------------------------------------------------------------------------------

@@ -157,11 +157,10 @@ class LocalSync(Synchronizer):
 
     @torch.no_grad()
     def begin(self) -> None:
-        """Take in the method; keep the weights from which the next changes are measured, if the next step is local.
+        """Keep the weights from which the next changes are measured, if the next step is local.
 
         Collective: all ranks, before the first local step; the buffers are compared.
         """
-        super().begin()
         if isinstance(self._when.begin_step, float):
             raise ConfigurationError(
                 f"begin_step={self._when.begin_step}: how many steps the run has is not known here; give a number of "

@@ -71,7 +71,7 @@ class Synchronizer:
                 optimizer.step()
 
     Attributes:
-        method: the configuration, a `Method`; may be replaced between steps, on all ranks alike.
+        method: the configuration, a `Method`; `use` replaces it.
         optimizer: the user's own.
         params: its tensors.
         peers: the participants and the ranks of the node.
@@ -108,7 +108,6 @@ class Synchronizer:
         self.compressed: Exchange | None = method.what.exchange(peers, method.when)
         if self.compressed is not None:
             peers.check_parts()
-        self._made_for = method
         self.step = self.batch = 0
         self.correction: ErrorFeedback | None = None
         self.is_prepared = self._is_checked = self._has_exchanged = False
@@ -126,21 +125,28 @@ class Synchronizer:
         """The plan of the coming step."""
         raise NotImplementedError
 
+    def use(self, method: Configuration) -> None:
+        """Take a method for the coming steps, on all ranks alike.
+
+        Raises:
+            ConfigurationError: the method cannot replace the method of this worker.
+        """
+        method.what.check_replacement(self.method.what)
+        method.when.check_replacement(self.method.when)
+        self.method = method
+        if self.compressed is not None:
+            self.compressed.payload = method.what
+
     # A step, in the order of its calls ------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """Take in the method of the coming step; called when the training starts, and in each step.
+        """Check that the coming step fits the state; called when the training starts, and in each step.
 
         Collective: all ranks, if a first local step is coming; the buffers are compared.
 
         Raises:
-            ConfigurationError: the method does not fit this worker or its state.
+            ConfigurationError: on all ranks; the method does not fit the state of this worker.
         """
-        if self.method is not self._made_for:
-            self.method.what.check_replacement(self._made_for.what)
-            self.method.when.check_replacement(self._made_for.when)
-        if self.compressed is not None:
-            self.compressed.payload = self.method.what
 
     def prepare(
         self,
@@ -343,6 +349,7 @@ class Synchronizer:
             self.loop.is_compared = False
             self._forget_late_faults()
         self.step, self.params.small_numel = state["step"], state["small_numel"]
+        self.use(self.method)
 
     def _load_own(self, state: Mapping[str, Any]) -> None:
         """Load the values of a state that differ between ranks."""

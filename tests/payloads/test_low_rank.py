@@ -167,7 +167,7 @@ def train_through_changes(most: int) -> tuple[dict[str, Tensor], dict[str, Tenso
             parameters |= late
             optimizer.add_param_group({"params": list(late.values())})
         if step == 4:
-            worker.method = worker.method.replace(rank=3)
+            worker.use(worker.method.replace(rank=3))
         for name, parameter in parameters.items():
             parameter.requires_grad_(name != "matrix" or step not in (2, 3))
             parameter.grad = None

@@ -100,13 +100,12 @@ def test_a_replaced_dtype_is_sent_and_another_payload_is_refused(method: Method)
     worker, parameters = problem.attach(method, shapes={"large": (40, 50)})
     sent = [0]
     for number, dtype in enumerate(("int8", "int4")):
-        worker.method = method.replace(value_dtype=dtype)
+        worker.use(method.replace(value_dtype=dtype))
         problem.train_on(worker, parameters, range(4 * number, 4 * number + 4))
         sent.append(worker.peers.ledger.sent_bytes)
     assert sent[2] - sent[1] < 0.6 * sent[1]
-    worker.method = Method(when=method.when)
     with pytest.raises(ConfigurationError, match="another payload needs a worker of its own"):
-        problem.train_on(worker, parameters, range(8, 10))
+        worker.use(Method(when=method.when))
 
 
 @on_ranks()
@@ -116,13 +115,11 @@ def test_whether_averages_are_hidden_cannot_change() -> None:
     worker, parameters = problem.attach(method, shapes={"large": (40, 50), "small": (7,)})
     problem.take_step(worker, parameters, 0)
     for change in ({"delay_steps": 3}, {"num_fragments": 2}):
-        worker.method = method.replace(**change)
         with pytest.raises(ConfigurationError, match=r"in place of 0, 1: .* or attach the method anew"):
-            problem.take_step(worker, parameters, 1)
-    worker.method = Method(what=method.what)
+            worker.use(method.replace(**change))
     with pytest.raises(ConfigurationError, match="averages of weights and exchanges of gradients"):
-        problem.take_step(worker, parameters, 1)
-    worker.method = method.replace(k_steps=2)
+        worker.use(Method(what=method.what))
+    worker.use(method.replace(k_steps=2))
     problem.take_step(worker, parameters, 1)
     assert worker.num_averages == 1
 

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from lightning_lowbw import AveragingSchedule, SparsityWarmup
 from lightning_lowbw.comm.collectives import all_reduce_bytes
-from lightning_lowbw.comm.peers import Peers
+from lightning_lowbw.comm.topology import Where
 from lightning_lowbw.strategies.communication_hook import CommunicationHook
 from tests.ranks import on_ranks
 from tests.strategies.fits import Noted, make, same, train
@@ -144,7 +144,7 @@ def test_in_sparse_steps_no_bucket_is_filled(make_module: Callable[[], Tiny], op
     counter = Counter()
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(CommunicationHook, "reduce", counter.counted(CommunicationHook.reduce))
-        monkeypatch.setattr(Peers, "reduces_as_ddp", False)  # else DDP would not call the hook
+        monkeypatch.setattr(Where, "narrow_dtype", torch.float32)  # else DDP would not call the hook
         train(make("dgc, dense at first", **options), make_module(), 6, callbacks=[counter])
     counter.check(3)
 

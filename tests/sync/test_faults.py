@@ -304,11 +304,11 @@ def test_what_would_turn_dense_is_refused() -> None:
     problem.train_on(worker, parameters, range(2))
     before = digest(everything(worker, parameters))
     for change, words in TURN_DENSE:
-        worker.method = METHOD.replace(**change)
+        worker.use(METHOD.replace(**change))
         with pytest.raises(lowbw.ConfigurationError, match=words):
             take_step(worker, parameters, 2)
         assert digest(everything(worker, parameters)) == before
-    worker.method = METHOD.replace(sparsity=[0.5])  # other densities are fine
+    worker.use(METHOD.replace(sparsity=[0.5]))  # other densities are fine
     take_step(worker, parameters, 2)
 
 
