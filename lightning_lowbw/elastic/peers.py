@@ -102,7 +102,7 @@ class Members(Peers):
         self.begin(Quorum(0, ("",)))
 
     def begin(self, quorum: Quorum) -> None:
-        """Begin a round of the members of a quorum, before the first round of this group alone; without communication."""
+        """Begin a round of the members of a quorum, at first of this group alone; nothing is communicated."""
         self.between.begin(quorum)
         self.num_participants = self.between.num_ranks
         self.num_ranks = self.num_participants * self.num_local_ranks

@@ -13,7 +13,7 @@ own, messages go through the host, see `comm.collectives`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache, lru_cache, reduce
 from math import prod
 from typing import Any
@@ -331,18 +331,12 @@ class Rates:
 # Profiles ------------------------------------------------------------------------------------------------------------
 
 
-@contextmanager
-def part(name: str) -> Iterator[None]:
+def part(name: str) -> AbstractContextManager[Any]:
     """Name a part of a step in a profile: of `torch.profiler`, or of Nsight in `torch.autograd.profiler.emit_nvtx`.
 
-    A context, or a decorator. If no profiler is active it takes a microsecond; torch's takes ten, and calls
-    the dispatcher.
+    If no profiler is active it takes a microsecond; torch's takes ten, and calls the dispatcher.
     """
-    if torch.autograd._profiler_enabled():
-        with record_function(f"lowbw: {name}"):
-            yield
-    else:
-        yield
+    return record_function(f"lowbw: {name}") if torch.autograd._profiler_enabled() else nullcontext()
 
 
 # Devices -------------------------------------------------------------------------------------------------------------
@@ -423,9 +417,9 @@ class Cuda:
         copied, arrived = numbers.to("cpu", non_blocking=True), _cuda.Event()  # into pinned memory
         arrived.record(_cuda.current_stream(self.device))
 
-        @part("the host waits")
         def read() -> list[float]:
-            arrived.synchronize()
+            with part("the host waits"):
+                arrived.synchronize()
             return copied.tolist()
 
         return read

@@ -18,14 +18,18 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
-from lightning_lowbw.kernels.tensors import copy_all_
+from lightning_lowbw.comm.peers import MeanWork, Peers, fill_, fill_buckets, is_apart
+from lightning_lowbw.kernels.tensors import allocate, constant, copy_all_, split_front
 from lightning_lowbw.payloads.corrections import Fields
+from lightning_lowbw.payloads.payload import FLOAT_BYTES
 from lightning_lowbw.payloads.selection import Residuals
 
 Signal = Mapping[str, Tensor]
@@ -124,23 +128,13 @@ class Prepared:
     """A signal whose elements have been chosen.
 
     Attributes:
-        begin: sends the chosen elements.
+        send: sends the chosen elements. Collective: all ranks, with the same names. Arguments: a status (float32,
+            1-d), and with a status real tensors by name, which are sent whole in the same message.
         faults: if tensors were checked: whether one has an inf or NaN, or has left one in its residual.
     """
 
-    begin: Callable[[Tensor | None, Signal | None], Pending]
+    send: Callable[..., Pending]  # (status: Tensor | None = None, whole: Signal | None = None)
     faults: Faulty | None = None
-
-    def send(self, status: Tensor | None = None, whole: Signal | None = None) -> Pending:
-        """Send the elements.
-
-        Collective: all ranks, with the same names.
-
-        Args:
-            status: float32, 1-d.
-            whole: real tensors that are sent whole in the same message; only with a status.
-        """
-        return self.begin(status, whole)
 
 
 class Exchange(Protocol):
@@ -182,3 +176,78 @@ class Exchange(Protocol):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load a `state_dict` of the same ranks; the state of another payload changes nothing."""
         return
+
+
+# The end of a message -------------------------------------------------------------------------------------------------
+
+
+class Beside:
+    """The end of a message, after the elements: a status, and tensors that are sent whole.
+
+    Whole tensors that would be too large for the message (`comm.peers.is_apart`) are all-reduced instead. This begins
+    before the wait for the message.
+
+    Args:
+        status: see `Prepared.send`; None: there is nothing after the elements.
+        whole: real tensors of any floating dtypes and layouts; read now. On two levels equal on the ranks of a node.
+        peers: the participants.
+        device: the device of the message.
+
+    Attributes:
+        parts: the parts of the message: uint8, 1-d: the status, and 1/N of this rank's part of the whole tensors in
+            `wide_dtype`, padded to the longest part of the node.
+    """
+
+    def __init__(
+        self, status: Tensor | None, whole: Mapping[str, Tensor] | None, peers: Peers, device: torch.device
+    ) -> None:
+        whole, num = whole or {}, peers.num_participants
+        self._shapes, values = {name: tensor.shape for name, tensor in whole.items()}, list(whole.values())
+        self._peers, self._apart = peers, list[Tensor]()
+        self._work: MeanWork | None = None
+        kinds = tuple([(value.dtype, value.numel()) for value in values])
+        if values and is_apart(sum(map(Tensor.numel, values)) * FLOAT_BYTES, num):
+            self._apart, values = values, []
+        sections = [] if status is None else [status]
+        self._buckets = fill_buckets(kinds) if values else []
+        for dtype, members, sizes in self._buckets:
+            joined = allocate(sum(sizes), dtype, device)
+            fill_(joined, sizes, [values[index] for index in members], 1.0 / num)
+            part, longest = joined[peers.part(joined.numel())], peers.part(joined.numel(), 0).stop
+            sections.append(pad(part, (0, longest - part.numel())) if longest > part.numel() else part)
+        self._sections = [(section.dtype, section.numel()) for section in sections]
+        self.parts = [section.view(torch.uint8) for section in sections]
+
+    def begin(self) -> None:
+        """Begin the all-reduce, if there is one: after the message, because that contains the status."""
+        if self._apart:
+            control = constant((0.0,), torch.float32, self._apart[0].device)
+            self._work = MeanWork(self._apart, control, self._peers)
+
+    def read(self, received: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return the sum of the statuses, and the means by name: `wide_dtype`, in the shapes of the tensors.
+
+        Args:
+            received: `parts` of all ranks: uint8, shape (local ranks, participants, bytes).
+        """
+        sums, begin = list[Tensor](), 0
+        for dtype, group in groupby(self._sections, key=lambda section: section[0]):
+            numels = [numel for _, numel in group]
+            end = begin + sum(numels) * dtype.itemsize
+            rows = received[..., begin:end]
+            if any(number % dtype.itemsize for number in (rows.storage_offset(), *rows.stride()[:-1])):
+                rows = rows.clone(memory_format=torch.contiguous_format)
+            sums += rows.view(dtype).sum(1).split(numels, dim=1)
+            begin = end
+        if not sums:
+            return torch.empty(0), {}
+        status, *joined = sums
+        status = status[0] if len(status) == 1 else status.sum(0)
+        if self._work is not None:
+            return status, dict(zip(self._shapes, self._work.wait()[0], strict=True))
+        means = [status] * len(self._shapes)
+        for (_, members, sizes), parts in zip(self._buckets, joined, strict=True):
+            for index, mean in zip(members, split_front(parts.flatten(), sizes), strict=True):
+                means[index] = mean
+        pairs = zip(self._shapes.items(), means, strict=True)
+        return status, {name: mean if len(shape) == 1 else mean.view(shape) for (name, shape), mean in pairs}

@@ -174,7 +174,9 @@ class PendingLowRank(Pending):
     """
 
     @torch.no_grad()
-    def __init__(self, exchange: LowRankExchange, signal: Signal, status: Tensor | None, whole: Signal | None) -> None:
+    def __init__(
+        self, exchange: LowRankExchange, signal: Signal, status: Tensor | None = None, whole: Signal | None = None
+    ) -> None:
         self._exchange, self._signal, self._whole = exchange, signal, dict(whole or {})
         payload, residuals, device = exchange.payload, exchange.residuals, next(iter(signal.values())).device
         shapes = {name: shape for name, each in signal.items() if (shape := payload.factors(each.shape))}

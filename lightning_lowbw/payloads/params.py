@@ -61,6 +61,11 @@ def all_in_order(rows: Iterable[Row], tensors: Iterable[Tensor]) -> list[Tensor]
     return [each if row.is_plain else as_real(each).permute(row.order) for row, each in pairs]
 
 
+def gradients_in_order(rows: Sequence[Row]) -> list[Tensor]:
+    """Return the gradients of rows as `all_in_order` does; each row has a gradient."""
+    return all_in_order(rows, gradients_of(rows))
+
+
 def by_group(rows: Iterable[Row]) -> list[tuple[dict[str, Any], list[Row]]]:
     """Return each param group with its rows."""
     groups: dict[int, tuple[dict[str, Any], list[Row]]] = {}

@@ -49,9 +49,8 @@ from lightning_lowbw.kernels.dispatch import blocks_for
 from lightning_lowbw.kernels.reference import SCALED, Code, scales_end
 from lightning_lowbw.kernels.table import JoinedRow, JoinedTable
 from lightning_lowbw.kernels.tensors import allocate, copy_all_, flat, split_front
-from lightning_lowbw.payloads.beside import Beside
 from lightning_lowbw.payloads.corrections import Fields
-from lightning_lowbw.payloads.exchange import Arrived, DenseMean, Exchange, Faulty, Pending, Prepared, Signal
+from lightning_lowbw.payloads.exchange import Arrived, Beside, DenseMean, Exchange, Faulty, Pending, Prepared, Signal
 from lightning_lowbw.payloads.payload import FLOAT_BYTES, Message, Payload, Shapes
 from lightning_lowbw.payloads.selection import Residuals
 from lightning_lowbw.schedules.schedule import Schedule
@@ -296,7 +295,7 @@ class PendingQuantized(Pending):
         self._received: Tensor | None = None  # q of all participants: shape (vectors of the node, participants, bytes)
         self._told: tuple[Tensor, dict[str, Tensor]] = torch.empty(0), {}  # the status and the whole tensors
 
-    def send(self, status: Tensor | None, whole: Signal | None) -> PendingQuantized:
+    def send(self, status: Tensor | None = None, whole: Signal | None = None) -> PendingQuantized:
         """Send the first message; see `Prepared.send`."""
         peers, vector = self._peers, self._vector
         self._beside = Beside(status, whole, peers, self._device)

@@ -36,10 +36,9 @@ from lightning_lowbw.kernels.dispatch import averages_for
 from lightning_lowbw.kernels.reference import Arrival, Segment
 from lightning_lowbw.kernels.table import DTYPES
 from lightning_lowbw.kernels.tensors import allocate, cut
-from lightning_lowbw.payloads.beside import Beside
 from lightning_lowbw.payloads.codec import MAX_NUMEL, VALUE_NAMES, SparseCodec
 from lightning_lowbw.payloads.corrections import Fields
-from lightning_lowbw.payloads.exchange import Arrived, Exchange, Pending, Prepared, Signal, Step
+from lightning_lowbw.payloads.exchange import Arrived, Beside, Exchange, Pending, Prepared, Signal, Step
 from lightning_lowbw.payloads.payload import Message, Payload, Shapes
 from lightning_lowbw.payloads.selection import Residuals, Selection, num_selected
 from lightning_lowbw.schedules.schedule import Schedule
@@ -283,11 +282,13 @@ class TopKExchange(Exchange):
             self._flags = torch.zeros(len(names), dtype=torch.bool, device=device)
             self._views = self._flags.unbind()
         segments = self._segments_of(parts, fields)
+        residuals = [segment.residual for segment in segments.values()]
         if self.payload.decay != 1.0 and segments:
-            torch._foreach_mul_([segment.residual for segment in segments.values()], self.payload.decay)
+            torch._foreach_mul_(residuals, self.payload.decay)
         masks = fields is not None and fields.masks
-        selected = dict(zip(segments, self.selection.compress_(segments, masking=masks), strict=True))
-        return Prepared(partial(self._send, selected, whole), None if fields is None else (names, self._flags))
+        selected = self.selection.compress_(segments, masking=masks)
+        send = partial(self._send, selected, residuals, whole, device)
+        return Prepared(send, None if fields is None else (names, self._flags))
 
     def _segments_of(self, parts: Mapping[str, Tensor], fields: Fields | None) -> dict[str, Segment]:
         """Return the segments of tensors with elements.
@@ -312,7 +313,13 @@ class TopKExchange(Exchange):
         }
 
     def _send(
-        self, selected: dict[str, Sparse], numels: Mapping[str, int], status: Tensor | None, whole: Signal | None
+        self,
+        selected: list[Sparse],
+        residuals: list[Tensor],
+        numels: Mapping[str, int],
+        device: torch.device,
+        status: Tensor | None = None,
+        whole: Signal | None = None,
     ) -> Pending:
         """Send elements.
 
@@ -324,16 +331,16 @@ class TopKExchange(Exchange):
             rank's part of the whole tensors (`Beside`). An all-gather; on two levels also one inside the node.
 
         Args:
-            selected: elements by tensor, already subtracted from the residual; empty parts are absent.
+            selected: elements of each tensor, already subtracted from its residual; empty parts are absent.
+            residuals: of the same tensors.
             numels: elements of each whole tensor.
+            device: of the message.
             status: see `Prepared.send`.
             whole: see `Prepared.send`; on two levels equal on the ranks of a node.
         """
-        device = next(iter(self.residuals.values())).device
         message = torch.empty(0, dtype=torch.uint8, device=device)
         if selected:
-            residuals = self.residuals.of(selected)
-            message = self.payload.codec.encode(list(selected.values()), [*map(Tensor.numel, residuals)], residuals)
+            message = self.payload.codec.encode(selected, [*map(Tensor.numel, residuals)], residuals)
             selected.clear()  # memory for the messages of all
         messages = Messages.of(self.payload, numels, self.peers)
         if missing := max(messages.sizes) - message.numel():

@@ -57,9 +57,8 @@ class PendingWhole(Pending):
     """All-reduces in progress: of the signal, and of other tensors that are sent whole. See `WholeExchange`."""
 
     def __init__(
-        self, peers: Peers, options: dict[str, Any], signal: Signal, status: Tensor | None, whole: Signal | None
+        self, peers: Peers, options: dict[str, Any], signal: Signal, status: Tensor, whole: Signal | None = None
     ) -> None:
-        assert status is not None
         self._names, self._others = list(signal), dict(whole or {})
         self._work = MeanWork([*signal.values(), *self._others.values()], status, peers, **options)
 

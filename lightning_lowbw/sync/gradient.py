@@ -37,7 +37,6 @@ from lightning_lowbw.comm.peers import Peers, average_gradients_
 from lightning_lowbw.errors import WITHOUT_RESIDUALS, ConfigurationError, DisagreementError, NonFiniteGradientError
 from lightning_lowbw.kernels.reference import are_not_finite
 from lightning_lowbw.kernels.tensors import norm_of, part
-from lightning_lowbw.payloads.beside import Gathered
 from lightning_lowbw.payloads.corrections import ErrorFeedback, correction_for
 from lightning_lowbw.payloads.exchange import Arrived, DenseMean, Faulty, Pending, Prepared
 from lightning_lowbw.payloads.params import Row, gradients_of
@@ -59,7 +58,7 @@ from lightning_lowbw.sync.status import (
 )
 from lightning_lowbw.sync.step_plan import StepPlan
 from lightning_lowbw.sync.synchronizer import Configuration, Synchronizer
-from lightning_lowbw.sync.table import GATHERED, Table
+from lightning_lowbw.sync.table import Table
 
 CHECK_EVERY_STEPS = 100  # compare the replicas; a pass over the weights, no extra message
 
@@ -167,7 +166,6 @@ class GradientSync(Synchronizer):
 
     # One step -------------------------------------------------------------------------------------------------------
 
-    @part("list gradients")
     @torch.no_grad()
     def _list_gradients(self, reduced: Collection[Parameter]) -> None:
         self.is_prepared, self._is_checked = True, False
@@ -204,14 +202,15 @@ class GradientSync(Synchronizer):
         groups = groups_of([row.parameter.numel() for row in rows])
         return [rows[group] for group in groups] if len(groups) > 1 else []
 
-    @part("send early")
     def _send(self, rows: Sequence[Row]) -> None:
         """Send a group, whose gradients are there."""
         assert self.compressed is not None
-        prepared = self.compressed.prepare(self.table.signal(rows))
+        with part("send early"):
+            prepared = self.compressed.prepare(self.table.signal(rows))
+            pending = prepared.send()
         self._note(prepared.faults)
         gradients = zip([row.name for row in rows], gradients_of(rows), strict=True)
-        self._sent.append(Sent(prepared.send(), {name: (each, each._version) for name, each in gradients}))
+        self._sent.append(Sent(pending, {name: (each, each._version) for name, each in gradients}))
 
     @torch.no_grad()
     def _check_gradients(self) -> None:
@@ -220,16 +219,17 @@ class GradientSync(Synchronizer):
             self._check_values()
 
     def _check_values(self) -> None:
+        gathered = self.table.gathered
+        if gathered is not None and not self._checked.issuperset(gathered.names):
+            self._note((gathered.names, gathered.flags))
         rows = [row for row in self.table.rows if row.name not in self._checked]
         unchecked = [(row.name, each) for row in rows if (each := row.parameter.grad) is not None]
         if unchecked:
             names, gradients = zip(*unchecked, strict=True)
             self._note((names, are_not_finite(gradients)))
-        self._fault = self._faults.any(self.params.device)
+        self._fault = self._faults.any(self.table.rows[0].parameter.device)
 
     def _refuse_sparse_layouts(self) -> None:
-        if {each.layout for each in self.table.gradients if each is not None} <= {torch.strided}:
-            return
         for row in self.table.rows:
             if row.parameter.grad is not None and row.parameter.grad.layout != torch.strided:
                 row.parameter.grad = None  # clipping would fail on this rank alone
@@ -243,7 +243,6 @@ class GradientSync(Synchronizer):
             self._checked.update(found[0])
             self._faults.add(found[1], found[0], self._too_large if are_known else self._nonfinite)
 
-    @part("exchange")
     @torch.no_grad()
     def _exchange(self, skip_nonfinite: bool, applies: bool) -> bool:
         """Replace this rank's gradients by the gradients that the optimizer steps with; see `exchange`.
@@ -269,11 +268,10 @@ class GradientSync(Synchronizer):
         is_compressed = self._is_compressed
         agrees_first = skip_nonfinite or not is_compressed
         prepared = self._prepare_nothing() if agrees_first else self._prepare(tells=self._node_flags is None)
-        whole = table.whole()
-        gathered = None if agrees_first else self._gather(whole)
+        whole = table.whole(gathers=not agrees_first)
         if self._fault is None:
             self._check_values()
-        pending = prepared.send(self._message(), whole if gathered is None else {GATHERED: gathered.joined})
+        pending = prepared.send(self._message(), whole)
         # end: 1/N of the sum over the participants; no weight changes before the status has been read
         mean, numbers, means = self._wait_for([*(sent.pending for sent in self._sent), pending])
         status = Status.read(numbers.tolist(), self.peers.num_ranks)
@@ -285,9 +283,10 @@ class GradientSync(Synchronizer):
         # Parameters that no rank has used are not stepped, as in DDP; the other ones have zeros where this rank has no
         # gradient.
         unused = {row.name for row, number in zip(table.rows, status.sums, strict=True) if not round(number)}
-        table.write_whole_(means, gathered, unused)
+        table.write_whole_(means, unused)
         if is_compressed:
-            table.apply_(mean, unused, applies=applies)
+            with part("apply"):
+                table.apply_(mean, unused, applies=applies)
         return True
 
     def _prepare_nothing(self) -> Prepared:
@@ -322,7 +321,7 @@ class GradientSync(Synchronizer):
         """
         if status.is_faulty and self._node_flags is not None:  # the fault may be that the node's batches differ
             compare_batches(self.batch, self.step, self._fault_group)
-        counts, checksums = status.differences()
+        counts, checksums = status.differences() if len({*status.marks}) > 1 else ("", "")
         if counts:
             compare_batches(self.batch, self.step, self._fault_group)
         if checksums:
@@ -338,14 +337,6 @@ class GradientSync(Synchronizer):
                 return False
             raise fault.error(fault.text)
         return True
-
-    def _gather(self, whole: Mapping[str, Tensor]) -> Gathered | None:
-        """Gather the tensors that are sent whole, and look for inf and NaN; None without the kernels of a GPU."""
-        gathered = self.table.gather(whole)
-        names = [name for name, tensor in whole.items() if tensor.numel()]
-        if gathered is not None and not self._checked.issuperset(names):
-            self._note((names, gathered.flags))
-        return gathered
 
     def _message(self) -> Tensor:
         """Return this rank's status."""
@@ -365,7 +356,6 @@ class GradientSync(Synchronizer):
         mark = make_mark(self.batch, weights, requests)
         return status_message(self.table.are_used, fault, mark, peers.rank, peers.num_ranks, fault.device)
 
-    @part("prepare")
     def _prepare(self, *, tells: bool) -> Prepared:
         """Prepare the gradients that are compressed; zeros where this rank has none, because another rank may have one.
 
@@ -393,7 +383,8 @@ class GradientSync(Synchronizer):
         exchange.payload = what.at(self.plan.density)
         if what.corrects:
             fields = self.correction.fields(table.compressed, self.peers.part, exchange.payload)
-        prepared = exchange.prepare(table.signal(rows), fields)
+        with part("prepare"):
+            prepared = exchange.prepare(table.signal(rows), fields)
         # A copy: the next step writes its own faults into these flags before this one is read.
         exchange.fault = None if tells or prepared.faults is None else prepared.faults[1].any()
         if tells:
@@ -436,7 +427,7 @@ class GradientSync(Synchronizer):
     def _end_step(self) -> None:
         self.table.end_step()
         self._groups, self._sent = [], []
-        self._fault, self._faults = None, Faults()
+        self._fault = None
         self._has_compressed |= self.plan.reduce != "all"
         self.last_density = self.plan.density
         self.step += 1

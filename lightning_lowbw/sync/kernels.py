@@ -26,13 +26,13 @@ from lightning_lowbw.comm.topology import Where
 from lightning_lowbw.kernels import dispatch
 from lightning_lowbw.kernels.table import GPU_BLOCK, JoinedTable
 from lightning_lowbw.namespaces import LOGGER
-from lightning_lowbw.payloads.beside import Gathered
 from lightning_lowbw.payloads.params import LEAST_NUMEL
 from lightning_lowbw.payloads.payload import Payload
 from lightning_lowbw.payloads.selection import SampledSelector
 from lightning_lowbw.schedules.every_step import EveryStep
 from lightning_lowbw.sync.gradient import GradientSync
 from lightning_lowbw.sync.synchronizer import Synchronizer
+from lightning_lowbw.sync.table import Gathered
 
 _logger = logging.getLogger(LOGGER)
 PATIENCE_S = 2.0  # seconds until rank 0 logs that kernels are being compiled
@@ -116,12 +116,13 @@ def _exchanged(worker: Synchronizer, payload: Payload, num_participants: int, nu
     peers = echo(num_participants)
     numbers = [torch.arange(1, numel + 1, device=device) for numel in numels]
     gradients = [(0.5 + each * 7919 % 8191 / 8192) * (each % 3 - 0.5).sign() for each in numbers]
+    named = {str(number): gradient for number, gradient in enumerate(gradients)}
     if Gathered.takes(gradients):  # as for whole tensors, and for means inside a node
-        gathered = Gathered(gradients, JoinedTable())
+        gathered = Gathered(named, JoinedTable())
         gathered.write_(gathered.joined)
     exchange = payload.exchange(peers, method.when)
     assert exchange is not None
-    signal = {str(number): gradient.clone() for number, gradient in enumerate(gradients)}
+    signal = {name: gradient.clone() for name, gradient in named.items()}
     mean = exchange.prepare(signal).send().wait().mean
     if method.when.averages_weights:
         means = mean.dense()

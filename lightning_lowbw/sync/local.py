@@ -291,12 +291,15 @@ class LocalSync(Synchronizer):
         if arriving or due(self.fragments, self.plan.k_steps, delay):
             self._agree_with_shards()
         for fragment in arriving:
-            self._end_average(fragment)
+            with part("end average"):
+                self._end_average(fragment)
         begun = due(self.fragments, self.plan.k_steps, delay)
         for fragment in begun:
-            fragment.work = self._begin_average(fragment)
+            with part("begin average"):
+                fragment.work = self._begin_average(fragment)
             if not delay:
-                self._end_average(fragment)  # an average that has not arrived has changed nothing
+                with part("end average"):  # an average that has not arrived has changed nothing
+                    self._end_average(fragment)
             fragment.steps = 0
             fragment.moved.clear()
             self.loss.clear()
@@ -311,7 +314,6 @@ class LocalSync(Synchronizer):
             faults = self._faults_of([each for each in self.params if each.requires_grad])
             self.requests.asked = agree_in_world(faults, self.requests.asked, self.batch, self.step, self.params.device)
 
-    @part("begin average")
     def _begin_average(self, fragment: Fragment) -> Average:
         """Begin the average of a fragment, with a status that tells all ranks whether they may apply it.
 
@@ -338,7 +340,6 @@ class LocalSync(Synchronizer):
         average.faults = faults
         return average
 
-    @part("end average")
     def _end_average(self, fragment: Fragment) -> None:
         """Wait for the average of a fragment, and apply it: on all ranks, or on no rank."""
         average, num_ranks = fragment.work, self.peers.num_ranks

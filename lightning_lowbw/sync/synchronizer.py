@@ -17,6 +17,7 @@ from lightning_lowbw.comm.collectives import WeakGroup, all_reduce_
 from lightning_lowbw.comm.peers import Peers
 from lightning_lowbw.comm.topology import Where
 from lightning_lowbw.errors import ConfigurationError
+from lightning_lowbw.kernels.tensors import part
 from lightning_lowbw.payloads.corrections import ErrorFeedback
 from lightning_lowbw.payloads.exchange import Exchange
 from lightning_lowbw.payloads.params import Params
@@ -215,7 +216,8 @@ class Synchronizer:
         elif not self.is_prepared:
             self._list_gradients(reduced)
         self.is_prepared, self._has_exchanged = False, True
-        self.is_taken = self._exchange(skip_nonfinite, applies)
+        with part("exchange"):
+            self.is_taken = self._exchange(skip_nonfinite, applies)
         return self.is_taken
 
     def _exchange(self, skip_nonfinite: bool, applies: bool) -> bool:

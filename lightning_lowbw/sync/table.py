@@ -8,6 +8,7 @@ Nothing here communicates.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from itertools import accumulate, repeat
 from typing import Any
 
 import torch
@@ -16,18 +17,67 @@ from torch.nn import Parameter
 from torch.optim import optimizer as torch_optimizer
 from torch.utils.hooks import RemovableHandle
 
-from lightning_lowbw.comm.peers import Peers
+from lightning_lowbw.comm.peers import BUCKET_BYTES, Peers
 from lightning_lowbw.errors import WITHOUT_RESIDUALS, ConfigurationError
-from lightning_lowbw.kernels.table import JoinedTable
-from lightning_lowbw.kernels.tensors import Order, as_real, copy_all_, order_of, part, saved
-from lightning_lowbw.payloads.beside import Gathered
+from lightning_lowbw.kernels import dispatch, gpu
+from lightning_lowbw.kernels.table import DTYPES, JoinedTable
+from lightning_lowbw.kernels.tensors import Order, as_real, copy_all_, order_of, saved
 from lightning_lowbw.payloads.corrections import ErrorFeedback
 from lightning_lowbw.payloads.exchange import Exchange, Mean
-from lightning_lowbw.payloads.params import Params, Row, all_in_order, by_group, check_shapes, gradients_of
-from lightning_lowbw.payloads.payload import Payload
+from lightning_lowbw.payloads.params import (
+    Params,
+    Row,
+    all_in_order,
+    by_group,
+    check_shapes,
+    gradients_in_order,
+    gradients_of,
+)
+from lightning_lowbw.payloads.payload import FLOAT_BYTES, Payload
 from lightning_lowbw.sync.state import check_order, check_origin, origin, own_part
 
 GATHERED = ""  # the name of all tensors that are sent whole, where kernels have gathered them
+_KINDS = {dtype: number for number, dtype in enumerate(DTYPES)}
+
+
+class Gathered:
+    """Tensors that are sent whole, as one: kernels of a GPU gather them, and write the mean, in one launch each.
+
+    Args:
+        whole: tensors with elements by name: contiguous, in `DTYPES`.
+        table: kept from step to step.
+
+    Attributes:
+        names: the names of the tensors.
+        joined: all tensors as one: float32, 1-d.
+        flags: for each tensor, whether it has an inf or NaN: bool.
+    """
+
+    def __init__(self, whole: Mapping[str, Tensor], table: JoinedTable) -> None:
+        self.names, tensors = [*whole], [*whole.values()]
+        numels, device = [*map(Tensor.numel, tensors)], tensors[0].device
+        kinds, addresses = [_KINDS[tensor.dtype] for tensor in tensors], [tensor.data_ptr() for tensor in tensors]
+        columns = addresses, repeat(0), accumulate(numels, initial=0), numels, kinds  # of `JoinedRow`
+        self._table, numel = table.update(zip(*columns, strict=False), device), sum(numels)
+        flags = torch.zeros(len(tensors) + 1, dtype=torch.bool, device=device)
+        self.joined, self.flags = torch.empty(numel, dtype=torch.float32, device=device), flags[:-1]
+        gpu.encode_(self._table, _message(self.joined), numel, torch.float32, flags)
+
+    @staticmethod
+    def takes(tensors: Sequence[Tensor]) -> bool:
+        """Return whether kernels gather these tensors: they must fit into a bucket, because gathering copies them."""
+        if not tensors or not dispatch.uses_triton(tensors[0].device):
+            return False
+        are_known = {tensor.dtype for tensor in tensors} <= _KINDS.keys() and all(map(Tensor.is_contiguous, tensors))
+        return are_known and FLOAT_BYTES * sum(map(Tensor.numel, tensors)) <= BUCKET_BYTES
+
+    def write_(self, mean: Tensor) -> None:
+        """Write the mean of `joined` into the tensors, rounded to their dtypes."""
+        gpu.decode_(self._table, _message(mean), mean.numel(), torch.float32, num_messages=1)
+
+
+def _message(vector: Tensor) -> Tensor:
+    return vector.view(torch.uint8).unsqueeze(0)
 
 
 class Table:
@@ -41,6 +91,7 @@ class Table:
         compressed: the rows that the payload compresses; also rows of empty shards.
         filled: the compressed rows that have elements. A shard that is empty here is empty on the peers, too.
         missing: names of rows without a gradient on this rank, whose gradients are zeros.
+        gathered: the gradients that are sent whole, where kernels of a GPU have gathered them.
     """
 
     def __init__(self, params: Params, correction: ErrorFeedback, exchange: Exchange | None, peers: Peers) -> None:
@@ -50,6 +101,7 @@ class Table:
         self._made_of: tuple[Any, ...] = ()  # the values from which the rows are made
         self._orders: dict[str, Order] = {}  # of the elements in memory, in which residuals are
         self._joined = JoinedTable()  # of the gradients that are sent whole
+        self.gathered: Gathered | None = None
         # Rows whose mean is in `.grad` for `step_exchanged`; then these gradients, which the optimizer must not see.
         self._unstepped: list[Row] = []
         self._hidden: list[tuple[Parameter, Tensor]] = []
@@ -110,11 +162,6 @@ class Table:
             )
 
     @property
-    def gradients(self) -> list[Tensor | None]:
-        """The gradients of this moment."""
-        return [row.parameter.grad for row in self.rows]
-
-    @property
     def are_used(self) -> list[bool]:
         """Whether this rank has made the gradient of each row."""
         return [row.parameter.grad is not None and row.name not in self.missing for row in self.rows]
@@ -130,22 +177,24 @@ class Table:
 
     def signal(self, rows: Sequence[Row]) -> dict[str, Tensor]:
         """Return the gradients of rows with elements, as they lie in memory."""
-        return dict(zip([row.name for row in rows], all_in_order(rows, gradients_of(rows)), strict=True))
+        return dict(zip([row.name for row in rows], gradients_in_order(rows), strict=True))
 
-    def whole(self) -> dict[str, Tensor]:
-        """Return the gradients that are sent whole: in dense steps all that DDP has not reduced."""
+    def whole(self, *, gathers: bool) -> dict[str, Tensor]:
+        """Return the gradients that are sent whole: in dense steps all that DDP has not reduced.
+
+        Args:
+            gathers: whether kernels of a GPU may gather these as one tensor, which is `gathered` then.
+        """
         rows = [row for row in self.rows if not row.is_compressed]
         gradients = [torch.zeros_like(row.parameter) if (g := row.parameter.grad) is None else g for row in rows]
-        return dict(zip([row.name for row in rows], all_in_order(rows, gradients), strict=True))
-
-    def gather(self, whole: Mapping[str, Tensor]) -> Gathered | None:
-        """Gather the tensors with elements that are sent whole; return None without the kernels of a GPU."""
-        tensors = [*filter(Tensor.numel, whole.values())]
-        return Gathered(tensors, self._joined) if Gathered.takes(tensors) else None
+        whole = dict(zip([row.name for row in rows], all_in_order(rows, gradients), strict=True))
+        filled = {name: tensor for name, tensor in whole.items() if tensor.numel()}
+        self.gathered = Gathered(filled, self._joined) if gathers and Gathered.takes([*filled.values()]) else None
+        return whole if self.gathered is None else {GATHERED: self.gathered.joined}
 
     # The result of the exchange -------------------------------------------------------------------------------------
 
-    def write_whole_(self, means: Mapping[str, Tensor], gathered: Gathered | None, unused: Collection[str]) -> None:
+    def write_whole_(self, means: Mapping[str, Tensor], unused: Collection[str]) -> None:
         """Write the means of the tensors that were sent whole into the gradients.
 
         In place:
@@ -154,13 +203,13 @@ class Table:
         for row in self.rows:
             if row.parameter.grad is None and row.name not in unused:
                 row.parameter.grad = torch.zeros_like(row.parameter)
-        if gathered is not None:
-            gathered.write_(means[GATHERED])  # also into the zeros of unused parameters
+        if self.gathered is not None:
+            self.gathered.write_(means[GATHERED])  # also into the zeros of unused parameters
+            self.gathered = None
         else:
             rows = [row for row in self.rows if row.name in means and row.name not in unused]
-            copy_all_(all_in_order(rows, gradients_of(rows)), [means[row.name] for row in rows])
+            copy_all_(gradients_in_order(rows), [means[row.name] for row in rows])
 
-    @part("apply")
     def apply_(self, mean: Mean, unused: Collection[str], *, applies: bool) -> None:
         """Apply the mean of compressed tensors; a parameter that no rank has used is not stepped, as in DDP.
 
@@ -187,7 +236,7 @@ class Table:
 
     def _step_(self, mean: Mean, rows: Sequence[Row]) -> list[Row]:
         """Step weights, in float32, with the memory of their gradients as workspace; return the other rows."""
-        rooms, weights = all_in_order(rows, gradients_of(rows)), all_in_order(rows, [row.parameter for row in rows])
+        rooms, weights = gradients_in_order(rows), all_in_order(rows, [row.parameter for row in rows])
         steps, others = dict[Row, tuple[Tensor, Tensor]](), []
         for row, room, weight in zip(rows, rooms, weights, strict=True):
             is_float32 = room.dtype == weight.dtype == torch.float32

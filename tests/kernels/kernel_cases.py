@@ -17,10 +17,10 @@ from lightning_lowbw.kernels import dispatch, gpu, reference
 from lightning_lowbw.kernels.gpu import SELECT_BLOCK
 from lightning_lowbw.kernels.table import GPU_BLOCK, JoinedRow, JoinedTable, Workspace
 from lightning_lowbw.kernels.tensors import copy_all_
-from lightning_lowbw.payloads.beside import Gathered
 from lightning_lowbw.payloads.codec import SparseCodec, layout_of
 from lightning_lowbw.payloads.selection import SampledSelector
 from lightning_lowbw.sync.kernels import what_fails
+from lightning_lowbw.sync.table import Gathered
 from tests.kernels.backend_cases import draw_vector
 from tests.kernels.bits import BFLOAT16, FLOAT16, FLOAT32, equal_bits
 from tests.kernels.segments import FORMS, LARGE, check, draw_parts, make, redraw
@@ -188,7 +188,8 @@ def test_what_is_sent_whole_is_gathered_and_written(dtypes: tuple[torch.dtype, .
     for _ in range(2):
         parts = draw_vector(dtypes, 1.0)
         tensors, beside = [signal for _, signal in parts], [whole.clone() for whole, _ in parts]
-        gathered = Gathered(tensors, table)
+        named = {str(number): each for number, each in enumerate(tensors)}
+        gathered = Gathered(named, table)
         joined, sizes = torch.empty(sum(map(torch.numel, tensors)), device=DEVICE), [*map(torch.numel, tensors)]
         fill_(joined, sizes, tensors, 1.0)
         assert equal_bits(gathered.joined + 0.0, joined + 0.0)  # of zeros the sign may differ
@@ -199,7 +200,7 @@ def test_what_is_sent_whole_is_gathered_and_written(dtypes: tuple[torch.dtype, .
         gathered.write_(mean)
         assert all(map(equal_bits, tensors, twins))
         tensors[0][0], tensors[2][-1] = float("inf"), float("nan")
-        assert Gathered(tensors, table).flags.equal(reference.are_not_finite(tensors))
+        assert Gathered(named, table).flags.equal(reference.are_not_finite(tensors))
 
 
 def test_the_table_of_a_vector_follows_what_changes() -> None:

@@ -56,7 +56,7 @@ class RoundedExchange(Exchange):
             sent[name] = (kept / self.payload.unit).round() * self.payload.unit
             kept.sub_(sent[name])
 
-        def send(status: Tensor | None, whole: Signal | None) -> Pending:
+        def send(status: Tensor | None = None, whole: Signal | None = None) -> Pending:
             return self._whole.prepare(sent).send(torch.zeros(1) if status is None else status, whole)
 
         return Prepared(send)
