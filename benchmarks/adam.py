@@ -54,7 +54,7 @@ from torch.nn import functional as F
 from torch.utils.data import Dataset
 
 from benchmarks.harness import RESULTS, describe_environment
-from lightning_lowbw.payloads.selection import num_selected
+from lightning_lowbw.payloads.top_k import num_selected
 from lightning_lowbw.schedules.every_step import EveryStep
 from lightning_lowbw.tools.zoo import ByteLanguageModel, DigitsClassifier, DigitsData, StdlibText
 

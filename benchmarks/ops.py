@@ -36,7 +36,7 @@ from lightning_lowbw.kernels.dispatch import averages_for
 from lightning_lowbw.kernels.reference import Arrival, SecondMoment, Segment, scatter_mean_, take_
 from lightning_lowbw.payloads import selection
 from lightning_lowbw.payloads.codec import SparseCodec
-from lightning_lowbw.payloads.selection import SampledSelector, num_selected
+from lightning_lowbw.payloads.top_k import SampledSelector, num_selected
 
 SIZES = [6553600, 5000003, 4194304, 2500000, 2097152, 1638400, 1048576, 1000001, 589824, 378140]  # 25,000,000
 DENSITY = 1e-3

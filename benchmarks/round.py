@@ -30,7 +30,7 @@ from lightning_lowbw.kernels import dispatch
 from lightning_lowbw.kernels.reference import Segment, scatter_mean_
 from lightning_lowbw.kernels.tensors import NUM_SAMPLED, checksum
 from lightning_lowbw.payloads.codec import VALUE_FORMATS, pack, unpack
-from lightning_lowbw.payloads.selection import Selection
+from lightning_lowbw.payloads.top_k import Selection
 from lightning_lowbw.presets import Compression
 
 WORKLOAD = WORKLOADS["transformer-10M"]

@@ -31,7 +31,7 @@ from benchmarks.harness import RESULTS, describe_environment
 from benchmarks.models import mlp_25m
 from lightning_lowbw.kernels.reference import Constants, correct_, largest, scatter_mean_, take_
 from lightning_lowbw.payloads.codec import VALUE_NAMES, SparseCodec
-from lightning_lowbw.payloads.selection import num_selected
+from lightning_lowbw.payloads.top_k import num_selected
 from lightning_lowbw.schedules.every_step import EveryStep
 from lightning_lowbw.tools.zoo import ByteLanguageModel, DigitsClassifier, DigitsData, StdlibText
 

@@ -42,5 +42,5 @@ def echo(num_ranks: int) -> Peers:
     """Return peers that are echoes of this rank."""
     peers = Peers()
     peers._all = peers.between = EchoCollectives(num_ranks)
-    peers.num_ranks = peers.num_participants = num_ranks
+    peers.rank, peers.num_ranks, peers.num_participants = 0, num_ranks, num_ranks
     return peers

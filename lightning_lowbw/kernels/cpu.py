@@ -22,7 +22,6 @@ from torch import Tensor
 
 from lightning_lowbw.kernels import reference
 from lightning_lowbw.kernels.reference import Arrival, Segment, factors_of, largest_integer, largest_scale_bits
-from lightning_lowbw.kernels.tensors import allocate
 
 T = TypeVar("T")
 MIN_PER_THREAD = 1 << 19  # elements: half a millisecond, against a tenth to start a thread
@@ -508,9 +507,9 @@ def accumulate_(segment: Segment, threshold: float, most: int = sys.maxsize) -> 
         positions = _room(min(most, stop - start) if threshold > 0 else -CHUNK)
         count = accumulate_kernel(
             *[NOTHING if each is None else each.detach().view(-1)[start:stop].numpy() for each in tensors],
-            factors, segment.nesterov, least, positions.numpy(), fault,
+            factors, segment.nesterov, least, positions, fault,
         )  # fmt: skip
-        return positions[:count].add_(start) if count <= most else None
+        return torch.from_numpy(positions[:count]).add_(start) if count <= most else None
 
     pieces = _over_threads(run, residual.numel())
     found = [each for each in pieces if each is not None]
@@ -522,8 +521,8 @@ def accumulate_(segment: Segment, threshold: float, most: int = sys.maxsize) -> 
 def reach(values: Tensor, threshold: float, most: int = sys.maxsize) -> Tensor | None:
     """Return the positions of the elements whose magnitude reaches a threshold; see `reference.reach`."""
     positions = _room(min(most, values.numel()))
-    count = reach_kernel(_bits_of(values), _bits(threshold), positions.numpy())
-    return positions[:count] if count <= most else None
+    count = reach_kernel(_bits_of(values), _bits(threshold), positions)
+    return torch.from_numpy(positions[:count]) if count <= most else None
 
 
 def largest(values: Tensor, k: int, chunk: int | None = None, k_last: int = 0) -> Tensor:
@@ -535,8 +534,8 @@ def largest(values: Tensor, k: int, chunk: int | None = None, k_last: int = 0) -
         num_full, rest = divmod(stop - start, chunk)
         num_found = num_full * k + (k_last if rest else 0)
         positions = _room(num_found)
-        select_kernel(bits[start:stop], chunk, k, k_last, positions.numpy())
-        return positions[:num_found].add_(start)
+        select_kernel(bits[start:stop], chunk, k, k_last, positions)
+        return torch.from_numpy(positions[:num_found]).add_(start)
 
     pieces = _over_threads(run, numel, chunk)
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
@@ -544,10 +543,10 @@ def largest(values: Tensor, k: int, chunk: int | None = None, k_last: int = 0) -
 
 def take_(residual: Tensor, masked: Tensor | None, positions: Tensor) -> Tensor:
     """Take elements out of a residual, and clear the velocity there; see `reference.take_`."""
-    values = allocate(positions.numel(), torch.float32)
+    values = np.empty(positions.numel(), dtype=np.float32)
     velocity = NOTHING if masked is None else masked.numpy()
-    take_kernel(residual.numpy(), velocity, positions.numpy(), np.finfo(np.float32).max, values.numpy())
-    return values
+    take_kernel(residual.numpy(), velocity, positions.numpy(), np.finfo(np.float32).max, values)
+    return torch.from_numpy(values)
 
 
 def pack_(positions: Tensor, fields: Tensor, width: int, unary_bits: int, words: Tensor) -> None:
@@ -610,9 +609,9 @@ def _bits(threshold: float) -> Any:
     return np.int32(torch.tensor(threshold, dtype=torch.float32, device="cpu").view(torch.int32))
 
 
-def _room(count: int) -> Tensor:
+def _room(count: int) -> Any:
     """Return room for so many positions, and what `collect` writes behind them."""
-    return allocate(count + CHUNK, torch.int64)
+    return np.empty(count + CHUNK, dtype=np.int64)
 
 
 def _over_threads(run: Callable[[int, int], T], numel: int, unit: int = 1) -> list[T]:

@@ -54,10 +54,11 @@ def compiled_for(*tensors: Tensor) -> ModuleType | None:
     return _import_cpu()
 
 
-def kernels_for(*tensors: Tensor) -> ModuleType:
+def kernels_for(*tensors: Tensor | None) -> ModuleType:
     """Return the module to take `accumulate_`, `largest` and `take_` from, for these tensors."""
-    is_plain = {*map(_DTYPE, tensors)} == {torch.float32}
-    return (compiled_for(*tensors) if is_plain else None) or reference
+    given = [each for each in tensors if each is not None]
+    is_plain = {*map(_DTYPE, given)} == {torch.float32}
+    return (compiled_for(*given) if is_plain else None) or reference
 
 
 def averages_for(device: torch.device) -> ModuleType:

@@ -1,7 +1,7 @@
 """The arithmetic of deep gradient compression on one tensor, in plain torch: the specification of every faster twin.
 
 Source: Lin et al., "Deep Gradient Compression", arXiv 1712.01887. The equations below have the numbers of the
-PaddlePaddle Fleet document, which follows the paper. Nothing here communicates. `payloads.selection` finds the
+PaddlePaddle Fleet document, which follows the paper. Nothing here communicates. `payloads.top_k` finds the
 thresholds.
 """
 
@@ -166,14 +166,6 @@ class Segment(Constants):
     def num_sent(self) -> int:
         """Elements sent of the tensor."""
         return self.k if self.chunk is None else self.residual.numel() // self.chunk * self.k + self.k_last
-
-    @property
-    def tensors(self) -> list[Tensor]:
-        """All tensors of the segment that are not None, except the fault."""
-        moment = self.second_moment
-        squares = () if moment is None else (moment.square, moment.largest)
-        tensors = self.residual, self.momentum_buffer, self.gradient, self.weight, *squares
-        return [each for each in tensors if each is not None]
 
     def map(self, function: Callable[[Tensor], Tensor]) -> Segment:
         """Return the same step on other tensors: each tensor is replaced by the function's result."""

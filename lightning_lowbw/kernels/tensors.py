@@ -311,23 +311,6 @@ def _weights(num: int, dtype: torch.dtype, device: torch.device) -> Tensor:
 _few_weights = lru_cache(maxsize=16)(_weights)  # of chunks, which are as many at each average
 
 
-class Rates:
-    """The learning rates of param groups as floats. On a device a rate is read once, and again when it has changed."""
-
-    def __init__(self) -> None:
-        self._known: dict[int, tuple[Tensor, int, float]] = {}  # by id of the group
-
-    def __call__(self, group: Mapping[str, Any]) -> float:
-        """Return the rate of a group."""
-        rate = group["lr"]
-        if not isinstance(rate, Tensor) or rate.device.type == "cpu" or rate.is_inference():
-            return float(rate)
-        known = self._known.get(id(group))
-        if known is None or known[0] is not rate or known[1] != rate._version:
-            known = self._known[id(group)] = (rate, rate._version, float(rate))
-        return known[2]
-
-
 # Profiles ------------------------------------------------------------------------------------------------------------
 
 

@@ -315,7 +315,7 @@ def choose_kernel(
 
     The first turn estimates a new threshold if the tensor's threshold did not fit: the histogram tells how many
     elements reach which magnitude. The last turn, SHIFT 0, steers a threshold that did fit, as
-    `payloads.selection.SampledSelector` does: along the power law through the threshold and the k-th magnitude, and by
+    `payloads.top_k.SampledSelector` does: along the power law through the threshold and the k-th magnitude, and by
     the growth of the k-th magnitude since the last step (`last_kth`).
 
     Grid: (tensors,). Leaves zeros in `bins`.

@@ -18,7 +18,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from lightning_lowbw.errors import ConfigurationError
 from lightning_lowbw.kernels.reference import Constants, OtherPart, SecondMoment
-from lightning_lowbw.kernels.tensors import Rates, copy_in_order_, cut, flat_in_order, in_order
+from lightning_lowbw.kernels.tensors import copy_in_order_, cut, flat_in_order, in_order
 from lightning_lowbw.payloads.params import Row, all_in_order, gradients_of
 from lightning_lowbw.payloads.payload import Payload
 
@@ -37,6 +37,23 @@ class Fields(NamedTuple):
 
     of_tensors: dict[str, dict[str, Any]]
     masks: bool
+
+
+class Rates:
+    """The learning rates of param groups as floats. On a device a rate is read once, and again when it has changed."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[Tensor, int, float]] = {}  # by id of the group
+
+    def __call__(self, group: Mapping[str, Any]) -> float:
+        """Return the rate of a group."""
+        rate = group["lr"]
+        if not isinstance(rate, Tensor) or rate.device.type == "cpu" or rate.is_inference():
+            return float(rate)
+        known = self._known.get(id(group))
+        if known is None or known[0] is not rate or known[1] != rate._version:
+            known = self._known[id(group)] = (rate, rate._version, float(rate))
+        return known[2]
 
 
 class ErrorFeedback:
@@ -114,13 +131,13 @@ class ErrorFeedback:
 
     def step_(self, parameters: Sequence[Parameter], group: Group) -> None:
         """Do the remaining part of the optimizer's step: ``w = w - lr mean``, with the mean in `.grad`."""
-        self.decay_weights(parameters, group)
+        lr, gradients = self.decay_weights(parameters, group), [p.grad for p in parameters if p.grad is not None]
         # w = w - lr mean: the mean has been through the momentum, or through Adam.
-        lr, gradients = self.rate_of(group), [p.grad for p in parameters if p.grad is not None]
         torch._foreach_add_(list(parameters), gradients, alpha=lr if group.get("maximize") else -lr)
 
-    def decay_weights(self, parameters: Sequence[Parameter], group: Group) -> None:
-        """Apply the weight decay of this step to sparse tensors, if it is not part of the means."""
+    def decay_weights(self, parameters: Sequence[Parameter], group: Group) -> float:
+        """Apply the weight decay of this step that is not part of the means, if there is one; return the rate."""
+        return self.rate_of(group)
 
     def end_step(self) -> None:
         """Count the step, where the optimizer does not."""
@@ -332,9 +349,11 @@ class AdamCorrection(ErrorFeedback):
         for key in (self.velocity_key, *squares):
             state[key] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
 
-    def decay_weights(self, parameters: Sequence[Parameter], group: Group) -> None:
+    def decay_weights(self, parameters: Sequence[Parameter], group: Group) -> float:
+        rate = self.rate_of(group)
         if self._is_decoupled(group):
-            torch._foreach_mul_(list(parameters), 1.0 - self.rate_of(group) * float(group["weight_decay"]))
+            torch._foreach_mul_(list(parameters), 1.0 - rate * float(group["weight_decay"]))
+        return rate
 
     def end_step(self) -> None:
         counts = [counted for counted, _ in self._coming.values()]

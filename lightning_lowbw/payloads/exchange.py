@@ -15,8 +15,9 @@ Each payload has its file: `whole`, `quantized`, `top_k`, `low_rank`.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from types import MappingProxyType
@@ -30,8 +31,8 @@ from lightning_lowbw.comm.peers import MeanWork, Peers, fill_, fill_buckets, is_
 from lightning_lowbw.kernels.tensors import allocate, constant, copy_all_, split_front
 from lightning_lowbw.payloads.corrections import Fields
 from lightning_lowbw.payloads.payload import FLOAT_BYTES
-from lightning_lowbw.payloads.selection import Residuals
 
+ALIGNMENT = 64  # elements between the starts of tensors in a buffer: 256 bytes, enough for every vector load
 Signal = Mapping[str, Tensor]
 Step = tuple[Tensor, Tensor | None, float]  # room, the weight that is stepped, the rate
 
@@ -137,6 +138,111 @@ class Prepared:
     faults: Faulty | None = None
 
 
+class Residuals(Mapping[str, Tensor]):
+    """Residuals by the name of their parameter: flat float32 views into one buffer.
+
+    A pass over all tensors is a pass over one piece of memory. Tensors that come later get a buffer of their own, until
+    `to` or `load` puts all tensors into one buffer again.
+
+    Examples:
+        >>> residuals = Residuals()
+        >>> residuals.ensure({"weight": 4, "bias": 1}, torch.device("cpu"))
+        >>> residuals["weight"][0] = 3.0
+        >>> residuals["bias"][0] = 4.0
+        >>> residuals.norm(), list(residuals)
+        (5.0, ['weight', 'bias'])
+    """
+
+    def __init__(self) -> None:
+        self._views: dict[str, Tensor] = {}
+
+    def __getitem__(self, name: str) -> Tensor:
+        """Return the residual of a tensor, to be changed in place: float32, shape (numel,)."""
+        return self._views[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._views)
+
+    def __len__(self) -> int:
+        return len(self._views)
+
+    def ensure(self, numels: Mapping[str, int], device: torch.device) -> dict[str, Tensor]:
+        """Return the residuals of some names, on the device; new ones are zeros, in one buffer.
+
+        Args:
+            numels: elements of each tensor, by name.
+            device: of the residuals.
+
+        Raises:
+            ValueError: there is a residual with another number of elements; nothing has changed then.
+        """
+        views = self._views
+        if device.index is None and device.type != "cpu":  # "cuda" is some "cuda:0"
+            device = torch.empty(0, device=device).device
+        apart = dict[str, int]()
+        for name, numel in numels.items():
+            view = views.get(name)
+            if view is not None and view.numel() != numel:
+                raise ValueError(
+                    f"The residual of {name!r} has {view.numel()} elements, and {numel} are asked for: take it "
+                    "out (pop) before the parameter changes its size."
+                )
+            if view is None or view.device != device:
+                apart[name] = numel
+        for name, view in _allocate(apart, device).items() if apart else ():
+            if name in views:
+                view.copy_(views[name])
+            views[name] = view
+        return {name: views[name] for name in numels}
+
+    def together(self, names: Sequence[str]) -> Tensor | None:
+        """View residuals of one size as one tensor, of shape (names, numel); None if they do not lie at equal distances
+        in one buffer."""
+        views = [self._views[name] for name in names]
+        starts, numel = [view.storage_offset() for view in views], views[0].numel()
+        step = starts[1] - starts[0] if len(names) > 1 else numel
+        is_even = all(start == starts[0] + step * number for number, start in enumerate(starts))
+        if step < numel or not is_even or len({view.untyped_storage()._cdata for view in views}) > 1:
+            return None
+        return torch.as_strided(views[0], (len(names), numel), (step, 1), starts[0])
+
+    def to(self, device: torch.device) -> None:
+        """Move all tensors into one buffer; tensors that are on the device already stay."""
+        self.ensure({name: view.numel() for name, view in self._views.items()}, device)
+
+    def norm(self) -> float:
+        """Return the 2-norm of all tensors together; waits for the device."""
+        norms = [view.norm().double() for view in self._views.values()]
+        return math.sqrt(torch.stack([norm.to(norms[0].device) for norm in norms]).square().sum()) if norms else 0.0
+
+    def pop(self, name: str) -> Tensor:
+        """Take a residual out and return it; its memory is free again when the whole buffer is."""
+        return self._views.pop(name)
+
+    def state(self) -> dict[str, Tensor]:
+        """Return copies on the CPU, by name, each with memory of its own: a checkpoint has no more than these."""
+        return {name: view.to("cpu", copy=True) for name, view in self._views.items()}
+
+    def load(self, state: Mapping[str, Tensor], device: torch.device | None = None) -> None:
+        """Replace the tensors by the result of `state`.
+
+        Args:
+            state: by name; of any shape and dtype, kept flat and in float32.
+            device: of the residuals; the CPU by default.
+        """
+        numels = {name: each.numel() for name, each in state.items()}
+        self._views = _allocate(numels, device or torch.device("cpu"))
+        for name, view in self._views.items():
+            view.copy_(state[name].reshape(-1))
+
+
+def _allocate(numels: Mapping[str, int], device: torch.device) -> dict[str, Tensor]:
+    """Return flat views of zeros into a new buffer, which start at multiples of the alignment."""
+    sizes = [-(-numel // ALIGNMENT) * ALIGNMENT for numel in numels.values()]
+    buffer = torch.zeros(sum(sizes), dtype=torch.float32, device=device)
+    return {name: part[:numel] for (name, numel), part in zip(numels.items(), buffer.split(sizes), strict=True)}
+
+
 class Exchange(Protocol):
     """Exchanges the signals of one optimizer, step after step, or average after average.
 
@@ -213,7 +319,7 @@ class Beside:
         for dtype, members, sizes in self._buckets:
             joined = allocate(sum(sizes), dtype, device)
             fill_(joined, sizes, [values[index] for index in members], 1.0 / num)
-            part, longest = joined[peers.part(joined.numel())], peers.part(joined.numel(), 0).stop
+            part, longest = joined[peers.part(joined.numel())], -(-joined.numel() // peers.num_local_ranks)
             sections.append(pad(part, (0, longest - part.numel())) if longest > part.numel() else part)
         self._sections = [(section.dtype, section.numel()) for section in sections]
         self.parts = [section.view(torch.uint8) for section in sections]

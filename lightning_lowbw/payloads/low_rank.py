@@ -41,9 +41,8 @@ from lightning_lowbw.errors import ConfigurationError
 from lightning_lowbw.kernels.reference import are_not_finite
 from lightning_lowbw.kernels.tensors import CPU, copy_all_, device_of
 from lightning_lowbw.payloads.corrections import Fields
-from lightning_lowbw.payloads.exchange import Arrived, DenseMean, Exchange, Pending, Prepared, Signal
+from lightning_lowbw.payloads.exchange import Arrived, DenseMean, Exchange, Pending, Prepared, Residuals, Signal
 from lightning_lowbw.payloads.payload import FLOAT_BYTES, Message, Payload, Shapes
-from lightning_lowbw.payloads.selection import Residuals
 from lightning_lowbw.schedules.schedule import Schedule
 
 # Most elements of the matrices that are multiplied together; a larger matrix is multiplied alone. A GPU takes many, for

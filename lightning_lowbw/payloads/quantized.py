@@ -50,9 +50,18 @@ from lightning_lowbw.kernels.reference import SCALED, Code, scales_end
 from lightning_lowbw.kernels.table import JoinedRow, JoinedTable
 from lightning_lowbw.kernels.tensors import allocate, copy_all_, flat, split_front
 from lightning_lowbw.payloads.corrections import Fields
-from lightning_lowbw.payloads.exchange import Arrived, Beside, DenseMean, Exchange, Faulty, Pending, Prepared, Signal
+from lightning_lowbw.payloads.exchange import (
+    Arrived,
+    Beside,
+    DenseMean,
+    Exchange,
+    Faulty,
+    Pending,
+    Prepared,
+    Residuals,
+    Signal,
+)
 from lightning_lowbw.payloads.payload import FLOAT_BYTES, Message, Payload, Shapes
-from lightning_lowbw.payloads.selection import Residuals
 from lightning_lowbw.schedules.schedule import Schedule
 
 RANGE = 1 << 18  # values, 1 MiB: they stay in the second cache, and are many beside the cost of a call

@@ -23,6 +23,7 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import lru_cache, partial
 from itertools import accumulate, groupby
+from types import ModuleType
 from typing import Any, Literal, NamedTuple, get_args
 
 import torch
@@ -32,20 +33,29 @@ from torch.nn.functional import pad
 from lightning_lowbw.arguments import check_one_of, is_count, is_number
 from lightning_lowbw.comm.peers import Peers, part_of
 from lightning_lowbw.errors import ConfigurationError
-from lightning_lowbw.kernels.dispatch import averages_for
-from lightning_lowbw.kernels.reference import Arrival, Segment
-from lightning_lowbw.kernels.table import DTYPES
-from lightning_lowbw.kernels.tensors import allocate, cut
+from lightning_lowbw.kernels import dispatch, gpu, reference
+from lightning_lowbw.kernels.dispatch import averages_for, kernels_for
+from lightning_lowbw.kernels.reference import Arrival, Segment, sample_accumulated
+from lightning_lowbw.kernels.table import DTYPES, FOLLOWED, Workspace
+from lightning_lowbw.kernels.tensors import allocate, cut, flat
 from lightning_lowbw.payloads.codec import MAX_NUMEL, VALUE_NAMES, SparseCodec
 from lightning_lowbw.payloads.corrections import Fields
-from lightning_lowbw.payloads.exchange import Arrived, Beside, Exchange, Pending, Prepared, Signal, Step
+from lightning_lowbw.payloads.exchange import Arrived, Beside, Exchange, Pending, Prepared, Residuals, Signal, Step
 from lightning_lowbw.payloads.payload import Message, Payload, Shapes
-from lightning_lowbw.payloads.selection import Residuals, Selection, num_selected
 from lightning_lowbw.schedules.schedule import Schedule
 
 MeanOver = Literal["ranks", "senders"]
 Sparse = tuple[Tensor, Tensor]  # positions, ascending, and values
+MIN_PER_CANDIDATE = 4  # elements: if more than one in this many is a candidate, searching all takes no longer
 LEAST_OF = 4096  # elements: of fewer as many are sent as of this many, or a norm or a bias would wait for ever
+
+
+def num_selected(numel: int, density: float) -> int:
+    """Return k, how many of `numel` elements are sent at `density`: at least one, at most all.
+
+    In Python's double precision: float32 makes 999 of 1e6 x 0.001.
+    """
+    return min(numel, max(1, round(numel * density)))
 
 
 @dataclass(frozen=True)
@@ -231,12 +241,178 @@ def _at(payload: TopK, density: float) -> TopK:
 
 
 # The k largest --------------------------------------------------------------------------------------------------------
+# Exactly k elements of a tensor or chunk are selected, in ascending order, so that all ranks send messages of one size.
+# A threshold, from a sample and then from step to step, finds candidates in the pass that accumulates; the k largest
+# candidates are sent. If magnitudes are equal, the first elements are selected, whatever the way they were found.
+
+
+class Selection:
+    """Compress all tensors of an optimizer in one call: correct them, find their largest elements, take these out.
+
+    The backend is chosen here: Triton's kernels, one launch of each for all tensors, unless these are cut into chunks;
+    else, tensor by tensor, a pass compiled by numba, or plain torch. `kernels.reference.compress_many_` specifies the
+    result.
+
+    Examples:
+        >>> segment = Segment(
+        ...     residual=torch.tensor([0.0, 5.0, 1.0]), momentum_buffer=None, gradient=torch.ones(3), weight=None, k=1
+        ... )
+        >>> Selection().compress_({"weight": segment}, masking=True)
+        [(tensor([1]), tensor([6.]))]
+        >>> segment.residual
+        tensor([1., 0., 2.])
+    """
+
+    def __init__(self) -> None:
+        self._selectors: dict[str, SampledSelector] = {}
+        self._names: tuple[str, ...] = ()  # the tensors of the workspace
+        self._workspace = Workspace()
+
+    @property
+    def thresholds(self) -> dict[str, float]:
+        """The last threshold of each tensor, by name; 0 if none is known. Reading them waits for a GPU.
+
+        They influence only the time, never which elements are selected. A GPU estimates thresholds that were set anew.
+        """
+        known = {name: selector.threshold for name, selector in self._selectors.items()}
+        return known | dict(zip(self._names, self._workspace.thresholds.tolist(), strict=False))  # more: other parts
+
+    @thresholds.setter
+    def thresholds(self, thresholds: Mapping[str, float]) -> None:
+        self._names, self._workspace = (), Workspace()
+        self._selectors = {name: SampledSelector(threshold) for name, threshold in thresholds.items()}
+
+    @torch.no_grad()
+    def compress_(self, segments: Mapping[str, Segment], *, masking: bool) -> list[tuple[Tensor, Tensor]]:
+        """Accumulate the gradients, and take the largest elements out of the residuals.
+
+        In place:
+            The residuals and momentum buffers of all segments.
+
+        Args:
+            segments: by the name of the parameter, all on one device; their tensors are contiguous, of any shape, with
+                elements; k is at least 1. All have the same chunk.
+            masking: whether the velocity of taken elements is cleared.
+
+        Returns:
+            For each segment: positions, int64, ascending, and their exact values, float32; both of shape (num_sent,).
+        """
+        table = list(segments.values())
+        if table and table[0].chunk is None and dispatch.uses_triton(table[0].residual.device):
+            self._names = tuple(segments)
+            together = gpu.compress_many_(table, masking=masking, workspace=self._workspace)
+            counts = [segment.k for segment in table]
+            return list(zip(*(each.unsafe_split_with_sizes(counts) for each in together), strict=True))
+        parts = []
+        for name, segment in segments.items():
+            for other in segment.other_parts:
+                other.update_()
+            positions = self._accumulate_(name, segment)
+            residual, velocity = segment.residual, segment.momentum_buffer if masking else None
+            masked = None if velocity is None else flat(velocity)
+            parts.append((positions, kernels_for(residual, masked).take_(residual, masked, positions)))
+        return parts
+
+    def _accumulate_(self, name: str, segment: Segment) -> Tensor:
+        """Accumulate a gradient; return the positions of the largest elements."""
+        if segment.chunk is None:
+            return self._selectors.setdefault(name, SampledSelector()).accumulate_(segment)
+        _kernels_of(segment).accumulate_(segment, 0.0)
+        residual, chunk = segment.residual, segment.chunk
+        is_on_gpu = chunk <= gpu.LONGEST_CHUNK and dispatch.uses_triton(residual.device)
+        kernels = gpu if is_on_gpu else kernels_for(residual)
+        positions: Tensor = kernels.largest(residual, segment.k, chunk, segment.k_last)
+        return positions
+
+
+def _kernels_of(segment: Segment) -> ModuleType:
+    """Return the module that accumulates a segment."""
+    moment = segment.second_moment
+    squares = () if moment is None else (moment.square, moment.largest)
+    return kernels_for(segment.residual, segment.momentum_buffer, segment.gradient, segment.weight, *squares)
+
+
+class SampledSelector:
+    """Find the k largest of one tensor among the candidates above a threshold, and adapt the threshold to their number.
+
+    The threshold aims at twice k candidates. An exact top-k over the candidates then drops the surplus, which is the
+    smallest candidates, wherever they lie (the published implementations cut by position, or take the elements that an
+    unlucky sample gives: recall down to 15 %). If there are too few candidates, the threshold is estimated anew from a
+    sample, and in the end the whole tensor is searched.
+
+    Attributes:
+        threshold: 0 if none is known. It influences only the time, never which elements are selected.
+    """
+
+    SAMPLE = 1 << 15  # elements; at density 1e-3 some 65 elements lie above the threshold
+    SMALL = 1 << 16  # elements; below this, searching the whole tensor is as fast
+    SURPLUS = 2.0  # candidates aimed at, in units of k
+
+    def __init__(self, threshold: float = 0.0) -> None:
+        self.threshold = threshold
+        self._last: tuple[int, float] | None = None  # k and the least magnitude that was among the k largest
+
+    def accumulate_(self, segment: Segment) -> Tensor:
+        """Accumulate a gradient, then return the positions of the k largest of the residual: int64, ascending.
+
+        In place:
+            its residual and momentum buffer.
+
+        Args:
+            segment: without chunks.
+        """
+        residual, k, numel = segment.residual, segment.k, segment.residual.numel()
+        kernels = _kernels_of(segment)
+        of_residual = kernels_for(residual) if kernels is reference else kernels
+        if numel <= self.SMALL or self.SURPLUS * k >= numel / MIN_PER_CANDIDATE:
+            kernels.accumulate_(segment, 0.0)
+            return of_residual.largest(residual, k)
+        stride = max(1, numel // self.SAMPLE) | 1  # odd, not to fall into step with rows of a power of two elements
+        # Each candidate has 8 bytes. A tail as heavy as Cauchy's has now and then four times the candidates aimed at.
+        # If there are more, mostly in the second step, another pass searches.
+        room = int(4 * self.SURPLUS * k)
+        if not self.threshold > 0.0:
+            self.threshold = self._estimate(sample_accumulated(segment, stride), numel, k)
+        positions = self._choose(residual, kernels.accumulate_(segment, self.threshold, room), k)
+        if positions is None:  # the distribution has moved; another estimate costs less than a search of the whole
+            self.threshold = self._estimate(residual[::stride].abs(), numel, k)
+            if self.threshold > 0.0:  # else the tensor is dead, and everything would be a candidate
+                positions = self._choose(residual, of_residual.reach(residual, self.threshold, 2 * room), k)
+        if positions is None:
+            self.threshold, positions = 0.0, of_residual.largest(residual, k)
+        return positions
+
+    def _estimate(self, sample: Tensor, numel: int, k: int) -> float:
+        """Return the magnitude that about SURPLUS * k of `numel` elements reach, from a sample of the magnitudes."""
+        rank = max(1, round(self.SURPLUS * k * sample.numel() / numel))
+        return float(sample.topk(rank, sorted=False).values.min())
+
+    def _choose(self, values: Tensor, candidates: Tensor | None, k: int) -> Tensor | None:
+        """Return the k largest of the candidates and set the threshold for the next step; None if they do not fit."""
+        if candidates is None or candidates.numel() < k:
+            return None
+        magnitudes = values.index_select(0, candidates).abs_()
+        found = kernels_for(magnitudes).largest(magnitudes, k)
+        count, least = candidates.numel(), float(magnitudes.index_select(0, found).min())
+        if count > k and least > self.threshold:
+            # The power law through two points, (threshold, count) and (least, k). How steep it is has to be measured:
+            # error feedback cuts the tail off at the last step's `least`, and all that comes lies close behind it.
+            exponent = math.log(least / self.threshold) / math.log(count / k)
+            self.threshold *= (count / (self.SURPLUS * k)) ** exponent
+            # Residuals grow, and `least` with them; the slope above is too flat to follow.
+            if self._last is not None and self._last[0] == k:
+                self.threshold *= min(max(least / self._last[1], 0.5), 2.0) ** FOLLOWED
+        self._last = (k, least) if least > 0.0 else None
+        return candidates.index_select(0, found)
+
+
+# The exchange ---------------------------------------------------------------------------------------------------------
 
 
 class TopKExchange(Exchange):
     """Exchanges the largest elements of tensors between peers, and keeps the rest of each.
 
-        prepare   e = beta e + (corrected) signal; the k largest elements of e     | `payloads.selection`
+        prepare   e = beta e + (corrected) signal; the k largest elements of e     | `Selection`
         send      encode them, an all-gather between peers                         | `payloads.codec`, `comm.peers`
         wait      1/N of the sum, in one order                                     | `SparseMean`
 
@@ -277,11 +453,11 @@ class TopKExchange(Exchange):
             raise ConfigurationError(
                 f"{name!r} has {most} elements, positions go up to {MAX_NUMEL}: exclude=[{name!r}]."
             )
-        self.residuals.ensure(dict(zip(names, numels, strict=True)), device)
+        kept = self.residuals.ensure(dict(zip(names, numels, strict=True)), device)
         if fields is not None and (self._flags.numel() != len(names) or self._flags.device != device):
             self._flags = torch.zeros(len(names), dtype=torch.bool, device=device)
             self._views = self._flags.unbind()
-        segments = self._segments_of(parts, fields)
+        segments = self._segments_of(parts, kept, fields)
         residuals = [segment.residual for segment in segments.values()]
         if self.payload.decay != 1.0 and segments:
             torch._foreach_mul_(residuals, self.payload.decay)
@@ -290,16 +466,19 @@ class TopKExchange(Exchange):
         send = partial(self._send, selected, residuals, whole, device)
         return Prepared(send, None if fields is None else (names, self._flags))
 
-    def _segments_of(self, parts: Mapping[str, Tensor], fields: Fields | None) -> dict[str, Segment]:
+    def _segments_of(
+        self, parts: Mapping[str, Tensor], residuals: Mapping[str, Tensor], fields: Fields | None
+    ) -> dict[str, Segment]:
         """Return the segments of tensors with elements.
 
         Args:
             parts: this rank's part of each tensor, contiguous.
+            residuals: of these parts.
             fields: see `prepare`.
         """
         filled = [name for name, part in parts.items() if part.numel()]
         selected = self.payload.selected([parts[name].numel() for name in filled])
-        columns = zip(filled, self.residuals.of(filled), selected, strict=True)
+        columns = zip(filled, [residuals[name] for name in filled], selected, strict=True)
         if fields is None:
             return {name: Segment(residual=kept, gradient=parts[name], **counts) for name, kept, counts in columns}
         flags, added = dict(zip(parts, self._views, strict=True)), fields.of_tensors

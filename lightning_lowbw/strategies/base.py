@@ -172,8 +172,8 @@ class BaseStrategy(ParallelStrategy):
         model: pl.LightningModule | torch.nn.Module | None = None,
         **kwargs: Any,
     ) -> Any:
-        take = super().optimizer_step
-        return self.fit.step(optimizer, closure, lambda closure: take(optimizer, closure, model, **kwargs))
+        take = functools.partial(super().optimizer_step, optimizer, model=model, **kwargs)
+        return self.fit.step(optimizer, closure, take)
 
     # The end, validation and saves ------------------------------------------------------------------------------
 

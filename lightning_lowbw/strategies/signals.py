@@ -99,12 +99,12 @@ class Signals:
         """
         if trainer.world_size == 1:
             return
-        agreed = worker.requests.agreed | self.settle()  # of the step's status, if it had one
-        worker.requests.agree_on(agreed)
+        worker.requests.agreed |= self.settle()  # the step's status, if it had one, has brought requests, too
+        is_ending = bool(worker.requests.agreed & STOP)
         self.read_requests(worker, trainer)
-        worker.requests.agree_on(0)  # a step without a status would repeat it
+        worker.requests.agreed = 0  # a step without a status would repeat it
         has_status = worker.peers.are_shards and worker.peers.num_ranks > 1  # of shards, between nodes
-        if worker.step % EVERY == 0 and worker.plan.reduce == "all" and not (has_status or agreed & STOP):
+        if worker.step % EVERY == 0 and worker.plan.reduce == "all" and not (has_status or is_ending):
             message = flags(worker.requests.asked, worker.params.device, batch=worker.batch)
             self._asked = begin_all_reduce_(message, op=dist.ReduceOp.MAX), worker
 

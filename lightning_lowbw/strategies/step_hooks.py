@@ -27,8 +27,8 @@ from lightning_lowbw.kernels.tensors import norm_of
 from lightning_lowbw.strategies.view import View
 from lightning_lowbw.sync.buffers import IGNORED
 from lightning_lowbw.sync.gradient import GradientSync
-from lightning_lowbw.sync.plain_loop import gradients_of, has_step_hooks, last_pre_hook
-from lightning_lowbw.sync.synchronizer import Synchronizer
+from lightning_lowbw.sync.plain_loop import gradients_of, last_pre_hook
+from lightning_lowbw.sync.synchronizer import Synchronizer, has_step_hooks
 
 READING_HOOK = "on_before_zero_grad"  # may read the gradients of the last step
 # Hooks and methods that may change the gradients of the next step, or the parameters that are trained.

@@ -148,7 +148,7 @@ class GradientSync(Synchronizer):
         Raises:
             ConfigurationError: on all ranks.
         """
-        if not self.method.when.is_auto and self.peers.num_ranks > 1:
+        if self.plan.takes_one_gradient:
             self.correction.check()
         if self.peers.num_participants == 1 and self.residuals:
             raise ConfigurationError(
@@ -341,7 +341,8 @@ class GradientSync(Synchronizer):
     def _message(self) -> Tensor:
         """Return this rank's status."""
         assert self._fault is not None
-        peers, fault, parameters = self.peers, self._fault, [row.parameter for row in self.table.rows]
+        peers, fault, rows, missing = self.peers, self._fault, self.table.rows, self.table.missing
+        parameters = [row.parameter for row in rows]
         peers.count_dense(sum([parameter.nbytes for parameter in parameters]))
         # A rank may have left out what DDP has reduced up to now.
         begins = self.plan.reduce != "all" and not self._has_compressed
@@ -354,7 +355,8 @@ class GradientSync(Synchronizer):
             found, differ, requests = flags_of_node(self._node_flags)
             fault = found + differ
         mark = make_mark(self.batch, weights, requests)
-        return status_message(self.table.are_used, fault, mark, peers.rank, peers.num_ranks, fault.device)
+        are_used = [p.grad is not None and row.name not in missing for row, p in zip(rows, parameters, strict=True)]
+        return status_message(are_used, fault, mark, peers.rank, peers.num_ranks, fault.device)
 
     def _prepare(self, *, tells: bool) -> Prepared:
         """Prepare the gradients that are compressed; zeros where this rank has none, because another rank may have one.

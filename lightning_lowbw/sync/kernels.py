@@ -28,7 +28,7 @@ from lightning_lowbw.kernels.table import GPU_BLOCK, JoinedTable
 from lightning_lowbw.namespaces import LOGGER
 from lightning_lowbw.payloads.params import LEAST_NUMEL
 from lightning_lowbw.payloads.payload import Payload
-from lightning_lowbw.payloads.selection import SampledSelector
+from lightning_lowbw.payloads.top_k import SampledSelector
 from lightning_lowbw.schedules.every_step import EveryStep
 from lightning_lowbw.sync.gradient import GradientSync
 from lightning_lowbw.sync.synchronizer import Synchronizer

@@ -37,7 +37,8 @@ from lightning_lowbw.comm.agreement import agree
 from lightning_lowbw.comm.peers import Peers, average_gradients_
 from lightning_lowbw.errors import ConfigurationError, DisagreementError
 from lightning_lowbw.kernels.reference import are_not_finite
-from lightning_lowbw.kernels.tensors import Rates, download, part
+from lightning_lowbw.kernels.tensors import download, part
+from lightning_lowbw.payloads.corrections import Rates
 from lightning_lowbw.schedules.every_k import EveryK, Period, RunningLoss, steps_before
 from lightning_lowbw.sync.checks import (
     agree_on_end,

@@ -8,7 +8,7 @@ import logging
 import os
 import sys
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import MethodType
 from typing import Any, cast
@@ -38,7 +38,7 @@ from lightning_lowbw.sync.checks import (
 from lightning_lowbw.sync.kernels import prepare_kernels
 from lightning_lowbw.sync.local import LocalSync
 from lightning_lowbw.sync.status import any_of
-from lightning_lowbw.sync.synchronizer import Loop, Synchronizer
+from lightning_lowbw.sync.synchronizer import Loop, Synchronizer, has_step_hooks
 
 _logger = logging.getLogger(LOGGER)
 
@@ -265,22 +265,6 @@ def _exchange(worker: Synchronizer, scaling: Mapping[str, Any] | None) -> bool:
         worker.exchange(skip_nonfinite=has_scaler, applies=applies)
     are_finite = not (has_scaler and any_of(are_not_finite(gradients_of(worker.params)), worker.params.device))
     return bool(worker.is_taken) and are_finite
-
-
-def has_step_hooks(optimizer: Optimizer, but: Collection[Callable[..., Any]] = ()) -> bool:
-    """Return whether anything is called before or after each step of an optimizer, or of all optimizers.
-
-    Args:
-        optimizer: the user's optimizer.
-        but: this package's own hooks, which do not read gradients.
-    """
-    hooks = [
-        *optimizer._optimizer_step_pre_hooks.values(),
-        *optimizer._optimizer_step_post_hooks.values(),
-        *torch_optimizer._global_optimizer_pre_hooks.values(),
-        *torch_optimizer._global_optimizer_post_hooks.values(),
-    ]
-    return any(hook not in but for hook in hooks)
 
 
 @torch.no_grad()

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import LBFGS, Optimizer
+from torch.optim import optimizer as torch_optimizer
 
 from lightning_lowbw.comm.collectives import WeakGroup, all_reduce_
 from lightning_lowbw.comm.peers import Peers
@@ -373,3 +374,19 @@ class Loop:
     differs_after: int | None = None
     is_compared: bool = False
     is_stepping: bool = False
+
+
+def has_step_hooks(optimizer: Optimizer, but: Collection[Callable[..., Any]] = ()) -> bool:
+    """Return whether anything is called before or after each step of an optimizer, or of all optimizers.
+
+    Args:
+        optimizer: the user's optimizer.
+        but: this package's own hooks, which do not read gradients.
+    """
+    hooks = [
+        *optimizer._optimizer_step_pre_hooks.values(),
+        *optimizer._optimizer_step_post_hooks.values(),
+        *torch_optimizer._global_optimizer_pre_hooks.values(),
+        *torch_optimizer._global_optimizer_post_hooks.values(),
+    ]
+    return any(hook not in but for hook in hooks)

@@ -161,11 +161,6 @@ class Table:
                 f"{WITHOUT_RESIDUALS}."
             )
 
-    @property
-    def are_used(self) -> list[bool]:
-        """Whether this rank has made the gradient of each row."""
-        return [row.parameter.grad is not None and row.name not in self.missing for row in self.rows]
-
     # The input of the exchange --------------------------------------------------------------------------------------
 
     def fill_missing_(self) -> None:
@@ -225,8 +220,9 @@ class Table:
         correction, others = self.correction, rows
         if applies and correction.is_complete:
             others = self._step_(mean, rows)
-        self._write_(mean, others)
-        for group, of_group in by_group(others):
+        if others:
+            self._write_(mean, others)
+        for group, of_group in by_group(others) if others else ():
             if correction.constants(group).sign < 0:  # torch's sign, for an optimizer with maximize=True
                 torch._foreach_neg_(gradients_of(of_group))
         if correction.is_complete:
@@ -246,8 +242,7 @@ class Table:
                 others.append(row)
         rates = dict[int, float]()
         for group, of_group in by_group(steps):
-            self.correction.decay_weights([row.parameter for row in of_group], group)
-            rates[id(group)] = self.correction.rate_of(group)
+            rates[id(group)] = self.correction.decay_weights([row.parameter for row in of_group], group)
         mean.step_({row.name: (*tensors, rates[id(row.group)]) for row, tensors in steps.items()})
         for row in steps:
             row.parameter.grad = None

@@ -21,7 +21,7 @@ from lightning_lowbw.kernels.reference import Arrival, SecondMoment, Segment
 from lightning_lowbw.kernels.table import GPU_BLOCK
 from lightning_lowbw.payloads.codec import SparseCodec
 from lightning_lowbw.payloads.quantized import Quantized, QuantizedExchange
-from lightning_lowbw.payloads.selection import SampledSelector, Selection
+from lightning_lowbw.payloads.top_k import SampledSelector, Selection
 from tests.kernels.bits import BFLOAT16, DEVICE, FLOAT16, FLOAT32, IS_TRITON, equal_bits
 from tests.kernels.segments import DECAY, FORMS, LARGE, check, compress, draw_parts, make, memory, redraw, state
 

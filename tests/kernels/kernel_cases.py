@@ -18,7 +18,7 @@ from lightning_lowbw.kernels.gpu import SELECT_BLOCK
 from lightning_lowbw.kernels.table import GPU_BLOCK, JoinedRow, JoinedTable, Workspace
 from lightning_lowbw.kernels.tensors import copy_all_
 from lightning_lowbw.payloads.codec import SparseCodec, layout_of
-from lightning_lowbw.payloads.selection import SampledSelector
+from lightning_lowbw.payloads.top_k import SampledSelector
 from lightning_lowbw.sync.kernels import what_fails
 from lightning_lowbw.sync.table import Gathered
 from tests.kernels.backend_cases import draw_vector

@@ -12,7 +12,7 @@ from torch import Tensor
 from lightning_lowbw.kernels import gpu, reference
 from lightning_lowbw.kernels.reference import Segment
 from lightning_lowbw.kernels.table import GPU_BLOCK, Workspace
-from lightning_lowbw.payloads.selection import Selection
+from lightning_lowbw.payloads.top_k import Selection
 from tests.kernels.bits import BFLOAT16, DEVICE, FLOAT16, FLOAT32, IS_TRITON, equal_bits
 
 LARGE = (2 * GPU_BLOCK, 4)

@@ -10,7 +10,7 @@ import torch
 
 from lightning_lowbw.kernels.reference import Segment
 from lightning_lowbw.kernels.table import FREE_ROOM, MOST_ROOM, Workspace
-from lightning_lowbw.payloads.selection import num_selected
+from lightning_lowbw.payloads.top_k import num_selected
 from tests.shapes import resnet50_shapes
 
 BYTES_OF_DIGITS = 8192  # of a tensor

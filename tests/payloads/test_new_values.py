@@ -16,9 +16,8 @@ from lightning_lowbw.comm.link import Link
 from lightning_lowbw.comm.peers import Peers
 from lightning_lowbw.cost_model import Cluster, cost_of
 from lightning_lowbw.payloads.corrections import Fields
-from lightning_lowbw.payloads.exchange import Exchange, Pending, Prepared, Signal
+from lightning_lowbw.payloads.exchange import Exchange, Pending, Prepared, Residuals, Signal
 from lightning_lowbw.payloads.payload import PAYLOADS, Message, Payload, Shapes
-from lightning_lowbw.payloads.selection import Residuals
 from lightning_lowbw.payloads.whole import WholeExchange
 from lightning_lowbw.presets import PRESETS, preset
 from lightning_lowbw.schedules.schedule import SCHEDULES, Schedule

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from lightning_lowbw.kernels import dispatch, reference
 from lightning_lowbw.kernels.reference import Segment
-from lightning_lowbw.payloads.selection import ALIGNMENT, Residuals, SampledSelector, Selection
+from lightning_lowbw.payloads.exchange import ALIGNMENT, Residuals
+from lightning_lowbw.payloads.top_k import SampledSelector, Selection
 from tests.kernels.bits import equal_bits
 
 NUMEL = 360 * 360  # above SampledSelector.SMALL

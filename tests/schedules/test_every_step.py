@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lightning_lowbw.payloads.selection import num_selected
+from lightning_lowbw.payloads.top_k import num_selected
 from lightning_lowbw.schedules.every_step import EveryStep
 
 
