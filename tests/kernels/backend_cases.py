@@ -23,7 +23,19 @@ from lightning_lowbw.payloads.codec import SparseCodec
 from lightning_lowbw.payloads.quantized import Quantized, QuantizedExchange
 from lightning_lowbw.payloads.top_k import SampledSelector, Selection
 from tests.kernels.bits import BFLOAT16, DEVICE, FLOAT16, FLOAT32, IS_TRITON, equal_bits
-from tests.kernels.segments import DECAY, FORMS, LARGE, check, compress, draw_parts, make, memory, redraw, state
+from tests.kernels.segments import (
+    DECAY,
+    FORMS,
+    LARGE,
+    check,
+    compress,
+    draw_parts,
+    make,
+    memory,
+    redraw,
+    state,
+    tensors_of,
+)
 
 # (numel, k): one block and less, its borders, several; from all elements down to one in a thousand
 SIZES = [(1, 1), (200, 1), (GPU_BLOCK, 3), (GPU_BLOCK + 1, 4), (GPU_BLOCK + 8, 600), (3 * GPU_BLOCK + 13, 6)]
@@ -79,7 +91,7 @@ def check_to_rounding(segments: list[Segment], unit: float) -> None:
         corrected = segment.residual.index_put((at,), sent)
         assert at.equal(corrected.abs().topk(k).indices.sort().values)
         torch.testing.assert_close(corrected, twin.residual, rtol=10 * unit, atol=unit and 1e-6)
-        for a, b in zip(segment.tensors[1:], twin.tensors[1:], strict=True):
+        for a, b in zip(tensors_of(segment)[1:], tensors_of(twin)[1:], strict=True):
             torch.testing.assert_close(a, b, rtol=unit, atol=unit and 1e-6)
 
 

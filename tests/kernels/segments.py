@@ -39,8 +39,16 @@ def make(
     return Segment(**tensors, gradient=draw(gradient), weight=draw(weight), k=k, **factors)
 
 
+def tensors_of(segment: Segment) -> list[Tensor]:
+    """Return all tensors of a segment except the fault."""
+    moment = segment.second_moment
+    squares = () if moment is None else (moment.square, moment.largest)
+    tensors = segment.residual, segment.momentum_buffer, segment.gradient, segment.weight, *squares
+    return [each for each in tensors if each is not None]
+
+
 def state(segments: Sequence[Segment]) -> list[Tensor]:
-    return [tensor for segment in segments for tensor in segment.tensors if tensor is not segment.weight]
+    return [tensor for segment in segments for tensor in tensors_of(segment) if tensor is not segment.weight]
 
 
 def redraw(segments: Sequence[Segment]) -> None:

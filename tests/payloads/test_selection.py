@@ -15,6 +15,7 @@ from lightning_lowbw.kernels.reference import Segment
 from lightning_lowbw.payloads.exchange import ALIGNMENT, Residuals
 from lightning_lowbw.payloads.top_k import SampledSelector, Selection
 from tests.kernels.bits import equal_bits
+from tests.kernels.segments import tensors_of
 
 NUMEL = 360 * 360  # above SampledSelector.SMALL
 K = 130  # one in a thousand
@@ -96,7 +97,7 @@ def test_what_is_taken_is_what_sorting_would_take(make: Callable[[int], Tensor])
         expected = reference.compress_many_([twin], masking=masking)
         assert positions.equal(expected[0])
         assert equal_bits(values, expected[1])
-        for one, other in zip(segment.tensors, twin.tensors, strict=True):
+        for one, other in zip(tensors_of(segment), tensors_of(twin), strict=True):
             assert equal_bits(one, other)
 
 
