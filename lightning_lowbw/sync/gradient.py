@@ -429,7 +429,7 @@ class GradientSync(Synchronizer):
     def _end_step(self) -> None:
         self.table.end_step()
         self._groups, self._sent = [], []
-        self._fault = None
+        self._fault, self._faults = None, Faults()  # these hold this object
         self._has_compressed |= self.plan.reduce != "all"
         self.last_density = self.plan.density
         self.step += 1
