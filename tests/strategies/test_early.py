@@ -39,7 +39,7 @@ def sending(*, num_groups: int = 100) -> Iterator[list[Message]]:
     """Let the tiny layers go in groups of their own; return the messages."""
     messages, send = list[Message](), PendingQuantized.send
 
-    def noted(self: Any, status: Tensor | None, whole: Any) -> Any:
+    def noted(self: Any, status: Tensor | None = None, whole: Any = None) -> Any:
         messages.append(Message(tuple(self._names), status is not None, torch._C._current_graph_task_id() != -1))
         return send(self, status, whole)
 
