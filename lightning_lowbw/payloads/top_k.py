@@ -473,7 +473,7 @@ class TopKExchange(Exchange):
 
         Args:
             parts: this rank's part of each tensor, contiguous.
-            residuals: the residuals of these parts.
+            residuals: the residual of each part.
             fields: see `prepare`.
         """
         filled = [name for name, part in parts.items() if part.numel()]
