@@ -186,7 +186,7 @@ def test_peers(num_ranks: int) -> None:
 def test_on_two_levels_a_sum_may_be_ddp_s() -> None:
     peers = make_peers(Where(topology=2, algorithm="flat"))
     assert peers.is_two_level
-    assert peers.reduces_as_ddp
+    assert peers.is_summed_flat
     tensor = vector_of(peers.rank, 1000)
     of_ddp = tensor.clone()
     dist.all_reduce(of_ddp)

@@ -115,6 +115,6 @@ def test_under_slurm() -> None:
     model = Tiny(data_by_step=True)
     trainer.fit(model, loader)
     assert isinstance(trainer.strategy.cluster_environment, SLURMEnvironment)
-    assert trainer.strategy._nodes == [[0, 1], [2, 3]]
+    assert trainer.strategy._layout.nodes == [[0, 1], [2, 3]]
     same(digest(model.parameters()))
     assert trainer.strategy.ledger.inter_bytes > 0
