@@ -90,7 +90,7 @@ def names_of(named_parameters: Iterable[tuple[str, Parameter]]) -> dict[Paramete
         ConfigurationError: the elements are not pairs, as in `model.parameters()`.
     """
     pairs = list(named_parameters) if isinstance(named_parameters, Iterable) else [named_parameters]
-    if not all(isinstance(pair, tuple) and isinstance(pair[0], str) for pair in pairs):
+    if not all(isinstance(pair, tuple | list) and len(pair) == 2 and isinstance(pair[0], str) for pair in pairs):
         raise ConfigurationError("named_parameters has no pairs of name and parameter: pass model.named_parameters().")
     return {parameter: name for name, parameter in pairs}
 

@@ -173,6 +173,8 @@ class ElasticStrategy(Strategy):
     def setup(self, trainer: pl.Trainer) -> None:
         super().setup(trainer)
         if self._is_fitting:
+            if not self.workers:
+                raise ConfigurationError("No optimizer: an elastic training has one. Return one.")
             self.fit.settle = self._settle
 
     @override
@@ -246,7 +248,7 @@ class ElasticStrategy(Strategy):
         """Return the states of the schedulers, for a group that is behind, and the steps that they have taken."""
         optimizer, step = self._replica.optimizer, self._step_progress.completed
         states = [config.scheduler.state_dict() for config in self.trainer.lr_scheduler_configs]
-        return {"schedulers": states, "lrs": [group["lr"] for group in optimizer.param_groups], "step": step}
+        return {"schedulers": states, "lrs": [group.get("lr") for group in optimizer.param_groups], "step": step}
 
     def _follow(self, worker: ElasticSync, *, is_in_step: bool) -> None:
         """Count the steps of the fastest group, and let the schedulers take them.
@@ -261,7 +263,8 @@ class ElasticStrategy(Strategy):
             for scheduler, state in zip(schedulers, healed["schedulers"], strict=True):
                 scheduler.load_state_dict(state)  # state of the group whose weights this one has taken
             for group, lr in zip(worker.optimizer.param_groups, healed["lrs"], strict=True):
-                group["lr"] = lr
+                if "lr" in group:
+                    group["lr"] = lr
             num_steps = step - healed["step"]
         for scheduler in schedulers:
             for _ in range(num_steps):

@@ -231,7 +231,6 @@ def check_replica(replica: Replica, state: Mapping[str, Any], method: Any) -> No
     Raises:
         ConfigurationError: the replica cannot go on from this state.
     """
-    replica.params.small_numel = state["small_numel"]  # decides which tensors are sent whole
     peers, parameters, num_fragments = replica.peers, replica.params.by_name(), len(replica.fragments)
     check_origin(state, peers)
     if len(state["fragments"]) != num_fragments:
@@ -256,8 +255,11 @@ def check_replica(replica: Replica, state: Mapping[str, Any], method: Any) -> No
             f"The checkpoint has {missing[0]!r}, and this optimizer has no such parameter. Resume with the model it "
             f"was written with, or {WITHOUT_RESIDUALS}."
         )
+    # It decides which tensors are sent whole; a rank whose state is refused keeps its own.
+    before, replica.params.small_numel = replica.params.small_numel, state["small_numel"]
     for name, residual in state["residuals"].items():
         if residual.any() and not replica.compresses(parameters[name]):
+            replica.params.small_numel = before
             raise ConfigurationError(
                 f"The checkpoint keeps changes of {name!r} ({residual.numel()} elements) that have not been sent, "
                 f"and with {method.what} they never would be. Resume with the compression of that run, or "

@@ -216,9 +216,9 @@ class Synchronizer:
             self.prepare(reduced=reduced)  # skipped gradients must not enter the residuals
         elif not self.is_prepared:
             self._list_gradients(reduced)
-        self.is_prepared, self._has_exchanged = False, True
+        self.is_prepared = False
         with part("exchange"):
-            self.is_taken = self._exchange(skip_nonfinite, applies)
+            self.is_taken = self._has_exchanged = self._exchange(skip_nonfinite, applies)
         return self.is_taken
 
     def _exchange(self, skip_nonfinite: bool, applies: bool) -> bool:
@@ -249,6 +249,7 @@ class Synchronizer:
         finally:
             self.loop.is_stepping = self.is_prepared = self._has_exchanged = False
             is_skipped, self.is_taken = self.is_taken is False, None
+            self._fault = self._node_flags = None
         self._num_in_a_row = self._num_in_a_row + 1 if is_skipped else 0
         if is_skipped:
             self._count_skipped()

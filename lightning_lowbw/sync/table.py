@@ -130,7 +130,8 @@ class Table:
                 another order.
         """
         members = self.params.trained(skipped)
-        made_of = what, [(id(p), id(group), p.size(), p.stride(), p.dtype) for p, group in members]
+        layouts = [(id(p), id(group), p.size(), p.stride(), p.dtype) for p, group in members]
+        made_of = what, self.params.small_numel, layouts
         if made_of == self._made_of:
             return
         rows = []
