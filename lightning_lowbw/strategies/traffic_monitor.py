@@ -110,8 +110,7 @@ class TrafficMonitor(Callback):
             is_due = bool(every) and now.steps // every != last.steps // every
             for number, worker in enumerate(strategy.workers):
                 suffix = f"/{number}" if len(strategy.workers) > 1 else ""
-                metrics = {**worker.metrics(is_due), **worker.skips()}
-                silent |= {f"traffic/{key}{suffix}": value for key, value in metrics.items()}
+                silent |= {f"traffic/{key}{suffix}": value for key, value in worker.metrics(is_due).items()}
         pl_module.log_dict(shown, prog_bar=self.prog_bar, on_step=True, on_epoch=False)
         pl_module.log_dict(silent, on_step=True, on_epoch=False)
 

@@ -130,7 +130,7 @@ class GradientSync(Synchronizer):
         """Return the fraction of elements that the last step sent and, in sparse steps, the norm of the residual."""
         sparse, others = self.params.numels_by_kind(self.method.what)
         share = sum(sparse) / max(1, sum(sparse) + sum(others))
-        shown: dict[str, float | Tensor] = {"density": 1.0 - share * (1.0 - self.last_density)}
+        shown = {**super().metrics(is_due), "density": 1.0 - share * (1.0 - self.last_density)}
         if self.compressed is not None and self.residuals and (is_due or self._last_residual_norm is None):
             self._last_residual_norm = self.compressed.residuals.norm()
         if self._last_residual_norm is not None:

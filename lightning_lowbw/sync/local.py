@@ -144,7 +144,8 @@ class LocalSync(Synchronizer):
         return self.replica.parameters_agree
 
     def metrics(self, is_due: bool) -> dict[str, float | Tensor]:
-        shown: dict[str, float | Tensor] = {"k_steps": float(self.plan.k_steps), "averages": float(self.num_averages)}
+        shown = {name: number + self._num_uncounted for name, number in super().metrics(is_due).items()}
+        shown |= {"k_steps": float(self.plan.k_steps), "averages": float(self.num_averages)}
         self.measures_distance = True
         distance = self.consensus_distance
         return shown if distance is None else {**shown, "consensus_distance": distance}
@@ -272,9 +273,6 @@ class LocalSync(Synchronizer):
             self._num_uncounted += 1
         else:
             super()._count_skipped()
-
-    def skips(self) -> dict[str, float]:
-        return {name: number + self._num_uncounted for name, number in super().skips().items()}
 
     # A round --------------------------------------------------------------------------------------------------------
 

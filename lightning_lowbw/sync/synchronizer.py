@@ -263,10 +263,6 @@ class Synchronizer:
             fault = too_many_skipped("all ranks", self.step, self._num_in_a_row)
             raise fault.error(fault.text)
 
-    def skips(self) -> dict[str, float]:
-        """Return the number of skipped steps as a metric to log, if steps may be skipped."""
-        return {} if self.skip_norm is None else {"skipped_steps": float(self.skipped_steps)}
-
     # Faults ---------------------------------------------------------------------------------------------------------
     # The sum of finite gradients may overflow. A fault that an exchange finds after its status has gone is in the next
     # status; or `check_late_faults` reports it, when weights are saved or the training ends.
@@ -325,7 +321,7 @@ class Synchronizer:
 
     def metrics(self, is_due: bool) -> dict[str, float | Tensor]:
         """Return metrics to log after a step; metrics that cost a pass over memory are included only if `is_due`."""
-        raise NotImplementedError
+        return {} if self.skip_norm is None else {"skipped_steps": float(self.skipped_steps)}
 
     def finish(self) -> None:
         """End the training: average, or compare, the weights."""
