@@ -146,7 +146,7 @@ class Residuals(Mapping[str, Tensor]):
 
     Examples:
         >>> residuals = Residuals()
-        >>> residuals.ensure({"weight": 4, "bias": 1}, torch.device("cpu"))
+        >>> _ = residuals.ensure({"weight": 4, "bias": 1}, torch.device("cpu"))
         >>> residuals["weight"][0] = 3.0
         >>> residuals["bias"][0] = 4.0
         >>> residuals.norm(), list(residuals)

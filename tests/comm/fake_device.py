@@ -28,6 +28,7 @@ class OnDevice(Tensor):
     """A tensor of the device."""
 
     device = property(lambda _: FAKE)  # type: ignore[assignment]
+    is_cpu = property(lambda _: False)  # type: ignore[assignment]
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
