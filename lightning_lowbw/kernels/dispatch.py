@@ -55,7 +55,7 @@ def compiled_for(*tensors: Tensor) -> ModuleType | None:
 
 
 def kernels_for(*tensors: Tensor | None) -> ModuleType:
-    """Return the module to take `accumulate_`, `largest` and `take_` from, for these tensors."""
+    """Return the module to take `accumulate_`, `reach`, `largest` and `take_` from, for these tensors."""
     given = [each for each in tensors if each is not None]
     is_plain = {*map(_DTYPE, given)} == {torch.float32}
     return (compiled_for(*given) if is_plain else None) or reference

@@ -219,12 +219,8 @@ class Residuals(Mapping[str, Tensor]):
         """Take a residual out and return it; its memory is free again when the whole buffer is."""
         return self._views.pop(name)
 
-    def state(self) -> dict[str, Tensor]:
-        """Return copies on the CPU, by name, each with memory of its own: a checkpoint has no more than these."""
-        return {name: view.to("cpu", copy=True) for name, view in self._views.items()}
-
     def load(self, state: Mapping[str, Tensor], device: torch.device | None = None) -> None:
-        """Replace the tensors by the result of `state`.
+        """Replace the tensors by copies of other tensors.
 
         Args:
             state: by name; of any shape and dtype, kept flat and in float32.

@@ -57,8 +57,8 @@ class StepHooks:
         self._plugin, self._module, self.has_gradients = trainer.precision_plugin, trainer.lightning_module, False
         self._handle: RemovableHandle | None = None
         self._stepping: Optimizer | None = None  # by Lightning, now
-        self._worker: Synchronizer | None = None  # the worker of that optimizer
-        self._has_exchanged = False  # for that step
+        self._worker: Synchronizer | None = None  # the stepping optimizer's
+        self._has_exchanged = False  # for the step in progress
         self._is_waiting = False  # whether its gradients are exchanged where Lightning would clip them, after its hooks
         # A compiled `optimizer.step` is traced, with the closure and hooks that it calls; an exchange cannot be.
         compiler: Any = torch.compiler

@@ -353,7 +353,7 @@ class LocalSync(Synchronizer):
             compare_batches(self.batch, self.step, self.peers.group, at)
         if checksums:
             raise DisagreementError(
-                f"The ranks measure their changes from different weights; checksums of these are {checksums}. Begin "
+                f"The ranks measure their changes from different weights; their checksums are {checksums}. Begin "
                 "with the same weights on all ranks, also of parameters that are added later."
             )
         if status.is_faulty:

@@ -152,7 +152,7 @@ def replica_state(replica: Replica, optimizer: Optimizer, k_steps: int) -> dict[
     """
     buffers, exchange, name_of = replica.buffers, replica.exchange, replica.params.name_of
     starts = replica.start if replica.needs_start or not replica.parameters_agree else {}
-    residuals = {} if exchange is None else exchange.residuals.state()
+    residuals = {} if exchange is None else saved(exchange.residuals)
     for name, unsent in replica.unapplied():
         residuals[name] = residuals[name] + unsent.cpu()
     device_of(replica.params.device).join(COPY, on_host=True)
