@@ -23,9 +23,9 @@ class Row(NamedTuple):
     Attributes:
         rounds: completed rounds; 0 for a member that has to take the state of another member.
         step: completed optimizer steps.
-        tokens: tokens of its work, on all its processes.
+        tokens: tokens of its work, of all its processes.
         anchor: checksum of its anchor.
-        state_bytes: size of the state that a member that is behind takes, for all processes of a group.
+        state_bytes: size of the state that a member that is behind takes.
         settings: digest of its `Settings`.
         run: the training to which its rounds belong; before the first round, the training that it would begin.
         is_new: whether it has not been in a round since it was started.
@@ -55,7 +55,7 @@ class Quorum:
         members: names in the order of their ranks; the same on all members.
         rows: rows of the members, in the order of their ranks.
         healed: the state of a member, if this group was behind; then `rows` is empty, and there are other members only
-            if these wait for this group. Only the first process of the group may have the tensors.
+            if these wait for this group.
     """
 
     rank: int
@@ -74,8 +74,7 @@ class Quorum:
 class Membership(Protocol):
     """Finds the members of each round, and ends the round for all or for none.
 
-    A round is `quorum`, any number of calls of `collective`, and `commit`. If a group has several processes, each of
-    them calls these methods and meets the processes with its rank in the other groups.
+    A round is `quorum`, any number of calls of `collective`, and `commit`; called by the leader of a group.
     """
 
     def state_of_others(self, row: Row, settings: Settings, gives_up: GivesUp) -> Mapping[str, Any] | None:
@@ -108,10 +107,10 @@ class Membership(Protocol):
         The members have the same state. A group that is behind takes the state of a member, see `latest_of`.
 
         Args:
-            row: row of this group; the same on all its processes.
+            row: row of this group.
             settings: settings of this group, whose digest is in the row.
-            gives_up: returns whether to stop waiting. It is asked about once a second. One process decides for its
-                group.
+            gives_up: returns whether to stop waiting. It is asked about once a second, also while this group waits in
+                `collective`.
 
         Raises:
             DisagreementError: this group is refused; the other groups go on.
@@ -131,7 +130,7 @@ class Membership(Protocol):
         ...
 
     def commit(self) -> bool:
-        """Return whether the round counts: no process of this group has failed in it. Other groups may differ."""
+        """Return whether the round counts: it has not failed here. Other groups may differ."""
         ...
 
     def note(self, longest_s: float) -> None:

@@ -1,4 +1,4 @@
-"""The collectives between the members of a round: the peers of an elastic worker."""
+"""The collectives between the members of a round, each the leader of a group."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ _logger = logging.getLogger(LOGGER)
 class MemberCollectives(Collectives):
     """Collectives of the members of the current round, on the CPU; blocking.
 
-    A lost member fails the round: nothing is communicated from then on, and the returned values have no meaning. All
-    processes of a group go on together up to `Membership.commit`, which returns False on every process.
+    A lost member fails the round: nothing is communicated from then on, the returned values have no meaning, and
+    `Membership.commit` returns False.
 
     Attributes:
         has_failed: whether a collective of this round has failed.
@@ -49,20 +49,18 @@ class MemberCollectives(Collectives):
         self.num_ranks, self.rank = len(quorum.members), quorum.rank
 
     def begin_all_reduce_(self, tensor: Tensor, *, dtype: torch.dtype | None = None) -> TensorWork:
-        staged = tensor.cpu()
-        self._run(lambda group: group.allreduce([staged]), all_reduce_bytes(tensor.nbytes, self.num_ranks))
-        return TensorWork(tensor if staged is tensor else tensor.copy_(staged))
+        self._run(lambda group: group.allreduce([tensor]), all_reduce_bytes(tensor.nbytes, self.num_ranks))
+        return TensorWork(tensor)
 
     begin_sum_ = begin_all_reduce_
 
     def begin_all_gather(self, message: Tensor, out: Tensor | None = None) -> TensorWork:
-        sent = message.contiguous().cpu()
+        sent = message.contiguous()
         rows = sent.new_zeros(self.num_ranks, sent.numel())
         rows[self.rank] = sent
         nbytes = all_gather_bytes(message.nbytes, self.num_ranks)
         self._run(lambda group: group.allgather([list(rows.unbind())], [sent]), nbytes)
-        received = rows.to(message.device)
-        return TensorWork(received if out is None else out.copy_(received.view(out.shape)))
+        return TensorWork(rows if out is None else out.copy_(rows.view(out.shape)))
 
     def _run(self, begin: Callable[[dist.ProcessGroup], Any], nbytes: int) -> None:
         if self.num_ranks == 1 or self.has_failed:
@@ -77,15 +75,14 @@ class MemberCollectives(Collectives):
 
 
 class Members(Peers):
-    """The processes of all members: each group is a node, whose processes exchange equal parts with other groups.
+    """The members of a round, each with a whole replica on the host of its leader.
 
     Args:
         membership: finds the members.
         ledger: counts the traffic.
 
     Attributes:
-        membership: as given.
-        between: collectives of this process and the processes with its rank in the other groups.
+        between: their collectives.
         weights: weights of the members in the mean of this round.
     """
 
@@ -94,39 +91,16 @@ class Members(Peers):
 
     def __init__(self, membership: Membership, ledger: TrafficLedger | None = None) -> None:
         super().__init__(None, ledger)
-        self.membership = membership
-        self.between = MemberCollectives(membership, self.ledger)
-        self.node = Collectives(None, self.ledger, "intra")
-        self.local_rank, self.num_local_ranks = self.node.rank, self.node.num_ranks
-        self.is_two_level = self.ledger.has_levels = self.num_local_ranks > 1
+        self._all = self.between = MemberCollectives(membership, self.ledger)
         self.begin(Quorum(0, ("",)))
 
     def begin(self, quorum: Quorum) -> None:
         """Begin a round of the members of a quorum, at first of this group alone; nothing is communicated."""
         self.between.begin(quorum)
-        self.num_participants = self.between.num_ranks
-        self.num_ranks = self.num_participants * self.num_local_ranks
-        self.rank = self.between.rank * self.num_local_ranks + self.local_rank
-        weights = quorum.weights
+        self.num_ranks = self.num_participants = self.between.num_ranks
+        self.rank, weights = self.between.rank, quorum.weights
         self.weights = weights if len({*weights}) > 1 else ()
 
     @property
     def weight(self) -> float:
-        return self.weights[self.between.rank] / self.num_local_ranks if self.weights else super().weight
-
-    def begin_all_reduce_(self, tensor: Tensor, *, dtype: torch.dtype | None = None) -> TensorWork:
-        part = self.between.begin_all_reduce_(self.node.reduce_scatter(tensor)).wait()
-        return TensorWork(tensor.copy_(self.node.gather_parts(part, tensor.numel())) if self.is_two_level else part)
-
-    begin_sum_ = begin_all_reduce_
-
-    def begin_gather(self, message: Tensor) -> TensorWork:
-        received = self.between.begin_all_gather(message).wait()
-        shape = self.num_local_ranks, self.num_participants, message.numel()
-        return TensorWork(self.node.all_gather(received.view(-1)).view(shape))
-
-    def broadcast_(self, tensor: Tensor) -> None:
-        self.node.broadcast_(tensor)
-
-    def close(self) -> None:
-        self.membership.close()
+        return self.weights[self.rank] if self.weights else super().weight

@@ -1,16 +1,19 @@
 """Local SGD whose members come, go and are slow: a round averages the members that are there, weighted by their tokens.
 
-A round of one member, after its local steps:
+A member is a group of processes, one Lightning run. Its processes take local steps together. At the end of a round the
+leader of the group, its first process, has a round with the leaders of the other groups:
 
     heal        a member that is behind takes the state of a member that is not, and moves its own work there:
                 w = new anchor + (w - old anchor);  meanwhile the other members train and have rounds
     quorum      the members of the round, with a row of each: its tokens, steps and anchor; all members compute the
                 weights of the mean from these. A member with other settings than the members that train is refused
+    bring       the processes of the group copy their weights to the host, and bring their shards to the leader
     exchange    the changes of the weights, as in `sync.local`; a member is one participant
     commit      or nothing has happened: the residuals are as before, and the round is repeated
-    apply       anchor = outer(anchor, mean);  w = anchor, plus the work that has not been averaged
+    hand out    anchor = outer(anchor, mean), which the processes of the group receive
+    apply       w = anchor, plus the work that has not been averaged; on all processes at the same step
 
-With `delay_steps`, a thread runs quorum and exchange during the next local steps, whose changes are kept:
+With `delay_steps`, a thread runs all parts but the last one during the next local steps, whose changes are kept:
 w = anchor + (w - w at the begin). A hidden round that fails is repeated without the thread.
 
 If an exchange fails here, another member may still have applied it. If a member takes the state of another member after
@@ -24,14 +27,15 @@ belongs to one member.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import math
 import threading
 import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future
-from dataclasses import dataclass
+from concurrent.futures import Future, wait
+from functools import partial
 from itertools import compress
 from typing import Any, cast
 
@@ -40,201 +44,60 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from lightning_lowbw.comm.collectives import Collectives, broadcast_flat_
-from lightning_lowbw.elastic.membership import GivesUp, Quorum, Row, Settings, digest_of, run_of
-from lightning_lowbw.elastic.peers import Members
+from lightning_lowbw.elastic.group import Group, Orders, Places
+from lightning_lowbw.elastic.membership import GivesUp, Quorum, Row, digest_of, run_of
+from lightning_lowbw.elastic.site import Site, available_bytes
+from lightning_lowbw.elastic.transfer import POLL_S
 from lightning_lowbw.errors import ConfigurationError
 from lightning_lowbw.kernels.reference import are_not_finite
-from lightning_lowbw.kernels.tensors import CPU, as_real, checksum, copy_all_, order_of
+from lightning_lowbw.kernels.tensors import CPU, as_real, device_of
 from lightning_lowbw.method import Method
 from lightning_lowbw.namespaces import LOGGER
-from lightning_lowbw.sync.fragments import Average, Sums, average_status
+from lightning_lowbw.payloads.whole import Whole
+from lightning_lowbw.sync.buffers import BUFFER, VARIANCE, wide_copies
+from lightning_lowbw.sync.fragments import apply_means_
 from lightning_lowbw.sync.local import LocalSync
-from lightning_lowbw.sync.replica import Replica
-from lightning_lowbw.sync.state import Named, on_cpu
-from lightning_lowbw.sync.status import SAVE, STOP, Status, any_of
+from lightning_lowbw.sync.replica import COPY
+from lightning_lowbw.sync.state import on_cpu
 
 _logger = logging.getLogger(LOGGER)
-ANCHORS = 1 << 32  # checksums are compared modulo this
-CHUNK = 1 << 18  # elements of a checksum at a time, the same on all devices: the result depends on it
 EARLY_S = 0.5  # a member that has joined asks for its first quorum so long before the other members
 END_S = 0.2  # between two last quorums
 SETTLE_S = 10.0  # limit for a hidden round before a save or a validation
 EQUAL = ("run", "num_averages", "tokens_seen", "contributed")  # attributes that are the same on all members
-
-
-# A round --------------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Work:
-    """The work of this member with which a round was begun.
-
-    Attributes:
-        step: completed optimizer steps.
-        steps: steps of the round.
-        tokens: tokens of these steps.
-        lr: largest learning rate.
-        residuals: residuals before the exchange.
-        prepared: arguments of `Replica.send_average`.
-    """
-
-    step: int
-    steps: int
-    tokens: float
-    lr: float
-    residuals: Mapping[str, Tensor]
-    prepared: tuple[Average, Named, Named]
-
-
-class Round:
-    """The communication of one member in a round, up to the commit: in a step, or in a thread beside local steps.
-
-    Args:
-        replica: the replica of this member.
-        members: the processes of all members.
-
-    Attributes:
-        hidden: the work of the round in the thread; None if there is no such round.
-    """
-
-    def __init__(self, replica: Replica, members: Members) -> None:
-        self._replica, self._members = replica, members
-        self.hidden: Work | None = None
-        self._result = Future[tuple[Quorum | None, Average | None]]()
-
-    def ask(self, row: Row, settings: Settings, gives_up: GivesUp) -> Quorum | None:
-        """Wait for a quorum, with a row that lacks the checksum of the anchor, which takes a pass over memory."""
-        anchor = int(checksum(self._replica.start.values(), at_a_time=CHUNK)) % ANCHORS
-        return self._members.membership.quorum(row._replace(anchor=float(anchor)), settings, gives_up)
-
-    def exchange(self, quorum: Quorum, work: Work) -> Average | None:
-        """Exchange the work of a round; if no member has any work, only wait for the members, and return None."""
-        self._members.begin(quorum)
-        if not quorum.weights:
-            self._members.between.begin_all_gather(torch.zeros(1))
-            return None
-        # The rows have told everything but the learning rate.
-        status = average_status(Sums(lr=work.lr), None, 0.0, 0, self._members, self._replica.params.device)
-        return self._replica.send_average(*work.prepared, status)
-
-    def hide(self, work: Work, row: Row, settings: Settings, gives_up: GivesUp) -> None:
-        """Begin a round in a thread, with the weights as they are now."""
-        self.hidden, self._result = work, Future()
-        self._members.between.is_hidden = True
-
-        def run() -> None:
-            try:
-                with torch.no_grad(), torch.cuda.device_of(torch.empty(0, device=self._replica.params.device)):
-                    quorum = self.ask(row, settings, gives_up)
-                    average = None if quorum is None or quorum.healed is not None else self.exchange(quorum, work)
-                    self._result.set_result((quorum, average))
-            except BaseException as error:  # noqa: BLE001 - raised by the wait for the round
-                self._result.set_exception(error)
-
-        threading.Thread(target=run, name="lowbw-round", daemon=True).start()
-
-    def wait(self) -> tuple[Quorum | None, Average | None]:
-        """Wait for the round in the thread, which is no longer hidden."""
-        self.hidden = None
-        with self._members.ledger.waiting(CPU):
-            found = self._result.result()
-        self._members.between.is_hidden = False
-        return found
-
-
-# The state of one member: functions of its replica --------------------------------------------------------------------
-
-
-def tensors_of(replica: Replica) -> tuple[list[Tensor], list[Tensor]]:
-    """Return the tensors that are averaged, and their anchors."""
-    buffers = replica.buffers.now()
-    now = [*(p.detach() for p in replica.start), *(buffers[name] for name in replica.buffers.start)]
-    return list(map(as_real, now)), [*replica.start.values(), *replica.buffers.start.values()]
-
-
-def set_work_(replica: Replica, work: Sequence[Tensor] | None) -> None:
-    """Set the weights to the anchor plus the work that has not been averaged; None: to the anchor."""
-    now, anchors = tensors_of(replica)
-    copy_all_(now, anchors if work is None else list(torch._foreach_add(anchors, list(work))))
-    (fragment,) = replica.fragments
-    fragment.moved = {} if work is None else dict.fromkeys(replica.start)
-
-
-def set_residuals_(replica: Replica, residuals: Mapping[str, Tensor]) -> None:
-    """Set the residuals; a residual that is not given becomes zero."""
-    for name, residual in replica.residuals.items():
-        residual.copy_(residuals[name]) if name in residuals else residual.zero_()
-
-
-def settings_of(replica: Replica) -> dict[str, str]:
-    """Return the form of the tensors that are averaged, which is the same on all members, by name."""
-    settings = {}
-    for p in replica.start:
-        # Averages send elements in the order of memory, which channels_last changes.
-        in_memory = "" if order_of(p) == tuple(range(p.dim())) else f", dimensions in memory {[*order_of(p)]}"
-        settings[f"parameter {replica.params.name_of(p)}"] = f"{p.dtype} of shape {[*p.shape]}{in_memory}"
-    floating = ((name, t) for name, t in replica.buffers.now().items() if name in replica.buffers.start)
-    return settings | {f"buffer {name}": f"{t.dtype} of shape {[*t.shape]}" for name, t in floating}
-
-
-def shared_tensors(replica: Replica) -> Named:
-    """Return the tensors of the anchor, which are the same on all members, in one order."""
-    name_of = replica.params.name_of
-    return {
-        **{f"start/{name_of(p)}": start for p, start in replica.start.items()},
-        **{f"velocity/{name_of(p)}": velocity for p, velocity in replica.velocity.items()},
-        **{f"buffers/{name}": start for name, start in replica.buffers.start.items()},
-    }
-
-
-def take_anchor_(replica: Replica, tensors: Mapping[str, Tensor], velocity: Iterable[str], node: Collectives) -> None:
-    """Take the anchor of another member.
-
-    Collective: the processes of the group.
-
-    Args:
-        replica: the replica of this member.
-        tensors: the other member's `shared_tensors`; empty on all processes of the group but the first one.
-        velocity: names of the parameters that have an outer velocity there.
-        node: the processes of the group.
-    """
-    starts = {replica.params.name_of(p): (p, start) for p, start in replica.start.items()}
-    replica.velocity = {p: torch.empty_like(start) for p, start in map(starts.__getitem__, velocity)}
-    for key, tensor in shared_tensors(replica).items():
-        if tensors:
-            tensor.copy_(tensors[key])
-        if node.num_ranks > 1:
-            broadcast_flat_([tensor], node.broadcast_)
-
-
-# One member -----------------------------------------------------------------------------------------------------------
+# Attributes that the leader decides on, and all processes of its group have after a round.
+TOLD = (*EQUAL, "step", "num_skipped", "has_communicated", "healed", "is_hiding", "_steps", "_ends_s")
 
 
 class ElasticSync(LocalSync):
-    """The replica of one group, whose averages are rounds; see `LocalSync` for a step.
+    """One process of a group, whose averages are rounds of the group's leader; see `LocalSync` for a step.
 
-    It overrides `_average_due` and `finish`, and adds values to the state.
+    It overrides `begin`, `_average_due` and `finish`, and adds values to the state. Methods that begin with ``_each_``
+    are orders of the leader: all processes of the group run them.
 
     Args:
         method: `EveryK` with `Whole` or `TopK`; see `check_elastic`.
-        members: the processes of all members.
-        named_buffers: returns the buffers by name; floating ones are averaged, the other ones belong to each member.
+        group: the processes of this group.
+        named_buffers: returns the buffers by name; floating ones are averaged, as the leader has them; the other ones
+            belong to each process.
         round_s: seconds after which a round ends, instead of the method's `k_steps`.
+        shapes: the shapes of the whole parameters, if the processes have shards.
 
     Attributes:
-        tokens: tokens of the local steps that have not been averaged; the caller adds the tokens of each batch, or
-            a step counts 1.
+        site: the state of the group; on the leader, else None.
+        tokens: tokens of the local steps of this process that have not been averaged; the caller adds the tokens of
+            each batch, or a step counts 1.
         tokens_seen: tokens of all members, averaged so far.
         contributed: the round in which each member was last averaged, by name.
         last_step: step at which the training ends, for all members with the same round; infinity: never.
         settings: more values that have to be the same on all members, by name.
         share: returns more state for a member that is behind: plain values and tensors.
         healed: the result of another member's `share`, which the caller is to apply; None if there is nothing.
-        should_stop: returns whether this process is asked to stop; then it does not wait for a quorum.
+        should_stop: returns whether this process is asked to stop; then its group does not wait for a quorum.
         max_wait_s: limit for the wait for other groups, after the first round.
         run: the training to which the rounds belong; before the first round, the training that it would begin.
         num_skipped: steps that the last round has added to `step`: taken by the fastest member and not by this one.
+        is_hiding: whether a thread runs a round.
     """
 
     def __init__(
@@ -242,21 +105,26 @@ class ElasticSync(LocalSync):
         method: Method,
         optimizer: Optimizer,
         named_parameters: Iterable[tuple[str, Parameter]],
-        members: Members,
+        group: Group,
         named_buffers: Callable[[], Mapping[str, Tensor]] = dict,
         *,
         round_s: float | None = None,
+        shapes: Mapping[Parameter, Sequence[int]] | None = None,
     ) -> None:
         check_elastic(method)
-        super().__init__(method, optimizer, named_parameters, members, named_buffers)
-        if self._when.delay_steps and members.num_local_ranks > 1:
-            raise ConfigurationError(
-                f"{method}, in a group of {members.num_local_ranks} processes: a round is hidden in groups of one "
-                "process. Leave out delay_steps, or start each process as a group of its own."
-            )
-        self.members, self.membership = members, members.membership
-        self.round = Round(self.replica, members)
+        # The site exchanges; a process of its group only has its weights, and the anchor, which it shows.
+        super().__init__(dataclasses.replace(method, what=Whole()), optimizer, named_parameters, group, named_buffers)
+        method.what.check_names(self.params.names())
+        self.method, self.group, self.replica.needs_start = method, group, False
+        self.site: Any = None
+        self.membership: Any = group.membership
+        if group.membership is not None:
+            of_leader = self.params.by_name(), shapes or {}, group.membership, group.ledger
+            self.site = Site(method, *of_leader)
         (self._all,) = self.fragments
+        self._places: dict[str, Places] = {}  # the parts that the processes of the group have, by name
+        self._now: dict[str, Tensor] = {}  # on the host: the weights of this process when the round began, by name
+        self._began: tuple[int, int, float] = 0, 0, 0.0  # the step at which it began, its steps and tokens
         self.tokens = self.tokens_seen = 0.0
         self.contributed: dict[str, int] = {}
         self.last_step = math.inf
@@ -276,8 +144,33 @@ class ElasticSync(LocalSync):
         self._late_s = math.inf  # when this member stops to wait for other groups
         self._batch_s = math.inf  # when the last batch began
         self._step_s = self._longest_s = 0.0  # time of the last step, and of the longest
+        self.is_hiding = False
+        self._hidden = Future[Any]()  # of the thread: the quorum, whether it has exchanged, whether the round counts
+        self._set_aside: dict[str, Tensor] = {}  # work, while another anchor is taken
+
+    def use(self, method: Any) -> None:
+        super().use(method)
+        if self.site is not None:
+            self.site.use(method)
 
     # Steps ------------------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def begin(self) -> None:
+        """Keep the anchor of tensors that have none, on the host; see `LocalSync`.
+
+        Collective: the processes of the group, if there are such tensors.
+        """
+        if not self.buffers.is_begun:
+            self.buffers.agree_on_shapes()
+            self.buffers.is_begun, now = True, self.buffers.now()
+            floating = [name for name in self.buffers.specs if self.buffers.is_averaged(name) and name in now]
+            copies = wide_copies([now[name] for name in floating])
+            self.buffers.start = {name: copy.cpu() for name, copy in zip(floating, copies, strict=True)}
+        super().begin()
+        if new := [name for name in self._starts() if name not in self._places]:
+            device_of(self.params.device).join(COPY, on_host=True)
+            self._lead(partial(self._take_in, new))
 
     @torch.no_grad()
     def join(self) -> None:
@@ -288,6 +181,9 @@ class ElasticSync(LocalSync):
         """
         self.begin()
         self.healed, self.num_skipped = None, 0
+        self._lead(self._join)
+
+    def _join(self) -> None:
         self._offer()
         self._wait_from_now()
         shared = self.membership.state_of_others(*self._row_and_settings(), self._gives_up)
@@ -299,7 +195,11 @@ class ElasticSync(LocalSync):
     def begin_batch(self) -> None:
         """Note that a batch begins, of the training or a validation: this group does not hang."""
         self._batch_s = time.monotonic()
-        self.membership.note(self._longest_s)
+        self._note(self._longest_s)
+
+    def _note(self, longest_s: float) -> None:
+        if self.membership is not None:
+            self.membership.note(longest_s)
 
     @torch.no_grad()
     def _average_due(self) -> None:
@@ -311,20 +211,22 @@ class ElasticSync(LocalSync):
         self._last_batch = self.batch
         self._step_s = max(0.0, time.monotonic() - self._batch_s)
         self._longest_s = max(self._longest_s, self._step_s)
-        self.membership.note(self._longest_s)
+        self._note(self._longest_s)
         self.healed, self.num_skipped, self.has_communicated = None, 0, False
         self._wait_from_now()
-        is_due = self.round.hidden is not None and (self._steps >= self._when.delay_steps or self._is_over())
-        if is_due and not self._take_round():
+        is_due = self._is_over() or (self.is_hiding and self._steps >= self._when.delay_steps)
+        if self._ends_s < math.inf:  # by the leader's clock
+            is_due = self.group.orders.tell(is_due)
+        if is_due:
+            self._lead(self._end_round)
+
+    def _end_round(self) -> None:
+        if self.is_hiding and not self._take_round():
             return  # the other groups have not come
         if not self.is_complete and self._is_over():
-            self.tokens = self.tokens or float(self._steps)  # if the caller counts none
+            self._order("count_steps")
             if self._when.delay_steps and self.step < self.last_step:
-                self._restart_if_not_finite()
-                row, settings = self._row_and_settings()
-                self.round.hide(self._begin(), row, settings, self._gives_up)
-                self._begin_clock()
-                self.has_communicated = True
+                self._hide()
             else:
                 self._take_round()
 
@@ -335,8 +237,11 @@ class ElasticSync(LocalSync):
         This ends after `grace_s`, or when all members that were ever averaged have come.
         """
         self.settle()
+        self._lead(partial(self._end, grace_s))
+
+    def _end(self, grace_s: float) -> None:
         ends_s = time.monotonic() + grace_s
-        while self.is_complete and not self._any_in_node(time.monotonic() >= ends_s)[0]:
+        while self.is_complete and time.monotonic() < ends_s:
             quorum = self._ask(lambda: time.monotonic() >= ends_s)
             if quorum is None or (self._try_round(quorum) and self.contributed.keys() <= {*quorum.members}):
                 return
@@ -346,17 +251,19 @@ class ElasticSync(LocalSync):
     def _steps(self) -> int:
         return self._all.steps or 0
 
+    @_steps.setter
+    def _steps(self, steps: int) -> None:
+        self._all.steps = steps
+
     @property
     def is_complete(self) -> bool:
         """Whether the last step has been averaged."""
-        return self.step >= self.last_step and not self._steps and self.round.hidden is None
+        return self.step >= self.last_step and not self._steps and not self.is_hiding
 
     def _is_over(self) -> bool:
-        """Return whether the round ends with this step; the same on all processes of the group."""
+        """Return whether the round ends with this step; by the clock of this process."""
         is_over = self.step >= self.last_step or (self.round_s is None and self._steps >= self.plan.k_steps)
-        if self._ends_s == math.inf:
-            return is_over
-        return self._any_in_node(is_over or time.monotonic() >= self._ends_s)[0]
+        return is_over or time.monotonic() >= self._ends_s
 
     def _begin_clock(self) -> None:
         self._ends_s = math.inf if self.round_s is None else time.monotonic() + self.round_s
@@ -371,13 +278,184 @@ class ElasticSync(LocalSync):
         """Begin to wait for other groups: without limit before the first round, then for `max_wait_s`."""
         self._late_s = time.monotonic() + (self.max_wait_s if self.num_averages else math.inf)
 
-    def _gives_up(self) -> bool:
-        return bool(self.requests.asked) or self.should_stop() or time.monotonic() >= self._late_s
+    # Orders -----------------------------------------------------------------------------------------------------------
 
-    def _any_in_node(self, *flags: bool | Tensor) -> list[bool]:
-        message = torch.tensor(flags, dtype=torch.float32, device=self.params.device)
-        self.members.node.all_reduce_(message)
-        return [number > 0 for number in message.tolist()]
+    def _lead(self, section: Callable[[], Any]) -> None:
+        """Run a section on the leader, while the other processes carry out its orders; then all have its values."""
+        told = self.group.orders.lead(
+            partial(self._carry_out, self.group.orders), section, lambda: {name: getattr(self, name) for name in TOLD}
+        )
+        for name, value in told.items() if self.site is None else ():
+            setattr(self, name, value)
+
+    def _carry_out(self, orders: Orders, name: str, *values: Any) -> Any:
+        with torch.no_grad():
+            return getattr(self, f"_each_{name}")(orders, *values)
+
+    def _order(self, name: str, *values: Any) -> list[Any]:
+        return self.group.orders.order(name, *values)
+
+    def _gives_up(self, orders: Orders | None = None) -> bool:
+        asked = (orders or self.group.orders).order("poll")
+        return any(map(any, asked)) or time.monotonic() >= self._late_s
+
+    def _each_poll(self, orders: Orders) -> tuple[int, bool]:
+        return self.requests.asked, self.should_stop()
+
+    def _each_agree_on(self, orders: Orders, requests: int) -> None:
+        self.requests.agree_on(requests)
+
+    def _each_count_steps(self, orders: Orders) -> None:
+        self.tokens = self.tokens or float(self._steps)  # if the caller counts none
+
+    def _each_tokens(self, orders: Orders) -> float:
+        return self.tokens
+
+    def _each_has_faults(self, orders: Orders) -> bool:
+        is_late = self.site is not None and self.site.has_late_faults()
+        return is_late or bool(are_not_finite(list(self._live().values())).any())
+
+    def _each_restart(self, orders: Orders) -> None:
+        """Go on from the anchor, without the tokens of this round and the momentum of the optimizer."""
+        for name, start in self._starts().items():
+            self._live()[name].copy_(start)
+        self._all.moved.clear()
+        self.optimizer.state.clear()
+        self.tokens = 0.0
+
+    def _each_place(self, orders: Orders, places: Mapping[str, Places]) -> None:
+        self._places.update(places)
+
+    def _each_numels(self, orders: Orders, names: Sequence[str]) -> list[int]:
+        starts = self._starts()
+        return [starts[name].numel() for name in names]
+
+    def _each_bring(self, orders: Orders, names: Sequence[str], is_anchor: bool) -> None:
+        """Bring the anchor, or the weights with which the round began, to the leader."""
+        if self.site is not None:
+            tensors = self.site.anchors() if is_anchor else self.site.weights()
+        else:
+            tensors = self._starts() if is_anchor else self._now
+        for name in names:
+            if self._places[name] is not None:
+                orders.bring(tensors[name], self._places[name])
+
+    def _each_hand_out(self, orders: Orders, names: Sequence[str]) -> None:
+        """Take the anchor of the leader."""
+        anchors = self._starts() if self.site is None else self.site.anchors()
+        for name in names:
+            orders.hand_out(anchors[name], self._places[name])
+        if self.site is not None:
+            self.buffers.start = dict(self.site.replica.buffers.start)
+
+    def _each_begin(self, orders: Orders, names: Sequence[str]) -> None:
+        """Copy the weights of this process to the host; the steps that follow belong to the next round."""
+        live = self._live()
+        for name in names:
+            if name not in self._now:
+                self._now[name] = self._room_for(name, live[name])
+            self._now[name].copy_(live[name], non_blocking=True)
+        device_of(self.params.device).synchronize()
+        self._began = self.step, self._steps, self.tokens
+        self.tokens, self._all.steps = 0.0, 0
+
+    def _each_restore(self, orders: Orders) -> None:
+        """Take the work of a round back that does not count."""
+        _, steps, tokens = self._began
+        self.tokens += tokens
+        self._all.steps = self._steps + steps
+
+    def _each_apply(self, orders: Orders, names: Sequence[str], has_ended: bool) -> None:
+        """Set the weights to the anchor, and keep the steps since the begin of the round."""
+        live, starts, device, has_moved = self._live(), self._starts(), self.params.device, self._steps > 0
+        for name in names:
+            x, before = (each[name].to(device, starts[name].dtype, copy=True) for each in (starts, self._now))
+            apply_means_([live[name]], [before], [x], [has_moved], None)
+            if name.startswith(BUFFER) and name.endswith(VARIANCE):
+                live[name].clamp_min_(0.0)
+        if names:
+            by_name = self.params.by_name()
+            self._all.moved = dict.fromkeys(by_name[name] for name in names if name in by_name) if has_moved else {}
+            if has_ended:  # steps since the begin of the round come after the end
+                self._all.steps = 0
+
+    def _each_hide(self, orders: Orders) -> None:
+        """Begin to run a round in a thread, with the weights of `_each_begin`."""
+        self.is_hiding, self._hidden, hidden = True, Future(), self.group.hidden
+
+        def run() -> None:
+            try:
+                with torch.no_grad():
+                    hidden.lead(partial(self._carry_out, hidden), self._run_hidden)
+                    if self.site is None:
+                        self._hidden.set_result(None)
+            except BaseException as error:  # noqa: BLE001 - raised by the wait for the round
+                self._hidden.set_exception(error)
+
+        threading.Thread(target=run, name="lowbw-round", daemon=True).start()
+
+    def _each_arrive(self, orders: Orders) -> None:
+        """Wait for the thread, whose round has ended."""
+        wait([self._hidden])
+        self.is_hiding = False
+
+    def _each_set_aside(self, orders: Orders, keeps: bool) -> None:
+        """Set the work of this process aside, or drop it, while the leader takes another anchor."""
+        self.tokens *= keeps
+        live, starts = self._live(), self._starts() if keeps else {}
+        self._set_aside = {
+            name: live[name].to(start.dtype) - start.to(live[name].device) for name, start in starts.items()
+        }
+
+    def _each_put_back(self, orders: Orders, steps: int) -> None:
+        """Set the weights to the anchor plus the work that was set aside."""
+        live, work = self._live(), self._set_aside
+        for name, start in self._starts().items():
+            live[name].copy_(start.to(live[name].device) + work[name] if work else start)
+        self._all.moved = dict.fromkeys(self.replica.start) if work else {}
+        self._set_aside, self._all.steps = {}, steps
+
+    # The tensors of this process, by name -----------------------------------------------------------------------------
+
+    def _starts(self) -> dict[str, Tensor]:
+        """Return the anchor of each tensor that is averaged; on the host."""
+        buffers = {f"{BUFFER}{name}": start for name, start in self.buffers.start.items()}
+        return {self.params.name_of(p): start for p, start in self.replica.start.items()} | buffers
+
+    def _live(self) -> dict[str, Tensor]:
+        """Return the tensors that are averaged, as the training has them."""
+        now = self.buffers.now()
+        buffers = {f"{BUFFER}{name}": as_real(now[name]) for name in self.buffers.start}
+        return {self.params.name_of(p): as_real(p.detach()) for p in self.replica.start} | buffers
+
+    def _room_for(self, name: str, live: Tensor) -> Tensor:
+        """Return memory of the host for a tensor of this process; on the leader a part of the whole tensor."""
+        if self.site is not None and not name.startswith(BUFFER):
+            return self.site.own(name, self.site.weights()[name], live)
+        return torch.empty_like(live, device="cpu", pin_memory=live.is_cuda)
+
+    def _take_in(self, new: Sequence[str]) -> None:
+        """Take in tensors that have no anchor on the leader: from a state that was loaded, or as they are now."""
+        site, by_name = self.site, self.params.by_name()
+        numels = zip(*self._order("numels", new), strict=True)
+        places: dict[str, Places] = {}
+        for name, of_processes in zip(new, numels, strict=True):
+            places[name] = site.place(name, by_name.get(name), of_processes)
+        self._order("place", places)
+        starts = self._starts()
+        lacking = site.begin({name: starts[name] for name in new}, self.buffers.now())
+        for parameter, start in self.replica.start.items():
+            if (name := self.params.name_of(parameter)) in new:
+                self.replica.start[parameter] = site.own(name, site.anchors()[name], start)
+        self._order("bring", lacking, True)
+        self._order("hand_out", [name for name in new if name not in lacking or name.startswith(BUFFER)])
+        needed, there = site.needs_bytes(), available_bytes()
+        if needed > there:
+            raise ConfigurationError(
+                f"A round needs up to {needed / 1e9:.3g} GB of memory on the host of the first process of this group, "
+                f"24 bytes per trained parameter, and {there / 1e9:.3g} GB are free. Start the first process on a host "
+                "with more memory, or train fewer parameters (LoRA)."
+            )
 
     # Rounds -----------------------------------------------------------------------------------------------------------
 
@@ -388,7 +466,7 @@ class ElasticSync(LocalSync):
             TimeoutError: the other members have not come in `max_wait_s`.
         """
         self.has_communicated = True
-        is_over, quorum = (False, None) if self.round.hidden is None else self._end_hidden(self.round.hidden)
+        is_over, quorum = self._end_hidden() if self.is_hiding else (False, None)
         while not is_over:
             if quorum is None or quorum.healed is None:
                 self._restart_if_not_finite()
@@ -396,10 +474,12 @@ class ElasticSync(LocalSync):
             if quorum is None:
                 break
             is_over, quorum = self._try_round(quorum), None
-        own = self.requests.asked
-        asked = self._any_in_node(bool(own & STOP), bool(own & SAVE), self.should_stop())
-        self.requests.agree_on(STOP * asked[0] | SAVE * asked[1])
-        if not (is_over or any(asked)):
+        requests, stops = zip(*self._order("poll"), strict=True)
+        asked = 0
+        for each in requests:
+            asked |= each
+        self._order("agree_on", asked)
+        if not (is_over or asked or any(stops)):
             raise TimeoutError(
                 f"Too few groups have come to the end of round {self.num_averages + 1} in {self.max_wait_s:g} s: the "
                 "other groups have ended the training, or are lost. If they come back later, start this group again "
@@ -410,8 +490,9 @@ class ElasticSync(LocalSync):
         return is_over
 
     def _ask(self, gives_up: GivesUp) -> Quorum | None:
-        with self.members.ledger.waiting(CPU):
-            return self.round.ask(*self._row_and_settings(), gives_up)
+        with self.group.ledger.waiting(CPU):
+            quorum: Quorum | None = self.site.ask(*self._row_and_settings(), gives_up)
+            return quorum
 
     def _try_round(self, quorum: Quorum) -> bool:
         """Try a round; return whether local steps follow: else it is repeated, maybe with the state of another member.
@@ -422,25 +503,53 @@ class ElasticSync(LocalSync):
             self._heal(quorum.healed)
             is_awaited = len(quorum.members) > 1
             return self.is_complete or not (is_awaited or self._is_over())
-        work = self._begin()
-        counts = self._commit(work, quorum, self.round.exchange(quorum, work))
+        counts = self._conclude(quorum, *self._exchange_round(self.group.orders, quorum, self._begin()))
         self._begin_clock()
         return counts
 
-    def _end_hidden(self, work: Work) -> tuple[bool, Quorum | None]:
+    def _hide(self) -> None:
+        """Begin a round in a thread; the steps that follow belong to the next round."""
+        self._restart_if_not_finite()
+        row, settings = self._row_and_settings()
+        names = self._begin()
+        self._asks = row, settings, names
+        self.site.members.between.is_hidden = True
+        self._order("hide")
+        self._begin_clock()
+        self.has_communicated = True
+
+    def _run_hidden(self) -> None:
+        row, settings, names = self._asks
+        hidden = self.group.hidden
+        quorum = self.site.ask(row, settings, partial(self._gives_up, hidden))
+        found = False, False
+        if quorum is not None and quorum.healed is None:
+            found = self._exchange_round(hidden, quorum, names)
+        self._hidden.set_result((quorum, *found))
+
+    def _end_hidden(self) -> tuple[bool, Quorum | None]:
         """Wait for the hidden round; return whether it counts, and its quorum."""
-        self.membership.note(math.inf)
-        quorum, average = self.round.wait()
-        return self._commit(work, quorum, average), quorum
+        self._note(math.inf)
+        with self.group.ledger.waiting(CPU):
+            while not wait([self._hidden], POLL_S).done:
+                self._order("poll")  # which the other processes wait for
+        self._order("arrive")
+        quorum, has_exchanged, counts = self._hidden.result()
+        self.site.members.between.is_hidden = False
+        return self._conclude(quorum, has_exchanged, counts), quorum
 
     def settle(self) -> bool:
         """Apply the hidden round, or restore its work if the other groups do not come; return whether there was one."""
-        if self.round.hidden is None:
+        if not self.is_hiding:
             return False
         self.healed, self.num_skipped, self._late_s = None, 0, time.monotonic() + SETTLE_S
+
+        def section() -> None:
+            self._end_hidden()
+            self._repeat_last_step()
+
         with torch.inference_mode(False), torch.no_grad():  # tensors made here outlive an evaluation
-            self._end_hidden(self.round.hidden)
-        self._repeat_last_step()
+            self._lead(section)
         return True
 
     def _repeat_last_step(self) -> None:
@@ -450,78 +559,76 @@ class ElasticSync(LocalSync):
 
     def _row_and_settings(self) -> tuple[Row, dict[str, str]]:
         """Return the row of this member, without the anchor, and the settings that members compare."""
-        method, processes = cast("Method", self.method), self.members.num_local_ranks
-        settings = {**method.settings(), "processes": processes, **settings_of(self.replica), **self.settings}
+        settings = {**cast("Method", self.method).settings(), **self.site.settings(), **self.settings}
         told = {name: f"{value}" for name, value in settings.items()}
-        tokens = torch.tensor([self.tokens], dtype=torch.float64).to(self.params.device)
-        self.members.node.all_reduce_(tokens)
-        state_bytes = processes * sum(tensor.nbytes for tensor in shared_tensors(self.replica).values())
         return Row(
             rounds=self.num_averages,
             step=self.step,
-            tokens=float(tokens),
-            state_bytes=float(state_bytes),
+            tokens=sum(self._order("tokens")),
+            state_bytes=float(sum(tensor.nbytes for tensor in self.site.shared().values())),
             settings=digest_of(told),
             run=self.run,
             is_new=self._is_new,
             has_ended=self.is_complete,
         ), told
 
-    def _begin(self) -> Work:
-        """Begin a round with the present work; the steps that follow belong to the next round."""
+    def _begin(self) -> list[str]:
+        """Begin a round with the present work; return the names of its tensors."""
         if resized := self.buffers.changed():
             raise ConfigurationError(
                 f"Step {self.step}: the module has registered, removed or resized buffers since the fit began: "
                 f"{', '.join(resized)}. Give them their size before the fit, or name them in the module's "
                 "_ddp_params_and_buffers_to_ignore."
             )
-        trained = [p for p in self._all.parameters if p.requires_grad and p.numel()]  # the same on all members
-        prepared = self.replica.prepare_average(self.step, trained, takes_buffers=True)
-        residuals = {name: residual.clone() for name, residual in self.replica.residuals.items()}
-        work = Work(self.step, self._steps, self.tokens, self._lr, residuals, prepared)
+        trained = {name: parameter.requires_grad for name, parameter in self.params.by_name().items()}
+        now = self.buffers.now()
+        names: list[str] = self.site.look(trained, {name: now[name] for name in self.buffers.start})
+        self._order("begin", names)
         if self.step >= self.last_step:  # a state without steps would say that the training has ended
             self.membership.serve(None)
-        self.tokens, self._all.steps = 0.0, 0
-        return work
+        return names
 
-    def _commit(self, work: Work, quorum: Quorum | None, average: Average | None) -> bool:
+    def _exchange_round(self, orders: Orders, quorum: Quorum, names: Sequence[str]) -> tuple[bool, bool]:
+        """Exchange the work of a round; return whether there was work, and whether the round counts.
+
+        If it counts the processes of the group have the new anchor, and the weights are as before.
+        """
+        if quorum.weights:
+            orders.order("bring", names, False)
+        average = self.site.exchange(quorum, self._began[0], self._lr)
+        counts = self.membership.commit()
+        if not counts:
+            self.site.restore_residuals_()
+        elif average is not None:
+            self.membership.serve(None)
+            self.site.move_(quorum, average)
+            orders.order("hand_out", names)
+        return average is not None, counts
+
+    def _conclude(self, quorum: Quorum | None, has_work: bool, counts: bool) -> bool:
         """Apply a round if it counts; else restore the work. Return whether it counts."""
-        if quorum is not None and quorum.healed is None and self.membership.commit():
+        if counts and quorum is not None:
             self._is_unsure = False
-            self._apply(work, quorum, average)
+            self._apply(quorum, has_work)
             return True
-        self._is_unsure = self._is_unsure or average is not None
-        set_residuals_(self.replica, work.residuals)
-        self.tokens += work.tokens
-        self._all.steps = self._steps + work.steps
+        self._is_unsure = self._is_unsure or has_work
+        self._order("restore")
         self.membership.serve(self.shared_state)
         return False
 
-    def _apply(self, work: Work, quorum: Quorum, average: Average | None) -> None:
-        """Apply the average of a round that counts; nothing is communicated.
-
-        Args:
-            work: the work with which it was begun; this member may have taken steps since.
-            quorum: quorum of the round.
-            average: its average; None if there was no work.
-        """
+    def _apply(self, quorum: Quorum, has_work: bool) -> None:
+        """Apply a round that counts; the anchor has been moved."""
         rows, weights = dict(zip(quorum.members, quorum.rows, strict=True)), quorum.weights
         self._is_new = False
         if not self.num_averages:
             self.run = run_of(rows)
         self.membership.serve(None)
         latest = max(row.step for row in rows.values())
-        before, self.step = self.step, int(min(self.step + latest - work.step, self.last_step))
+        before, self.step = self.step, int(min(self.step + latest - self._began[0], self.last_step))
         self.num_skipped += self.step - before
-        if average is not None:
-            if not weights[quorum.rank]:
-                set_residuals_(self.replica, work.residuals)  # this member has sent no work
-            means, numbers = average.wait_for_whole()
-            sums = Sums(*Status.read(numbers.tolist(), self.peers.num_ranks).sums)
-            self._all.moved = dict.fromkeys(average.parameters) if self._steps else {}
-            self._apply_average(average, means, sums, self._all.moved)
-            if latest >= self.last_step:  # steps since the begin of the round come after the end
-                self._all.steps = 0
+        if has_work:
+            self._order("apply", [*self._now], latest >= self.last_step)
+            self.num_averages += 1
             self.tokens_seen += sum(row.tokens for row in rows.values())
             # A new mapping: the old one may be shared.
             self.contributed = self.contributed | dict.fromkeys(compress(rows, weights), self.num_averages)
@@ -529,18 +636,14 @@ class ElasticSync(LocalSync):
 
     def _restart_if_not_finite(self) -> None:
         """Go on from the anchor if local steps have left an inf or NaN, without their tokens and momentum."""
-        flags = [are_not_finite(tensors_of(self.replica)[0]), self._late_faults().any(self.params.device)]
-        if self._any_in_node(any_of(flags, self.params.device))[0]:
+        if any(self._order("has_faults")):
             _logger.warning(
                 "Step %d has left an inf or NaN: the work of this group in this round is left out. If this repeats, "
                 "lower the learning rate or clip the gradients, and start the groups again from their checkpoints.",
                 self.step,
             )
-            set_work_(self.replica, None)
-            set_residuals_(self.replica, {})
-            self.optimizer.state.clear()
-            self.tokens = 0.0
-            self._forget_late_faults()
+            self._order("restart")
+            self.site.drop_residuals_()
 
     # State ------------------------------------------------------------------------------------------------------------
 
@@ -552,8 +655,8 @@ class ElasticSync(LocalSync):
     def shared_state(self) -> dict[str, Any]:
         """Return the state that a member that is behind takes: "tensors", not copied, and plain values."""
         return {
-            "tensors": shared_tensors(self.replica),
-            "velocity": list(map(self.params.name_of, self.replica.velocity)),
+            "tensors": self.site.shared(),
+            "velocity": list(map(self.site.replica.params.name_of, self.site.replica.velocity)),
             **{name: getattr(self, name) for name in EQUAL},
             "step": self.step,
             "steps": self._steps,
@@ -567,21 +670,23 @@ class ElasticSync(LocalSync):
         Work that other members may have counted already is dropped, with its tokens and the residuals; see the module.
         Work that began at the weights of another run is dropped, too.
         """
+        tokens, keeps = sum(self._order("tokens")), True
         if self._is_unsure or shared["run"] != self.run:
-            if self.tokens:
-                _logger.warning("Work of %g tokens is dropped: other groups may have counted it already.", self.tokens)
-            self.tokens = 0.0
-            set_residuals_(self.replica, {})
-        changes = [now.to(anchor.dtype) - anchor for now, anchor in zip(*tensors_of(self.replica), strict=True)]
+            if tokens:
+                _logger.warning("Work of %g tokens is dropped: other groups may have counted it already.", tokens)
+            keeps = False
+            self.site.drop_residuals_()
+        self._order("set_aside", keeps and bool(tokens))
         self.membership.serve(None)
-        take_anchor_(self.replica, shared["tensors"], shared["velocity"], self.members.node)
-        set_work_(self.replica, changes if self.tokens else None)
+        self.site.take_(shared["tensors"], shared["velocity"])
+        self._order("hand_out", [*self._places])
+        self._order("put_back", shared["steps"])
         self._is_unsure = False
         self._wait_from_now()
         self._ends_s = time.monotonic() + shared["left_s"]
         for key in (*EQUAL, "step"):
             setattr(self, key, shared[key])
-        self._all.steps, self.healed = shared["steps"], shared["others"]
+        self.healed = shared["others"]
         self._offer()
         # A warning: the state may come from an old checkpoint of a group that begins together with this one.
         _logger.warning("This group has taken the state after round %d of run %r.", self.num_averages, self.run)
@@ -596,16 +701,27 @@ class ElasticSync(LocalSync):
 
     def state_dict(self) -> dict[str, Any]:
         self.settle()
-        # Its rank inside the group: the rank among all processes may change with the members.
-        rank = self.members.local_rank, self.members.num_local_ranks
         equal = {name: getattr(self, name) for name in EQUAL}
-        return {**super().state_dict(), "elastic": equal, "rank": rank, "tokens": self.tokens}
+        site = {} if self.site is None else {"site": self.site.state_dict()}
+        return {**super().state_dict(), **site, "start": {}, "elastic": equal, "tokens": self.tokens}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         super().load_state_dict(state)
         for name, value in state.get("elastic", {}).items():
             setattr(self, name, value)
         self.tokens = state["tokens"] if state.get("own") else 0.0  # tokens without the work count for nothing
+        self._places, self.buffers.is_begun = {}, False
+
+    @torch.no_grad()
+    def _load_own(self, state: Mapping[str, Any]) -> None:
+        # The model has the weights of the checkpoint, which is the anchor: the site has it exactly, and hands it out.
+        self.replica.start = {}
+        self.replica.keep_starts()
+        device_of(self.params.device).join(COPY, on_host=True)
+        shown = {self.params.name_of(p): start for p, start in self.replica.start.items()}
+        super()._load_own({**state, "start": shown})
+        if self.site is not None and "site" in state:
+            self.site.load_state_dict(state["site"])
 
 
 def check_elastic(method: Method) -> None:

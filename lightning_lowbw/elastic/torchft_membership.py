@@ -7,7 +7,7 @@ a group vote. All members compare the same rows and leave out the same groups, f
 `torchft.Manager` is not used: one failed quorum leaves it unusable, its healing is pickle over unauthenticated HTTP,
 its server ends the process at anybody's request, and it waits in vain for an answer after a restart of the lighthouse.
 
-A round of two groups; B has just joined; the processes of a group agree after each line:
+A round of two groups, by their leaders; B has just joined:
 
     group A                     lighthouse                    group B
        |-- state ----------------------------------------------->|     `state_of_others`; A trains on
@@ -15,7 +15,7 @@ A round of two groups; B has just joined; the processes of a group agree after e
        |<-- number, members ---------|--------- number, members->|
        |<=============== gloo, by the store of A ===============>|     `_connect`, if the members have changed
        |<-------------- all-reduce, all-gather, ... ------------>|     `collective`
-       |   all processes of A?             all processes of B?   |     `commit`
+       |   has nothing failed?               has nothing failed? |     `commit`
 
 A group that is behind takes part in no round: it takes the state of a member and asks again. If rounds have ended
 meanwhile, the members wait for it once, at the begin of the next round.
@@ -52,7 +52,6 @@ from urllib.parse import urlsplit
 import torch
 import torch.distributed as dist
 
-from lightning_lowbw.comm.agreement import gather
 from lightning_lowbw.elastic.membership import GivesUp, Quorum, Row, Settings, Share, latest_of, raise_refused, refusals
 from lightning_lowbw.elastic.transfer import CONNECT_S, POLL_S, RefusedError, StateClient, StateServer
 from lightning_lowbw.errors import ConfigurationError
@@ -99,7 +98,7 @@ class _Member(NamedTuple):
 
     Attributes:
         name: name of the group.
-        store: address of the store in which its processes and the processes of other groups meet.
+        store: address of the store in which the members meet.
         state: address of its `StateServer`.
         row: as given to `Membership.quorum`.
         failures: number of its rounds that have failed. After a failure the members make a new group.
@@ -115,10 +114,6 @@ class _Member(NamedTuple):
 class TorchftMembership:
     """A `Membership` by torchft's lighthouse, over gloo.
 
-    torch.distributed is initialised with the processes of this group, and each process makes a membership.
-
-    Collective: all processes of the group.
-
     Args:
         lighthouse: its address, as "http://10.0.0.1:29510"; None: the address in TORCHFT_LIGHTHOUSE.
         name: name of this group: no other group has it, and the group keeps it after a restart; None: the host's name.
@@ -127,9 +122,10 @@ class TorchftMembership:
         timeout_s: timeout of a collective, unless `timeout_s_of` is longer. A member that hangs costs this time.
         address: address at which other groups reach this process; None: the address of the interface
             GLOO_SOCKET_IFNAME, or of the interface that leads to the lighthouse.
+        is_whole: returns whether all processes of this group live; if not, the group sends no heartbeats.
 
     Raises:
-        ConfigurationError: on all processes of the group.
+        ConfigurationError: a value cannot be used.
     """
 
     def __init__(
@@ -141,6 +137,7 @@ class TorchftMembership:
         gbit_per_s: float = 0.1,
         timeout_s: float = TIMEOUT_S,
         address: str | None = None,
+        is_whole: Callable[[], bool] = lambda: True,
     ) -> None:
         lighthouse = str(lighthouse or os.environ.get(LIGHTHOUSE, "")).rstrip("/")
         if not re.fullmatch(r"(https?://)?[^/:]+:\d+", lighthouse):
@@ -151,9 +148,8 @@ class TorchftMembership:
         self.min_replicas, self.gbit_per_s, self.timeout_s = min_replicas, gbit_per_s, timeout_s
         url = lighthouse if "//" in lighthouse else f"http://{lighthouse}"
         self._address = _own_address(address, url)
-        self._process = dist.get_rank()
-        (self._name, *_) = gather(name or socket.gethostname(), "name")
-        self._lighthouse = _Lighthouse(torchft, url, self._name)
+        self._name = name or socket.gethostname()
+        self._lighthouse = _Lighthouse(torchft, url, self._name, is_whole)
         self._key: tuple[Any, ...] = ()  # the members for which the group was made
         self._group: Any = None
         self._num_failures = 0
@@ -164,12 +160,12 @@ class TorchftMembership:
         self._client = StateClient()  # receives the states
         self._has_taken = False  # a state since the last round: if it is behind again, the members wait for it
         self._told: tuple[Row, Settings] = Row(), {}  # as given to `quorum`, and new no longer after a round
-        if self._process == 0:
-            self._server = StateServer(self._name, self._address, lambda: self._told)
-            listener = socket.create_server((self._address, 0))  # not at other addresses of the host
-            port = listener.getsockname()[1]
-            options: dict[str, Any] = {"is_master": True, "wait_for_workers": False}
-            self._store = dist.TCPStore(self._address, port, master_listen_fd=listener.detach(), **options)
+        self._gives_up: GivesUp = lambda: False  # as given to `quorum`
+        self._server = StateServer(self._name, self._address, lambda: self._told)
+        listener = socket.create_server((self._address, 0))  # not at other addresses of the host
+        port = listener.getsockname()[1]
+        options: dict[str, Any] = {"is_master": True, "wait_for_workers": False}
+        self._store = dist.TCPStore(self._address, port, master_listen_fd=listener.detach(), **options)
 
     def state_of_others(self, row: Row, settings: Settings, gives_up: GivesUp) -> dict[str, Any] | None:
         """See `Membership`. The lighthouse's page lists the members of the last round."""
@@ -179,8 +175,7 @@ class TorchftMembership:
         return None
 
     def serve(self, shared: Share | None) -> None:
-        if self._process == 0:
-            self._server.offer(shared)
+        self._server.offer(shared)
 
     def note(self, longest_s: float) -> None:
         self._lighthouse.hangs_from_s = time.monotonic() + max(HANG_S, HANG_STEPS * longest_s)
@@ -188,7 +183,7 @@ class TorchftMembership:
 
     def quorum(self, row: Row, settings: Settings, gives_up: GivesUp) -> Quorum | None:
         self._begin_to_wait()
-        self._told, wait_s = (row, settings), WAIT_S
+        self._told, self._gives_up, wait_s = (row, settings), gives_up, WAIT_S
         while True:
             told = ""
             try:
@@ -225,40 +220,30 @@ class TorchftMembership:
         )
 
     def _call(self, fn: Callable[[], T], gives_up: GivesUp) -> T | None:
-        """Call a function in a thread of process 0; return its result on all processes, None if a process gives up.
+        """Call a function in a thread; return its result, or None if this group gives up.
 
         In a thread, because torchft and sockets would keep the process from handling a signal.
 
         Args:
-            fn: returns a value to be sent to the other processes.
+            fn: the function.
             gives_up: asked about once a second.
-
-        Raises:
-            RuntimeError, TimeoutError, ConfigurationError: on all processes, if the function raises an error.
         """
-        result = Future[T | Exception]()
+        result = Future[T]()
 
         def run() -> None:
             try:
                 result.set_result(fn())
             except (ConfigurationError, TimeoutError) as error:
-                result.set_result(error)
-            except Exception as error:  # noqa: BLE001 - raised below; another attempt may succeed
-                result.set_result(RuntimeError(f"{error}"))
+                result.set_exception(error)
+            except Exception as error:  # noqa: BLE001 - another attempt may succeed
+                result.set_exception(RuntimeError(f"{error}"))
 
-        if self._process == 0:
-            threading.Thread(target=run, name="lowbw-call", daemon=True).start()
-        while True:
-            is_done = self._process == 0 and bool(wait([result], POLL_S).done)
+        threading.Thread(target=run, name="lowbw-call", daemon=True).start()
+        while not wait([result], POLL_S).done:
             self._say_if_due(self._client.progress)
-            answers = gather((result.result() if is_done else None, gives_up()), "wait")
-            if any(has_given_up for _, has_given_up in answers):
+            if gives_up():
                 return None
-            found, _ = answers[0]
-            if isinstance(found, Exception):
-                raise found
-            if found is not None:
-                return found
+        return result.result()
 
     def collective(self, begin: Callable[[dist.ProcessGroup], Any]) -> None:
         """See `Membership`. A member without heartbeats fails it: a stopped process keeps its connections open."""
@@ -272,6 +257,7 @@ class TorchftMembership:
                 with suppress(RuntimeError):  # an error of the work itself is raised below
                     work.wait(timedelta(seconds=POLL_S))
                 silent = [] if work.is_completed() else self._lighthouse.silent(members)
+                self._gives_up()  # the other processes of this group hear that it waits
                 if silent:
                     # A gloo group can be destroyed only after its work has ended, which may take its whole timeout.
                     threading.Thread(target=_let_go, args=(work, self._group), daemon=True).start()
@@ -285,7 +271,7 @@ class TorchftMembership:
 
     def commit(self) -> bool:
         """See `Membership`."""
-        if not all(gather(self._group is not None, "commit")):
+        if self._group is None:
             self._fail()
             return False
         row, settings = self._told
@@ -295,9 +281,8 @@ class TorchftMembership:
     def close(self) -> None:
         self._disconnect()
         self._lighthouse.close()
-        if self._process == 0:
-            row, _ = self._told
-            self._server.close(self._limit_s if row.has_ended else LEAVE_S)
+        row, _ = self._told
+        self._server.close(self._limit_s if row.has_ended else LEAVE_S)
 
     def _fail(self) -> None:
         """Leave the group, so that the members that wait for this one fail; the next round has a new group."""
@@ -307,11 +292,11 @@ class TorchftMembership:
     # Members --------------------------------------------------------------------------------------------------------
 
     def _ask(self, wait_s: float, gives_up: GivesUp) -> tuple[int, Sequence[_Member]] | None:
-        """Return the number of the next quorum, and its members; None if a process of this group has given up.
+        """Return the number of the next quorum, and its members; None if this group has given up.
 
         Raises:
-            TimeoutError, RuntimeError: on all processes; there is none yet.
-            DisagreementError: on all processes; this group differs from the other groups, which go on without it.
+            TimeoutError, RuntimeError: there is none yet.
+            DisagreementError: this group differs from the other groups, which go on without it.
         """
         row, settings = self._told
         ends_s = self._began_s + POLL_S  # until then this group does not give up: the other groups are on their way
@@ -352,8 +337,8 @@ class TorchftMembership:
             None if this group has waited for a group that has taken a state, and is to ask for the next quorum.
 
         Raises:
-            RuntimeError: on all processes; it was not possible.
-            ConfigurationError: on all processes; see `_unreached`.
+            RuntimeError: it was not possible.
+            ConfigurationError: see `_unreached`.
         """
         latest = latest_of({member.name: member.row for member in members})
         (own,) = (member for member in members if member.name == self._name)
@@ -387,23 +372,20 @@ class TorchftMembership:
             host: the member in whose store they meet.
 
         Raises:
-            RuntimeError, ConfigurationError: on all processes; see `_make_group`.
+            RuntimeError, ConfigurationError: the group could not be made; see `_unreached`.
         """
         key = tuple((member.name, member.store, member.failures) for member in members)
         if key != self._key:
             self._disconnect()
             # Not the number alone: a lighthouse that is restarted counts its quorums from 1 again.
-            path = f"{number}/{host.row.rounds}/{zlib.crc32(repr(key).encode())}/{self._process}"
-            found = gather(self._make_group(own, members, host.store, path), "connection")
-            errors = [error for error in found if error is not None]
-            if errors:
-                raise min(errors, key=lambda error: isinstance(error, RuntimeError))  # a ConfigurationError first
+            path = f"{number}/{host.row.rounds}/{zlib.crc32(repr(key).encode())}"
+            self._make_group(own, members, host.store, path)
             self._key = key
         self._limit_s = max(self.timeout_s, timeout_s_of(max(m.row.state_bytes for m in members), self.gbit_per_s))
         self._group._set_default_timeout(timedelta(seconds=self._limit_s))
 
-    def _make_group(self, own: _Member, members: Sequence[_Member], store: str, path: str) -> Exception | None:
-        """Make the group of the members, which meet in a store; return the error if it is not possible."""
+    def _make_group(self, own: _Member, members: Sequence[_Member], store: str, path: str) -> None:
+        """Make the group of the members, which meet in a store."""
         gloo: Any = dist.ProcessGroupGloo
         options, limit = gloo._Options(), timedelta(seconds=CONNECT_S)
         options._devices, options._timeout = [gloo.create_device(hostname=self._address)], limit
@@ -412,9 +394,8 @@ class TorchftMembership:
             there = dist.TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=limit)
             self._group = gloo(dist.PrefixStore(path, there), members.index(own), len(members), options)
         except RuntimeError as raised:
-            return self._unreached(own, members) or RuntimeError(f"{raised}")
+            raise self._unreached(own, members) or raised from None
         self._num_cut = 0
-        return None
 
     def _unreached(self, own: _Member, members: Sequence[_Member]) -> Exception | None:
         """Return an error with the members whose store does not accept a connection; None if all stores accept one.
@@ -439,25 +420,18 @@ class TorchftMembership:
     # The state of other groups ----------------------------------------------------------------------------------------
 
     def _fetch(self, take: Callable[[], dict[str, Any]], gives_up: GivesUp) -> dict[str, Any]:
-        """Return the state that `take` returns on process 0; the other processes get it without tensors.
+        """Return the state that `take` returns.
 
         Raises:
-            RuntimeError: on all processes, as all errors; there is no state, or this group has given up for now.
+            RuntimeError: there is no state, or this group has given up for now.
             DisagreementError: this group is refused.
         """
         self._begin_to_wait()
-        tensors: dict[str, Any] = {}
-
-        def take_apart() -> dict[str, Any]:
-            state = take()
-            tensors.update(state.pop("tensors"))
-            return state
-
-        state = self._call(take_apart, gives_up)
+        state = self._call(take, gives_up)
         if state is None:
             raise RuntimeError("given up")
         self._has_taken = True
-        return {**state, "tensors": tensors}
+        return state
 
     def _insist(self) -> dict[str, Any]:
         """Return the state of a group that trains; repeat after any failure while such a group lives.
@@ -515,8 +489,8 @@ class _Lighthouse:
     anybody that reaches its port.
     """
 
-    def __init__(self, torchft: Any, url: str, name: str) -> None:
-        self.url, self._name = url, name
+    def __init__(self, torchft: Any, url: str, name: str, is_whole: Callable[[], bool]) -> None:
+        self.url, self._name, self._is_whole = url, name, is_whole
         self._connect = partial(torchft.LighthouseClient, url, connect_timeout=timedelta(seconds=CONNECT_S))
         self._client: Any = None
         self.is_away = True  # whether no heartbeats are sent, so that the other groups do not wait for this one
@@ -604,7 +578,7 @@ class _Lighthouse:
             if hangs and not has_said:
                 _logger.warning("This group takes %d times as long as ever for a step; other groups go on.", HANG_STEPS)
             has_said = hangs
-            if self.is_away or hangs:
+            if self.is_away or hangs or not self._is_whole():
                 continue
             with suppress(RuntimeError, TimeoutError):
                 client, used = None, client or self._connect()

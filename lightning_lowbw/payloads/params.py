@@ -109,6 +109,10 @@ class Params:
             self._names[parameter] = name
         return self._names[parameter]
 
+    def take_name(self, parameter: Parameter, name: str) -> None:
+        """Take the name of a parameter that the optimizer gets in mid-fit."""
+        self._names[parameter] = name
+
     def by_name(self) -> dict[str, Parameter]:
         """Return all parameters by name."""
         return {self.name_of(parameter): parameter for parameter in self}

@@ -19,8 +19,9 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_lowbw.arguments import is_count, is_number, shows
+from lightning_lowbw.comm.agreement import failing_together
+from lightning_lowbw.elastic.group import Group
 from lightning_lowbw.elastic.membership import Membership
-from lightning_lowbw.elastic.peers import Members
 from lightning_lowbw.elastic.sync import ElasticSync, check_elastic
 from lightning_lowbw.elastic.torchft_membership import TIMEOUT_S, TorchftMembership
 from lightning_lowbw.errors import ConfigurationError
@@ -156,18 +157,35 @@ class ElasticStrategy(Strategy):
 
     @override
     def _make_peers(self, group: dist.ProcessGroup | None) -> None:
-        self.peers = self._worker_peers = Members(self.make_membership(), self.ledger)
+        self.peers = self._worker_peers = self._make_group(is_sharded=False)
 
-    def make_membership(self) -> Membership:
-        """Return the membership that finds the groups; an engine other than torchft overrides this."""
-        return TorchftMembership(name=self.group, **self._of_membership)
+    def _make_group(self, *, is_sharded: bool) -> Group:
+        """Return the processes of this group; the first one, its leader, finds the other groups."""
+        group = Group(self.ledger, is_sharded=is_sharded, timeout=self._timeout)
+        with failing_together():
+            if group.rank == 0:
+                group.membership = self.make_membership(group.is_whole)
+        return group
+
+    def make_membership(self, is_whole: Callable[[], bool]) -> Membership:
+        """Return the membership that finds the groups; an engine other than torchft overrides this.
+
+        Args:
+            is_whole: returns whether all processes of this group live.
+        """
+        return TorchftMembership(name=self.group, is_whole=is_whole, **self._of_membership)
 
     @override
     def _make_worker(self, optimizer: Optimizer, module: pl.LightningModule, buffers: Any) -> Any:
-        assert isinstance(self.peers, Members)
+        assert isinstance(self.peers, Group)
         if len(self.optimizers) > 1:
             raise ConfigurationError("Several optimizers: an elastic training has one. Return one.")
         return ElasticSync(self.method, optimizer, module.named_parameters(), self.peers, buffers, round_s=self.round_s)
+
+    @override
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        self.group = self.broadcast(self.group)  # the hosts of a group have other names
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:

@@ -170,15 +170,33 @@ class Replica:
             moved: parameters that have been trained since the average was begun.
             measures: whether the distance is measured.
         """
+        x, now = self.means_of(average, means, sums), list(map(as_real, average.parameters))
+        before = average.snapshots or now
+        distance = relative_distance(before, x) if now and measures else None
+        self.move_anchor_(average.parameters, x, sums, when)
+        # apply: x = x0; with a delay the steps taken meanwhile are kept.
+        have_moved = [average.snapshots is not None and p in moved for p in average.parameters]
+        if not self.needs_start and when.delay_steps:
+            self.copy_to_host(average.parameters, x)
+            device_of(self.params.device).join(COPY)  # the next line changes the means
+        apply_means_(now, before, x, have_moved, when.mixing)
+        if not (self.needs_start or when.delay_steps):
+            self.copy_to_host(average.parameters, now)
+        self.buffers.apply(means, average.buffer_snapshots)
+        return distance
+
+    def means_of(self, average: Average, means: dict[str, Tensor], sums: Sums) -> list[Tensor]:
+        """Return the mean of each parameter of an average, in float32 or wider; arguments as for `apply_average`.
+
+        Collective: as `apply_average`. Nothing is communicated after it: an exchange that fails changes no weight.
+        """
         changes = average.wait_for_changes()
         if average.takes_buffers:
             if sums.num_resized:
                 self.buffers.agree_on_shapes()
             self.buffers.take_first_()
-        # Nothing is communicated from here on: an exchange that fails does so before a weight changes.
-        parameters, names = average.parameters, list(map(self.params.name_of, average.parameters))
-        now = list(map(as_real, parameters))
-        starts = [self.start[p] for p in parameters] if self.needs_start else []
+        names, now = list(map(self.params.name_of, average.parameters)), list(map(as_real, average.parameters))
+        starts = [self.start[p] for p in average.parameters] if self.needs_start else []
         sent = {name: start for name, start in zip(names, starts, strict=False) if name in changes}
         moves = [laid_out(changes[name], start.shape) for name, start in sent.items()]
         means |= zip(sent, torch._foreach_add(list(sent.values()), moves) if moves else (), strict=True)
@@ -186,28 +204,21 @@ class Replica:
             if name not in changes and weight.dtype.itemsize < FLOAT_BYTES:
                 # The weight began as its rounded anchor: the rounding error is no change of the weight.
                 means[name].add_(start).sub_(start.to(weight.dtype))
-        x, before = [means[name] for name in names], average.snapshots or now
-        distance = relative_distance(before, x) if now and measures else None
-        # outer: x0 = outer(x0, mean)
-        if starts:
-            if when.outer != "none":
-                new = [p for p in parameters if p not in self.velocity]
-                self.velocity |= {p: torch.zeros_like(self.start[p]) for p in new}
-            velocities, lr = (
-                [self.velocity[p] for p in parameters if p in self.velocity],
-                sums.lr / self.peers.num_ranks,
-            )
-            when.outer_step_(starts, x, velocities, lr)
-        # apply: x = x0; with a delay the steps taken meanwhile are kept.
-        have_moved = [average.snapshots is not None and p in moved for p in parameters]
-        if not self.needs_start and when.delay_steps:
-            self.copy_to_host(parameters, x)
-            device_of(self.params.device).join(COPY)  # the next line changes the means
-        apply_means_(now, before, x, have_moved, when.mixing)
-        if not (self.needs_start or when.delay_steps):
-            self.copy_to_host(parameters, now)
-        self.buffers.apply(means, average.buffer_snapshots)
-        return distance
+        return [means[name] for name in names]
+
+    def move_anchor_(self, parameters: Sequence[Parameter], x: list[Tensor], sums: Sums, when: EveryK) -> None:
+        """Move the anchor: x0 = outer(x0, mean).
+
+        In place:
+            The anchor and the velocity; `x`, the means of the parameters, which become x0.
+        """
+        if not self.needs_start or not parameters:
+            return
+        if when.outer != "none":
+            new = [p for p in parameters if p not in self.velocity]
+            self.velocity |= {p: torch.zeros_like(self.start[p]) for p in new}
+        velocities = [self.velocity[p] for p in parameters if p in self.velocity]
+        when.outer_step_([self.start[p] for p in parameters], x, velocities, sums.lr / self.peers.num_ranks)
 
     def keep_starts(self) -> None:
         """Keep the anchor of each parameter that has none yet; a frozen parameter gets its anchor once it trains."""

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lightning_lowbw.comm.agreement import gather
 from lightning_lowbw.elastic.membership import GivesUp, Quorum, Row, Settings, Share, latest_of, raise_refused, refusals
 from tests.gpu.problem import init_process_group
 
@@ -106,12 +105,9 @@ class PlainMembership:
         index = store.add(f"{epoch}/count", 1)
         store.set(f"{epoch}/arrival{index}", pickle.dumps((self.name, row, settings)))
         while True:
-            # All processes of the group agree whether the round has begun, and whether the group gives up.
-            here = store.check([f"{epoch}/members"]), gives_up()
-            begun, given_up = zip(*gather(here, "patience"), strict=True)
-            if all(begun):
+            if store.check([f"{epoch}/members"]):
                 break
-            if any(given_up):
+            if gives_up():
                 store.add(f"{epoch}/count", -1)  # it may come again; no other member has come meanwhile
                 return -1
             count, is_late = store.add(f"{epoch}/count", 0), time.monotonic() - came_s > self.grace_s
@@ -165,4 +161,4 @@ def become_a_group(folder: str, ranks: int = 1, backend: str = "gloo") -> tuple[
     else:  # on the first GPU, whatever number its processes have
         os.environ |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "GROUP_RANK": str(rank)}
         init_process_group(backend, path, rank, ranks, is_bound=True)
-    return dist.PrefixStore(str(rank), dist.FileStore(f"{folder}/of all", -1)), number
+    return dist.FileStore(f"{folder}/of all", -1), number

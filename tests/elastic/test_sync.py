@@ -16,10 +16,11 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from lightning_lowbw import ConfigurationError, DisagreementError, LocalSGD
+from lightning_lowbw.comm.agreement import digest, gather
 from lightning_lowbw.elastic import sync
+from lightning_lowbw.elastic.group import Group
 from lightning_lowbw.elastic.membership import Quorum, Row, latest_of, raise_refused, refusals, run_of
-from lightning_lowbw.elastic.peers import Members
-from lightning_lowbw.elastic.sync import ElasticSync, tensors_of
+from lightning_lowbw.elastic.sync import ElasticSync
 from lightning_lowbw.method import Method
 from lightning_lowbw.sync.status import STOP
 from tests.elastic.plain import KilledError, PlainMembership
@@ -73,7 +74,7 @@ class Member:
         self.parameters = make_parameters()
         self.there = PlainMembership(self.store, f"group {self.number}", **self.membership)
         optimizer = torch.optim.SGD(self.parameters.values(), lr=0.05, momentum=0.9)
-        self.worker = ElasticSync(self.method, optimizer, self.parameters.items(), Members(self.there), **self.options)
+        self.worker = ElasticSync(self.method, optimizer, self.parameters.items(), group_of(self.there), **self.options)
         self.worker.last_step = self.last_step
         self._ask, self.there.quorum = self.there.quorum, self.quorum  # type: ignore[method-assign]
         self._apply, self.worker._apply = self.worker._apply, self.apply  # type: ignore[method-assign]
@@ -117,14 +118,20 @@ class Member:
 
     def kept_change(self) -> Tensor:
         """Return what has not been averaged: of the weights, and of what sparse payloads keep back."""
-        weight, exchange = self.parameters["wide"], self.worker.compressed
-        residual = ({} if exchange is None else exchange.residuals).get("wide", torch.zeros(weight.numel()))
+        weight = self.parameters["wide"]
+        residual = self.worker.site.replica.residuals.get("wide", torch.zeros(weight.numel()))
         return weight.detach() - self.worker.replica.start[weight] + residual.view_as(weight)
 
     def note(self) -> None:
         number = self.worker.num_averages
         self.anchors[number] = [each.clone() for each in self.worker.replica.start.values()]
         self.contributors[number] = {name for name, last in self.worker.contributed.items() if last == number}
+
+
+def group_of(membership: PlainMembership) -> Group:
+    group = Group()
+    group.membership = membership if group.rank == 0 else None
+    return group
 
 
 def make_parameters() -> dict[str, Parameter]:
@@ -255,7 +262,7 @@ def test_a_state_that_is_saved_while_a_round_is_hidden_has_all_work_once(
         if step == 2 * K_STEPS - 1 and member.number == 1 and not has_come:
             time.sleep(1.0)  # the other one saves and is killed meanwhile
         if step == 2 * K_STEPS + 1:
-            assert member.worker.round.hidden is not None
+            assert member.worker.is_hiding
             states[member.number], moved[member.number] = member.worker.state_dict(), member.moved.clone()
             raise KilledError
 
@@ -266,7 +273,7 @@ def test_a_state_that_is_saved_while_a_round_is_hidden_has_all_work_once(
     for state in states.values():
         assert state["num_averages"] == 1 + has_come
         assert state["tokens"] == TOKENS * (1 if has_come else K_STEPS + 1)
-    assert has_come or float(states[0]["residuals"]["wide"].abs().sum()) > 0, "of the first round"
+    assert has_come or float(states[0]["site"]["residuals"]["wide"].abs().sum()) > 0, "of the first round"
     again_store = dist.HashStore()
     again = [Member(again_store, n, method, 6 * K_STEPS, is_even=True) for n in range(2)]
     for number, (member, before) in enumerate(zip(again, members, strict=True)):
@@ -289,7 +296,7 @@ def test_a_fit_that_is_stopped_while_a_round_is_hidden_takes_its_result(store: d
     for worker in (member.worker for member in members):
         assert (worker.num_averages, worker.tokens) == (1, TOKENS)
         worker.finish()
-        assert all(map(torch.equal, *tensors_of(worker.replica)))
+        assert all(torch.equal(each, start) for each, start in worker.replica.start.items())
         assert worker.tokens == 0.0
 
 
@@ -298,13 +305,13 @@ def test_steps_that_began_at_other_weights_are_not_added_to_a_running_training(s
     worker.begin()
     shared = worker.shared_state() | {"run": "another", "num_averages": 3}
     shared["tensors"] = {name: tensor + 1.0 for name, tensor in shared["tensors"].items()}
-    for now, _ in zip(*tensors_of(worker.replica), strict=True):
-        now.add_(5.0)
+    for now in worker.params:
+        now.data.add_(5.0)
     worker.tokens = float(TOKENS)
     worker._heal(shared)
     assert (worker.run, worker.num_averages, worker.tokens) == ("another", 3, 0.0)
-    for now, anchor in zip(*tensors_of(worker.replica), strict=True):
-        torch.testing.assert_close(now, anchor, rtol=0, atol=0)
+    for now, anchor in worker.replica.start.items():
+        torch.testing.assert_close(now.data, anchor, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("methods", [METHODS, HIDDEN], ids=["shown", "hidden"])
@@ -479,7 +486,7 @@ def test_a_member_that_begins_with_other_weights_is_told_and_without_a_majority_
 
 
 def settings_of(method: Method, **parameters: Parameter) -> dict[str, str]:
-    named, members = make_parameters() | parameters, Members(PlainMembership(dist.HashStore(), "group"))
+    named, members = make_parameters() | parameters, group_of(PlainMembership(dist.HashStore(), "group"))
     worker = ElasticSync(method, torch.optim.SGD(named.values(), lr=0.1), named.items(), members)
     worker.begin()
     return worker._row_and_settings()[1]
@@ -543,7 +550,7 @@ def test_groups_that_resume_at_different_steps_end_together(store: dist.Store) -
 
 
 @on_ranks()
-def test_a_group_of_two_processes_resumes_inside_a_round_and_hides_no_rounds() -> None:
+def test_a_group_of_two_processes_resumes_inside_a_round_and_hides_rounds() -> None:
     alone = {"min_replicas": 1, "grace_s": 0.1}
     member, again = (Member(dist.HashStore(), dist.get_rank(), METHODS["diloco"], membership=alone) for _ in range(2))
     member.worker.join()
@@ -551,8 +558,12 @@ def test_a_group_of_two_processes_resumes_inside_a_round_and_hides_no_rounds() -
     assert member.worker._here == f"rank {dist.get_rank()}"
     again.worker.load_state_dict(member.worker.state_dict())
     assert all(map(torch.equal, member.parameters.values(), again.parameters.values()))
-    with pytest.raises(ConfigurationError, match="a round is hidden in groups of one process"):
-        Member(dist.HashStore(), 0, HIDDEN["local_sgd"])
+    hidden = Member(dist.HashStore(), dist.get_rank(), HIDDEN["sparse_loco"], membership=alone)
+    hidden.run()
+    assert hidden.error is None
+    assert (hidden.worker.num_averages, hidden.worker.step, hidden.worker.tokens_seen) == (4, 12, 2 * 12 * TOKENS)
+    digests = gather([digest(hidden.parameters.values()), hidden.worker.contributed], "weights")
+    assert digests[0] == digests[1]
 
 
 def test_one_that_joins_comes_to_its_first_round_before_the_others() -> None:
