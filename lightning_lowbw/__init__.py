@@ -33,6 +33,7 @@ from lightning_lowbw.strategies import (
     AdaptiveLocalSGDStrategy,
     AutoStrategy,
     DGCStrategy,
+    ElasticShardedStrategy,
     ElasticStrategy,
     HierarchicalStrategy,
     LocalSGDStrategy,
@@ -56,6 +57,7 @@ __all__ = [
     "ConfigurationError",
     "DGCStrategy",
     "DisagreementError",
+    "ElasticShardedStrategy",
     "ElasticStrategy",
     "EveryK",
     "EveryStep",
@@ -89,8 +91,8 @@ def names() -> list[str]:
     Those without `_fsdp` and `_elastic` take `_hierarchical`, for two levels ("hierarchical" has them), and then the
     endings of Lightning's "ddp", such as `_spawn`.
     """
-    sharded, elastic = (f"{base}_fsdp" for base in OF_SHARDS), (f"{base}_elastic" for base in OF_GROUPS)
-    return sorted([*NAMES, *sharded, *elastic])
+    elastic = [f"{base}_elastic{inside}" for base in OF_GROUPS for inside in ("", "_fsdp")]
+    return sorted([*NAMES, *(f"{base}_fsdp" for base in OF_SHARDS), *elastic])
 
 
 register()

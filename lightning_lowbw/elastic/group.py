@@ -169,7 +169,7 @@ class Group(Peers):
         super().__init__(None, ledger)
         self.membership: Membership | None = None
         self.num_participants = 1
-        self.is_two_level = self.num_ranks > 1 and not is_sharded
+        self.are_shards, self.is_two_level = is_sharded, self.num_ranks > 1 and not is_sharded
         if self.is_two_level:
             self.node, self.ledger.has_levels = Collectives(None, self.ledger, "intra"), True
         self.orders, self.hidden = Orders(timeout), Orders(timeout)

@@ -94,6 +94,7 @@ class ElasticSync(LocalSync):
         share: returns more state for a member that is behind: plain values and tensors.
         healed: the result of another member's `share`, which the caller is to apply; None if there is nothing.
         should_stop: returns whether this process is asked to stop; then its group does not wait for a quorum.
+        forget: drops the momentum of the optimizer.
         max_wait_s: limit for the wait for other groups, after the first round.
         run: the training to which the rounds belong; before the first round, the training that it would begin.
         num_skipped: steps that the last round has added to `step`: taken by the fastest member and not by this one.
@@ -134,6 +135,7 @@ class ElasticSync(LocalSync):
         self.healed: Mapping[str, Any] | None = None
         self.num_skipped = 0
         self.should_stop: Callable[[], bool] = lambda: False
+        self.forget: Callable[[], None] = optimizer.state.clear
         self.run = uuid.uuid4().hex[:12]
         self._is_new = True  # whether it has been in no round yet
         # Whether other members may have counted the work already: after a failed exchange, or in a checkpoint.
@@ -320,7 +322,7 @@ class ElasticSync(LocalSync):
         for name, start in self._starts().items():
             self._live()[name].copy_(start)
         self._all.moved.clear()
-        self.optimizer.state.clear()
+        self.forget()
         self.tokens = 0.0
 
     def _each_place(self, orders: Orders, places: Mapping[str, Places]) -> None:

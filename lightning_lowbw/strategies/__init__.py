@@ -1,7 +1,7 @@
 """Thin Lightning adapters: one `DDPStrategy` subclass, one concern per file, and the named constructors."""
 
 from lightning_lowbw.strategies.checks import steps_per_epoch_of
-from lightning_lowbw.strategies.elastic import ElasticStrategy
+from lightning_lowbw.strategies.elastic import ElasticShardedStrategy, ElasticStrategy
 from lightning_lowbw.strategies.fsdp import ShardedStrategy
 from lightning_lowbw.strategies.names import (
     AdaptiveLocalSGDStrategy,
@@ -17,6 +17,7 @@ __all__ = [
     "AdaptiveLocalSGDStrategy",
     "AutoStrategy",
     "DGCStrategy",
+    "ElasticShardedStrategy",
     "ElasticStrategy",
     "HierarchicalStrategy",
     "LocalSGDStrategy",

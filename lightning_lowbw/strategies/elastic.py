@@ -7,6 +7,7 @@ import socket
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from datetime import timedelta
 from typing import Any
 
 import lightning.pytorch as pl
@@ -14,12 +15,13 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import Timer
 from lightning.pytorch.utilities.data import extract_batch_size
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_lowbw.arguments import is_count, is_number, shows
+from lightning_lowbw.arguments import arguments_of, is_count, is_number, shows
 from lightning_lowbw.comm.agreement import failing_together
+from lightning_lowbw.comm.topology import Topology
 from lightning_lowbw.elastic.group import Group
 from lightning_lowbw.elastic.membership import Membership
 from lightning_lowbw.elastic.sync import ElasticSync, check_elastic
@@ -28,59 +30,20 @@ from lightning_lowbw.errors import ConfigurationError
 from lightning_lowbw.method import Method
 from lightning_lowbw.strategies import checkpoint as files
 from lightning_lowbw.strategies import checks
-from lightning_lowbw.strategies.fit import Fit
+from lightning_lowbw.strategies.base import BaseStrategy
+from lightning_lowbw.strategies.fit import Fit, unwrapped
+from lightning_lowbw.strategies.fsdp import ShardedStrategy
 from lightning_lowbw.strategies.keywords import STRATEGY_KEYWORDS
 from lightning_lowbw.strategies.strategy import Strategy
+from lightning_lowbw.sync.local_view import LocalView
 
 
-class ElasticStrategy(Strategy):
-    """Local SGD between groups that come, go and are slow; each group is one Lightning run.
+class _Elastic(BaseStrategy):
+    """The common part of the strategies of a group, above the strategy that trains inside the group."""
 
-    A group is one process, or several processes on a node. Lightning sees one group, with its own sampler, loggers and
-    checkpoints; give each group a `default_root_dir` of its own. In each step the processes of a group reduce their
-    gradients, as DDP does. After a round the groups that are there average their changes, weighted by samples. A round
-    does not wait for a missing group. A group that is slow, comes back or is new takes the state of another group; a
-    group that joins begins in the current round of the other groups. All groups begin with the same weights, so give
-    one seed; Lightning's own sampler shuffles differently in each group. A model that is sharded inside a group
-    (`_fsdp`) is refused.
+    _group: Group | None = None
+    _timeout: timedelta | None
 
-    If a group fails in an exchange, it cannot know whether its round has counted. It then drops its work of this round;
-    the other groups keep their work.
-
-    Steps and schedulers follow the fastest group. The training ends for all groups with the same round, in which the
-    fastest group has taken ``Trainer(max_steps=...)``. Validation, checkpoints and the end of the fit have the weights
-    after the last round, which are the same on all groups. Each group resumes from its own checkpoint; if all groups
-    start again, the checkpoint with the most rounds counts.
-
-    Args:
-        method: averages weights, with begin_step=0: `LocalSGD(k_steps=8, begin_step=0)`.
-        k_steps: local steps of a round; None: the value of the method.
-        round_s: seconds after which a round ends instead, with as many steps as each group has taken.
-        num_tokens: returns the weight of a batch in the means; None: its number of samples, as Lightning finds it.
-        min_replicas: groups that a round needs; with fewer, all groups wait and say so once a minute. With 1, a group
-            that is alone with the lighthouse trains on.
-        grace_s: seconds for which a group that has ended waits for other groups; longer than the join_timeout_ms of the
-            lighthouse.
-        group: name of this group. No other group has it, and the group keeps it after a restart.
-        lighthouse: address of torchft's lighthouse, where groups meet, as "http://10.0.0.1:29510"; None: the address
-            in the environment's TORCHFT_LIGHTHOUSE.
-        gbit_per_s: the slowest uplink of a group; it makes `timeout_s` longer if the state is large.
-        timeout_s: the shortest timeout of a collective between groups. `timeout` is another limit, see below.
-        address: address at which other groups reach this process; None: the address of the interface
-            GLOO_SOCKET_IFNAME, or of the interface that leads to the lighthouse.
-        **kwargs: as for `Strategy`, without `topology`. A group that has taken part in a round and waits for other
-            groups ends with an error after `timeout` (30 minutes).
-
-    Raises:
-        ConfigurationError: a value is out of range, or the method communicates in every step.
-
-    Examples:
-        >>> from lightning_lowbw import LocalSGD
-        >>> ElasticStrategy(LocalSGD(begin_step=0), k_steps=20).method.when.k_steps
-        20
-    """
-
-    @shows(STRATEGY_KEYWORDS)
     def __init__(
         self,
         method: Mapping[str, Any] | Method,
@@ -97,7 +60,7 @@ class ElasticStrategy(Strategy):
         address: str | None = None,
         **kwargs: Any,
     ) -> None:
-        super().__init__(method, **kwargs)
+        super().__init__(method, **kwargs)  # type: ignore[arg-type]  # of the strategy inside the group
         if k_steps is not None:
             if round_s is not None:
                 raise ConfigurationError(
@@ -132,7 +95,8 @@ class ElasticStrategy(Strategy):
     @property
     @override
     def _layout(self) -> files.Layout:
-        return replace(super()._layout, kind="elastic")
+        layout = super()._layout
+        return replace(layout, kind=layout.kind.replace("replicas", "elastic"))
 
     @property
     @override
@@ -141,31 +105,23 @@ class ElasticStrategy(Strategy):
         seed = int(os.environ.get("PL_GLOBAL_SEED", 0)) + zlib.crc32(f"{self.group}".encode())
         return {**super().distributed_sampler_kwargs, "seed": seed}
 
-    @override
-    def _check_trainer(self, trainer: pl.Trainer) -> None:
-        super()._check_trainer(trainer)
+    def _check_run(self, trainer: pl.Trainer) -> None:
         if trainer.max_steps < 0 or trainer.max_epochs not in (None, -1) or checks.callbacks_of(trainer, Timer):
             raise ConfigurationError(
                 f"Trainer(max_steps={trainer.max_steps}, max_epochs={trainer.max_epochs}), or max_time, or a Timer: "
                 "the groups have epochs and clocks of their own, and end with the same round. Give max_steps only."
             )
-        if any(isinstance(parameter, DTensor) for parameter in trainer.lightning_module.parameters()):
-            raise ConfigurationError(
-                "The model is sharded, and each process of an elastic group needs the whole model. Leave fully_shard "
-                "out, or take ShardedStrategy, or a name that ends with _fsdp, with a fixed set of nodes."
-            )
-
-    @override
-    def _make_peers(self, group: dist.ProcessGroup | None) -> None:
-        self.peers = self._worker_peers = self._make_group(is_sharded=False)
 
     def _make_group(self, *, is_sharded: bool) -> Group:
-        """Return the processes of this group; the first one, its leader, finds the other groups."""
-        group = Group(self.ledger, is_sharded=is_sharded, timeout=self._timeout)
+        """Return the processes of this group; the first one, its leader, finds the other groups.
+
+        Collective: all processes of the group.
+        """
+        self._group = Group(self.ledger, is_sharded=is_sharded, timeout=self._timeout)
         with failing_together():
-            if group.rank == 0:
-                group.membership = self.make_membership(group.is_whole)
-        return group
+            if self._group.rank == 0:
+                self._group.membership = self.make_membership(self._group.is_whole)
+        return self._group
 
     def make_membership(self, is_whole: Callable[[], bool]) -> Membership:
         """Return the membership that finds the groups; an engine other than torchft overrides this.
@@ -175,12 +131,12 @@ class ElasticStrategy(Strategy):
         """
         return TorchftMembership(name=self.group, is_whole=is_whole, **self._of_membership)
 
-    @override
-    def _make_worker(self, optimizer: Optimizer, module: pl.LightningModule, buffers: Any) -> Any:
-        assert isinstance(self.peers, Group)
+    def _make_elastic(self, optimizer: Optimizer, named: Any, buffers: Any, shapes: Any = None) -> ElasticSync:
+        assert self._group is not None
         if len(self.optimizers) > 1:
             raise ConfigurationError("Several optimizers: an elastic training has one. Return one.")
-        return ElasticSync(self.method, optimizer, module.named_parameters(), self.peers, buffers, round_s=self.round_s)
+        options = {"round_s": self.round_s, "shapes": shapes}
+        return ElasticSync(self.method, optimizer, named, self._group, buffers, **options)
 
     @override
     def setup_environment(self) -> None:
@@ -189,6 +145,8 @@ class ElasticStrategy(Strategy):
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
+        if self._is_fitting:
+            self._check_run(trainer)
         super().setup(trainer)
         if self._is_fitting:
             if not self.workers:
@@ -212,6 +170,7 @@ class ElasticStrategy(Strategy):
         if self._timeout is not None:
             worker.max_wait_s = self._timeout.total_seconds()  # no collective waits between groups, which would end
         worker.join()  # takes the weights of another group, or waits for a first round
+        self.fit.view.look()
         self._follow(worker, is_in_step=False)
         if self.world_size > 1:
             self.fit.signals.read_requests(worker, self.trainer)
@@ -264,7 +223,7 @@ class ElasticStrategy(Strategy):
 
     def _schedules(self) -> dict[str, Any]:
         """Return the states of the schedulers, for a group that is behind, and the steps that they have taken."""
-        optimizer, step = self._replica.optimizer, self._step_progress.completed
+        optimizer, step = unwrapped(self.optimizers[0]), self._step_progress.completed
         states = [config.scheduler.state_dict() for config in self.trainer.lr_scheduler_configs]
         return {"schedulers": states, "lrs": [group.get("lr") for group in optimizer.param_groups], "step": step}
 
@@ -280,7 +239,7 @@ class ElasticStrategy(Strategy):
         if healed is not None:
             for scheduler, state in zip(schedulers, healed["schedulers"], strict=True):
                 scheduler.load_state_dict(state)  # state of the group whose weights this one has taken
-            for group, lr in zip(worker.optimizer.param_groups, healed["lrs"], strict=True):
+            for group, lr in zip(unwrapped(self.optimizers[0]).param_groups, healed["lrs"], strict=True):
                 if "lr" in group:
                     group["lr"] = lr
             num_steps = step - healed["step"]
@@ -296,3 +255,116 @@ class ElasticStrategy(Strategy):
         if self.trainer.lightning_module.automatic_optimization:
             return loop.automatic_optimization.optim_progress.optimizer.step.total
         return loop.manual_optimization.optim_step_progress.total
+
+
+class ElasticStrategy(_Elastic, Strategy):
+    """Local SGD between groups that come, go and are slow; each group is one Lightning run.
+
+    A group is one process, or several processes on one host or on several; the groups need not be alike. Lightning sees
+    one group, with its own sampler, loggers and checkpoints; give each group a `default_root_dir` of its own. In each
+    step the processes of a group reduce their gradients, as DDP does; for models that do not fit on one GPU see
+    `ElasticShardedStrategy`. After a round the groups that are there average their changes, weighted by samples; only
+    the first process of each group, its leader, communicates with other groups, and the shared state is in the memory
+    of its host: 24 bytes per trained parameter in a round. A round does not wait for a missing group. A group that is
+    slow, comes back or is new takes the state of another group; a group that joins begins in the current round of the
+    other groups. All groups begin with the same weights, so give one seed; Lightning's own sampler shuffles differently
+    in each group. Running statistics are those of the leader.
+
+    If a group fails in an exchange, it cannot know whether its round has counted. It then drops its work of this round;
+    the other groups keep their work.
+
+    Steps and schedulers follow the fastest group. The training ends for all groups with the same round, in which the
+    fastest group has taken ``Trainer(max_steps=...)``. Validation, checkpoints and the end of the fit have the weights
+    after the last round, which are the same on all groups. Each group resumes from its own checkpoint; if all groups
+    start again, the checkpoint with the most rounds counts.
+
+    Args:
+        method: averages weights, with begin_step=0: `LocalSGD(k_steps=8, begin_step=0)`.
+        k_steps: local steps of a round; None: the value of the method.
+        round_s: seconds after which a round ends instead, with as many steps as each group has taken.
+        num_tokens: returns the weight of a batch in the means; None: its number of samples, as Lightning finds it.
+        min_replicas: groups that a round needs; with fewer, all groups wait and say so once a minute. With 1, a group
+            that is alone with the lighthouse trains on.
+        grace_s: seconds for which a group that has ended waits for other groups; longer than the join_timeout_ms of the
+            lighthouse.
+        group: name of this group. No other group has it, and the group keeps it after a restart.
+        lighthouse: address of torchft's lighthouse, where groups meet, as "http://10.0.0.1:29510"; None: the address
+            in the environment's TORCHFT_LIGHTHOUSE.
+        gbit_per_s: the slowest uplink of a group; it makes `timeout_s` longer if the state is large.
+        timeout_s: the shortest timeout of a collective between groups. `timeout` is another limit, see below.
+        address: address at which other groups reach this process; None: the address of the interface
+            GLOO_SOCKET_IFNAME, or of the interface that leads to the lighthouse.
+        **kwargs: as for `Strategy`, without `topology`. A group that has taken part in a round and waits for other
+            groups ends with an error after `timeout` (30 minutes).
+
+    Raises:
+        ConfigurationError: a value is out of range, or the method communicates in every step.
+
+    Examples:
+        >>> from lightning_lowbw import LocalSGD
+        >>> ElasticStrategy(LocalSGD(begin_step=0), k_steps=20).method.when.k_steps
+        20
+    """
+
+    @shows(arguments_of(_Elastic) | STRATEGY_KEYWORDS)
+    def __init__(self, method: Mapping[str, Any] | Method, **kwargs: Any) -> None:
+        super().__init__(method, **kwargs)
+
+    @override
+    def _make_peers(self, group: dist.ProcessGroup | None) -> None:
+        self.peers = self._worker_peers = self._make_group(is_sharded=False)
+
+    @override
+    def _make_worker(self, optimizer: Optimizer, module: pl.LightningModule, buffers: Any) -> Any:
+        if any(isinstance(parameter, DTensor) for parameter in module.parameters()):
+            raise ConfigurationError(
+                "The model is sharded, and here each process of a group has the whole model. Leave fully_shard out, or "
+                "take ElasticShardedStrategy, or a name that ends with _elastic_fsdp."
+            )
+        return self._make_elastic(optimizer, module.named_parameters(), buffers)
+
+
+class ElasticShardedStrategy(_Elastic, ShardedStrategy):
+    """FSDP2 inside each group, local SGD between groups that come, go and are slow.
+
+    The model is sharded over all processes of a group, as `ShardedStrategy` does it on a node; groups as in
+    `ElasticStrategy`. In a round each process copies its shard to the host and sends it to the leader of its group,
+    whose host holds the whole model: 24 bytes per trained parameter in a round.
+
+    Args:
+        method: as in `ElasticStrategy`.
+        **kwargs: as in `ElasticStrategy`; instead of DDP's keywords those of `ShardedStrategy`, without `topology`.
+
+    Raises:
+        ConfigurationError: as in `ElasticStrategy`; or the model is not sharded over all processes of the group, along
+            the first dimension of each parameter.
+
+    Examples:
+        >>> from lightning_lowbw import LocalSGD
+        >>> ElasticShardedStrategy(LocalSGD(begin_step=0), k_steps=20).method.when.k_steps
+        20
+    """
+
+    @shows(arguments_of(_Elastic) | {k: v for k, v in arguments_of(ShardedStrategy).items() if k != "topology"})
+    def __init__(self, method: Mapping[str, Any] | Method, **kwargs: Any) -> None:
+        super().__init__(method, **kwargs)
+
+    @override
+    def _find_topology(self) -> Topology:
+        return Topology.blocks(self.world_size, self.world_size)
+
+    @override
+    def _make_sync(self, optimizer: Optimizer, view: LocalView, named: Any, buffers: Any) -> Any:
+        module, shard_of = self.trainer.lightning_module, self._view.tensors.of
+        sharded = [parameter for parameter in module.parameters() if isinstance(parameter, DTensor)]
+        for parameter in sharded:
+            if any(place not in (Shard(0), Replicate()) for place in parameter.placements):
+                raise ConfigurationError(
+                    f"A parameter of shape {[*parameter.shape]} is placed as {parameter.placements}. An elastic group "
+                    "has shards along the first dimension, as fully_shard makes them by default: leave "
+                    "shard_placement_fn out."
+                )
+        self.fit.ends.callback(self._make_group(is_sharded=True).close)
+        worker = self._make_elastic(view.local, named, buffers, {shard_of(each): each.shape for each in sharded})
+        worker.forget = optimizer.state.clear
+        return worker

@@ -148,7 +148,7 @@ class ShardedStrategy(BaseStrategy, ModelParallelStrategy):
     @override
     def setup_environment(self) -> None:
         self._setup_distributed()
-        trainer, module, name = self.trainer, self.trainer.lightning_module, type(self).__name__
+        trainer, module = self.trainer, self.trainer.lightning_module
         if self._is_fitting:
             self._begin_fit({"topology": repr(check_choice(self.topology) or self.topology)})
             if averaging := checks.callbacks_of(trainer, *checks.AVERAGING):
@@ -156,15 +156,20 @@ class ShardedStrategy(BaseStrategy, ModelParallelStrategy):
                     f"{type(averaging[0]).__name__}: it averages copies of whole weights, and here each rank has "
                     "shards. Leave it out, or use a strategy that does not shard the model."
                 )
-        topology = resolve(self.topology, self.world_size) or Topology.blocks(self.world_size, 1)
+        topology = self._find_topology()
         self._mesh = make_node_mesh(topology, self.global_rank, self.root_device.type, self._timeout)
         self._device_mesh = module._device_mesh = self._mesh.mesh
         install_default(module, self.root_device)
         reshard_(module)  # a forward pass since the last fit has gathered weights
+
+    def _find_topology(self) -> Topology:
+        topology = resolve(self.topology, self.world_size) or Topology.blocks(self.world_size, 1)
         if self._is_fitting:
             shown = ", ".join(str(list(node)) for node in topology.nodes)
             alone = " There is no slow network between nodes: this trains as FSDP." if topology.num_nodes == 1 else ""
+            name = type(self).__name__
             rank_zero_info(f"{name}: nodes {shown}; each holds the model once, sharded over its ranks.{alone}")
+        return topology
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
@@ -192,12 +197,16 @@ class ShardedStrategy(BaseStrategy, ModelParallelStrategy):
         tensors = self._view.tensors
         view, shard_of = LocalView(optimizer, tensors), tensors.of
         named = [(name, shard_of(parameter)) for name, parameter in module.named_parameters()]
-        peers = Peers(self.mesh.peers(), self.ledger, nodes=self.mesh.topology.nodes)
-        worker: Any = self.method.make_synchronizer(view.local, named, peers, buffers)
+        worker: Any = self._make_sync(optimizer, view, named, buffers)
         worker.params.whole_numels = {shard_of(parameter): parameter.numel() for parameter in module.parameters()}
         vars(worker.params).pop("small_numel", None)  # computed from the sizes of shards, for the fragments
         self._view.views[worker] = view
         return worker
+
+    def _make_sync(self, optimizer: Optimizer, view: LocalView, named: Any, buffers: Any) -> Any:
+        """Return the worker of an optimizer, of whose parameters `named` are the shards."""
+        peers = Peers(self.mesh.peers(), self.ledger, nodes=self.mesh.topology.nodes)
+        return self.method.make_synchronizer(view.local, named, peers, buffers)
 
     @override
     def teardown(self) -> None:

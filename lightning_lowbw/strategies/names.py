@@ -20,7 +20,7 @@ from lightning_lowbw.cost_model import CANDIDATES
 from lightning_lowbw.method import Method
 from lightning_lowbw.presets import DGC, DGC_SPARSITY, PRESETS, AdaptiveLocalSGD, Hierarchical, LocalSGD, preset
 from lightning_lowbw.schedules.every_step import AUTO
-from lightning_lowbw.strategies.elastic import ElasticStrategy
+from lightning_lowbw.strategies.elastic import ElasticShardedStrategy, ElasticStrategy
 from lightning_lowbw.strategies.fsdp import ShardedStrategy
 from lightning_lowbw.strategies.keywords import STRATEGY_KEYWORDS
 from lightning_lowbw.strategies.strategy import Strategy
@@ -283,7 +283,9 @@ def register(registry: _StrategyRegistry = StrategyRegistry) -> None:
             options = {**arguments, **levels[level], **SEARCHES[search], "start_method": START_METHODS[start]}
             entries[base + level + start + search] = strategy, options
     entries |= {f"{base}_fsdp": (ShardedStrategy, {"method": method}) for base, method in OF_SHARDS.items()}
-    entries |= {f"{base}_elastic": (ElasticStrategy, {"method": method}) for base, method in OF_GROUPS.items()}
+    for base, method in OF_GROUPS.items():
+        entries[f"{base}_elastic"] = ElasticStrategy, {"method": method}
+        entries[f"{base}_elastic_fsdp"] = ElasticShardedStrategy, {"method": method}
     for name, (strategy, options) in entries.items():
         if name not in registry.available_strategies():
             registry.register(name, strategy, description=f"{strategy.__name__} with {options}", **options)

@@ -6,7 +6,7 @@ import io
 import os
 import pickle
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -148,11 +148,19 @@ class PlainMembership:
         self.store.add("alive", -1)
 
 
-def become_a_group(folder: str, ranks: int = 1, backend: str = "gloo") -> tuple[dist.Store, int]:
-    """Leave the world, and make one of this group alone; return the store of all groups, and the number of this one."""
+def become_a_group(folder: str, ranks: int | Sequence[int] = 1, backend: str = "gloo") -> tuple[dist.Store, int]:
+    """Leave the world, and make one of this group alone; return the store of all groups, and the number of this one.
+
+    Args:
+        ranks: of each group; one number if all have as many.
+    """
     # As Lightning sets it where ranks share a machine: with more threads sums have other bits.
     os.environ["OMP_NUM_THREADS"] = "1"
-    number, rank = divmod(dist.get_rank(), ranks)
+    if isinstance(ranks, int):
+        number, rank = divmod(dist.get_rank(), ranks)
+    else:
+        number, rank = [(group, each) for group, size in enumerate(ranks) for each in range(size)][dist.get_rank()]
+        ranks = ranks[number]
     dist.destroy_process_group()
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
     path = f"{folder}/of group {number}"

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 
-from lightning_lowbw import ConfigurationError, DisagreementError, LocalSGD
+from lightning_lowbw import DisagreementError, LocalSGD
 from lightning_lowbw.comm.agreement import digest, gather
 from lightning_lowbw.elastic import sync
 from lightning_lowbw.elastic.group import Group
@@ -119,7 +119,8 @@ class Member:
     def kept_change(self) -> Tensor:
         """Return what has not been averaged: of the weights, and of what sparse payloads keep back."""
         weight = self.parameters["wide"]
-        residual = self.worker.site.replica.residuals.get("wide", torch.zeros(weight.numel()))
+        residuals = {} if self.worker.site is None else self.worker.site.replica.residuals
+        residual = residuals.get("wide", torch.zeros(weight.numel()))
         return weight.detach() - self.worker.replica.start[weight] + residual.view_as(weight)
 
     def note(self) -> None:
