@@ -109,17 +109,17 @@ class Orders:
     # Tensors of the host --------------------------------------------------------------------------------------------
 
     def bring(self, tensor: Tensor, places: Places) -> None:
-        """Bring the parts of a tensor to the leader, which has its own part already.
+        """Bring the parts of a tensor to the leader, which has its own part already; nothing if all have the whole.
 
         Args:
-            tensor: the whole tensor on the leader, else the part; contiguous if there are parts.
-            places: of the parts.
+            tensor: the whole tensor on the leader, else the part; without gaps.
+            places: the part of each process, in the flat tensor.
         """
         for rank, part in self._parts(tensor, places):
             dist.recv(part, rank, group=self._group) if not self.rank else dist.send(part, 0, group=self._group)
 
     def hand_out(self, tensor: Tensor, places: Places) -> None:
-        """Give each process its part of a tensor of the leader; as `bring`, or the whole tensor."""
+        """Give each process its part of a tensor of the leader, or the whole tensor; see `bring`."""
         if places is None and self._group is not None:
             dense = tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
             dist.broadcast(dense.view(torch.uint8), 0, group=self._group)
@@ -130,8 +130,8 @@ class Orders:
         """Yield the parts to send or to receive, as bytes, each with its process."""
         if places is None:
             return
-        for rank in range(1, self._size) if not self.rank else [self.rank]:
-            part = tensor.view(-1)[places[rank]] if not self.rank else tensor.view(-1)
+        for rank in [self.rank] if self.rank else range(1, self._size):
+            part = tensor.view(-1) if self.rank else tensor.view(-1)[places[rank]]
             if part.numel():
                 yield rank, part.view(torch.uint8)
 

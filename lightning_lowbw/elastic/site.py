@@ -11,7 +11,6 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any, cast
 
@@ -21,7 +20,6 @@ from torch.nn import Parameter
 
 from lightning_lowbw.comm.collectives import TrafficLedger
 from lightning_lowbw.comm.peers import wide_dtype
-from lightning_lowbw.elastic.group import Places
 from lightning_lowbw.elastic.membership import GivesUp, Membership, Quorum, Row, Settings
 from lightning_lowbw.elastic.peers import Members
 from lightning_lowbw.errors import ConfigurationError
@@ -46,46 +44,42 @@ class Site:
     Args:
         method: see `sync.check_elastic`.
         parameters: the parameters of the leader, by name: shards, if the model is sharded.
-        shapes: the shapes of the whole parameters.
+        shapes: the shapes of the whole parameters, of shards; by name.
         membership: finds the other groups.
         ledger: counts the traffic.
 
     Attributes:
         members: the groups of the present round.
         replica: the replica of the group: its parameters are the weights with which a round begins.
-        places: the parts of each tensor that the processes of the group have, by name.
     """
 
     def __init__(
         self,
         method: Method,
         parameters: Mapping[str, Parameter],
-        shapes: Mapping[Parameter, Sequence[int]],
+        shapes: Mapping[str, Sequence[int]],
         membership: Membership,
         ledger: TrafficLedger,
     ) -> None:
         self.members, self._membership, self._shapes = Members(membership, ledger), membership, shapes
         self._method = method
-        self._when: EveryK = replace(
-            cast("EveryK", method.when), delay_steps=0
-        )  # its own weights do not move meanwhile
+        # The weights of the site do not move while a round is hidden.
+        self._when: EveryK = replace(cast("EveryK", method.when), delay_steps=0)
         self._buffers: Named = {}
-        self.places: dict[str, Places] = {}
         self._residuals_before: Named = {}
-        self._mine = {name: self._like(parameter) for name, parameter in parameters.items()}
+        self._mine = {name: self._like(name, parameter) for name, parameter in parameters.items()}
         self._holder = torch.optim.SGD(list(self._mine.values()), lr=0.0)  # only has their groups
         exchange = method.what.exchange(self.members, self._when)
         params = Params(self._holder, self._mine.items())
         self.replica = Replica(params, exchange, self.members, lambda: self._buffers, self._when)
 
-    def _like(self, parameter: Parameter) -> Parameter:
+    def _like(self, name: str, parameter: Parameter) -> Parameter:
         """Return a whole parameter on the host; the memory is the system's until it is written to."""
         options: Any = {"pin_memory": parameter.is_cuda and parameter.requires_grad}
-        shape = self._shapes.get(parameter)
-        if shape is None:
-            whole = torch.empty_like(parameter.detach(), device="cpu", **options)
+        if name in self._shapes:
+            whole = torch.empty(self._shapes[name], dtype=parameter.dtype, **options)
         else:
-            whole = torch.empty(shape, dtype=parameter.dtype, **options)
+            whole = torch.empty_like(parameter.detach(), device="cpu", **options)
         return Parameter(whole, requires_grad=parameter.requires_grad)
 
     def use(self, method: Method) -> None:
@@ -96,49 +90,33 @@ class Site:
 
     # Tensors, by name -----------------------------------------------------------------------------------------------
 
-    def place(self, name: str, parameter: Parameter | None, numels: Sequence[int]) -> Places:
-        """Take in a parameter or a buffer of the group; return the parts of its processes.
+    def look(self, parameters: Mapping[str, Parameter], buffers: Mapping[str, Tensor]) -> list[str]:
+        """Take in the parameters that are trained, and the floating buffers; return the tensors without an anchor.
 
         Args:
-            name: its name.
-            parameter: of the leader: the shard, if the model is sharded; None for a buffer, which is whole.
-            numels: elements, as real numbers, that each process has of it.
-
-        Raises:
-            ConfigurationError: the parts are not those of a tensor that is sharded along its first dimension.
+            parameters: of the leader, by name.
+            buffers: of the leader, by name.
         """
-        self.places[name] = None
-        if parameter is None:
-            return None
-        if name not in self._mine:  # added in mid-fit
-            self._mine[name] = self._like(parameter)
-            self.replica.params.take_name(self._mine[name], name)
-            self._holder.add_param_group({"params": [self._mine[name]]})
-        whole = as_real(self._mine[name]).numel()
-        ends = [0, *accumulate(numels)]
-        if set(numels) == {whole}:
-            return None
-        if ends[-1] != whole:
-            raise ConfigurationError(
-                f"{name!r} has {whole} elements, and the processes of the group have {[*numels]} of them. An elastic "
-                "group has whole parameters, or shards along the first dimension, as fully_shard makes them by default."
-            )
-        self.places[name] = [slice(*each) for each in pairwise(ends)]
-        return self.places[name]
-
-    def needs_bytes(self) -> int:
-        """Return the memory that a round needs on the host at most."""
-        return ROUND_BYTES * sum(parameter.numel() for parameter in self._trained())
-
-    def _trained(self) -> list[Parameter]:
-        return [parameter for parameter in self.replica.params if parameter.requires_grad and parameter.numel()]
-
-    def look(self, requires_grad: Mapping[str, bool], buffers: Mapping[str, Tensor]) -> list[str]:
-        """Take in which parameters are trained, and buffers of the leader; return the names of a round's tensors."""
-        for name, parameter in self._mine.items():
-            parameter.requires_grad_(requires_grad[name])
+        for name, parameter in parameters.items():
+            if name not in self._mine:  # added in mid-fit
+                self._mine[name] = self._like(name, parameter)
+                self.replica.params.take_name(self._mine[name], name)
+                self._holder.add_param_group({"params": [self._mine[name]]})
+            self._mine[name].requires_grad_(parameter.requires_grad)
         self._buffers = {name: buffer.cpu().clone() for name, buffer in buffers.items()}
-        names = [*map(self.replica.params.name_of, self._trained())]
+        now, start, of_buffers = self.weights(), self.replica.start, self.replica.buffers
+        new = [name for name, mine in self._mine.items() if mine.requires_grad and mine not in start]
+        for name in new:
+            room = torch.empty_like(now[name], dtype=wide_dtype(now[name]), pin_memory=now[name].is_pinned())
+            start[self._mine[name]] = room
+        lacking = [name for name in self._buffers if name not in of_buffers.start]
+        starts = {name: self._buffers[name].to(wide_dtype(self._buffers[name]), copy=True) for name in lacking}
+        of_buffers.load_state_dict({"differing": [*self._buffers], "averages": 0}, of_buffers.start | starts)
+        return new
+
+    def trained(self) -> list[str]:
+        """Return the names of the tensors of a round."""
+        names = [name for name, mine in self._mine.items() if mine.requires_grad and mine.numel()]
         return [*names, *(f"{BUFFER}{name}" for name in self._buffers)]
 
     def anchors(self) -> Named:
@@ -150,33 +128,20 @@ class Site:
         """Return the weights with which a round begins: whole parameters, as real tensors."""
         return {name: as_real(parameter.detach()) for name, parameter in self._mine.items()}
 
-    def own(self, name: str, whole: Tensor, like: Tensor) -> Tensor:
-        """Return the leader's part of a whole tensor, in a shape."""
-        places = self.places[name]
-        return whole if places is None else whole.view(-1)[places[0]].view(like.shape)
+    def check_memory(self) -> None:
+        """Check that the host has the memory that a round needs.
 
-    def begin(self, starts: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> list[str]:
-        """Make room for anchors; return the names of those that are not known: of a state that was loaded they are.
-
-        Args:
-            starts: the leader's part of the anchor, by name, of tensors that have just been placed.
-            buffers: the leader's buffers, by name.
+        Raises:
+            ConfigurationError: it has not.
         """
-        replica, lacking, known, weights = self.replica, list[str](), self.anchors(), self.weights()
-        for name, start in starts.items():
-            if name in known:
-                continue
-            lacking.append(name)
-            if name.startswith(BUFFER):
-                replica.buffers.start = replica.buffers.start | {name.removeprefix(BUFFER): start.clone()}
-            else:
-                now = weights[name]
-                whole = torch.empty_like(now, dtype=wide_dtype(now), pin_memory=now.is_pinned())
-                replica.start[self._mine[name]] = whole
-                self.own(name, whole, start).copy_(start)
-        self._buffers = {name: buffer.cpu().clone() for name, buffer in buffers.items()}
-        replica.buffers.load_state_dict({"differing": [*self._buffers], "averages": 0}, replica.buffers.start)
-        return lacking
+        needed = ROUND_BYTES * sum(mine.numel() for mine in self._mine.values() if mine.requires_grad)
+        there = available_bytes()
+        if needed > there:
+            raise ConfigurationError(
+                f"A round needs up to {needed / 1e9:.3g} GB of memory on the host of the first process of this group, "
+                f"{ROUND_BYTES} bytes per trained parameter, and {there / 1e9:.3g} GB are free. Start that process "
+                "on a host with more memory, or train fewer parameters (LoRA)."
+            )
 
     # A round --------------------------------------------------------------------------------------------------------
 
@@ -192,7 +157,8 @@ class Site:
             self.members.between.begin_all_gather(torch.zeros(1))
             return None
         self._residuals_before = {name: residual.clone() for name, residual in self.replica.residuals.items()}
-        prepared = self.replica.prepare_average(step, self._trained(), takes_buffers=True)
+        trained = [mine for mine in self._mine.values() if mine.requires_grad and mine.numel()]
+        prepared = self.replica.prepare_average(step, trained, takes_buffers=True)
         # The rows have told everything but the learning rate.
         status = average_status(Sums(lr=lr), None, 0.0, 0, self.members, self.replica.params.device)
         return self.replica.send_average(*prepared, status)
@@ -209,24 +175,18 @@ class Site:
         self._residuals_before = {}
 
     def restore_residuals_(self) -> None:
-        """Set the residuals to those before the exchange, which counts for nothing."""
-        for name, residual in self._residuals_before.items():
-            self.replica.residuals[name].copy_(residual)
-        for name in self.replica.residuals.keys() - self._residuals_before.keys():
-            self.replica.residuals[name].zero_()
+        """Set the residuals to those before the exchange, which counts for nothing; without one to zero."""
+        for name, residual in self.replica.residuals.items():
+            before = self._residuals_before.get(name)
+            residual.zero_() if before is None else residual.copy_(before)
         self._residuals_before = {}
+        if self.replica.exchange is not None:
+            self.replica.exchange.fault = None
 
     def has_late_faults(self) -> bool:
         """Return whether the last exchange has left an inf or NaN in a residual."""
         exchange = self.replica.exchange
         return exchange is not None and exchange.fault is not None and bool(exchange.fault.any())
-
-    def drop_residuals_(self) -> None:
-        """Set the residuals to zero."""
-        for residual in self.replica.residuals.values():
-            residual.zero_()
-        if self.replica.exchange is not None:
-            self.replica.exchange.fault = None
 
     # State ----------------------------------------------------------------------------------------------------------
 

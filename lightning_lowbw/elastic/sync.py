@@ -44,9 +44,10 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
+from lightning_lowbw.comm.peers import part_of
 from lightning_lowbw.elastic.group import Group, Orders, Places
 from lightning_lowbw.elastic.membership import GivesUp, Quorum, Row, digest_of, run_of
-from lightning_lowbw.elastic.site import Site, available_bytes
+from lightning_lowbw.elastic.site import Site
 from lightning_lowbw.elastic.transfer import POLL_S
 from lightning_lowbw.errors import ConfigurationError
 from lightning_lowbw.kernels.reference import are_not_finite
@@ -66,7 +67,7 @@ END_S = 0.2  # between two last quorums
 SETTLE_S = 10.0  # limit for a hidden round before a save or a validation
 EQUAL = ("run", "num_averages", "tokens_seen", "contributed")  # attributes that are the same on all members
 # Attributes that the leader decides on, and all processes of its group have after a round.
-TOLD = (*EQUAL, "step", "num_skipped", "has_communicated", "healed", "is_hiding", "_steps", "_ends_s")
+TOLD = (*EQUAL, "step", "num_skipped", "has_communicated", "healed", "is_hiding", "_steps", "_agreed", "_ends_s")
 
 
 class ElasticSync(LocalSync):
@@ -119,12 +120,13 @@ class ElasticSync(LocalSync):
         self.method, self.group, self.replica.needs_start = method, group, False
         self.site: Any = None
         self.membership: Any = group.membership
+        self._shapes = {self.params.name_of(p): shape for p, shape in (shapes or {}).items()}
         if group.membership is not None:
-            of_leader = self.params.by_name(), shapes or {}, group.membership, group.ledger
+            of_leader = self.params.by_name(), self._shapes, group.membership, group.ledger
             self.site = Site(method, *of_leader)
         (self._all,) = self.fragments
-        self._places: dict[str, Places] = {}  # the parts that the processes of the group have, by name
         self._now: dict[str, Tensor] = {}  # on the host: the weights of this process when the round began, by name
+        self._known: set[str] = set()  # tensors whose anchor the leader has
         self._began: tuple[int, int, float] = 0, 0, 0.0  # the step at which it began, its steps and tokens
         self.tokens = self.tokens_seen = 0.0
         self.contributed: dict[str, int] = {}
@@ -148,7 +150,6 @@ class ElasticSync(LocalSync):
         self._step_s = self._longest_s = 0.0  # time of the last step, and of the longest
         self.is_hiding = False
         self._hidden = Future[Any]()  # of the thread: the quorum, whether it has exchanged, whether the round counts
-        self._set_aside: dict[str, Tensor] = {}  # work, while another anchor is taken
 
     def use(self, method: Any) -> None:
         super().use(method)
@@ -170,9 +171,10 @@ class ElasticSync(LocalSync):
             copies = wide_copies([now[name] for name in floating])
             self.buffers.start = {name: copy.cpu() for name, copy in zip(floating, copies, strict=True)}
         super().begin()
-        if new := [name for name in self._starts() if name not in self._places]:
+        if new := self._starts().keys() - self._known:
             device_of(self.params.device).join(COPY, on_host=True)
-            self._lead(partial(self._take_in, new))
+            self._known |= new
+            self._lead(self._keep_anchor)
 
     @torch.no_grad()
     def join(self) -> None:
@@ -185,7 +187,19 @@ class ElasticSync(LocalSync):
         self.healed, self.num_skipped = None, 0
         self._lead(self._join)
 
+    def _keep_anchor(self) -> None:
+        """Keep the anchor of tensors that have none: as they are, or from a state that was loaded."""
+        now = self.buffers.now()
+        new = self.site.look(self.params.by_name(), {name: now[name] for name in self.buffers.start})
+        anchors, starts = self.site.anchors(), self._starts()
+        for name in new:
+            self._part_of(name, anchors[name]).copy_(starts[name])
+        self._order("bring", new, True)
+        self._order("hand_out", [*anchors])
+        self.site.check_memory()
+
     def _join(self) -> None:
+        self._take_tokens()
         self._offer()
         self._wait_from_now()
         shared = self.membership.state_of_others(*self._row_and_settings(), self._gives_up)
@@ -223,10 +237,11 @@ class ElasticSync(LocalSync):
             self._lead(self._end_round)
 
     def _end_round(self) -> None:
+        self._take_tokens()
         if self.is_hiding and not self._take_round():
             return  # the other groups have not come
         if not self.is_complete and self._is_over():
-            self._order("count_steps")
+            self.tokens = self.tokens or float(self._steps * self.group.num_ranks)  # if the caller counts none
             if self._when.delay_steps and self.step < self.last_step:
                 self._hide()
             else:
@@ -304,33 +319,28 @@ class ElasticSync(LocalSync):
     def _each_poll(self, orders: Orders) -> tuple[int, bool]:
         return self.requests.asked, self.should_stop()
 
-    def _each_agree_on(self, orders: Orders, requests: int) -> None:
-        self.requests.agree_on(requests)
-
-    def _each_count_steps(self, orders: Orders) -> None:
-        self.tokens = self.tokens or float(self._steps)  # if the caller counts none
-
-    def _each_tokens(self, orders: Orders) -> float:
-        return self.tokens
-
     def _each_has_faults(self, orders: Orders) -> bool:
         is_late = self.site is not None and self.site.has_late_faults()
         return is_late or bool(are_not_finite(list(self._live().values())).any())
 
-    def _each_restart(self, orders: Orders) -> None:
-        """Go on from the anchor, without the tokens of this round and the momentum of the optimizer."""
-        for name, start in self._starts().items():
-            self._live()[name].copy_(start)
-        self._all.moved.clear()
+    def _each_forget(self, orders: Orders) -> None:
         self.forget()
-        self.tokens = 0.0
 
-    def _each_place(self, orders: Orders, places: Mapping[str, Places]) -> None:
-        self._places.update(places)
+    def _each_give_tokens(self, orders: Orders) -> float:
+        tokens, self.tokens = self.tokens, 0.0
+        return tokens
 
-    def _each_numels(self, orders: Orders, names: Sequence[str]) -> list[int]:
-        starts = self._starts()
-        return [starts[name].numel() for name in names]
+    def _take_tokens(self) -> None:
+        """Count the tokens of all processes on the leader."""
+        self.tokens = sum(self._order("give_tokens"))
+
+    @property
+    def _agreed(self) -> int:
+        return self.requests.agreed
+
+    @_agreed.setter
+    def _agreed(self, requests: int) -> None:
+        self.requests.agree_on(requests)
 
     def _each_bring(self, orders: Orders, names: Sequence[str], is_anchor: bool) -> None:
         """Bring the anchor, or the weights with which the round began, to the leader."""
@@ -339,47 +349,40 @@ class ElasticSync(LocalSync):
         else:
             tensors = self._starts() if is_anchor else self._now
         for name in names:
-            if self._places[name] is not None:
-                orders.bring(tensors[name], self._places[name])
+            if name in self._shapes:
+                orders.bring(tensors[name], self._places(name))
 
     def _each_hand_out(self, orders: Orders, names: Sequence[str]) -> None:
         """Take the anchor of the leader."""
         anchors = self._starts() if self.site is None else self.site.anchors()
         for name in names:
-            orders.hand_out(anchors[name], self._places[name])
+            orders.hand_out(anchors[name], self._places(name))
         if self.site is not None:
+            by_name = self.params.by_name()
+            self.replica.start = {by_name[n]: self._part_of(n, t) for n, t in anchors.items() if n in by_name}
             self.buffers.start = dict(self.site.replica.buffers.start)
 
-    def _each_begin(self, orders: Orders, names: Sequence[str]) -> None:
-        """Copy the weights of this process to the host; the steps that follow belong to the next round."""
-        live = self._live()
+    def _each_begin(self, orders: Orders, names: Sequence[str], from_anchor: bool) -> None:
+        """Copy the weights of this process, or its anchor, to the host: steps from there on are kept by `apply`."""
+        live, starts = self._live(), self._starts()
         for name in names:
             if name not in self._now:
-                self._now[name] = self._room_for(name, live[name])
-            self._now[name].copy_(live[name], non_blocking=True)
+                is_whole = self.site is None or name.startswith(BUFFER)
+                room = torch.empty_like(live[name], device="cpu", pin_memory=live[name].is_cuda) if is_whole else None
+                self._now[name] = self._part_of(name, self.site.weights()[name]) if room is None else room
+            self._now[name].copy_((starts if from_anchor else live)[name], non_blocking=True)
         device_of(self.params.device).synchronize()
-        self._began = self.step, self._steps, self.tokens
-        self.tokens, self._all.steps = 0.0, 0
 
-    def _each_restore(self, orders: Orders) -> None:
-        """Take the work of a round back that does not count."""
-        _, steps, tokens = self._began
-        self.tokens += tokens
-        self._all.steps = self._steps + steps
-
-    def _each_apply(self, orders: Orders, names: Sequence[str], has_ended: bool) -> None:
-        """Set the weights to the anchor, and keep the steps since the begin of the round."""
-        live, starts, device, has_moved = self._live(), self._starts(), self.params.device, self._steps > 0
+    def _each_apply(self, orders: Orders, names: Sequence[str], keeps: bool) -> None:
+        """Set the weights to the anchor; `keeps`: plus what they have moved since `begin`."""
+        live, starts, device, by_name = self._live(), self._starts(), self.params.device, self.params.by_name()
         for name in names:
-            x, before = (each[name].to(device, starts[name].dtype, copy=True) for each in (starts, self._now))
-            apply_means_([live[name]], [before], [x], [has_moved], None)
+            x = starts[name].to(device, copy=True)
+            before = self._now[name].to(device, x.dtype, copy=True) if keeps else x
+            apply_means_([live[name]], [before], [x], [keeps], None)
             if name.startswith(BUFFER) and name.endswith(VARIANCE):
                 live[name].clamp_min_(0.0)
-        if names:
-            by_name = self.params.by_name()
-            self._all.moved = dict.fromkeys(by_name[name] for name in names if name in by_name) if has_moved else {}
-            if has_ended:  # steps since the begin of the round come after the end
-                self._all.steps = 0
+        self._all.moved = dict.fromkeys(by_name[name] for name in names if name in by_name) if keeps else {}
 
     def _each_hide(self, orders: Orders) -> None:
         """Begin to run a round in a thread, with the weights of `_each_begin`."""
@@ -396,27 +399,6 @@ class ElasticSync(LocalSync):
 
         threading.Thread(target=run, name="lowbw-round", daemon=True).start()
 
-    def _each_arrive(self, orders: Orders) -> None:
-        """Wait for the thread, whose round has ended."""
-        wait([self._hidden])
-        self.is_hiding = False
-
-    def _each_set_aside(self, orders: Orders, keeps: bool) -> None:
-        """Set the work of this process aside, or drop it, while the leader takes another anchor."""
-        self.tokens *= keeps
-        live, starts = self._live(), self._starts() if keeps else {}
-        self._set_aside = {
-            name: live[name].to(start.dtype) - start.to(live[name].device) for name, start in starts.items()
-        }
-
-    def _each_put_back(self, orders: Orders, steps: int) -> None:
-        """Set the weights to the anchor plus the work that was set aside."""
-        live, work = self._live(), self._set_aside
-        for name, start in self._starts().items():
-            live[name].copy_(start.to(live[name].device) + work[name] if work else start)
-        self._all.moved = dict.fromkeys(self.replica.start) if work else {}
-        self._set_aside, self._all.steps = {}, steps
-
     # The tensors of this process, by name -----------------------------------------------------------------------------
 
     def _starts(self) -> dict[str, Tensor]:
@@ -430,34 +412,19 @@ class ElasticSync(LocalSync):
         buffers = {f"{BUFFER}{name}": as_real(now[name]) for name in self.buffers.start}
         return {self.params.name_of(p): as_real(p.detach()) for p in self.replica.start} | buffers
 
-    def _room_for(self, name: str, live: Tensor) -> Tensor:
-        """Return memory of the host for a tensor of this process; on the leader a part of the whole tensor."""
-        if self.site is not None and not name.startswith(BUFFER):
-            return self.site.own(name, self.site.weights()[name], live)
-        return torch.empty_like(live, device="cpu", pin_memory=live.is_cuda)
+    def _places(self, name: str) -> Places:
+        """Return the part of a tensor that each process of the group has, in the flat tensor."""
+        if name not in self._shapes:
+            return None
+        rows, *others = self._shapes[name]
+        size, num = math.prod(others), self.group.num_ranks
+        parts = [part_of(rows, rank, num) for rank in range(num)]
+        return [slice(part.start * size, part.stop * size) for part in parts]
 
-    def _take_in(self, new: Sequence[str]) -> None:
-        """Take in tensors that have no anchor on the leader: from a state that was loaded, or as they are now."""
-        site, by_name = self.site, self.params.by_name()
-        numels = zip(*self._order("numels", new), strict=True)
-        places: dict[str, Places] = {}
-        for name, of_processes in zip(new, numels, strict=True):
-            places[name] = site.place(name, by_name.get(name), of_processes)
-        self._order("place", places)
-        starts = self._starts()
-        lacking = site.begin({name: starts[name] for name in new}, self.buffers.now())
-        for parameter, start in self.replica.start.items():
-            if (name := self.params.name_of(parameter)) in new:
-                self.replica.start[parameter] = site.own(name, site.anchors()[name], start)
-        self._order("bring", lacking, True)
-        self._order("hand_out", [name for name in new if name not in lacking or name.startswith(BUFFER)])
-        needed, there = site.needs_bytes(), available_bytes()
-        if needed > there:
-            raise ConfigurationError(
-                f"A round needs up to {needed / 1e9:.3g} GB of memory on the host of the first process of this group, "
-                f"24 bytes per trained parameter, and {there / 1e9:.3g} GB are free. Start the first process on a host "
-                "with more memory, or train fewer parameters (LoRA)."
-            )
+    def _part_of(self, name: str, whole: Tensor) -> Tensor:
+        """Return the leader's part of a whole tensor."""
+        places = self._places(name)
+        return whole if places is None else whole.view(-1)[places[0]].view(-1, *whole.shape[1:])
 
     # Rounds -----------------------------------------------------------------------------------------------------------
 
@@ -480,7 +447,7 @@ class ElasticSync(LocalSync):
         asked = 0
         for each in requests:
             asked |= each
-        self._order("agree_on", asked)
+        self.requests.agree_on(asked)
         if not (is_over or asked or any(stops)):
             raise TimeoutError(
                 f"Too few groups have come to the end of round {self.num_averages + 1} in {self.max_wait_s:g} s: the "
@@ -535,9 +502,8 @@ class ElasticSync(LocalSync):
         with self.group.ledger.waiting(CPU):
             while not wait([self._hidden], POLL_S).done:
                 self._order("poll")  # which the other processes wait for
-        self._order("arrive")
+        self.is_hiding = self.site.members.between.is_hidden = False
         quorum, has_exchanged, counts = self._hidden.result()
-        self.site.members.between.is_hidden = False
         return self._conclude(quorum, has_exchanged, counts), quorum
 
     def settle(self) -> bool:
@@ -566,7 +532,7 @@ class ElasticSync(LocalSync):
         return Row(
             rounds=self.num_averages,
             step=self.step,
-            tokens=sum(self._order("tokens")),
+            tokens=self.tokens,
             state_bytes=float(sum(tensor.nbytes for tensor in self.site.shared().values())),
             settings=digest_of(told),
             run=self.run,
@@ -582,10 +548,12 @@ class ElasticSync(LocalSync):
                 f"{', '.join(resized)}. Give them their size before the fit, or name them in the module's "
                 "_ddp_params_and_buffers_to_ignore."
             )
-        trained = {name: parameter.requires_grad for name, parameter in self.params.by_name().items()}
         now = self.buffers.now()
-        names: list[str] = self.site.look(trained, {name: now[name] for name in self.buffers.start})
-        self._order("begin", names)
+        self.site.look(self.params.by_name(), {name: now[name] for name in self.buffers.start})
+        names: list[str] = self.site.trained()
+        self._order("begin", names, False)
+        self._began = self.step, self._steps, self.tokens
+        self.tokens, self._steps = 0.0, 0
         if self.step >= self.last_step:  # a state without steps would say that the training has ended
             self.membership.serve(None)
         return names
@@ -614,7 +582,8 @@ class ElasticSync(LocalSync):
             self._apply(quorum, has_work)
             return True
         self._is_unsure = self._is_unsure or has_work
-        self._order("restore")
+        _, steps, tokens = self._began
+        self.tokens, self._steps = self.tokens + tokens, self._steps + steps
         self.membership.serve(self.shared_state)
         return False
 
@@ -629,7 +598,9 @@ class ElasticSync(LocalSync):
         before, self.step = self.step, int(min(self.step + latest - self._began[0], self.last_step))
         self.num_skipped += self.step - before
         if has_work:
-            self._order("apply", [*self._now], latest >= self.last_step)
+            self._order("apply", self.site.trained(), self._steps > 0)
+            if latest >= self.last_step:  # steps since the begin of the round come after the end
+                self._steps = 0
             self.num_averages += 1
             self.tokens_seen += sum(row.tokens for row in rows.values())
             # A new mapping: the old one may be shared.
@@ -644,8 +615,10 @@ class ElasticSync(LocalSync):
                 "lower the learning rate or clip the gradients, and start the groups again from their checkpoints.",
                 self.step,
             )
-            self._order("restart")
-            self.site.drop_residuals_()
+            self._order("apply", [*self._known], False)
+            self._order("forget")
+            self.tokens = 0.0
+            self.site.restore_residuals_()
 
     # State ------------------------------------------------------------------------------------------------------------
 
@@ -672,17 +645,18 @@ class ElasticSync(LocalSync):
         Work that other members may have counted already is dropped, with its tokens and the residuals; see the module.
         Work that began at the weights of another run is dropped, too.
         """
-        tokens, keeps = sum(self._order("tokens")), True
         if self._is_unsure or shared["run"] != self.run:
-            if tokens:
-                _logger.warning("Work of %g tokens is dropped: other groups may have counted it already.", tokens)
-            keeps = False
-            self.site.drop_residuals_()
-        self._order("set_aside", keeps and bool(tokens))
+            if self.tokens:
+                _logger.warning("Work of %g tokens is dropped: other groups may have counted it already.", self.tokens)
+            self.tokens = 0.0
+            self.site.restore_residuals_()
         self.membership.serve(None)
+        names = [*self._known]
+        self._order("begin", names, True)
         self.site.take_(shared["tensors"], shared["velocity"])
-        self._order("hand_out", [*self._places])
-        self._order("put_back", shared["steps"])
+        self._order("hand_out", names)
+        self._order("apply", names, bool(self.tokens))
+        self._steps = shared["steps"]
         self._is_unsure = False
         self._wait_from_now()
         self._ends_s = time.monotonic() + shared["left_s"]
@@ -712,7 +686,7 @@ class ElasticSync(LocalSync):
         for name, value in state.get("elastic", {}).items():
             setattr(self, name, value)
         self.tokens = state["tokens"] if state.get("own") else 0.0  # tokens without the work count for nothing
-        self._places, self.buffers.is_begun = {}, False
+        self._known, self.buffers.is_begun = set(), False
 
     @torch.no_grad()
     def _load_own(self, state: Mapping[str, Any]) -> None:

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import Timer
 from lightning.pytorch.utilities.data import extract_batch_size
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Shard
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -315,12 +315,16 @@ class ElasticStrategy(_Elastic, Strategy):
         self.peers = self._worker_peers = self._make_group(is_sharded=False)
 
     @override
-    def _make_worker(self, optimizer: Optimizer, module: pl.LightningModule, buffers: Any) -> Any:
-        if any(isinstance(parameter, DTensor) for parameter in module.parameters()):
+    def _check_run(self, trainer: pl.Trainer) -> None:
+        super()._check_run(trainer)
+        if any(isinstance(parameter, DTensor) for parameter in trainer.lightning_module.parameters()):
             raise ConfigurationError(
                 "The model is sharded, and here each process of a group has the whole model. Leave fully_shard out, or "
                 "take ElasticShardedStrategy, or a name that ends with _elastic_fsdp."
             )
+
+    @override
+    def _make_worker(self, optimizer: Optimizer, module: pl.LightningModule, buffers: Any) -> Any:
         return self._make_elastic(optimizer, module.named_parameters(), buffers)
 
 
@@ -358,7 +362,7 @@ class ElasticShardedStrategy(_Elastic, ShardedStrategy):
         module, shard_of = self.trainer.lightning_module, self._view.tensors.of
         sharded = [parameter for parameter in module.parameters() if isinstance(parameter, DTensor)]
         for parameter in sharded:
-            if any(place not in (Shard(0), Replicate()) for place in parameter.placements):
+            if parameter.placements != (Shard(0),):
                 raise ConfigurationError(
                     f"A parameter of shape {[*parameter.shape]} is placed as {parameter.placements}. An elastic group "
                     "has shards along the first dimension, as fully_shard makes them by default: leave "
