@@ -180,6 +180,7 @@ class Group(Peers):
 
     def count_dense(self, nbytes: int) -> None:
         self.ledger.dense_bytes += all_reduce_bytes(nbytes, self.num_participants)
+        self.ledger.dense_inter_bytes += all_reduce_bytes(nbytes, self.num_participants)
 
     def is_whole(self) -> bool:
         """Return whether all processes live: torchrun does not end a process because another host is silent."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import statistics
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
@@ -30,6 +31,10 @@ class Row(NamedTuple):
         run: the training to which its rounds belong; before the first round, the training that it would begin.
         is_new: whether it has not been in a round since it was started.
         has_ended: whether it has ended its training and only waits for members that take its state.
+        change: norm of the change of its weights in this round, per local step; 0: not known.
+        usual: the median of its last such norms; 0 in its first rounds.
+        max_ratio: a change so many times the usual one is left out; 0: none. The same for all members.
+        wait_s: seconds for which its last round waited for other members.
         is_late: whether it has taken the state of another member since its last round. If it is behind again, the
             members wait for it.
     """
@@ -43,6 +48,10 @@ class Row(NamedTuple):
     run: str = ""
     is_new: bool = True
     has_ended: bool = False
+    change: float = 0.0
+    usual: float = 0.0
+    max_ratio: float = 0.0
+    wait_s: float = 0.0
     is_late: bool = False
 
 
@@ -65,10 +74,19 @@ class Quorum:
 
     @property
     def weights(self) -> list[float]:
-        """The weight of each member in the mean, by its tokens; empty without work, or after the training."""
-        total = sum(row.tokens for row in self.rows)
+        """The weight of each member in the mean, by its tokens; empty without work, or after the training.
+
+        A member whose change is much larger than the median of all members, of two members than its own usual one,
+        has the weight 0.
+        """
+        changes = [row.change for row in self.rows if row.tokens and row.usual]
+        tokens = []
+        for row in self.rows:
+            usual = statistics.median(changes) if len(changes) > 2 else row.usual
+            tokens.append(row.tokens * (not (row.usual and 0 < row.max_ratio * usual < row.change)))
+        tokens = tokens if any(tokens) else [row.tokens for row in self.rows]
         has_ended = any(row.has_ended for row in self.rows)
-        return [row.tokens / total for row in self.rows] if total and not has_ended else []
+        return [each / sum(tokens) for each in tokens] if any(tokens) and not has_ended else []
 
 
 class Membership(Protocol):

@@ -8,6 +8,7 @@ host, holds the whole model.
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -51,6 +52,7 @@ class Site:
     Attributes:
         members: the groups of the present round.
         replica: the replica of the group: its parameters are the weights with which a round begins.
+        wait_s: seconds that the last quorum has taken.
     """
 
     def __init__(
@@ -65,7 +67,7 @@ class Site:
         self._method = method
         # The weights of the site do not move while a round is hidden.
         self._when: EveryK = replace(cast("EveryK", method.when), delay_steps=0)
-        self._buffers: Named = {}
+        self.wait_s, self._buffers = 0.0, Named()
         self._residuals_before: Named = {}
         self._mine = {name: self._like(name, parameter) for name, parameter in parameters.items()}
         self._holder = torch.optim.SGD(list(self._mine.values()), lr=0.0)  # only has their groups
@@ -82,16 +84,10 @@ class Site:
             whole = torch.empty_like(parameter.detach(), device="cpu", **options)
         return Parameter(whole, requires_grad=parameter.requires_grad)
 
-    def use(self, method: Method) -> None:
-        """Take a method with other values."""
-        self._when = replace(cast("EveryK", method.when), delay_steps=0)
-        if self.replica.exchange is not None:
-            self.replica.exchange.payload = method.what
-
     # Tensors, by name -----------------------------------------------------------------------------------------------
 
     def look(self, parameters: Mapping[str, Parameter], buffers: Mapping[str, Tensor]) -> list[str]:
-        """Take in the parameters that are trained, and the floating buffers; return the tensors without an anchor.
+        """Take in which parameters are trained, and floating buffers; return the parameters without an anchor.
 
         Args:
             parameters: of the leader, by name.
@@ -103,7 +99,7 @@ class Site:
                 self.replica.params.take_name(self._mine[name], name)
                 self._holder.add_param_group({"params": [self._mine[name]]})
             self._mine[name].requires_grad_(parameter.requires_grad)
-        self._buffers = {name: buffer.cpu().clone() for name, buffer in buffers.items()}
+        self._buffers |= {name: buffer.cpu().clone() for name, buffer in buffers.items()}
         now, start, of_buffers = self.weights(), self.replica.start, self.replica.buffers
         new = [name for name, mine in self._mine.items() if mine.requires_grad and mine not in start]
         for name in new:
@@ -148,16 +144,26 @@ class Site:
     def ask(self, row: Row, settings: Settings, gives_up: GivesUp) -> Quorum | None:
         """Wait for a quorum, with a row that lacks the checksum of the anchor, which takes a pass over memory."""
         anchor = int(checksum(self.replica.start.values(), at_a_time=CHUNK)) % ANCHORS
-        return self._membership.quorum(row._replace(anchor=float(anchor)), settings, gives_up)
+        began_s = time.monotonic()
+        quorum = self._membership.quorum(row._replace(anchor=float(anchor)), settings, gives_up)
+        self.wait_s = time.monotonic() - began_s
+        return quorum
 
-    def exchange(self, quorum: Quorum, step: int, lr: float) -> Average | None:
-        """Exchange the work of a round; if no member has any work, only wait for the members, and return None."""
+    def exchange(self, quorum: Quorum, names: Sequence[str], step: int, lr: float) -> Average | None:
+        """Exchange the work of a round; if no member has any work, only wait for the members, and return None.
+
+        Args:
+            quorum: the members.
+            names: the tensors of the round, as `trained` has returned them.
+            step: completed optimizer steps.
+            lr: the largest learning rate.
+        """
         self.members.begin(quorum)
         if not quorum.weights:
             self.members.between.begin_all_gather(torch.zeros(1))
             return None
         self._residuals_before = {name: residual.clone() for name, residual in self.replica.residuals.items()}
-        trained = [mine for mine in self._mine.values() if mine.requires_grad and mine.numel()]
+        trained = [self._mine[name] for name in names if name in self._mine]
         prepared = self.replica.prepare_average(step, trained, takes_buffers=True)
         # The rows have told everything but the learning rate.
         status = average_status(Sums(lr=lr), None, 0.0, 0, self.members, self.replica.params.device)

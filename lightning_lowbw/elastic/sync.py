@@ -30,9 +30,11 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
+import statistics
 import threading
 import time
 import uuid
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from functools import partial
@@ -64,6 +66,8 @@ from lightning_lowbw.sync.state import on_cpu
 _logger = logging.getLogger(LOGGER)
 EARLY_S = 0.5  # a member that has joined asks for its first quorum so long before the other members
 END_S = 0.2  # between two last quorums
+FEW_ROUNDS = 5  # from which the usual change of a group is known
+THREADS_OF_STEPS = 4  # threads of the steps for each thread of a hidden round
 SETTLE_S = 10.0  # limit for a hidden round before a save or a validation
 EQUAL = ("run", "num_averages", "tokens_seen", "contributed")  # attributes that are the same on all members
 # Attributes that the leader decides on, and all processes of its group have after a round.
@@ -98,6 +102,9 @@ class ElasticSync(LocalSync):
         forget: drops the momentum of the optimizer.
         max_wait_s: limit for the wait for other groups, after the first round.
         run: the training to which the rounds belong; before the first round, the training that it would begin.
+        max_change_ratio: a group whose weights have moved so many times as far in a step as is usual is left out of the
+            mean, after its first rounds; None: no group.
+        round_metrics: numbers of the last round, for loggers; on the leader.
         num_skipped: steps that the last round has added to `step`: taken by the fastest member and not by this one.
         is_hiding: whether a thread runs a round.
     """
@@ -125,6 +132,8 @@ class ElasticSync(LocalSync):
             of_leader = self.params.by_name(), self._shapes, group.membership, group.ledger
             self.site = Site(method, *of_leader)
         (self._all,) = self.fragments
+        self._names: list[str] = []  # the tensors of the present round
+        self._asks: Any = None  # the row and the settings of the hidden round
         self._now: dict[str, Tensor] = {}  # on the host: the weights of this process when the round began, by name
         self._known: set[str] = set()  # tensors whose anchor the leader has
         self._began: tuple[int, int, float] = 0, 0, 0.0  # the step at which it began, its steps and tokens
@@ -144,17 +153,19 @@ class ElasticSync(LocalSync):
         self._is_unsure = True
         self._last_batch = 0  # the batch of the last step
         self.round_s, self.max_wait_s = round_s, math.inf
+        self._changes = deque[float](maxlen=FEW_ROUNDS)  # norms of changes per step, of the last rounds
+        self._change = 0.0  # that of this round
+        # When the last round ended, the seconds that it waited, and bytes sent up to then.
+        self._round_s, self._wait_s, self._num_bytes = time.monotonic(), 0.0, 0
+        self._last_loss: Tensor | None = None
+        self.round_metrics: dict[str, float] = {}
+        self.max_change_ratio: float | None = None
         self._ends_s = math.inf  # when the round ends, unless it ends after steps
         self._late_s = math.inf  # when this member stops to wait for other groups
         self._batch_s = math.inf  # when the last batch began
         self._step_s = self._longest_s = 0.0  # time of the last step, and of the longest
         self.is_hiding = False
         self._hidden = Future[Any]()  # of the thread: the quorum, whether it has exchanged, whether the round counts
-
-    def use(self, method: Any) -> None:
-        super().use(method)
-        if self.site is not None:
-            self.site.use(method)
 
     # Steps ------------------------------------------------------------------------------------------------------------
 
@@ -189,9 +200,10 @@ class ElasticSync(LocalSync):
 
     def _keep_anchor(self) -> None:
         """Keep the anchor of tensors that have none: as they are, or from a state that was loaded."""
-        now = self.buffers.now()
-        new = self.site.look(self.params.by_name(), {name: now[name] for name in self.buffers.start})
-        anchors, starts = self.site.anchors(), self._starts()
+        now, starts = self.buffers.now(), self._starts()
+        known = {self.params.name_of(p): p for p in self.replica.start}
+        new = self.site.look(known, {name: now[name] for name in self.buffers.start})
+        anchors = self.site.anchors()
         for name in new:
             self._part_of(name, anchors[name]).copy_(starts[name])
         self._order("bring", new, True)
@@ -207,6 +219,9 @@ class ElasticSync(LocalSync):
             self._heal(shared)
         if not self.is_complete and (shared is None or self._is_over()):
             self._take_round()
+
+    def observe_loss(self, loss: Tensor) -> None:
+        self._last_loss = loss
 
     def begin_batch(self) -> None:
         """Note that a batch begins, of the training or a validation: this group does not hang."""
@@ -319,9 +334,13 @@ class ElasticSync(LocalSync):
     def _each_poll(self, orders: Orders) -> tuple[int, bool]:
         return self.requests.asked, self.should_stop()
 
-    def _each_has_faults(self, orders: Orders) -> bool:
-        is_late = self.site is not None and self.site.has_late_faults()
-        return is_late or bool(are_not_finite(list(self._live().values())).any())
+    def _each_measure(self, orders: Orders) -> float:
+        """Return the squared norm of the change of the weights, of each tensor once; NaN if there is an inf or NaN."""
+        live, starts, is_leader = self._live(), self._starts(), self.site is not None
+        if (is_leader and self.site.has_late_faults()) or bool(are_not_finite(list(live.values())).any()):
+            return math.nan
+        names = [name for name in live if not name.startswith(BUFFER) and (is_leader or name in self._shapes)]
+        return sum(float((live[name] - starts[name].to(live[name].device)).norm()) ** 2 for name in names)
 
     def _each_forget(self, orders: Orders) -> None:
         self.forget()
@@ -388,7 +407,11 @@ class ElasticSync(LocalSync):
         """Begin to run a round in a thread, with the weights of `_each_begin`."""
         self.is_hiding, self._hidden, hidden = True, Future(), self.group.hidden
 
+        num_threads, has_begun = torch.get_num_threads(), threading.Event()
+
         def run() -> None:
+            torch.set_num_threads(max(1, num_threads // THREADS_OF_STEPS))
+            has_begun.set()
             try:
                 with torch.no_grad():
                     hidden.lead(partial(self._carry_out, hidden), self._run_hidden)
@@ -398,6 +421,8 @@ class ElasticSync(LocalSync):
                 self._hidden.set_exception(error)
 
         threading.Thread(target=run, name="lowbw-round", daemon=True).start()
+        has_begun.wait()
+        torch.set_num_threads(num_threads)  # of this thread as before, and of threads to come
 
     # The tensors of this process, by name -----------------------------------------------------------------------------
 
@@ -472,28 +497,27 @@ class ElasticSync(LocalSync):
             self._heal(quorum.healed)
             is_awaited = len(quorum.members) > 1
             return self.is_complete or not (is_awaited or self._is_over())
-        counts = self._conclude(quorum, *self._exchange_round(self.group.orders, quorum, self._begin()))
+        self._begin()
+        counts = self._conclude(quorum, *self._exchange_round(self.group.orders, quorum))
         self._begin_clock()
         return counts
 
     def _hide(self) -> None:
         """Begin a round in a thread; the steps that follow belong to the next round."""
         self._restart_if_not_finite()
-        row, settings = self._row_and_settings()
-        names = self._begin()
-        self._asks = row, settings, names
+        self._asks = self._row_and_settings()
+        self._begin()
         self.site.members.between.is_hidden = True
         self._order("hide")
         self._begin_clock()
         self.has_communicated = True
 
     def _run_hidden(self) -> None:
-        row, settings, names = self._asks
         hidden = self.group.hidden
-        quorum = self.site.ask(row, settings, partial(self._gives_up, hidden))
+        quorum = self.site.ask(*self._asks, partial(self._gives_up, hidden))
         found = False, False
         if quorum is not None and quorum.healed is None:
-            found = self._exchange_round(hidden, quorum, names)
+            found = self._exchange_round(hidden, quorum)
         self._hidden.set_result((quorum, *found))
 
     def _end_hidden(self) -> tuple[bool, Quorum | None]:
@@ -538,10 +562,14 @@ class ElasticSync(LocalSync):
             run=self.run,
             is_new=self._is_new,
             has_ended=self.is_complete,
+            change=self._change,
+            usual=statistics.median(self._changes) if len(self._changes) == FEW_ROUNDS else 0.0,
+            max_ratio=self.max_change_ratio or 0.0,
+            wait_s=self._wait_s,
         ), told
 
-    def _begin(self) -> list[str]:
-        """Begin a round with the present work; return the names of its tensors."""
+    def _begin(self) -> None:
+        """Begin a round with the present work."""
         if resized := self.buffers.changed():
             raise ConfigurationError(
                 f"Step {self.step}: the module has registered, removed or resized buffers since the fit began: "
@@ -550,22 +578,22 @@ class ElasticSync(LocalSync):
             )
         now = self.buffers.now()
         self.site.look(self.params.by_name(), {name: now[name] for name in self.buffers.start})
-        names: list[str] = self.site.trained()
-        self._order("begin", names, False)
+        self._names = self.site.trained()
+        self._order("begin", self._names, False)
         self._began = self.step, self._steps, self.tokens
         self.tokens, self._steps = 0.0, 0
         if self.step >= self.last_step:  # a state without steps would say that the training has ended
             self.membership.serve(None)
-        return names
 
-    def _exchange_round(self, orders: Orders, quorum: Quorum, names: Sequence[str]) -> tuple[bool, bool]:
+    def _exchange_round(self, orders: Orders, quorum: Quorum) -> tuple[bool, bool]:
         """Exchange the work of a round; return whether there was work, and whether the round counts.
 
         If it counts the processes of the group have the new anchor, and the weights are as before.
         """
+        names = self._names
         if quorum.weights:
             orders.order("bring", names, False)
-        average = self.site.exchange(quorum, self._began[0], self._lr)
+        average = self.site.exchange(quorum, names, self._began[0], self._lr)
         counts = self.membership.commit()
         if not counts:
             self.site.restore_residuals_()
@@ -598,18 +626,47 @@ class ElasticSync(LocalSync):
         before, self.step = self.step, int(min(self.step + latest - self._began[0], self.last_step))
         self.num_skipped += self.step - before
         if has_work:
-            self._order("apply", self.site.trained(), self._steps > 0)
+            self._order("apply", self._names, self._steps > 0)
             if latest >= self.last_step:  # steps since the begin of the round come after the end
                 self._steps = 0
             self.num_averages += 1
             self.tokens_seen += sum(row.tokens for row in rows.values())
             # A new mapping: the old one may be shared.
             self.contributed = self.contributed | dict.fromkeys(compress(rows, weights), self.num_averages)
+            self._changes.append(self._change)
+            left_out = [name for name, weight in zip(rows, weights, strict=True) if rows[name].tokens and not weight]
+            if quorum.members[quorum.rank] in left_out:
+                self._order("forget")  # the momentum has the same direction
+            if left_out:
+                _logger.warning(
+                    "Round %d: the weights of %s have moved more than %g times as far in a step as is usual, and are "
+                    "left out. Look at its learning rate and its data; ElasticStrategy(max_change_ratio=None) takes "
+                    "all changes.",
+                    *(self.num_averages, " and ".join(left_out), self.max_change_ratio),
+                )
+            self._tell(quorum)
         self._offer()
+
+    def _tell(self, quorum: Quorum) -> None:
+        """Log a round that counts, in one line, and keep its numbers for loggers."""
+        now_s, (num_bytes, _), waited_s = time.monotonic(), self.group.ledger.of_slow_network, self.site.wait_s
+        slowest = min(zip(quorum.rows, quorum.members, strict=True), key=lambda each: each[0].wait_s)[1]
+        _logger.info(
+            "Round %d: groups %s; %.1f s, %.1f s of these waited (in the last round all waited for %s); %.1f MB sent; "
+            "loss %.4g.",
+            *(self.num_averages, ", ".join(quorum.members), now_s - self._round_s, waited_s, slowest),
+            *((num_bytes - self._num_bytes) / 1e6, math.nan if self._last_loss is None else float(self._last_loss)),
+        )
+        self.group.num_participants = num_groups = len(quorum.members)
+        seconds = {"elastic/round_s": now_s - self._round_s, "elastic/wait_s": waited_s}
+        self.round_metrics = seconds | {"elastic/groups": float(num_groups)}
+        self._round_s, self._num_bytes, self._wait_s = now_s, num_bytes, waited_s
 
     def _restart_if_not_finite(self) -> None:
         """Go on from the anchor if local steps have left an inf or NaN, without their tokens and momentum."""
-        if any(self._order("has_faults")):
+        self._change = math.sqrt(sum(self._order("measure"))) / max(1, self._steps)
+        if not math.isfinite(self._change):
+            self._change = 0.0
             _logger.warning(
                 "Step %d has left an inf or NaN: the work of this group in this round is left out. If this repeats, "
                 "lower the learning rate or clip the gradients, and start the groups again from their checkpoints.",

@@ -53,6 +53,7 @@ class _Elastic(BaseStrategy):
         num_tokens: Callable[[Any], float] | None = None,
         min_replicas: int = 2,
         grace_s: float = 20.0,
+        max_change_ratio: float | None = 10.0,
         group: str | None = None,
         lighthouse: str | None = None,
         gbit_per_s: float = 0.1,
@@ -78,12 +79,15 @@ class _Elastic(BaseStrategy):
         for name, value in {"round_s": round_s, "grace_s": grace_s, **self._of_membership}.items():
             if name.endswith("_s") and (name, value) != ("round_s", None) and not (is_number(value) and value > 0):
                 raise ConfigurationError(f"{name}={value!r}: give a number above 0.")
+        if not (max_change_ratio is None or (is_number(max_change_ratio) and max_change_ratio > 1)):
+            raise ConfigurationError(f"max_change_ratio={max_change_ratio!r}: give a number above 1, or None.")
         if not is_count(min_replicas):
             raise ConfigurationError(f"min_replicas={min_replicas!r}: give a number of groups, an integer >= 1.")
         self.group = group or socket.gethostname()
-        self.round_s, self.grace_s = round_s, grace_s
+        self.round_s, self.grace_s, self.max_change_ratio = round_s, grace_s, max_change_ratio
         self._num_tokens = num_tokens or extract_batch_size
         self._options |= {"round_s": round_s, "grace_s": grace_s, "group": group, **self._of_membership}
+        self._options |= {"max_change_ratio": max_change_ratio}
 
     @property
     def _replica(self) -> ElasticSync:
@@ -155,7 +159,7 @@ class _Elastic(BaseStrategy):
 
     @override
     def reconfigure(self, method: Method) -> None:
-        if self.workers and self._replica.settings:  # this group has joined the other groups
+        if self.workers:
             raise ConfigurationError("All groups have one method. To change it, end all groups, and start them again.")
         super().reconfigure(method)
 
@@ -166,6 +170,8 @@ class _Elastic(BaseStrategy):
         worker = self._replica
         worker.last_step, worker.share = self.trainer.max_steps, self._schedules
         worker.settings = {"Trainer(max_steps)": self.trainer.max_steps, "schedulers": self._named_schedulers()}
+        worker.settings |= {"max_change_ratio": self.max_change_ratio}
+        worker.max_change_ratio = self.max_change_ratio
         worker.should_stop = lambda: self.trainer.received_sigterm
         if self._timeout is not None:
             worker.max_wait_s = self._timeout.total_seconds()  # no collective waits between groups, which would end
@@ -194,8 +200,12 @@ class _Elastic(BaseStrategy):
     @override
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
         result = super().optimizer_step(*args, **kwargs)
-        if self._replica.has_communicated:
-            self._follow(self._replica, is_in_step=True)
+        worker = self._replica
+        if worker.has_communicated:
+            self._follow(worker, is_in_step=True)
+            for logger in self.trainer.loggers if worker.round_metrics else ():
+                logger.log_metrics(worker.round_metrics, step=worker.step)
+            worker.round_metrics = {}
         return result
 
     @override
@@ -285,6 +295,9 @@ class ElasticStrategy(_Elastic, Strategy):
         num_tokens: returns the weight of a batch in the means; None: its number of samples, as Lightning finds it.
         min_replicas: groups that a round needs; with fewer, all groups wait and say so once a minute. With 1, a group
             that is alone with the lighthouse trains on.
+        max_change_ratio: a group whose weights have moved so many times as far in a local step as the median of the
+            groups (of two groups: as its own median) is left out of a mean, with a warning on all, after five rounds.
+            None: no group is left out.
         grace_s: seconds for which a group that has ended waits for other groups; longer than the join_timeout_ms of the
             lighthouse.
         group: name of this group. No other group has it, and the group keeps it after a restart.

@@ -25,6 +25,7 @@ from lightning_lowbw.comm.peers import Peers
 from lightning_lowbw.comm.topology import Where
 from lightning_lowbw.kernels import dispatch
 from lightning_lowbw.kernels.table import GPU_BLOCK, JoinedTable
+from lightning_lowbw.kernels.tensors import CPU
 from lightning_lowbw.namespaces import LOGGER
 from lightning_lowbw.payloads.params import LEAST_NUMEL
 from lightning_lowbw.payloads.payload import Payload
@@ -57,7 +58,7 @@ def prepare_kernels(
     Returns:
         None, or one sentence with the rank and the reason why plain torch is used instead; logged on rank 0.
     """
-    device, peers, payloads = workers[0].params.device, workers[0].peers, [workers[0].method.what, *also]
+    device, peers, payloads = _device_of(workers[0]), workers[0].peers, [workers[0].method.what, *also]
     if peers.num_participants == 1 and not peers.may_grow:
         return None
     is_first = not dist.is_initialized() or dist.get_rank(group) == 0
@@ -100,6 +101,11 @@ def what_fails(workers: Sequence[Synchronizer], payloads: Sequence[Payload], dev
     return None
 
 
+def _device_of(worker: Synchronizer) -> torch.device:
+    """Return the device on which a worker compresses; an elastic group does so on the host."""
+    return CPU if worker.peers.may_grow else worker.params.device
+
+
 def _compare(found: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
     for one, other in zip(found, expected, strict=True):
         close = 1e-4 if other.dtype == torch.float32 else 0.03  # of the largest value
@@ -112,7 +118,7 @@ def _exchanged(worker: Synchronizer, payload: Payload, num_participants: int, nu
 
     This sum does not depend on which of several nearly equal elements are sent. The worker does not change.
     """
-    payload, device, method = payload.sample(LEAST_NUMEL), worker.params.device, worker.method
+    payload, device, method = payload.sample(LEAST_NUMEL), _device_of(worker), worker.method
     peers = echo(num_participants)
     numbers = [torch.arange(1, numel + 1, device=device) for numel in numels]
     gradients = [(0.5 + each * 7919 % 8191 / 8192) * (each % 3 - 0.5).sign() for each in numbers]

@@ -461,6 +461,25 @@ def test_a_change_that_is_not_finite_is_left_out_by_name(
     assert caplog.text.count("has left an inf or NaN") == 1
 
 
+@pytest.mark.parametrize("num_members", [2, 3])
+def test_a_change_that_is_much_larger_than_usual_is_left_out(
+    num_members: int, store: dist.Store, caplog: pytest.LogCaptureFixture
+) -> None:
+    """After five rounds, in the seventh and the eighth of ten; the weights of that member are those of the others."""
+
+    def jump(member: Member, step: int) -> None:
+        member.worker.max_change_ratio = 10.0
+        if step in (6 * K_STEPS + 1, 7 * K_STEPS + 1) and member.number == 1:
+            member.parameters["wide"].data += 100.0
+
+    members = [Member(store, n, METHODS["sparse_loco"], 10 * K_STEPS, before=jump) for n in range(num_members)]
+    train(members)
+    assert_equal_anchors(members)
+    assert all(float(member.parameters["wide"].detach().abs().max()) < 10.0 for member in members)
+    assert caplog.text.count("the weights of group 1 have moved more than 10 times as far") == 2 * num_members
+    assert [number for number, names in members[0].contributors.items() if "group 1" not in names] == [0, 7, 8]
+
+
 def test_a_member_with_another_anchor_than_most_heals(store: dist.Store) -> None:
     """Its last round was with members that have gone, or its processor rounds differently."""
 
