@@ -226,7 +226,7 @@ class TorchftMembership:
 
         Args:
             fn: the function.
-            gives_up: asked about once a second.
+            gives_up: asked about once a second, and after an error.
         """
         result = Future[T]()
 
@@ -239,10 +239,12 @@ class TorchftMembership:
                 result.set_exception(RuntimeError(f"{error}"))
 
         threading.Thread(target=run, name="lowbw-call", daemon=True).start()
-        while not wait([result], POLL_S).done:
+        while not wait([result], POLL_S).done or result.exception():
             self._say_if_due(self._client.progress)
             if gives_up():
                 return None
+            if result.done():
+                break
         return result.result()
 
     def collective(self, begin: Callable[[dist.ProcessGroup], Any]) -> None:

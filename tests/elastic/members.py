@@ -33,10 +33,9 @@ PATIENCE_S = 120.0
 
 @dataclass(frozen=True)
 class Event:
-    """What a process has come to: joined, healed, lost, committed or failed (a round), said, ended, raised."""
+    """What a group has come to: joined, healed, lost, committed or failed (a round), said, ended, raised."""
 
     group: int
-    process: int
     kind: str
     step: int
     members: tuple[str, ...]
@@ -61,12 +60,6 @@ def stop_in_the_middle(total: torch.Tensor, group: dist.ProcessGroup) -> Any:
     return average(total, group)
 
 
-def fail_in_process_1(total: torch.Tensor, group: dist.ProcessGroup) -> Any:
-    if dist.get_rank() == 1:
-        raise RuntimeError("a fault of this process only")
-    return average(total, group)
-
-
 class LateClient(StateClient):
     """Receives a state that is a round old when it arrives, the first time."""
 
@@ -86,9 +79,7 @@ def send_slowly(connection: Any, tensor: torch.Tensor) -> None:
     connection.sendall(tensor.view(torch.uint8).numpy())
 
 
-def run_member(
-    connection: Any, folder: str, group: int, process: int, num_processes: int, options: dict[str, Any]
-) -> None:
+def run_member(connection: Any, folder: str, group: int, options: dict[str, Any]) -> None:
     """Take part in rounds.
 
     Args:
@@ -102,10 +93,10 @@ def run_member(
     step, members, num_sent = 0, (), options.pop("num_sent", None)
     weights = torch.full((options.pop("size", SIZE),), float(options.pop("value", 0.0)))
 
-    settings, is_new = options.pop("settings", {"processes": f"{num_processes}"}), True
+    settings, is_new = options.pop("settings", {"method": "as here"}), True
 
     def tell(kind: str, value: Any = None) -> None:
-        connection.send(Event(group, process, kind, step, members, value, time.monotonic()))
+        connection.send(Event(group, kind, step, members, value, time.monotonic()))
 
     keep_stderr_in(folder)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell lets jobs in the background ignore it
@@ -118,7 +109,6 @@ def run_member(
     said = logging.Handler(logging.WARNING)
     said.emit = lambda record: tell("said", record.getMessage())  # type: ignore[method-assign]
     logging.getLogger(LOGGER).addHandler(said)
-    dist.init_process_group("gloo", f"file://{folder}/{group}", rank=process, world_size=num_processes)
     usual = {"name": f"group{group}", "gbit_per_s": 1.0}
     membership = TorchftMembership(**{**usual, **options})
     tell("joined")
@@ -134,9 +124,7 @@ def run_member(
         nonlocal weights, step
         assert state["name"] == "plain"
         membership.serve(None)
-        if process == 0:  # which has the tensors
-            weights.copy_(state["tensors"]["weights"])
-        dist.broadcast(weights, 0)
+        weights.copy_(state["tensors"]["weights"])
         step = state["num_averages"]
         membership.serve(shared)
 
@@ -177,7 +165,6 @@ def run_member(
         tell("raised", repr(error))
     finally:
         membership.close()
-        dist.destroy_process_group()
 
 
 def listening_addresses() -> set[str]:
@@ -224,7 +211,7 @@ class Groups:
         self.folder, self.network, self.port = folder, network, 0
         self.host = "127.0.0.1" if network is None else network.address(0)
         self.events: list[Event] = []
-        self.processes: dict[tuple[int, int], Any] = {}
+        self.processes: dict[int, Any] = {}
         self.connections: list[Any] = []
         self.lighthouse_options = {
             "min_replicas": 2,
@@ -255,18 +242,16 @@ class Groups:
         self.lighthouse.kill()
         self.lighthouse.join()
 
-    def start(self, group: int, num_processes: int = 1, **options: Any) -> None:
+    def start(self, group: int, **options: Any) -> None:
         options = {"lighthouse": f"{self.host}:{self.port}", "timeout_s": 5.0, **options}
         options["interface"] = "lo" if self.network is None else INTERFACE
-        for process in range(num_processes):
-            child, connection = self._start(group + 1, run_member, group, process, num_processes, options)
-            self.processes[group, process] = child
-            self.connections.append(connection)
+        self.processes[group], connection = self._start(group + 1, run_member, group, options)
+        self.connections.append(connection)
 
-    def signal(self, group: int, number: signal.Signals, process: int = 0) -> float:
-        """Send one of the processes a signal; return when."""
+    def signal(self, group: int, number: signal.Signals) -> float:
+        """Send a group a signal; return when."""
         now_s = time.monotonic()
-        os.kill(self.processes[group, process].pid, number)
+        os.kill(self.processes[group].pid, number)
         return now_s
 
     def until(self, is_it: Callable[[Event], bool], after_s: float = 0.0) -> Event:
@@ -285,15 +270,15 @@ class Groups:
                 except (EOFError, ConnectionError):
                     self.connections.remove(connection)
 
-    def first(self, group: int, kind: str, after_s: float = 0.0, process: int = 0) -> Event:
-        """Wait for the first event of a kind of a process."""
-        return self.until(lambda event: (event.group, event.process, event.kind) == (group, process, kind), after_s)
+    def first(self, group: int, kind: str, after_s: float = 0.0) -> Event:
+        """Wait for the first event of a kind of a group."""
+        return self.until(lambda event: (event.group, event.kind) == (group, kind), after_s)
 
-    def committed(self, group: int, step: int = 0, size: int = 0, after_s: float = 0.0, process: int = 0) -> Event:
+    def committed(self, group: int, step: int = 0, size: int = 0, after_s: float = 0.0) -> Event:
         """Wait for a round of a group that is committed: at least this step, and of this many members."""
 
         def is_it(event: Event) -> bool:
-            is_of = (event.group, event.process, event.kind) == (group, process, "committed")
+            is_of = (event.group, event.kind) == (group, "committed")
             return is_of and event.step >= step and size in (0, len(event.members))
 
         return self.until(is_it, after_s)

@@ -120,7 +120,7 @@ def test_two_are_served_one_after_the_other() -> None:
 def a_membership(addresses: Callable[[], list[str]], row: Row = ROW) -> TorchftMembership:
     """Return a newcomer's membership, with a lighthouse that knows these addresses."""
     membership = object.__new__(TorchftMembership)
-    membership._name, membership._process, membership._says_s = "joiner", 0, math.inf
+    membership._name, membership._says_s = "joiner", math.inf
     membership._client, membership._told = StateClient(), (row, SETTINGS)
     lighthouse = SimpleNamespace(is_closed=threading.Event(), addresses=addresses)
     membership._lighthouse = lighthouse  # type: ignore[assignment]
