@@ -8,10 +8,11 @@ value; so all processes take every decision of the leader at the same step, and 
 
 from __future__ import annotations
 
+import pickle
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -28,6 +29,10 @@ BEAT_S, SILENT_S = 0.5, 5.0  # between two beats of a process; without any for s
 Places = Sequence[slice] | None  # the part of a flat tensor that each process has; None: each has the whole
 
 END, RAISE = "end", "raise"
+
+
+class LostProcessError(Exception):  # no RuntimeError, after which a leader would try again to meet the other groups
+    """A process of this group has ended, or does not answer, so this process ends, too."""
 
 
 class Orders:
@@ -59,6 +64,7 @@ class Orders:
 
         Raises:
             Exception: on all processes; the error of the section, or of an order on any process.
+            LostProcessError: a process has ended, or has not answered in time; as from all methods.
         """
         self._carry_out = carry_out
         while self.rank:
@@ -71,7 +77,8 @@ class Orders:
         try:
             section()
         except Exception as error:
-            self._broadcast((RAISE, (error,)))
+            with suppress(LostProcessError):
+                self._broadcast((RAISE, (_portable(error),)))
             raise
         value = told()
         self._broadcast((END, (value,)))
@@ -94,16 +101,18 @@ class Orders:
         try:
             answer = self._carry_out(name, *values)
         except Exception as error:  # noqa: BLE001 - the leader raises it, on all processes
-            answer = error
+            answer = _portable(error)
         answers = [answer] * self._size
         if self._group is not None:
-            dist.all_gather_object(answers, answer, group=self._group)
+            with _finding_lost_processes():
+                dist.all_gather_object(answers, answer, group=self._group)
         return answers
 
     def _broadcast(self, value: Any) -> Any:
         message = [value]
         if self._group is not None:
-            dist.broadcast_object_list(message, 0, group=self._group, device=torch.device("cpu"))
+            with _finding_lost_processes():
+                dist.broadcast_object_list(message, 0, group=self._group, device=torch.device("cpu"))
         return message[0]
 
     # Tensors of the host --------------------------------------------------------------------------------------------
@@ -139,6 +148,26 @@ class Orders:
         if self._group is not None and dist.is_initialized():
             dist.destroy_process_group(self._group)
             self._group = None
+
+
+@contextmanager
+def _finding_lost_processes() -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        raise LostProcessError(
+            "A process of this group has ended, or has not answered in time: this process ends, too. Its own error is "
+            "in its output. Start the group again."
+        ) from error
+
+
+def _portable(error: Exception) -> Exception:
+    """Return an error that another process can read: a RuntimeError in the place of an error that cannot be pickled."""
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:  # noqa: BLE001 - whatever a class of the user raises
+        return RuntimeError(f"{type(error).__name__}: {error}")
+    return error
 
 
 class Group(Peers):
@@ -184,16 +213,15 @@ class Group(Peers):
 
     def is_whole(self) -> bool:
         """Return whether all processes live: torchrun does not end a process because another host is silent."""
-        with suppress(RuntimeError):  # the store of the group is lost
-            store = distributed_c10d._get_default_store()
+        with suppress(RuntimeError, ValueError):  # the store of the group is lost, or the user has ended the world
             for rank in range(1, self.num_ranks):
-                number, before = store.add(f"lowbw/{rank}", 0), self._beats[rank]
-                if number != before[0]:
+                number = distributed_c10d._get_default_store().add(f"lowbw/{rank}", 0)
+                if number != self._beats[rank][0]:
                     self._beats[rank] = number, time.monotonic()
         return all(time.monotonic() - at_s < SILENT_S for _, at_s in self._beats[1:])
 
     def _beat(self) -> None:
-        with suppress(RuntimeError):  # the store is lost, as when the group ends
+        with suppress(RuntimeError, ValueError):  # the store is lost, as when the group ends
             while not self._is_closed.wait(BEAT_S):
                 distributed_c10d._get_default_store().add(f"lowbw/{self.rank}", 1)
 
