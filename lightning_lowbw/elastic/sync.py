@@ -383,14 +383,16 @@ class ElasticSync(LocalSync):
 
     def _each_begin(self, orders: Orders, names: Sequence[str], from_anchor: bool) -> None:
         """Copy the weights of this process, or its anchor, to the host: steps from there on are kept by `apply`."""
-        live, starts = self._live(), self._starts()
-        for name in names:
-            if name not in self._now:
-                is_whole = self.site is None or name.startswith(BUFFER)
-                room = torch.empty_like(live[name], device="cpu", pin_memory=live[name].is_cuda) if is_whole else None
-                self._now[name] = self._part_of(name, self.site.weights()[name]) if room is None else room
-            self._now[name].copy_((starts if from_anchor else live)[name], non_blocking=True)
-        device_of(self.params.device).synchronize()
+        live, device = self._live(), device_of(self.params.device)
+        for name in (name for name in names if name not in self._now):
+            is_part = self.site is not None and not name.startswith(BUFFER)
+            room = None if is_part else torch.empty_like(live[name], device="cpu", pin_memory=live[name].is_cuda)
+            self._now[name] = self._part_of(name, self.site.weights()[name]) if room is None else room
+        given = self._starts() if from_anchor else live
+        values = [given[name] for name in names]
+        with device.fork(COPY)(tuple(values), False):
+            torch._foreach_copy_([self._now[name] for name in names], values, non_blocking=True)
+        device.join(COPY, on_host=True)
 
     def _each_apply(self, orders: Orders, names: Sequence[str], keeps: bool) -> None:
         """Set the weights to the anchor; `keeps`: plus what they have moved since `begin`."""

@@ -175,7 +175,7 @@ def test_names_and_docstrings() -> None:
 def test_what_is_exported() -> None:
     exported = """
         AdaptiveLocalSGD AdaptiveLocalSGDStrategy AutoStrategy AveragingSchedule Compression
-        ConfigurationError DGC DGCStrategy DisagreementError ElasticStrategy EveryK EveryStep
+        ConfigurationError DGC DGCStrategy DisagreementError ElasticShardedStrategy ElasticStrategy EveryK EveryStep
         Hierarchical HierarchicalStrategy LocalSGD LocalSGDStrategy LowRank Method MuonAdamW
         NonFiniteGradientError PowerSGD Quantized QuantizedGradients ShardedStrategy SparsityWarmup
         Strategy TopK Topology TrafficMonitor Where Whole merge_states names
@@ -224,6 +224,7 @@ NAMES = {
 NAMES |= {f"{name}_hierarchical": cls for name, cls in NAMES.items()} | {"hierarchical": lowbw.HierarchicalStrategy}
 OF_SHARDS = [f"{name}_fsdp" for name in ("dgc", "local_sgd", "diloco", "sparse_loco", "hierarchical", "int8", "int4")]
 OF_GROUPS = [f"{name}_elastic" for name in ("local_sgd", "diloco", "sparse_loco")]
+OF_SHARDED_GROUPS = [f"{name}_fsdp" for name in OF_GROUPS]
 START_METHODS = {"": "popen", "_spawn": "spawn", "_fork": "fork", "_notebook": "fork"}
 SEARCHES = {"": None, "_find_unused_parameters_true": True, "_find_unused_parameters_false": False}
 
@@ -231,7 +232,7 @@ SEARCHES = {"": None, "_find_unused_parameters_true": True, "_find_unused_parame
 def test_strategies_are_known_by_name() -> None:
     ours = [name for name, entry in StrategyRegistry.items() if entry["strategy"].__module__.startswith(PACKAGE)]
     named = map("".join, itertools.product(NAMES, START_METHODS, SEARCHES))
-    assert sorted(ours) == sorted([*named, *OF_SHARDS, *OF_GROUPS])
+    assert sorted(ours) == sorted([*named, *OF_SHARDS, *OF_GROUPS, *OF_SHARDED_GROUPS])
     endings = ("_hierarchical", "_spawn", "_fork", "_notebook", "_true", "_false")
     assert lowbw.names() == sorted(name for name in ours if not name.endswith(endings))
     assert not [name for name in NAMES if "ddp" in name or name != name.lower()]  # Lightning has ways with "ddp"
@@ -243,6 +244,7 @@ def test_strategies_are_known_by_name() -> None:
         assert bool(strategy._ddp_kwargs.get("find_unused_parameters")) == bool(SEARCHES[search])
     assert {type(StrategyRegistry.get(name)) for name in OF_SHARDS} == {lowbw.ShardedStrategy}
     assert {type(StrategyRegistry.get(name)) for name in OF_GROUPS} == {lowbw.ElasticStrategy}
+    assert {type(StrategyRegistry.get(name)) for name in OF_SHARDED_GROUPS} == {lowbw.ElasticShardedStrategy}
 
 
 def test_registering_again_changes_nothing() -> None:
