@@ -1,13 +1,14 @@
 """Train in groups that come, go and are slow: each is a Lightning run of its own, and they average now and then.
 
-1. Once, on a machine that stays; times are in milliseconds:
-         torchft_lighthouse --bind 10.0.0.1:29510 --min_replicas 2 --join_timeout_ms 10000 --heartbeat_timeout_ms 5000
+1. Once, on a machine that stays:
+         lowbw-lighthouse --bind 10.0.0.1:29510
 2. On each machine:
          export TORCHFT_LIGHTHOUSE=http://10.0.0.1:29510
 3. On each machine, now or later:
          python -m lightning_lowbw.elastic.run --nproc-per-node 1 --max-restarts 100 examples/elastic.py --group site_a
-Kill one: the others go on, it starts again, and takes their state. At the end all have the same weights.
-On one machine: 127.0.0.1 for both addresses, in several terminals.
+Kill a group: the other groups go on; it starts again and takes their state. At the end all groups have the same weights.
+On one machine: 127.0.0.1 for both addresses, in several terminals. A group of several processes, which need not be
+like the other groups: --nproc-per-node 2; of several machines: docs/elastic.md.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ def main() -> None:
     """Train a small classifier with those who are there, and say what came of it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--group", default=socket.gethostname(), help="another name for each")
-    parser.add_argument("--min-replicas", type=int, default=2)
+    parser.add_argument("--min-replicas", type=int, default=1)
     parser.add_argument("--round-s", type=float, default=2.0, help="seconds after which a round ends")
     parser.add_argument("--max-steps", type=int, default=2000)
     options = parser.parse_args()
@@ -37,12 +38,13 @@ def main() -> None:
     strategy = lowbw.ElasticStrategy(
         lowbw.LocalSGD(begin_step=0, outer="nesterov"),
         group=options.group,
-        round_s=options.round_s,  # with as many steps as each has taken: a slow group delays nobody
+        round_s=options.round_s,  # however many steps each group has taken: no group waits for a slow one
         min_replicas=options.min_replicas,
     )
     trainer = Trainer(
         strategy=strategy,
         devices=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
+        num_nodes=int(os.environ.get("GROUP_WORLD_SIZE", "1")),
         max_steps=options.max_steps,
         logger=False,
         enable_checkpointing=False,

@@ -11,6 +11,7 @@ import pytest
 from benchmarks.slow_link import Cell
 from lightning_lowbw import Compression
 from lightning_lowbw.comm.collectives import all_reduce_bytes
+from lightning_lowbw.elastic.site import ROUND_BYTES
 from lightning_lowbw.payloads.quantized import FORMATS
 from tests.programs import ROOT
 
@@ -94,6 +95,16 @@ def test_the_seconds_of_two_sites() -> None:
     assert f"sends {sparse / 1e6:.0f} MB to the other site every 15 steps ({sparse_s:.1f} s)" in page
     assert f"would send {int8 / 1e9:.1f} GB in each step ({int8_s:.0f} s)" in page
     assert f"in float32 {model_s / 60:.0f} minutes, without output" in page
+    dense = all_reduce_bytes(4 * numel, 2)
+    cells = (
+        [f"{ROUND_BYTES * numel / 1e9:.0f} GB; {ROUND_BYTES * numel / 2e9:.0f} GB"] * 2,
+        [
+            f"{sparse / 1e6:.0f} MB, {sparse_s:.1f} s; every 15 steps",
+            f"{dense / 1e9:.0f} GB, {dense / 25e6:,.0f} s; every 100 steps",
+        ],
+        [f"{nbytes / 1e9:.0f} GB, {nbytes / 25e6:,.0f} s" for nbytes in (4 * numel, 8 * numel)],
+    )
+    assert all(f"| {' | '.join(row)} |" in (ROOT / "docs/elastic.md").read_text() for row in cells)
 
 
 def test_memory_in_a_step() -> None:

@@ -1,4 +1,4 @@
-"""A payload and a schedule that the package does not know: what docs/design.md says is all that they need."""
+"""A payload and a schedule that the package does not know: what CONTRIBUTING.md says is all that they need."""
 
 from __future__ import annotations
 
