@@ -3,6 +3,7 @@
     .venv/bin/python benchmarks/elastic.py                          # 25 minutes: each fault, and the time without any
     .venv/bin/python benchmarks/elastic.py --state-mb 200           # half an hour: with a large state, no slow groups
     .venv/bin/python benchmarks/elastic.py --only alone --minutes 60     # many faults
+    .venv/bin/python benchmarks/elastic.py --only sharded --minutes 60   # the same, two processes in each group
     .venv/bin/python benchmarks/elastic.py --only restart --minutes 60   # the same faults; restarts the whole job
     .venv/bin/python benchmarks/elastic.py --report                 # table and plot of what there is
 
@@ -89,6 +90,7 @@ class Case:
             groups end after `STEPS`.
         ballast: more elements of the state, in millions, which no step changes.
         delay_steps: the method's.
+        size: processes of each group; more than one shard the model.
     """
 
     title: str
@@ -100,6 +102,7 @@ class Case:
     minutes: float | None = None
     ballast: float = 0.0
     delay_steps: int = DELAY_STEPS
+    size: int = 1
 
 
 CASES = {
@@ -124,6 +127,7 @@ CASES = {
 }
 LONG = {
     "alone": Case("elastic", groups=NAMES, minutes=60.0),
+    "sharded": Case("elastic, two processes in each group, FSDP", groups=NAMES, minutes=60.0, size=2),
     "restart": Case("restart of all from the last checkpoint", groups=NAMES, is_elastic=False, minutes=60.0),
 }
 
@@ -196,10 +200,12 @@ class Log(pl.Callback):
             file.write(json.dumps(line) + "\n")
 
     def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
-        if not self.after_s:
+        if trainer.is_global_zero and not self.after_s:
             self.num_rounds, self.after_s = trainer.strategy.replicas[0].num_averages, time.monotonic()
 
     def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        if not trainer.is_global_zero:
+            return
         self.took_s.append(time.monotonic() - self.after_s)
         self.after_s, worker = time.monotonic(), trainer.strategy.replicas[0]
         self.num_steps += 1
@@ -253,7 +259,7 @@ def train_group(case: Case, folder: Path, group: str) -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     log = Log(case, folder, group)
-    log.write("begin", pid=os.getpid())
+    log.write("begin", pid=os.getpid())  # of each process of the group
     method = preset("sparse_loco").replace(begin_step=0, k_steps=K_STEPS, delay_steps=case.delay_steps)
     pl.seed_everything(0, verbose=False)
     model = Model(STEP_S * (case.slow[1] if group == case.slow[0] else 1), case.ballast)
@@ -262,13 +268,14 @@ def train_group(case: Case, folder: Path, group: str) -> None:
     checkpoint = None
     if case.is_elastic:
         stop_inside(folder / f"stop {group}")
-        strategy = lowbw.ElasticStrategy(method, round_s=case.round_s, group=group)
+        kind = lowbw.ElasticStrategy if case.size == 1 else lowbw.ElasticShardedStrategy
+        strategy = kind(method, round_s=case.round_s, group=group)
     elif case.minutes is not None:
         checkpoint = max(map(str, folder.glob("*.ckpt")), default=None)
     trainer = pl.Trainer(
         strategy=strategy,
         accelerator="cpu",
-        devices=1,
+        devices=case.size,
         num_nodes=1 if case.is_elastic else int(os.environ["WORLD_SIZE"]),
         max_steps=STEPS if case.minutes is None else 10**7,
         max_epochs=-1,
@@ -343,7 +350,7 @@ class Site:
         if self.case.is_elastic and self.case.minutes is None:
             return []
         if self.case.is_elastic:
-            return ["-m", "lightning_lowbw.elastic.run", "--nproc-per-node=1", "--max-restarts=10000"]
+            return ["-m", "lightning_lowbw.elastic.run", f"--nproc-per-node={self.case.size}", "--max-restarts=10000"]
         options = {
             "nnodes": len(self.case.groups),
             "nproc-per-node": 1,
