@@ -6,9 +6,9 @@
          export TORCHFT_LIGHTHOUSE=http://10.0.0.1:29510
 3. On each machine, now or later:
          python -m lightning_lowbw.elastic.run --nproc-per-node 1 --max-restarts 100 examples/elastic.py --group site_a
-Kill a group: the other groups go on; it starts again and takes their state. At the end all groups have the same weights.
-On one machine: 127.0.0.1 for both addresses, in several terminals. A group of several processes, which need not be
-like the other groups: --nproc-per-node 2; of several machines: docs/elastic.md.
+Kill a group: the other groups go on; it starts again and takes their state. At the end all have the same weights.
+On one machine: 127.0.0.1 for both addresses, in several terminals. A group of two processes: --nproc-per-node 2; the
+groups need not be alike. A group of several machines: docs/elastic.md.
 """
 
 from __future__ import annotations
