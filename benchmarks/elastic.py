@@ -605,8 +605,8 @@ def goodput_table(rows: Row) -> str:
         "Goodput is the share of the time in steps whose result was kept, each counted with its usual length; "
         '"with rounds" also counts usual averages.',
         "",
-        "| after a fault | heartbeat timeout, rounds | minutes | faults | steps | with rounds "
-        "| s from a kill to the next round of the killed |",
+        f"| after a fault | heartbeat timeout, rounds | minutes | faults, {FAULTS_PER_HOUR} an hour | steps "
+        "| with rounds | s from a kill to the next round of the killed |",
         "| --- | --- | --- | --- | --- | --- | --- |",
     ]
     for name, row in ((name, rows[name]) for name in LONG if name in rows):
@@ -641,7 +641,9 @@ def draw(rows: Row, path: Path) -> None:
         minutes, parts = zip(*((at_s / 60, part) for at_s, part in rows[name]["goodput"]), strict=True)
         (line,) = right.plot(minutes, parts, label=LONG[name].title)
         right.vlines([at_s / 60 for at_s in rows[name]["faults_s"]], 0, 0.03, color=line.get_color())
-    right.set(xlabel="minutes; marks are faults", ylabel="goodput so far", ylim=(0, 1))
+    right.set(
+        xlabel="minutes; marks are faults", ylabel=f"goodput so far, {FAULTS_PER_HOUR} faults an hour", ylim=(0, 1)
+    )
     right.grid(axis="y", alpha=0.3)
     if right.lines:
         right.legend(loc="lower right")
