@@ -156,8 +156,8 @@ def _finding_lost_processes() -> Iterator[None]:
         yield
     except RuntimeError as error:
         raise LostProcessError(
-            "A process of this group has ended, or has not answered in time: this process ends, too. Its own error is "
-            "in its output. Start the group again."
+            "A process of this group has ended, or has not answered in time, so this process ends, too. The output of "
+            "the other processes says why. Start the group again."
         ) from error
 
 

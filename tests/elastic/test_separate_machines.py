@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -36,20 +37,48 @@ def commands_of_the_docs() -> list[str]:
     return [line for line in block.splitlines() if not line.startswith("#")]
 
 
+class Programs:
+    """Programs on the nodes of a network, and what they have written."""
+
+    def __init__(self, network: Network, folder: Path) -> None:
+        self.network, self.folder, self.started = network, folder, list[subprocess.Popen[str]]()
+        # Neither a launcher's environment, nor what the tests have set.
+        self.environment = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
+        self.environment |= {"OMP_NUM_THREADS": "1", "RUST_LOG": "warn", "GLOO_SOCKET_IFNAME": INTERFACE}
+        self.environment["TORCHFT_LIGHTHOUSE"] = f"http://{network.address(0)}:29510"
+
+    def start(self, node: int, *words: str) -> subprocess.Popen[str]:
+        with (self.folder / f"node{node}").open("w") as file:
+            options: dict[str, Any] = {"cwd": ROOT, "env": self.environment, "stdout": file, "stderr": file}
+            self.started.append(subprocess.Popen([*self.network.enter(node), *words], text=True, **options))
+        return self.started[-1]
+
+    def until(self, node: int, words: str, count: int = 1, limit_s: float = 200.0) -> float:
+        """Wait until a node has written words as often as told, and return the seconds."""
+        began_s = time.monotonic()
+        while len(re.findall(words, text := (self.folder / f"node{node}").read_text())) < count:
+            assert time.monotonic() - began_s < limit_s, f"node {node} has not written {words!r}: {text[-2000:]}"
+            time.sleep(0.05)
+        return time.monotonic() - began_s
+
+    def __enter__(self) -> Programs:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.network.end_processes()
+        for program in self.started:
+            program.wait()
+
+
 def test_the_three_commands_of_the_documentation(tmp_path: Path) -> None:
     """With the example; only addresses and names of files are replaced."""
     lighthouse, variables, training = commands_of_the_docs()
-    # Neither a launcher's environment, nor what the tests have set.
-    environment = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
-    environment["OMP_NUM_THREADS"] = "1"  # threads of a group would wait for a core that another group has
-    with Network([1e9] * 3) as network:
+    with Network([1e9] * 3) as network, Programs(network, tmp_path) as programs:
 
         def start(node: int, command: str) -> subprocess.Popen[str]:
             for old, new in (("10.0.0.1", network.address(0)), ("=wg0", f"={INTERFACE}")):
                 command = command.replace(old, new)
-            with (tmp_path / f"node{node}").open("w") as file:
-                words = [*network.enter(node), "bash", "-c", command]
-                return subprocess.Popen(words, cwd=tmp_path, env=environment, stdout=file, stderr=file, text=True)
+            return programs.start(node, "bash", "-c", command)
 
         service, groups = start(0, lighthouse), []
         for node in (1, 2):
@@ -57,12 +86,46 @@ def test_the_three_commands_of_the_documentation(tmp_path: Path) -> None:
             groups.append(start(node, f"{variables}\n{training}".replace("train.py", example)))
         statuses = [group.wait(300) for group in groups]
         assert service.poll() is None
-    service.wait()  # which the network has ended
     said = [(tmp_path / f"node{node}").read_text() for node in range(3)]
     assert statuses == [0, 0], said
     lines = [re.findall(r"^site_\d: (.*)$", each, re.MULTILINE) for each in said[1:]]
     assert lines[0] == lines[1]
     assert re.fullmatch(r"40 steps, \d+ rounds, accuracy 0\.\d+, checksum of the weights [0-9a-f]{8}", lines[0][0])
+
+
+def test_a_group_of_two_hosts_loses_one_and_comes_back(tmp_path: Path) -> None:
+    """Two processes on each, under FSDP, beside a group of one process."""
+    timeout_s, together, alone = 20.0, r"Round \d+: groups (a, b|b, a);", r"Round \d+: groups b;"
+    with Network([1e9] * 4) as network, Programs(network, tmp_path) as programs:
+
+        def start(node: int, *options: str) -> subprocess.Popen[str]:
+            run, script = (sys.executable, "-m", "lightning_lowbw.elastic.run"), f"{ROOT}/tests/elastic/hosts.py"
+            return programs.start(node, *run, *options[:-2], script, *options[-2:], f"{timeout_s}")
+
+        def start_a(node: int) -> subprocess.Popen[str]:
+            meeting = f"--rdzv-endpoint={network.address(1)}:29400", f"--rdzv-conf=is_host={node == 1:d}"
+            where = f"--local-addr={network.address(node)}", *meeting, "--rdzv-id=a"
+            return start(node, "--nnodes=2", "--nproc-per-node=2", *where, "ElasticShardedStrategy", "a")
+
+        times = "--join_timeout_ms", "10000", "--heartbeat_timeout_ms", "5000"
+        programs.start(0, "torchft_lighthouse", "--bind", f"{network.address(0)}:29510", "--min_replicas", "1", *times)
+        hosts = [start_a(1), start_a(2)]
+        start(3, "ElasticStrategy", "b")
+        programs.until(3, together, 3)
+        cut(network, (2,), (0, 1, 3), "replace")
+        cut(network, (0, 1, 3), (2,), "replace")
+        began_s = time.monotonic()
+        waited_s = programs.until(3, alone, len(re.findall(alone, (tmp_path / "node3").read_text())) + 1)
+        assert waited_s < 15.0, "10 s, on a machine that is not busy"
+        for node in (1, 2):
+            programs.until(node, "a process has ended with LostProcessError", 2)
+        assert time.monotonic() - began_s < timeout_s + 10.0
+        for host in hosts:
+            host.kill()  # torchrun waits for the lost one
+        cut(network, (2,), (0, 1, 3), "del")
+        cut(network, (0, 1, 3), (2,), "del")
+        start_a(1), start_a(2)
+        programs.until(1, together, 3)
 
 
 def cut(network: Network, nodes: Sequence[int], others: Sequence[int], what: str) -> None:
