@@ -21,8 +21,9 @@ A group that is behind takes part in no round: it takes the state of a member an
 meanwhile, the members wait for it once, at the begin of the next round.
 
 After any error a group leaves (`_fail`). The collectives of the other members then fail, too, and all members make new
-connections for the next attempt. Two groups that reach the lighthouse and not each other cannot be in one round; after
-a few attempts one group ends with an error that names both.
+connections for the next attempt. Each group then tells which members it did not reach, and all members leave out the
+same groups (`_connected`). A group that is left out sends no heartbeats until it has the state of a group that goes on:
+no second training begins while that group reaches the lighthouse.
 """
 
 from __future__ import annotations
@@ -73,9 +74,12 @@ OPEN_PORTS = (
     "Open all ports between all groups, or add the missing route; give address=... if another interface leads to the "
     "other groups, or use a VPN if one is behind NAT."
 )
-CUT_ATTEMPTS = 3  # attempts to connect in a row, after which a group that reaches no other member ends
-OWN_DATA = frozenset({"row", "failures"})  # of a member: what torchft has no field for
+CUT_ATTEMPTS = 3  # states that a group takes in a row without a round, because the connection has one direction only
+START_S = 10.0  # a group that starts waits so long for a second one, which begins with it
+OWN_DATA = frozenset({"row", "failures", "cut"})  # of a member: what torchft has no field for
 RETRY_S, WARN_S = 0.5, 60.0
+# On the lighthouse's page: name, rounds and address of each member of the last quorum.
+MEMBERS = re.compile(r"<b>(.*)</b> <br/>\s*Step: ([0-9]+) <br/>\s*Manager: (\S+) <br/>")
 SIOCGIFADDR = 0x8915  # Linux: the address of an interface
 TIMEOUT_S = 10.0  # for pauses of an operating system; pauses of a link may take SILENT_S
 ROUND_STATES = 2.0  # bytes of a round / bytes of the state: at most an all-reduce of the whole state
@@ -102,6 +106,7 @@ class _Member(NamedTuple):
         state: address of its `StateServer`.
         row: as given to `Membership.quorum`.
         failures: number of its rounds that have failed. After a failure the members make a new group.
+        cut: stores of members that it did not reach in its last attempt to connect.
     """
 
     name: str
@@ -109,6 +114,7 @@ class _Member(NamedTuple):
     state: str
     row: Row
     failures: int
+    cut: Sequence[str] = ()
 
 
 class TorchftMembership:
@@ -117,7 +123,7 @@ class TorchftMembership:
     Args:
         lighthouse: its address, as "http://10.0.0.1:29510"; None: the address in TORCHFT_LIGHTHOUSE.
         name: name of this group: no other group has it, and the group keeps it after a restart; None: the host's name.
-        min_replicas: smallest number of members of a round. With 1, a group that is cut off trains on alone.
+        min_replicas: smallest number of members of a round. With 1, a group trains on alone if no other group is there.
         gbit_per_s: the slowest uplink of a member.
         timeout_s: timeout of a collective, unless `timeout_s_of` is longer. A member that hangs costs this time.
         address: address at which other groups reach this process; None: the address of the interface
@@ -133,7 +139,7 @@ class TorchftMembership:
         lighthouse: str | None = None,
         *,
         name: str | None = None,
-        min_replicas: int = 2,
+        min_replicas: int = 1,
         gbit_per_s: float = 0.1,
         timeout_s: float = TIMEOUT_S,
         address: str | None = None,
@@ -155,7 +161,9 @@ class TorchftMembership:
         self._num_failures = 0
         self._limit_s = timeout_s  # timeout of a collective of this round
         self._longest_s = 0.0  # longest step
-        self._num_cut = 0  # attempts to connect, the last ones in a row, in which a member was not reached
+        self._cut: list[str] = []  # stores of members that were not reached in the last attempt to connect
+        self._num_left_out = 0  # states taken since the last round because of such members
+        self._goes_on: tuple[str, ...] = ()  # members of the last round, if it had one or some were left out
         self._began_s = self._says_s = 0.0  # when this group began to wait; when it logs that it waits
         self._client = StateClient()  # receives the states
         self._has_taken = False  # a state since the last round: if it is behind again, the members wait for it
@@ -171,7 +179,7 @@ class TorchftMembership:
         """See `Membership`. The lighthouse's page lists the members of the last round."""
         self._told = row, settings
         with suppress(RuntimeError):  # there is none, or this group has given up
-            return self._fetch(self._insist, gives_up)
+            return self._fetch(None, gives_up)
         return None
 
     def serve(self, shared: Share | None) -> None:
@@ -198,7 +206,7 @@ class TorchftMembership:
             except TimeoutError:
                 # The lighthouse may answer this request, which has ended: no member must wait for this group then.
                 wait_s = RENEW_S
-            except RuntimeError as error:
+            except (RuntimeError, OSError) as error:
                 told = f"{error}"
             self._fail()  # not inside `except`: the error refers to the group
             self._say_if_due(told)
@@ -233,7 +241,7 @@ class TorchftMembership:
         def run() -> None:
             try:
                 result.set_result(fn())
-            except (ConfigurationError, TimeoutError) as error:
+            except (ConfigurationError, OSError) as error:  # among these TimeoutError
                 result.set_exception(error)
             except Exception as error:  # noqa: BLE001 - another attempt may succeed
                 result.set_exception(RuntimeError(f"{error}"))
@@ -277,7 +285,7 @@ class TorchftMembership:
             self._fail()
             return False
         row, settings = self._told
-        self._told, self._has_taken = (row._replace(is_new=False), settings), False
+        self._told, self._has_taken, self._num_left_out = (row._replace(is_new=False), settings), False, 0
         return True
 
     def close(self) -> None:
@@ -305,8 +313,10 @@ class TorchftMembership:
         told = row._replace(is_late=self._has_taken)
 
         def request() -> tuple[int, list[_Member]]:
+            if row.is_new and not self._has_taken:
+                self._lighthouse.await_another(self._server.address)
             stores = f"{self._address}:{self._store.port}", self._server.address
-            return self._lighthouse.quorum(_Member(self._name, *stores, told, self._num_failures), wait_s)
+            return self._lighthouse.quorum(_Member(self._name, *stores, told, self._num_failures, self._cut), wait_s)
 
         answer = self._call(request, lambda: time.monotonic() >= ends_s and gives_up())
         if answer is None:
@@ -333,32 +343,46 @@ class TorchftMembership:
         return None
 
     def _join(self, number: int, members: Sequence[_Member], gives_up: GivesUp) -> Quorum | None:
-        """Connect to the members of a quorum that are not behind, or take the state of one.
+        """Connect to the members of a quorum that go on, or take the state of one.
 
         Returns:
             None if this group has waited for a group that has taken a state, and is to ask for the next quorum.
 
         Raises:
             RuntimeError: it was not possible.
-            ConfigurationError: see `_unreached`.
+            ConfigurationError: this group takes states and yet is not reached.
         """
-        latest = latest_of({member.name: member.row for member in members})
         (own,) = (member for member in members if member.name == self._name)
-        donors = sorted((m for m in members if m.name in latest), key=lambda m: _turn_of(m.name, self._name))
-        take = partial(self._take, [donor.state for donor in donors])
-        taker = next((member for member in members if member.name not in latest and member.row.is_late), None)
-        members = [member for member in members if member.name in latest or member is taker]
+        latest = latest_of({member.name: member.row for member in members})
+        going = _connected([member for member in members if member.name in latest])
+        late = [member for member in members if member.name not in latest and member.row.is_late]
+        taker = next((member for member in late if len(_connected([*going, member])) > len(going)), None)
+        cut = {m.name: m.store for m in members if m not in going and any(_is_cut(m, other) for other in going)}
+        members = [member for member in members if member in going or member is taker]
+        donors = [member.name for member in going]
         if own not in members:
+            if own.name in cut and self._num_left_out >= CUT_ATTEMPTS:
+                raise ConfigurationError(
+                    f"Group {own.name!r} at {own.store} takes states of {donors}, and has no round with these: not all "
+                    f"of these reach it, or it does not reach all, although all reach the lighthouse. {OPEN_PORTS}"
+                )
             self._lighthouse.is_away = True  # no heartbeats: the members do not wait for this group meanwhile
             self._disconnect()  # from the members of an earlier round, which `commit` would count as this one
-            return Quorum(0, (own.name,), healed=self._fetch(take, gives_up))
+            state = self._fetch(donors, gives_up)
+            self._num_left_out += own.name in cut
+            return Quorum(0, (own.name,), healed=state)
         if len(members) < self.min_replicas:
-            raise RuntimeError(f"up to date are {latest}")
-        self._connect(number, own, members, next(member for member in members if member is not taker))
+            raise RuntimeError(f"up to date are {donors}; not reached are {cut}")
+        self._connect(number, own, members, going[0])
         rank, names = members.index(own), tuple(member.name for member in members)
+        goes_on = names if cut or len(names) == 1 else ()
+        if goes_on and goes_on != self._goes_on:
+            why = f"{cut} are not reached by all" if cut else "no other group is there"
+            _logger.warning("Training goes on with %s only: %s. Groups that come take their state.", [*names], why)
+        self._goes_on = goes_on
         if taker is None:
             return Quorum(rank, names, tuple(member.row for member in members))
-        healed = self._fetch(take, gives_up) if own is taker else None
+        healed = self._fetch(donors, gives_up) if own is taker else None
         with suppress(RuntimeError):  # the other members wait here for the state to arrive
             self.collective(lambda group: group.allreduce([torch.zeros(1)]))
         self.commit()
@@ -374,7 +398,7 @@ class TorchftMembership:
             host: the member in whose store they meet.
 
         Raises:
-            RuntimeError, ConfigurationError: the group could not be made; see `_unreached`.
+            RuntimeError: the group could not be made; see `_make_group`.
         """
         key = tuple((member.name, member.store, member.failures) for member in members)
         if key != self._key:
@@ -387,7 +411,11 @@ class TorchftMembership:
         self._group._set_default_timeout(timedelta(seconds=self._limit_s))
 
     def _make_group(self, own: _Member, members: Sequence[_Member], store: str, path: str) -> None:
-        """Make the group of the members, which meet in a store."""
+        """Make the group of the members, which meet in a store.
+
+        Raises:
+            RuntimeError: it cannot be made; `_cut` has the stores of the members that do not accept a connection.
+        """
         gloo: Any = dist.ProcessGroupGloo
         options, limit = gloo._Options(), timedelta(seconds=CONNECT_S)
         options._devices, options._timeout = [gloo.create_device(hostname=self._address)], limit
@@ -396,59 +424,36 @@ class TorchftMembership:
             there = dist.TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=limit)
             self._group = gloo(dist.PrefixStore(path, there), members.index(own), len(members), options)
         except RuntimeError as raised:
-            raise self._unreached(own, members) or raised from None
-        self._num_cut = 0
-
-    def _unreached(self, own: _Member, members: Sequence[_Member]) -> Exception | None:
-        """Return an error with the members whose store does not accept a connection; None if all stores accept one.
-
-        The error is a ConfigurationError after CUT_ATTEMPTS such attempts in a row, one more for each member that this
-        group reaches, and one more if it comes first: a group that trains before a newcomer, then by name. So the group
-        with the fewest connections ends, and only one group of a pair.
-        """
-        cut = [member for member in members if member is not own and not _accepts(member.store)]
-        self._num_cut = self._num_cut + 1 if cut else 0
-        if not cut:
-            return None
-        named = ", ".join(f"{member.name!r} at {member.store}" for member in cut)
-        told = (
-            f"Group {own.name!r} at {own.store} does not reach group {named}, although all reach the lighthouse, and "
-            f"no round is possible with both. {OPEN_PORTS}"
-        )
-        is_first = all((own.row.is_new, own.name) < (member.row.is_new, member.name) for member in cut)
-        is_last_attempt = self._num_cut >= CUT_ATTEMPTS + len(members) - 1 - len(cut) + is_first
-        return ConfigurationError(told) if is_last_attempt else RuntimeError(told)
+            cut = {member.name: member.store for member in members if member is not own and not _accepts(member.store)}
+            self._cut = [*cut.values()]
+            if not cut:
+                raise
+            raise RuntimeError(
+                f"{own.name!r} at {own.store} does not reach {cut}, although all reach the lighthouse. {OPEN_PORTS}"
+            ) from raised
+        self._cut = []
 
     # The state of other groups ----------------------------------------------------------------------------------------
 
-    def _fetch(self, take: Callable[[], dict[str, Any]], gives_up: GivesUp) -> dict[str, Any]:
-        """Return the state that `take` returns.
+    def _fetch(self, names: Sequence[str] | None, gives_up: GivesUp) -> dict[str, Any]:
+        """Return the state of one of some groups, None: of any; repeat after a failure while such a group lives.
 
         Raises:
-            RuntimeError: there is no state, or this group has given up for now.
+            RuntimeError: there is none, or this group has given up for now.
             DisagreementError: this group is refused.
         """
         self._begin_to_wait()
-        state = self._call(take, gives_up)
-        if state is None:
-            raise RuntimeError("given up")
-        self._has_taken = True
-        return state
-
-    def _insist(self) -> dict[str, Any]:
-        """Return the state of a group that trains; repeat after any failure while such a group lives.
-
-        Raises:
-            RuntimeError: there is none.
-            DisagreementError: this group is refused.
-        """
         while True:
             try:
-                return self._take(self._lighthouse.addresses())
+                state = self._call(lambda: self._take(self._lighthouse.addresses(names)), gives_up)
             except OSError as error:
                 self._client.progress = f"groups train, and this one does not reach them: {error}. {OPEN_PORTS}"
-            if self._lighthouse.is_closed.wait(RETRY_S):
-                raise RuntimeError(self._client.progress)
+                time.sleep(RETRY_S)
+                continue
+            if state is None:
+                raise RuntimeError("given up")
+            self._has_taken, self._cut = True, []
+            return state
 
     def _take(self, addresses: Sequence[str]) -> dict[str, Any]:
         """Return the state of the first group that gives it.
@@ -497,6 +502,7 @@ class _Lighthouse:
         self._client: Any = None
         self.is_away = True  # whether no heartbeats are sent, so that the other groups do not wait for this one
         self.hangs_from_s = math.inf  # time after which this group is taken to hang, unless `note` comes before
+        self._starts_s: float | None = None  # when the lighthouse was first reached; infinity after the start
         self.is_closed = threading.Event()
         self._heartbeats = threading.Thread(target=self._send_heartbeats, name="lowbw-heartbeats", daemon=True)
         self._heartbeats.start()
@@ -516,7 +522,7 @@ class _Lighthouse:
                 address=own.state,
                 store_address=own.store,
                 step=own.row.rounds,  # for the lighthouse's page
-                data={"row": list(own.row), "failures": own.failures},
+                data={"row": list(own.row), "failures": own.failures, "cut": list(own.cut)},
                 timeout=timedelta(seconds=wait_s),
             )
         except TimeoutError:
@@ -531,9 +537,7 @@ class _Lighthouse:
             )
         told = members.get(own.name)
         if told is not None and told.store != own.store:
-            raise ConfigurationError(
-                f"Another group has the name {own.name!r}, too. Give each group a name of its own: group=..."
-            )
+            raise self._taken_name()
         if told is None or told.failures != own.failures:
             raise RuntimeError("the lighthouse has answered an older request of this group")
         return found.quorum_id, [members[name] for name in sorted(members)]
@@ -560,17 +564,46 @@ class _Lighthouse:
                 return [name for name in names if ages.get(name, 0.0) > SILENT_S]
         return []
 
-    def addresses(self) -> list[str]:
+    def addresses(self, names: Sequence[str] | None = None) -> list[str]:
         """Return the `StateServer`s of the living other members of the last round; the most rounds first.
+
+        Args:
+            names: only of these members; None: of all.
 
         Raises:
             OSError: the page cannot be read.
         """
         page, ages = self.page()
-        members = re.findall(r"<b>(.*)</b> <br/>\s*Step: ([0-9]+) <br/>\s*Manager: (\S+) <br/>", page)
-        alive = {name: each for name, *each in members if name != self._name and ages.get(name, math.inf) < CONNECT_S}
+        asked = {name: each for name, *each in MEMBERS.findall(page) if name != self._name and name in (names or ages)}
+        alive = {name: each for name, each in asked.items() if ages.get(name, math.inf) < CONNECT_S}
         in_turn = sorted(alive, key=lambda name: (-int(alive[name][0]), _turn_of(name, self._name)))
         return [alive[name][1] for name in in_turn]
+
+    def await_another(self, own: str) -> None:
+        """Wait, once and for START_S at most, for the heartbeats of another group, which begins with this one.
+
+        Args:
+            own: address of the `StateServer` of this group.
+
+        Raises:
+            OSError: the page cannot be read.
+            ConfigurationError: another process trains under the name of this group.
+        """
+        self.is_away = False
+        while self._starts_s != math.inf and not self.is_closed.wait(HEARTBEAT_S):
+            page, ages = self.page()
+            self._starts_s = self._starts_s or time.monotonic()
+            others = [name for name, age in ages.items() if name != self._name and age < CONNECT_S]
+            if others or time.monotonic() > self._starts_s + START_S:
+                self._starts_s = math.inf
+                there = [address for name, _, address in MEMBERS.findall(page) if name == self._name]
+                if any(address != own and _accepts(address) for address in there):
+                    raise self._taken_name()
+
+    def _taken_name(self) -> ConfigurationError:
+        return ConfigurationError(
+            f"Another group has the name {self._name!r}, too. Give each group a name of its own: group=..."
+        )
 
     def _send_heartbeats(self) -> None:
         """Tell the lighthouse that this member is alive, until `close`; not while the group hangs."""
@@ -598,7 +631,25 @@ def _member_of(participant: Any) -> _Member | None:
     if data.keys() != OWN_DATA or len(data["row"]) != len(Row._fields):
         return None
     addresses = participant.store_address, participant.address
-    return _Member(participant.replica_id, *addresses, Row(*data["row"]), data["failures"])
+    return _Member(participant.replica_id, *addresses, Row(*data["row"]), data["failures"], data["cut"])
+
+
+def _is_cut(member: _Member, other: _Member) -> bool:
+    return member.store in other.cut or other.store in member.cut
+
+
+def _connected(members: Sequence[_Member]) -> list[_Member]:
+    """Return the largest set of members that reach each other; of sets of one size the first: the same on all members.
+
+    Members that train come before newcomers, then the order is that of the names.
+    """
+    in_turn, sets = sorted(members, key=lambda member: (member.row.is_new, member.name)), list[list[_Member]]()
+    for first in in_turn:
+        sets.append(found := [first])
+        for member in in_turn:
+            if member is not first and not any(_is_cut(member, other) for other in found):
+                found.append(member)
+    return max(sets, key=len)
 
 
 def _turn_of(name: str, own_name: str) -> int:

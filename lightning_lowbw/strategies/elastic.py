@@ -51,7 +51,7 @@ class _Elastic(BaseStrategy):
         k_steps: int | None = None,
         round_s: float | None = None,
         num_tokens: Callable[[Any], float] | None = None,
-        min_replicas: int = 2,
+        min_replicas: int = 1,
         grace_s: float = 20.0,
         max_change_ratio: float | None = 10.0,
         group: str | None = None,
@@ -294,7 +294,7 @@ class ElasticStrategy(_Elastic, Strategy):
         round_s: seconds after which a round ends instead, with as many steps as each group has taken.
         num_tokens: returns the weight of a batch in the means; None: its number of samples, as Lightning finds it.
         min_replicas: groups that a round needs; with fewer, all groups wait and say so once a minute. With 1, a group
-            that is alone with the lighthouse trains on.
+            that is alone with the lighthouse trains on, and the other groups take its state when they come.
         max_change_ratio: a group whose weights have moved so many times as far in a local step as the median of the
             groups (of two groups: as its own median) is left out of a mean, with a warning on all, after five rounds.
             None: no group is left out.

@@ -137,25 +137,33 @@ def cut(network: Network, nodes: Sequence[int], others: Sequence[int], what: str
             subprocess.run([*network.enter(node), *words], check=True)
 
 
-def test_a_network_that_is_cut_in_two_has_no_two_trainings() -> None:
-    """Two groups of four keep the lighthouse, and go on; the other two wait for it, though they are enough."""
-    with Network([1e9] * 5) as network, members.groups(network) as made:
-        for group in range(4):
-            made.start(group, timeout_s=2.0)
-        made.committed(0, size=4)
-        cut(network, (3, 4), (0, 1, 2), "replace")
+@pytest.mark.parametrize("reach_the_lighthouse", [False, True])
+@pytest.mark.parametrize("size", [2, 4])
+def test_a_network_that_is_cut_in_two_has_no_two_trainings(size: int, reach_the_lighthouse: bool) -> None:
+    """The half that reaches the lighthouse goes on, or the half with the lowest name; the other one takes its state."""
+    half = size // 2
+    nodes, others = range(1, half + 1), range(half + 1, size + 1)
+    with Network([1e9] * (size + 1)) as network, members.groups(network, min_replicas=1) as made:
+        for group in range(size):
+            made.start(group, timeout_s=2.0, constants={"CONNECT_S": 1.0, "SILENT_S": 2})
+        made.committed(0, size=size)
+        cut(network, others, [*nodes, *([] if reach_the_lighthouse else [0])], "replace")
         began_s = time.monotonic() + 1.0  # a round may have been nearly over
-        for group in (0, 1):
-            made.committed(group, size=2, after_s=began_s)
-        time.sleep(max(0.0, began_s + CUT_S - time.monotonic()))
+        for group in range(half):
+            made.committed(group, size=half, after_s=began_s)
+        ended_s = time.monotonic() + CUT_S
+        made.committed(0, after_s=ended_s)
         ended_s = time.monotonic()
-        cut(network, (3, 4), (0, 1, 2), "del")
-        together = [made.committed(group, size=4, after_s=ended_s) for group in range(4)]
+        cut(network, others, [*nodes, *([] if reach_the_lighthouse else [0])], "del")
+        together = [made.committed(group, size=size, after_s=ended_s) for group in range(size)]
         latest = max(event.step for event in together)
-        assert len({made.committed(group, step=latest, size=4).value[0] for group in range(4)}) == 1
+        assert len({made.committed(group, latest, size=size).value[0] for group in range(size)}) == 1
     between = [each for each in made.events if each.kind == "committed" and began_s < each.at_s < ended_s]
-    assert {each.group for each in between} == {0, 1}
-    assert {len(each.members) for each in between} <= {2}
+    assert {each.group for each in between} == {*range(half)}
+    assert {len(each.members) for each in between} == {half}
+    assert {each.group for each in made.events if each.kind == "healed"} == {*range(half, size)}
+    said = [each for each in made.events if each.kind == "said" and "Training goes on with" in each.value]
+    assert len(said) == half * (reach_the_lighthouse or half == 1), "once, not in each round"
 
 
 @pytest.mark.parametrize(
@@ -189,21 +197,20 @@ def test_a_state_arrives_that_takes_longer_than_any_timeout_while_the_others_hav
     assert max(event.value[1] for event in meanwhile) < 0.5 * needs_s
 
 
-def test_a_group_that_does_not_reach_the_others_ends_with_their_names_and_they_go_on() -> None:
-    """All groups reach the lighthouse. The group starts again, and waits until it reaches all groups."""
+def test_a_group_that_does_not_reach_all_groups_ends_with_their_names_and_they_go_on() -> None:
+    """It takes states of the group that it reaches, and is in no round. It starts again when it reaches all groups."""
     options = {"constants": {"CONNECT_S": 1.0, "SILENT_S": 2}, "timeout_s": 5.0}
     with Network([1e9] * 4) as network, members.groups(network) as made:
         for group in range(3):
             made.start(group, **options)
         made.committed(2, size=3)
-        cut(network, (3,), (1, 2), "replace")
-        with pytest.raises(AssertionError, match=r"does not reach group .*group0.*group1"):
+        cut(network, (3,), (2,), "replace")
+        with pytest.raises(AssertionError, match=r"group2.* at .* takes states of .*group0.*, and has no round"):
             made.until(lambda event: event.group == 2 and event.kind == "ended")
         made.events = [event for event in made.events if event.kind != "raised"]
-        made.start(2, **options)
-        made.until(lambda event: event.kind == "said" and "groups train, and this one does not reach" in event.value)
         for group in (0, 1):
             made.committed(group, size=2, after_s=time.monotonic())
-        cut(network, (3,), (1, 2), "del")
+        cut(network, (3,), (2,), "del")
+        made.start(2, **options)
         together = made.committed(2, size=3, after_s=time.monotonic())
         assert made.committed(0, together.step, size=3).value[0] == together.value[0]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+import itertools
 import math
 import signal
 import socket
@@ -16,9 +17,8 @@ from typing import Any
 
 import pytest
 
-from lightning_lowbw.elastic import torchft_membership
 from lightning_lowbw.elastic.membership import Row, raise_refused
-from lightning_lowbw.elastic.torchft_membership import TorchftMembership, _Lighthouse, _Member
+from lightning_lowbw.elastic.torchft_membership import TorchftMembership, _connected, _Lighthouse, _Member
 from lightning_lowbw.elastic.transfer import StateClient
 from lightning_lowbw.errors import ConfigurationError, DisagreementError
 from tests.elastic import members
@@ -70,31 +70,68 @@ def test_a_dead_member_costs_its_heartbeat_and_never_the_join_timeout() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "is_new", "reached", "attempts"),
-    [("b", True, 0, 3), ("b", False, 0, 4), ("a", True, 0, 4), ("b", True, 2, 5), ("a", False, 2, 6)],
+    ("names", "cuts", "newcomers", "goes_on"),
+    [
+        ("ab", ["ab"], "", "a"),
+        ("ab", ["ba"], "a", "b"),  # a newcomer waits for a group that trains
+        ("abcd", ["ac", "ad", "cb", "db"], "", "ab"),
+        ("abcd", ["ab", "ac", "ad"], "", "bcd"),  # the larger set
+        ("abc", ["bc"], "", "ab"),
+        ("abc", [], "", "abc"),
+    ],
 )
-def test_the_group_with_the_fewest_connections_ends_first(
-    monkeypatch: pytest.MonkeyPatch, name: str, is_new: bool, reached: int, attempts: int
+def test_one_set_of_groups_that_reach_each_other_goes_on(
+    names: str, cuts: list[str], newcomers: str, goes_on: str
 ) -> None:
-    """A newcomer ends before a group that trains, and the last name of a pair."""
-    membership = object.__new__(TorchftMembership)
-    membership._num_cut = 0
-    own, cut, *others = (_Member(each, each, "2", Row(), 0) for each in (name, "aa", "c", "d"))
-    own = own._replace(row=Row(is_new=is_new))
-    reached_stores = [member.store for member in others]
-    monkeypatch.setattr(torchft_membership, "_accepts", reached_stores.__contains__)
-    for attempt in range(1, attempts + 1):
-        error = membership._unreached(own, [own, cut, *others[:reached]])
-        assert isinstance(error, ConfigurationError if attempt == attempts else RuntimeError)
-        assert f"Group '{name}' at {name} does not reach group 'aa' at aa" in str(error)
-    assert membership._unreached(own, [own, *others]) is None
-    assert membership._num_cut == 0
+    """It is the same in any order, and if one group of a pair tells or both."""
+    for order in itertools.permutations(names):
+        for both in ([], [cut[::-1] for cut in cuts]):
+            there = [
+                _Member(name, name, "", Row(is_new=name in newcomers), 0, [b for a, b in cuts + both if a == name])
+                for name in order
+            ]
+            assert "".join(sorted(member.name for member in _connected(there))) == goes_on
+
+
+def test_a_group_that_takes_states_and_is_not_reached_ends_with_the_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The connection has one direction only; the group that does not reach the other goes on."""
+    membership, there = a_member_of("b", {"a": Row(3), "b": Row(3)})
+    membership._lighthouse.addresses = lambda names: [*names]  # type: ignore[method-assign, misc]
+    membership._take = lambda names: {"of": names}  # type: ignore[method-assign]
+    there[0] = there[0]._replace(cut=[there[1].store])
+    for _ in range(3):
+        assert membership._join(1, there, bool).healed == {"of": ["a"]}  # type: ignore[union-attr]
+    with pytest.raises(ConfigurationError, match=r"Group 'b' at b:1 takes states of \['a'\], and has no round with"):
+        membership._join(1, there, bool)
+    membership._group = object()
+    assert membership.commit()
+    assert membership._join(1, there, bool).healed == {"of": ["a"]}  # type: ignore[union-attr]
+
+
+def test_groups_that_start_within_seconds_begin_together_and_a_group_alone_begins_alone() -> None:
+    with members.groups(min_replicas=1, join_timeout_ms=60_000) as made:
+        made.start(0, constants={"START_S": 60.0})
+        made.first(0, "joined")
+        time.sleep(1.0)
+        made.start(1)
+        assert made.committed(0).members == ("group0", "group1")
+        made.signal(0, signal.SIGKILL)
+        made.until(lambda event: event.kind == "said" and "goes on with ['group1'] only: no other" in event.value)
+        made.signal(1, signal.SIGKILL)
+        began_s = time.monotonic()
+        made.start(2, constants={"START_S": 3.0})
+        assert made.committed(2, size=1).at_s > began_s + 3.0
+        made.start(3, name="group2", constants={"START_S": 1.0})
+        with pytest.raises(AssertionError, match="Another group has the name 'group2'"):
+            made.committed(3)
+    said = [event for event in made.events if event.kind == "said"]
+    assert len(said) == 2, "once, not in each round"
 
 
 def test_a_group_that_hangs_and_has_heartbeats_holds_nobody_for_long() -> None:
     constants = {"HANG_S": 1.0}
     with members.groups(min_replicas=1, join_timeout_ms=60_000) as made:
-        made.start(0, min_replicas=1, timeout_s=1.0, pause_s=0.3, constants=constants)
+        made.start(0, timeout_s=1.0, pause_s=0.3, constants={**constants, "START_S": 0.0})
         made.committed(0)
         made.start(1, timeout_s=1.0, constants=constants, act=members.hang_in_the_middle, act_in=4)
         lost = made.first(0, "lost")
@@ -135,9 +172,9 @@ def test_a_member_that_is_stopped_in_a_collective_is_lost_long_before_the_timeou
 
 
 def test_too_few_members_wait_and_say_so_also_after_a_restart_of_the_lighthouse() -> None:
-    with members.groups(min_replicas=2) as made:
-        made.start(0, constants=QUICK)
-        made.start(1)
+    with members.groups(min_replicas=1) as made:
+        made.start(0, min_replicas=2, constants=QUICK)
+        made.start(1, min_replicas=2)
         made.committed(0, size=2)
         made.end_lighthouse()
         made.start_lighthouse()  # counts its quorums from 1 again
@@ -145,7 +182,7 @@ def test_too_few_members_wait_and_say_so_also_after_a_restart_of_the_lighthouse(
         killed_s = made.signal(1, signal.SIGKILL)
         said = made.until(lambda event: event.kind == "said" and "a round of at least 2 members" in event.value)
         assert not [event for event in made.events if event.kind == "committed" and event.at_s > killed_s + 1.0]
-        made.start(2)
+        made.start(2, min_replicas=2)
         made.committed(0, size=2, after_s=said.at_s)
         made.signal(2, signal.SIGKILL)
         made.until(lambda event: event.kind == "said", after_s=time.monotonic())
@@ -156,9 +193,9 @@ def test_too_few_members_wait_and_say_so_also_after_a_restart_of_the_lighthouse(
 
 def test_a_newcomer_with_other_settings_is_refused_by_name_and_the_only_incumbent_goes_on() -> None:
     with members.groups(min_replicas=1) as made:
-        made.start(1, min_replicas=1, settings={"what.density": "0.125"})
+        made.start(1, settings={"what.density": "0.125"}, constants={"START_S": 0.0})
         made.committed(1, 1)
-        made.start(0, min_replicas=1, settings={"what.density": "0.25"})
+        made.start(0, settings={"what.density": "0.25"})
         with pytest.raises(AssertionError, match=r"than group .*group1.*what\.density: 0\.25 here, 0\.125 there"):
             made.committed(0)
         made.events.clear()
@@ -169,9 +206,11 @@ def a_member_of(name: str, rows: dict[str, Row]) -> tuple[TorchftMembership, lis
     """Return the membership of a group without a lighthouse, and the members of a quorum."""
     membership = object.__new__(TorchftMembership)
     membership._name, membership._key, membership._group = name, (), object()
-    membership.min_replicas, membership._num_failures, membership._says_s = 2, 0, math.inf
-    membership._lighthouse, membership._client = SimpleNamespace(url="http://lighthouse"), StateClient()  # type: ignore[assignment]
-    return membership, [_Member(name, "127.0.0.1:1", "127.0.0.1:1", row, 0) for name, row in rows.items()]
+    membership.min_replicas, membership._num_failures, membership._says_s = 1, 0, math.inf
+    membership._cut, membership._num_left_out, membership._told = [], 0, (Row(), {})
+    lighthouse = SimpleNamespace(url="http://lighthouse", await_another=lambda _: None)
+    membership._lighthouse, membership._client = lighthouse, StateClient()  # type: ignore[assignment]
+    return membership, [_Member(name, f"{name}:1", f"{name}:2", row, 0) for name, row in rows.items()]
 
 
 def test_a_group_that_takes_the_state_is_in_no_round_until_the_members_wait_for_it() -> None:
@@ -189,14 +228,14 @@ def test_a_call_is_given_up_and_raises_what_its_function_raises() -> None:
     waits = threading.Event().wait
     assert membership._call(lambda: waits(5.0), lambda: True) is None
     assert membership._call(lambda: ["all"], bool) == ["all"]
-    with pytest.raises(RuntimeError, match="refused"):
+    with pytest.raises(OSError, match="refused"):
         membership._call(lambda: socket.create_connection(("127.0.0.1", 1)), bool)
     with pytest.raises(DisagreementError, match="other settings"):
         membership._call(lambda: raise_refused(Row(settings="a"), {}, Row(), None, "site"), bool)
 
 
 def participant(store: str = "127.0.0.1:1", failures: int = 2) -> SimpleNamespace:
-    data = {"row": list(Row(3, tokens=4.0)), "failures": failures}
+    data = {"row": list(Row(3, tokens=4.0)), "failures": failures, "cut": []}
     return SimpleNamespace(replica_id="site", store_address=store, address="127.0.0.1:2", data=data)
 
 
@@ -223,7 +262,8 @@ def members_of(own: _Member, *participants: SimpleNamespace) -> list[_Member]:
     """Return the members of a quorum, in which the lighthouse has answered with some participants."""
     answer = SimpleNamespace(quorum_id=1, participants=participants)
     lighthouse = object.__new__(_Lighthouse)
-    lighthouse.url, lighthouse._client = "http://127.0.0.1:1", SimpleNamespace(quorum=lambda **_: answer)
+    lighthouse.url, lighthouse._name = "http://127.0.0.1:1", own.name
+    lighthouse._client = SimpleNamespace(quorum=lambda **_: answer)
     return lighthouse.quorum(own, 1.0)[1]
 
 

@@ -9,7 +9,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -122,7 +121,7 @@ def a_membership(addresses: Callable[[], list[str]], row: Row = ROW) -> TorchftM
     membership = object.__new__(TorchftMembership)
     membership._name, membership._says_s = "joiner", math.inf
     membership._client, membership._told = StateClient(), (row, SETTINGS)
-    lighthouse = SimpleNamespace(is_closed=threading.Event(), addresses=addresses)
+    lighthouse = SimpleNamespace(addresses=lambda _: addresses())
     membership._lighthouse = lighthouse  # type: ignore[assignment]
     return membership
 
@@ -131,9 +130,8 @@ def test_a_group_that_leaves_in_a_transfer_loses_nothing_and_the_next_group_is_a
     with training(Group({"w": torch.ones(LARGE)})) as leaves, training(Group({"w": torch.full((9,), 2.0)})) as stays:
         blocked = stalled(leaves.server.address)
         rounds = leaves.rounds
-        membership, found = a_membership(list), list[Any]()
-        take = partial(membership._take, [leaves.server.address, stays.server.address])
-        taking = threading.Thread(target=lambda: found.append(membership._fetch(take, bool)))
+        membership, found = a_membership(lambda: [leaves.server.address, stays.server.address]), list[Any]()
+        taking = threading.Thread(target=lambda: found.append(membership._fetch(None, bool)))
         taking.start()
         time.sleep(0.5)
         assert leaves.rounds > rounds, "it trains on while the thread sends"
