@@ -363,8 +363,8 @@ class TorchftMembership:
         if own not in members:
             if own.name in cut and self._num_left_out >= CUT_ATTEMPTS:
                 raise ConfigurationError(
-                    f"Group {own.name!r} at {own.store} takes states of {donors}, and has no round with these: not all "
-                    f"of these reach it, or it does not reach all, although all reach the lighthouse. {OPEN_PORTS}"
+                    f"Group {own.name!r} at {own.store} takes states of {donors}, and has no round with these: it does "
+                    f"not reach each of these groups, or not each group reaches it. {OPEN_PORTS}"
                 )
             self._lighthouse.is_away = True  # no heartbeats: the members do not wait for this group meanwhile
             self._disconnect()  # from the members of an earlier round, which `commit` would count as this one
@@ -568,7 +568,7 @@ class _Lighthouse:
         """Return the `StateServer`s of the living other members of the last round; the most rounds first.
 
         Args:
-            names: only of these members; None: of all.
+            names: the members; None: all.
 
         Raises:
             OSError: the page cannot be read.

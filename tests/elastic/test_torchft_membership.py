@@ -11,7 +11,6 @@ import multiprocessing
 import os
 import signal
 import socket
-import sys
 import threading
 import time
 import urllib.request
@@ -304,8 +303,7 @@ def test_who_is_late_with_the_state_is_waited_for() -> None:
 
 def serve(folder: Path, address: str) -> None:
     members.keep_stderr_in(str(folder))
-    sys.argv = ["lowbw-lighthouse", "--bind", address]
-    lighthouse.main()
+    lighthouse.main(["--bind", address])
 
 
 def test_the_lighthouse_command_serves_until_a_signal(tmp_path: Path) -> None:
