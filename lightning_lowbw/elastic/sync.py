@@ -408,7 +408,6 @@ class ElasticSync(LocalSync):
     def _each_hide(self, orders: Orders) -> None:
         """Begin to run a round in a thread, with the weights of `_each_begin`."""
         self.is_hiding, self._hidden, hidden = True, Future(), self.group.hidden
-
         num_threads, has_begun = torch.get_num_threads(), threading.Event()
 
         def run() -> None:
@@ -632,7 +631,7 @@ class ElasticSync(LocalSync):
             if latest >= self.last_step:  # steps since the begin of the round come after the end
                 self._steps = 0
             self.num_averages += 1
-            self.tokens_seen += sum(row.tokens for row in rows.values())
+            self.tokens_seen += sum(row.tokens for row in compress(rows.values(), weights))
             # A new mapping: the old one may be shared.
             self.contributed = self.contributed | dict.fromkeys(compress(rows, weights), self.num_averages)
             self._changes.append(self._change)
