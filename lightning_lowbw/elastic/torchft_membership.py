@@ -473,7 +473,9 @@ class TorchftMembership:
                 if not other.is_new and (other.rounds or other.settings != row.settings):
                     raise_refused(row, settings, other, theirs, f"{name} at {address}")
             except Exception as error:  # noqa: BLE001 - whatever it is, another training is there
-                failed.append(f"{address}: {error!r}")
+                # But a group that was started again is heard, listens elsewhere, and waits as this one does.
+                is_old = isinstance(error, ConnectionRefusedError) and time.monotonic() > self._began_s + CONNECT_S
+                failed += [] if is_old else [f"{address}: {error!r}"]
             else:
                 self._lighthouse.is_away = False  # this group is in their next round
                 return state

@@ -207,6 +207,8 @@ def test_a_newcomer_without_the_state_tries_again_and_begins_no_second_training(
         assert joined(addresses)["tensors"]["w"].equal(torch.ones(5))
     assert not attempts
     assert joined(list) is None, "nobody lives"
+    monkeypatch.setattr("lightning_lowbw.elastic.torchft_membership.CONNECT_S", 1.0)
+    assert joined(lambda: [dead]) is None, "its group is heard, and has been started again at another address"
 
 
 def test_a_newcomer_that_is_refused_ends_and_begins_no_second_training() -> None:
