@@ -118,7 +118,7 @@ def test_a_group_of_two_hosts_loses_one_and_comes_back(tmp_path: Path) -> None:
         waited_s = programs.until(3, alone, len(re.findall(alone, (tmp_path / "node3").read_text())) + 1)
         assert waited_s < 15.0, "10 s, on a machine that is not busy"
         for node in (1, 2):
-            programs.until(node, "a process has ended with LostProcessError", 2)
+            programs.until(node, "a process has ended with (LostProcessError|RuntimeError)", 2)  # in a wait, or a step
         assert time.monotonic() - began_s < timeout_s + 10.0
         for host in hosts:
             host.kill()  # torchrun waits for the lost one
