@@ -67,9 +67,9 @@ HEARTBEAT_S = 0.25  # between two heartbeats; without any for 5 s, its default, 
 HANG_STEPS, HANG_S = 10, 60.0  # a group without a batch for ten times its longest step, and a minute, hangs
 LEAVE_S = 5.0  # limit for a transfer in progress when a group is ended
 SILENT_S = 6  # a member without heartbeats for this long fails the collective in progress
-# Timeouts of the first request for a quorum, longer than the join timeout, and of its repeats. The lighthouse starts
-# the join timeout anew with each request; a long request would have used it up before the last member comes.
-WAIT_S, RENEW_S = 12.0, 5.0
+# Timeout of a request for a quorum, longer than the join timeout of the lighthouse. That begins anew with each request:
+# with shorter ones it would never end while a slow group is heard.
+WAIT_S = 12.0
 OPEN_PORTS = (
     "Open all ports between all groups, or add the missing route; give address=... if another interface leads to the "
     "other groups, or use a VPN if one is behind NAT."
@@ -191,12 +191,12 @@ class TorchftMembership:
 
     def quorum(self, row: Row, settings: Settings, gives_up: GivesUp) -> Quorum | None:
         self._begin_to_wait()
-        self._told, self._gives_up, wait_s = (row, settings), gives_up, WAIT_S
+        self._told, self._gives_up = (row, settings), gives_up
         while True:
             told = ""
             try:
                 self._lighthouse.hangs_from_s = math.inf
-                answer = self._ask(wait_s, gives_up)
+                answer = self._ask(gives_up)
                 if answer is None:
                     self._fail()  # other members may wait for this group; and the next request has another number
                     return None
@@ -204,8 +204,7 @@ class TorchftMembership:
                     return quorum
                 continue
             except TimeoutError:
-                # The lighthouse may answer this request, which has ended: no member must wait for this group then.
-                wait_s = RENEW_S
+                pass  # the lighthouse may answer this request, which has ended: no member must wait for this group then
             except (RuntimeError, OSError) as error:
                 told = f"{error}"
             self._fail()  # not inside `except`: the error refers to the group
@@ -301,7 +300,7 @@ class TorchftMembership:
 
     # Members --------------------------------------------------------------------------------------------------------
 
-    def _ask(self, wait_s: float, gives_up: GivesUp) -> tuple[int, Sequence[_Member]] | None:
+    def _ask(self, gives_up: GivesUp) -> tuple[int, Sequence[_Member]] | None:
         """Return the number of the next quorum, and its members; None if this group has given up.
 
         Raises:
@@ -316,7 +315,7 @@ class TorchftMembership:
             if row.is_new and not self._has_taken:
                 self._lighthouse.await_another(self._server.address)
             stores = f"{self._address}:{self._store.port}", self._server.address
-            return self._lighthouse.quorum(_Member(self._name, *stores, told, self._num_failures, self._cut), wait_s)
+            return self._lighthouse.quorum(_Member(self._name, *stores, told, self._num_failures, self._cut))
 
         answer = self._call(request, lambda: time.monotonic() >= ends_s and gives_up())
         if answer is None:
@@ -509,7 +508,7 @@ class _Lighthouse:
         self._heartbeats = threading.Thread(target=self._send_heartbeats, name="lowbw-heartbeats", daemon=True)
         self._heartbeats.start()
 
-    def quorum(self, own: _Member, wait_s: float) -> tuple[int, list[_Member]]:
+    def quorum(self, own: _Member) -> tuple[int, list[_Member]]:
         """Wait for the next quorum; return its number and members, in the same order for all.
 
         Raises:
@@ -525,7 +524,7 @@ class _Lighthouse:
                 store_address=own.store,
                 step=own.row.rounds,  # for the lighthouse's page
                 data={"row": list(own.row), "failures": own.failures, "cut": list(own.cut)},
-                timeout=timedelta(seconds=wait_s),
+                timeout=timedelta(seconds=WAIT_S),
             )
         except TimeoutError:
             self._client = client
