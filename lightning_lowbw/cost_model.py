@@ -11,9 +11,9 @@ The rule, as users know it:
    steps are in bfloat16.
 4. The candidates are ordered by how much they change the training. The choice is the first candidate whose predicted
    mean step exceeds the shortest by at most the budget.
-5. All ranks make the same choice, once; a resumed run keeps it, unless all steps are dense by the first rule. On two
-   levels the steps before the choice are DDP's own, and so are all steps if all are dense by the first rule; other
-   dense steps are summed on two levels.
+5. All ranks make the same choice, once; a resumed run keeps it, unless all steps are dense in float32. On two levels
+   the steps before the choice are DDP's own, and so are all steps if all are dense by the first rule; other dense steps
+   are summed on two levels.
 
 Why 30 and 60: top-k costs accuracy because it delays elements. The cost falls with the number of times that an element
 is sent, density times steps: 10 times cost 0.4 % of the loss, 0.8 times 2.5 % (benchmarks/results/auto.md). The warm-up

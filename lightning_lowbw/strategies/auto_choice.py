@@ -50,6 +50,7 @@ SAMPLE, SAMPLE_OF_GPU = 512, 2048  # rows of the matrix whose exchange is timed;
 SMALL = 64  # rows of a matrix that stands for one tensor, if only the number of tensors counts
 NUM_EXCHANGES = 4  # of each kind
 OF_AUTO = ("ddp", "dgc")  # the candidates of `sparsity="auto"`
+DENSE = ("ddp", "hierarchical")  # not kept by a resume, which may have more steps left
 
 
 class AutoChoice:
@@ -60,15 +61,13 @@ class AutoChoice:
 
     Attributes:
         chosen: the candidate that replaces "auto"; None before the choice.
-        has_measured: whether the link was measured for the choice. If not, a resume, which may have more steps left,
-            chooses anew.
         is_timing: whether steps are timed now; then the host waits for a CUDA device after backward.
     """
 
     def __init__(self, names: Sequence[str]) -> None:
         self._names = names
         self.chosen: Candidate | None = None
-        self.has_measured = self.is_timing = False
+        self.is_timing = False
         self._optimizer: Optimizer | None = None  # whose steps are timed
         self._last: tuple[float, float] | None = None  # the clock, and the seconds waited so far
         self._times: list[tuple[float, float]] = []  # seconds of a step, with and without the time spent waiting
@@ -80,18 +79,18 @@ class AutoChoice:
 
     def state_dict(self) -> dict[str, Any] | None:
         """Return the choice in plain values, for a checkpoint; None if a resume chooses."""
-        if self.chosen is None or not self.has_measured:
+        if self.chosen is None or self.chosen.name in DENSE:
             return None
         return {"name": self.chosen.name, "method": self.chosen.method.describe()}
 
     def load_state_dict(self, state: Mapping[str, Any] | None, given: Method) -> Method | None:
         """Load the choice of a checkpoint, which is kept; return the method to continue with, None for the present."""
-        if state is None or state["name"] not in {*self._names, "hierarchical"} or not self.is_open(given):
+        if state is None or state["name"] not in self._names or not self.is_open(given):
             return None
         saved = state["method"]["where"]
         where = replace(given.where, inter_dtype=saved["inter_dtype"], algorithm=saved["algorithm"])
         method = Method(**{**state["method"], "where": where})
-        self.chosen, self.has_measured = Candidate(state["name"], method, math.nan), True
+        self.chosen = Candidate(state["name"], method, math.nan)
         rank_zero_info(
             f"{self.chosen.name}, {written(method)}, as chosen before the checkpoint was saved. A resumed run does not "
             "choose again; to change it, write it down, as in lowbw.DGCStrategy(sparsity=[0.999])."
@@ -155,9 +154,8 @@ class AutoChoice:
         timed, ends = zip(*gather((medians(self._times), self._end), "times of steps"), strict=True)
         measured = slowest(timed)
         run = Run(worker.step, min(ends), given.when.pretrained, isinstance(worker.optimizer, (Adam, AdamW)))
-        self.has_measured = why_dense(measured, run, given.when.budget) is None
         refused: dict[str, str] = {}
-        if self.has_measured:
+        if why_dense(measured, run, given.when.budget) is None:
             begins_early = takes_as_made(trainer) and leaves_as_made(trainer)
             here = measure(
                 *(given, self._names, shapes_of(workers), worker.peers, worker.params.device, measured),

@@ -149,7 +149,9 @@ def resolved(method: Method, trainer: pl.Trainer, workers: Sequence[Synchronizer
             "give a number of steps of one optimizer."
         )
     step = round(begin * num_steps)
-    rank_zero_info(f"{type(trainer.strategy).__name__}: synchronous up to step {step} of {num_steps:.0f}.")
+    of_batches = not trainer.lightning_module.automatic_optimization and trainer.max_steps == -1  # Lightning's number
+    told = ", if each batch takes one" if of_batches else ""
+    rank_zero_info(f"{type(trainer.strategy).__name__}: synchronous up to step {step} of {num_steps:.0f}{told}.")
     return method.replace(begin_step=step)
 
 
@@ -235,10 +237,14 @@ def check_model(module: torch.nn.Module, compares_weights: bool = False, takes_s
     agree_on_specs(buffers_of(module), None)
 
 
-def check_optimizers(optimizers: Sequence[Optimizer], named_parameters: Iterable[tuple[str, Tensor]]) -> None:
+def check_optimizers(optimizers: Sequence[Optimizer], module: torch.nn.Module) -> None:
     """Check that the optimizers are the same on all ranks, and that each parameter is in one, once.
 
     Collective: all ranks, blocking.
+
+    Args:
+        optimizers: the optimizers that `configure_optimizers` returned.
+        module: the user's.
 
     Raises:
         ConfigurationError, DisagreementError: on all ranks.
@@ -257,7 +263,14 @@ def check_optimizers(optimizers: Sequence[Optimizer], named_parameters: Iterable
                 "A parameter is in two optimizers, or twice in one: its gradient would be exchanged twice. Give each "
                 "parameter to one optimizer, once."
             )
-    agree_on_optimizers(optimizers, named_parameters)
+        named, all_trained = dict(module.named_parameters()), {p for p in trained if p.requires_grad}
+        if own := [name for name in getattr(module, IGNORED, ()) if named.get(name) in all_trained]:
+            raise ConfigurationError(
+                f"{IGNORED} names {own[0]!r}, which an optimizer of configure_optimizers trains: its gradients or "
+                "weights would be averaged, and not be each rank's own. Train it with an optimizer that is not "
+                "returned, which the module steps itself; or use strategy='ddp'."
+            )
+    agree_on_optimizers(optimizers, named.items())
 
 
 def agree_on_hyperparameters(trainer: pl.Trainer) -> None:

@@ -98,7 +98,7 @@ class Fit(Callback):
         """
         self.trainer, self.view, self._make_worker = trainer, view, make_worker
         self._make_workers()
-        checks.check_optimizers(trainer.optimizers, list(trainer.lightning_module.named_parameters()))
+        checks.check_optimizers(trainer.optimizers, trainer.lightning_module)
         self.step_hooks = StepHooks(view, trainer, self.worker_of)
         self.ends.callback(self.step_hooks.release)
         if self.is_search:

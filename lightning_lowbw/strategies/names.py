@@ -77,8 +77,8 @@ class DGCStrategy(Strategy):
             steps, measures them and the link, and chooses the density: as high as possible with an exchange of at most
             5 % of a step, and high enough for the length of the run, after a warm-up. All steps are dense if dense
             steps are within that, and in a run of fewer than 125 steps (with Adam 242) or of an unknown number. One
-            line logs the choice and the reason. A resume keeps it. None is "auto"; if `rampup_begin_step` is given, it
-            is 99.9 %.
+            line logs the choice and the reason. A resume keeps it, unless all steps are dense. None is "auto"; if
+            `rampup_begin_step` is given, it is 99.9 %.
         pretrained: with "auto", whether the weights are trained already: fine-tuning needs no warm-up.
         min_numel: tensors with fewer elements are sent dense. None: the smallest tensors, together 3 % of the trained
             elements; but all tensors below 1,024 elements, and none from 16,384.
@@ -218,7 +218,7 @@ class AutoStrategy(Strategy):
 
     The choice is among DDP, DDP in bfloat16, int8 gradients, and deep gradient compression, for optimizers with which
     its accuracy has been measured; see `lightning_lowbw.cost_model`. One line logs the choice, the reason, and the code
-    that selects it. All ranks make the same choice, once; a resume keeps it.
+    that selects it. All ranks make the same choice, once; a resume keeps it, unless it is DDP.
 
     Args:
         budget: the fraction by which a step may exceed the shortest, if the method changes the gradients less. Also the

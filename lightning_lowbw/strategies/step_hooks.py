@@ -14,6 +14,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities import GradClipAlgorithmType
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -179,12 +180,13 @@ class StepHooks:
 
     @torch.no_grad()
     def _skip_if_bad(self, worker: Synchronizer) -> None:
-        """Skip the step if the gradients have an inf, a NaN or too large a norm; they are equal on ranks that agree.
+        """Skip the step if the gradients of a rank have an inf, a NaN or too large a norm.
 
         In place:
             One gradient is filled with inf for a GradScaler.
 
-        Collective: if the model is sharded, the ranks of a node; one number.
+        Collective: all ranks, in a local step the ranks of a node; one number. If the model is sharded, the ranks of a
+            node before that; one number.
         """
         if worker.skip_norm is None:
             return
@@ -192,8 +194,11 @@ class StepHooks:
         scaler, parameters = scaler_of(self._plugin), _parameters_of(self._stepping)
         square = norm_of(parameters, worker.params.device).square()
         self._view.sum_in_node_(square)
-        norm = float(square.sqrt()) / (1.0 if scaler is None else scaler.get_scale())
-        if not math.isfinite(norm) or norm > worker.skip_norm:
+        norm = square.sqrt() / (1.0 if scaler is None else scaler.get_scale())
+        is_bad = (~(norm.isfinite() & (norm <= worker.skip_norm))).view(1).float()
+        # A hook may have changed the gradient of one rank.
+        (worker.peers.node if worker.plan.is_local else worker.peers).all_reduce_(is_bad, dist.ReduceOp.MAX)
+        if is_bad.item():
             worker.is_taken = False
             if scaler is not None:
                 next(p.grad for p in parameters if p.grad is not None).fill_(math.inf)

@@ -60,8 +60,8 @@ class Strategy(BaseStrategy, DDPStrategy):
             another method.
         skip_nonfinite: whether all ranks skip a step in which the gradient of a rank has an inf or NaN, as under a
             GradScaler: schedulers and `global_step` count it. The tenth skipped step in a row is an error. A method
-            that averages weights skips the local step of this rank (of this node) alone. A compressed step then has
-            two round trips in place of one.
+            that averages weights skips the local step of this rank (of this node) alone. Each other step then has one
+            more round trip.
         skip_norm: skip also a step in which the norm of the gradient is above this value, before clipping: the norm of
             the mean if DDP has reduced it; in a local step the norm of the gradient with which this rank steps; else
             the largest norm of any rank's own gradient (any node's, on two levels; any shard's). None: no such limit.

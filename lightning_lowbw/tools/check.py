@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import ipaddress
 import os
 import platform
 import shutil
@@ -230,10 +231,12 @@ def join_ranks() -> torch.device:
 
 def loopback_warning() -> str:
     """Return a line about a host name that leads to this machine alone; empty if gloo can connect."""
-    name, address = socket.gethostname(), ""
+    name, address = socket.gethostname(), "no address, so gloo takes 127.0.0.1"
     with contextlib.suppress(OSError):
-        address = socket.gethostbyname(name)
-    if not address.startswith("127.") or "GLOO_SOCKET_IFNAME" in os.environ:
+        address = str(socket.getaddrinfo(name, None)[0][4][0])
+        if not ipaddress.ip_address(address).is_loopback:
+            return ""
+    if "GLOO_SOCKET_IFNAME" in os.environ:
         return ""
     return (
         f"The host name {name!r} leads to {address}, which other machines cannot reach: set GLOO_SOCKET_IFNAME to the "

@@ -121,7 +121,7 @@ def test_it_becomes_what_it_has_chosen_and_a_resume_keeps_it(case: str, tmp_path
     assert len(found.asked) == int(case != "ddp")
     other = "ddp" if case != "ddp" else "dgc"  # it would choose now
     later = fit(other, resume=path)
-    if case == "ddp":  # for which the link was not measured: a resume chooses
+    if case == "ddp":  # a resume may have more steps left: it chooses
         assert len(later.asked) == 1
         assert later.method != found.method
         return
@@ -135,12 +135,11 @@ def test_it_becomes_what_it_has_chosen_and_a_resume_keeps_it(case: str, tmp_path
         assert "as chosen before the checkpoint was saved. A resumed run does not choose again" in later.said[0]
 
 
-def test_a_resume_on_two_levels_keeps_hierarchical() -> None:
-    strategy = AutoStrategy(topology=2)
-    method = Method(where=strategy.method.where)
-    state = {"name": "hierarchical", "method": method.describe()}
-    assert strategy.fit.auto.load_state_dict(state, strategy.method) == method
-    assert strategy.fit.auto.chosen.name == "hierarchical"
+@on_ranks(2)
+def test_a_resume_with_more_steps_left_chooses_anew(tmp_path: Path) -> None:
+    path = f"{tmp_path}/some.ckpt"
+    assert not fit("dgc", DGCStrategy(), path=path, num_steps=100).method.compresses_gradients
+    assert fit("dgc", DGCStrategy(), resume=path, num_steps=300).method.compresses_gradients
 
 
 class Changing(Wide):

@@ -93,15 +93,15 @@ def test_an_optimizer_without_gradients_has_nothing_to_scale() -> None:
 
 
 class Poisoned(Tiny):
-    """With a loss that is too large in some batches of rank 1."""
+    """With a gradient that is too large in some batches of rank 1, after DDP has reduced it."""
 
     def __init__(self, *bad: int, factor: float = math.inf) -> None:
         super().__init__()
         self.bad, self.factor = bad, factor
 
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        is_bad = self.global_rank == 1 and batch_idx in self.bad
-        return super().training_step(batch, batch_idx) * (self.factor if is_bad else 1.0)
+    def on_after_backward(self) -> None:
+        if self.global_rank == 1 and self.trainer.global_step in self.bad:
+            self.wide.weight.grad *= self.factor  # type: ignore[operator]
 
 
 SKIPPING = ["dgc", "int8", "hierarchical", "local_sgd", "post-local", "streaming"]

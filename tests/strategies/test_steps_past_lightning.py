@@ -115,6 +115,9 @@ def test_parameters_that_ddp_is_told_to_ignore_are_stepped_by_the_user(name: str
     train(make(name), model, STEPS)
     same(model.wide.weight.tolist())
     assert len({str(head) for head in gather(model.head.weight.tolist(), "heads")}) == 2
+    returned = Tiny()
+    returned._ddp_params_and_buffers_to_ignore = ["head.weight"]
+    check_refused(name, returned, "_ddp_params_and_buffers_to_ignore names 'head.weight', which an optimizer")
 
 
 @pytest.mark.parametrize(("name", "step"), [("int8", 0), ("dgc, dense at first", 3)])
