@@ -28,7 +28,7 @@ from lightning_lowbw.kernels.tensors import as_real, checksum, order_of
 from lightning_lowbw.method import Method
 from lightning_lowbw.payloads.params import Params
 from lightning_lowbw.schedules.every_k import EveryK
-from lightning_lowbw.sync.buffers import BUFFER
+from lightning_lowbw.sync.buffers import BUFFER, wide_copies
 from lightning_lowbw.sync.fragments import Average, Sums, average_status
 from lightning_lowbw.sync.replica import Replica
 from lightning_lowbw.sync.state import Named, check_replica, load_replica_, replica_state
@@ -106,7 +106,7 @@ class Site:
             room = torch.empty_like(now[name], dtype=wide_dtype(now[name]), pin_memory=now[name].is_pinned())
             start[self._mine[name]] = room
         lacking = [name for name in self._buffers if name not in of_buffers.start]
-        starts = {name: self._buffers[name].to(wide_dtype(self._buffers[name]), copy=True) for name in lacking}
+        starts = dict(zip(lacking, wide_copies([self._buffers[name] for name in lacking]), strict=True))
         of_buffers.load_state_dict({"differing": [*self._buffers], "averages": 0}, of_buffers.start | starts)
         return new
 
@@ -131,7 +131,9 @@ class Site:
             ConfigurationError: it has not.
         """
         needed = ROUND_BYTES * sum(mine.numel() for mine in self._mine.values() if mine.requires_grad)
-        there = available_bytes()
+        held = [*self.replica.start.values(), *self.replica.velocity.values(), *self.replica.residuals.values()]
+        held += [weight for weight in self.weights().values() if weight.is_pinned()]
+        there = available_bytes() + sum(tensor.nbytes for tensor in held)
         if needed > there:
             raise ConfigurationError(
                 f"A round needs up to {needed / 1e9:.3g} GB of memory on the host of the first process of this group, "
@@ -173,12 +175,12 @@ class Site:
         """Move the anchor by the average of a round that counts."""
         if not quorum.weights[quorum.rank]:
             self.restore_residuals_()  # this group has sent no work
+        self._residuals_before = {}
         means, numbers = average.wait_for_whole()
         sums = Sums(*Status.read(numbers.tolist(), self.members.num_ranks).sums)
         x = self.replica.means_of(average, means, sums)
         self.replica.move_anchor_(average.parameters, x, sums, self._when)
         self.replica.buffers.apply(means, {})
-        self._residuals_before = {}
 
     def restore_residuals_(self) -> None:
         """Set the residuals to those before the exchange, which counts for nothing; without one to zero."""

@@ -146,7 +146,7 @@ class ElasticSync(LocalSync):
         self.healed: Mapping[str, Any] | None = None
         self.num_skipped = 0
         self.should_stop: Callable[[], bool] = lambda: False
-        self.forget: Callable[[], None] = optimizer.state.clear
+        self.forget: Callable[[], None] = lambda: optimizer.state.clear()
         self.run = uuid.uuid4().hex[:12]
         self._is_new = True  # whether it has been in no round yet
         # Whether other members may have counted the work already: after a failed exchange, or in a checkpoint.
@@ -165,7 +165,9 @@ class ElasticSync(LocalSync):
         self._batch_s = math.inf  # when the last batch began
         self._step_s = self._longest_s = 0.0  # time of the last step, and of the longest
         self.is_hiding = False
-        self._hidden = Future[Any]()  # of the thread: the quorum, whether it has exchanged, whether the round counts
+        self._hidden = Future[Any]()  # of the thread
+        self._hidden.set_result(None)
+        self._found: Any = None  # of the thread: the quorum, whether it has exchanged, whether the round counts
 
     # Steps ------------------------------------------------------------------------------------------------------------
 
@@ -274,7 +276,7 @@ class ElasticSync(LocalSync):
     def _end(self, grace_s: float) -> None:
         ends_s = time.monotonic() + grace_s
         while self.is_complete and time.monotonic() < ends_s:
-            quorum = self._ask(lambda: time.monotonic() >= ends_s)
+            quorum = self._ask(lambda: bool(self._order("poll")) and time.monotonic() >= ends_s)
             if quorum is None or (self._try_round(quorum) and self.contributed.keys() <= {*quorum.members}):
                 return
             time.sleep(END_S)
@@ -337,7 +339,9 @@ class ElasticSync(LocalSync):
     def _each_measure(self, orders: Orders) -> float:
         """Return the squared norm of the change of the weights, of each tensor once; NaN if there is an inf or NaN."""
         live, starts, is_leader = self._live(), self._starts(), self.site is not None
-        if (is_leader and self.site.has_late_faults()) or bool(are_not_finite(list(live.values())).any()):
+        # A buffer may be infinite from the start, as a mask.
+        checked = [t for n, t in live.items() if not n.startswith(BUFFER) or bool(starts[n].isfinite().all())]
+        if (is_leader and self.site.has_late_faults()) or bool(are_not_finite(checked).any()):
             return math.nan
         names = [name for name in live if not name.startswith(BUFFER) and (is_leader or name in self._shapes)]
         return sum(float((live[name] - starts[name].to(live[name].device)).norm()) ** 2 for name in names)
@@ -390,7 +394,7 @@ class ElasticSync(LocalSync):
             self._now[name] = self._part_of(name, self.site.weights()[name]) if room is None else room
         given = self._starts() if from_anchor else live
         values = [given[name] for name in names]
-        with device.fork(COPY)(tuple(values), False):
+        with device.fork(COPY)(() if from_anchor else tuple(values), False):
             torch._foreach_copy_([self._now[name] for name in names], values, non_blocking=True)
         device.join(COPY, on_host=True)
 
@@ -407,7 +411,9 @@ class ElasticSync(LocalSync):
 
     def _each_hide(self, orders: Orders) -> None:
         """Begin to run a round in a thread, with the weights of `_each_begin`."""
-        self.is_hiding, self._hidden, hidden = True, Future(), self.group.hidden
+        wait([self._hidden])  # this process may still be in the last one
+        result = self._hidden = Future()
+        self.is_hiding, hidden = True, self.group.hidden
         num_threads, has_begun = torch.get_num_threads(), threading.Event()
 
         def run() -> None:
@@ -416,10 +422,9 @@ class ElasticSync(LocalSync):
             try:
                 with torch.no_grad():
                     hidden.lead(partial(self._carry_out, hidden), self._run_hidden)
-                    if self.site is None:
-                        self._hidden.set_result(None)
+                result.set_result(self._found)
             except BaseException as error:  # noqa: BLE001 - raised by the wait for the round
-                self._hidden.set_exception(error)
+                result.set_exception(error)
 
         threading.Thread(target=run, name="lowbw-round", daemon=True).start()
         has_begun.wait()
@@ -519,7 +524,7 @@ class ElasticSync(LocalSync):
         found = False, False
         if quorum is not None and quorum.healed is None:
             found = self._exchange_round(hidden, quorum)
-        self._hidden.set_result((quorum, *found))
+        self._found = quorum, *found
 
     def _end_hidden(self) -> tuple[bool, Quorum | None]:
         """Wait for the hidden round; return whether it counts, and its quorum."""
@@ -634,10 +639,11 @@ class ElasticSync(LocalSync):
             self.tokens_seen += sum(row.tokens for row in compress(rows.values(), weights))
             # A new mapping: the old one may be shared.
             self.contributed = self.contributed | dict.fromkeys(compress(rows, weights), self.num_averages)
-            self._changes.append(self._change)
             left_out = [name for name, weight in zip(rows, weights, strict=True) if rows[name].tokens and not weight]
             if quorum.members[quorum.rank] in left_out:
                 self._order("forget")  # the momentum has the same direction
+            else:
+                self._changes.append(self._change)
             if left_out:
                 _logger.warning(
                     "Round %d: the weights of %s have moved more than %g times as far in a step as is usual, and are "
@@ -755,6 +761,7 @@ class ElasticSync(LocalSync):
         shown = {self.params.name_of(p): start for p, start in self.replica.start.items()}
         super()._load_own({**state, "start": shown})
         if self.site is not None and "site" in state:
+            self.site.look(self.params.by_name(), {})  # parameters may have been added since it was made
             self.site.load_state_dict(state["site"])
 
 

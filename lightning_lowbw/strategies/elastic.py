@@ -383,5 +383,5 @@ class ElasticShardedStrategy(_Elastic, ShardedStrategy):
                 )
         self.fit.ends.callback(self._make_group(is_sharded=True).close)
         worker = self._make_elastic(view.local, named, buffers, {shard_of(each): each.shape for each in sharded})
-        worker.forget = optimizer.state.clear
+        worker.forget = lambda: optimizer.state.clear()
         return worker

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -569,6 +570,17 @@ def test_groups_that_resume_at_different_steps_end_together(store: dist.Store) -
     assert [member.worker.step for member in members] == [4 * K_STEPS] * 2
 
 
+def test_buffers_may_be_infinite_from_the_start_or_complex(store: dist.Store) -> None:
+    """As masks and the frequencies of rotary embeddings are."""
+    buffers = [{"mask": torch.tensor([0.0, -math.inf]), "turn": torch.full((3,), 1j)} for _ in range(2)]
+    options = [{"named_buffers": partial(buffers.__getitem__, n)} for n in range(2)]
+    members = [Member(store, n, METHODS["local_sgd"], options=options[n]) for n in range(2)]
+    train(members)
+    assert_equal_anchors(members)
+    assert [member.worker.tokens_seen for member in members] == [2 * 4 * K_STEPS * TOKENS] * 2
+    assert all(torch.equal(each["turn"], torch.full((3,), 1j)) for each in buffers)
+
+
 @on_ranks()
 def test_a_group_of_two_processes_resumes_inside_a_round_and_hides_rounds() -> None:
     alone = {"min_replicas": 1, "grace_s": 0.1}
@@ -578,6 +590,9 @@ def test_a_group_of_two_processes_resumes_inside_a_round_and_hides_rounds() -> N
     assert member.worker._here == f"rank {dist.get_rank()}"
     again.worker.load_state_dict(member.worker.state_dict())
     assert all(map(torch.equal, member.parameters.values(), again.parameters.values()))
+    assert again.worker.optimizer.state
+    again.worker.forget()
+    assert not again.worker.optimizer.state, "the loaded one"
     hidden = Member(dist.HashStore(), dist.get_rank(), HIDDEN["sparse_loco"], membership=alone)
     hidden.run()
     assert hidden.error is None
