@@ -68,7 +68,7 @@ class Orders:
         """
         self._carry_out = carry_out
         while self.rank:
-            name, values = self._broadcast(None)
+            name, values = self.tell(None)
             if name == RAISE:
                 raise values[0]
             if name == END:
@@ -78,15 +78,15 @@ class Orders:
             section()
         except Exception as error:
             with suppress(LostProcessError):
-                self._broadcast((RAISE, (_portable(error),)))
+                self.tell((RAISE, (_portable(error),)))
             raise
         value = told()
-        self._broadcast((END, (value,)))
+        self.tell((END, (value,)))
         return value
 
     def order(self, name: str, *values: Any) -> list[Any]:
         """Let all processes carry out an order; return their answers. Called in a section."""
-        self._broadcast((name, values))
+        self.tell((name, values))
         answers = self._answer(name, values)
         for answer in answers:
             if isinstance(answer, Exception):
@@ -94,8 +94,12 @@ class Orders:
         return answers
 
     def tell(self, value: Any) -> Any:
-        """Return a value of the leader, outside of a section."""
-        return self._broadcast(value)
+        """Return a value of the leader; outside of a section it may be any plain value."""
+        message = [value]
+        if self._group is not None:
+            with _finding_lost_processes():
+                dist.broadcast_object_list(message, 0, group=self._group, device=torch.device("cpu"))
+        return message[0]
 
     def _answer(self, name: str, values: Sequence[Any]) -> list[Any]:
         try:
@@ -107,13 +111,6 @@ class Orders:
             with _finding_lost_processes():
                 dist.all_gather_object(answers, answer, group=self._group)
         return answers
-
-    def _broadcast(self, value: Any) -> Any:
-        message = [value]
-        if self._group is not None:
-            with _finding_lost_processes():
-                dist.broadcast_object_list(message, 0, group=self._group, device=torch.device("cpu"))
-        return message[0]
 
     # Tensors of the host --------------------------------------------------------------------------------------------
 
@@ -171,7 +168,7 @@ def _portable(error: Exception) -> Exception:
 
 
 class Group(Peers):
-    """The processes of one group, as one of them sees them.
+    """The processes of one group, as one process sees them.
 
     Collective: all processes of the group.
 

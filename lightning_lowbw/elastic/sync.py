@@ -184,9 +184,9 @@ class ElasticSync(LocalSync):
             copies = wide_copies([now[name] for name in floating])
             self.buffers.start = {name: copy.cpu() for name, copy in zip(floating, copies, strict=True)}
         super().begin()
-        if new := self._starts().keys() - self._known:
+        if len(self.replica.start) + len(self.buffers.start) > len(self._known):
             device_of(self.params.device).join(COPY, on_host=True)
-            self._known |= new
+            self._known = {*self._starts()}
             self._lead(self._keep_anchor)
 
     @torch.no_grad()
@@ -399,7 +399,7 @@ class ElasticSync(LocalSync):
         device.join(COPY, on_host=True)
 
     def _each_apply(self, orders: Orders, names: Sequence[str], keeps: bool) -> None:
-        """Set the weights to the anchor; `keeps`: plus what they have moved since `begin`."""
+        """Set the weights to the anchor; `keeps`: plus their changes since `begin`."""
         live, starts, device, by_name = self._live(), self._starts(), self.params.device, self.params.by_name()
         for name in names:
             x = starts[name].to(device, copy=True)
@@ -558,6 +558,7 @@ class ElasticSync(LocalSync):
     def _row_and_settings(self) -> tuple[Row, dict[str, str]]:
         """Return the row of this member, without the anchor, and the settings that members compare."""
         settings = {**cast("Method", self.method).settings(), **self.site.settings(), **self.settings}
+        settings["max_change_ratio"] = self.max_change_ratio
         told = {name: f"{value}" for name, value in settings.items()}
         return Row(
             rounds=self.num_averages,
@@ -659,10 +660,9 @@ class ElasticSync(LocalSync):
         now_s, (num_bytes, _), waited_s = time.monotonic(), self.group.ledger.of_slow_network, self.site.wait_s
         slowest = min(zip(quorum.rows, quorum.members, strict=True), key=lambda each: each[0].wait_s)[1]
         _logger.info(
-            "Round %d: groups %s; %.1f s, %.1f s of these waited (in the last round all waited for %s); %.1f MB sent; "
-            "loss %.4g.",
+            "Round %d: groups %s; %.1f s, with a wait of %.1f s (in the last round for %s); %.1f MB sent%s.",
             *(self.num_averages, ", ".join(quorum.members), now_s - self._round_s, waited_s, slowest),
-            *((num_bytes - self._num_bytes) / 1e6, math.nan if self._last_loss is None else float(self._last_loss)),
+            *((num_bytes - self._num_bytes) / 1e6, "" if self._last_loss is None else f"; loss {self._last_loss:.4g}"),
         )
         self.group.num_participants = num_groups = len(quorum.members)
         seconds = {"elastic/round_s": now_s - self._round_s, "elastic/wait_s": waited_s}

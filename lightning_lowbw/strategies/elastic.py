@@ -139,8 +139,7 @@ class _Elastic(BaseStrategy):
         assert self._group is not None
         if len(self.optimizers) > 1:
             raise ConfigurationError("Several optimizers: an elastic training has one. Return one.")
-        options = {"round_s": self.round_s, "shapes": shapes}
-        return ElasticSync(self.method, optimizer, named, self._group, buffers, **options)
+        return ElasticSync(self.method, optimizer, named, self._group, buffers, round_s=self.round_s, shapes=shapes)
 
     @override
     def setup_environment(self) -> None:
@@ -170,7 +169,6 @@ class _Elastic(BaseStrategy):
         worker = self._replica
         worker.last_step, worker.share = self.trainer.max_steps, self._schedules
         worker.settings = {"Trainer(max_steps)": self.trainer.max_steps, "schedulers": self._named_schedulers()}
-        worker.settings |= {"max_change_ratio": self.max_change_ratio}
         worker.max_change_ratio = self.max_change_ratio
         worker.should_stop = lambda: self.trainer.received_sigterm
         if self._timeout is not None:
@@ -278,7 +276,7 @@ class ElasticStrategy(_Elastic, Strategy):
     of its host: 24 bytes per trained parameter in a round. A round does not wait for a missing group. A group that is
     slow, comes back or is new takes the state of another group; a group that joins begins in the current round of the
     other groups. All groups begin with the same weights, so give one seed; Lightning's own sampler shuffles differently
-    in each group. Running statistics are those of the leader.
+    in each group. The running statistics of batch norm are the leader's.
 
     If a group fails in an exchange, it cannot know whether its round has counted. It then drops its work of this round;
     the other groups keep their work.
@@ -350,7 +348,8 @@ class ElasticShardedStrategy(_Elastic, ShardedStrategy):
 
     Args:
         method: as in `ElasticStrategy`.
-        **kwargs: as in `ElasticStrategy`; instead of DDP's keywords those of `ShardedStrategy`, without `topology`.
+        **kwargs: as in `ElasticStrategy`, with the keywords of `ShardedStrategy` in the place of DDP's. The keyword
+            `topology` is not among them.
 
     Raises:
         ConfigurationError: as in `ElasticStrategy`; or the model is not sharded over all processes of the group, along

@@ -146,9 +146,7 @@ class ReplicaBuffers:
         Raises:
             DisagreementError: on all ranks; they have buffers of different shapes.
         """
-        if self.is_elastic:
-            self.agree_on_shapes()
-        unequal = list(self.specs) if self.is_elastic else self._unequal(device)
+        unequal = self._unequal(device)
         # If means differ, the variances get the variance between them.
         variances = {_renamed(name, MEAN, VARIANCE) for name in unequal}
         self.differing |= {*unequal, *variances.intersection(self.specs)}
@@ -236,7 +234,7 @@ class ReplicaBuffers:
         In place:
             The buffers.
         """
-        now = {} if self.is_elastic else self.now()
+        now = self.now()
         taken = {name: now[name] for name in self.specs if name in self.differing and name in now}
         taken = {name: buffer for name, buffer in taken.items() if not self.is_averaged(name)}
         broadcast_flat_(taken.values(), self._peers.broadcast_)
