@@ -148,8 +148,8 @@ def test_a_group_that_leaves_in_a_transfer_loses_nothing_and_the_next_group_is_a
 def test_a_state_that_changes_is_not_read() -> None:
     group = Group({"w": torch.zeros(3)})
     group.server.offer(None)
-    threading.Timer(0.5, group.server.offer, (group.state,)).start()
     began_s = time.monotonic()
+    threading.Timer(0.5, group.server.offer, (group.state,)).start()
     StateClient().fetch(group.server.address, ASKS)
     assert time.monotonic() - began_s > 0.5
     group.server.close(2.0)
