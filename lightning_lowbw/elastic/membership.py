@@ -151,14 +151,11 @@ class Membership(Protocol):
         """Return whether the round counts: it has not failed here. Other groups may differ."""
         ...
 
-    def note(self, longest_s: float) -> None:
-        """Note that this group is at work: at a batch, or at the end of a step.
+    def note(self) -> None:
+        """Note that this group is at work: at a batch, at the end of a step, or as it waits for a hidden round.
 
-        A group that notes nothing for many times `longest_s`, and a minute, hangs, and the other groups go on without
-        it. This does not apply while it waits in `quorum`.
-
-        Args:
-            longest_s: the time of the longest step; infinity if the group waits for other groups.
+        A group that notes nothing for two minutes hangs, and the other groups go on without it. This does not apply
+        while it waits in `quorum`.
         """
         ...
 
@@ -175,45 +172,36 @@ def digest_of(settings: Settings) -> str:
     return hashlib.sha256(repr(sorted(settings.items())).encode()).hexdigest()[:16]
 
 
-def deciders(rows: Mapping[str, Row]) -> list[str]:
-    """Return the members whose settings count: all that have been in a round, or else all with the most rounds."""
-    incumbents = [name for name, row in rows.items() if not row.is_new]
-    most = max(row.rounds for row in rows.values())
-    return incumbents or [name for name, row in rows.items() if row.rounds == most]
+def judge_of(rows: Mapping[str, Row]) -> str:
+    """Return the member that decides: the one with the most rounds of all that have been in a round, or else of all.
 
-
-def run_of(rows: Mapping[str, Row]) -> str:
-    """Return the training that goes on, or begins."""
-    return max((rows[name] for name in deciders(rows)), key=lambda row: row.rounds).run
+    If several members have as many, the first name decides.
+    """
+    incumbents = [name for name, row in rows.items() if not row.is_new] or [*rows]
+    return min(incumbents, key=lambda name: (-rows[name].rounds, name))
 
 
 def latest_of(rows: Mapping[str, Row]) -> list[str]:
     """Return the members that are not behind: they have the rounds that count, and the anchor of most such members."""
-    rounds = max(rows[name].rounds for name in deciders(rows))  # more rounds in a checkpoint do not count
-    latest = {name: row.anchor for name, row in rows.items() if row.rounds == rounds}
-    judges = [latest[name] for name in deciders(rows) if name in latest]
-    usual = max(judges, key=judges.count)
-    return [name for name, anchor in latest.items() if anchor == usual]
+    rounds = rows[judge_of(rows)].rounds  # more rounds in a checkpoint do not count
+    latest = {name: row for name, row in rows.items() if row.rounds == rounds}
+    anchors = [row.anchor for row in sorted(latest.values(), key=lambda row: row.is_new)]
+    usual = max(anchors, key=anchors.count)
+    return [name for name, row in latest.items() if row.anchor == usual]
 
 
 def refusals(rows: Mapping[str, Row]) -> dict[str, str]:
-    """Return the members that cannot take part, each with the name of a member that it differs from; the same on all.
+    """Return the members that cannot take part, each with the member that decides, from which it differs.
 
-    Before the first average the members also compare their weights. If the members that decide have no majority, no
-    member can take part.
+    The result is the same on all members. Before the first average the members also compare their weights.
     """
-    judges, have_begun = deciders(rows), any(row.rounds for row in rows.values())
-    told = {name: (row.settings, 0.0 if have_begun else row.anchor) for name, row in rows.items()}
-    of_judges = [told[name] for name in judges]
-    usual = max(of_judges, key=of_judges.count)
-    judge = judges[of_judges.index(usual)]
-    refused = {name: judge for name in rows if told[name] != usual}
-    if 2 * of_judges.count(usual) <= len(judges):
-        other = next(name for name in judges if name in refused)
-        return {**dict.fromkeys(rows, other), **refused}
-    run = run_of({name: row for name, row in rows.items() if name not in refused})
-    judge = next(name for name in judges if rows[name].run == run)
-    return refused | {name: judge for name, row in rows.items() if row.rounds and row.run != run}
+    judge, have_begun = rows[judge_of(rows)], any(row.rounds for row in rows.values())
+
+    def differs(row: Row) -> bool:
+        begins_elsewhere = row.run != judge.run if row.rounds else not have_begun and row.anchor != judge.anchor
+        return row.settings != judge.settings or begins_elsewhere
+
+    return {name: judge_of(rows) for name, row in rows.items() if differs(row)}
 
 
 def raise_refused(own: Row, own_settings: Settings, row: Row, settings: Settings | None, name: str) -> None:

@@ -7,25 +7,33 @@ host, holds the whole model.
 
 from __future__ import annotations
 
+import logging
 import math
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 
-from lightning_lowbw.comm.collectives import TrafficLedger
-from lightning_lowbw.comm.peers import wide_dtype
+from lightning_lowbw.comm.collectives import (
+    Collectives,
+    TensorWork,
+    TrafficLedger,
+    all_gather_bytes,
+    all_reduce_bytes,
+)
+from lightning_lowbw.comm.peers import Peers, wide_dtype
 from lightning_lowbw.elastic.membership import GivesUp, Membership, Quorum, Row, Settings
-from lightning_lowbw.elastic.peers import Members
 from lightning_lowbw.errors import ConfigurationError
-from lightning_lowbw.kernels.tensors import as_real, checksum, order_of
+from lightning_lowbw.kernels.tensors import CPU, as_real, checksum, order_of
 from lightning_lowbw.method import Method
+from lightning_lowbw.namespaces import LOGGER
 from lightning_lowbw.payloads.params import Params
 from lightning_lowbw.schedules.every_k import EveryK
 from lightning_lowbw.sync.buffers import BUFFER, wide_copies
@@ -34,9 +42,90 @@ from lightning_lowbw.sync.replica import Replica
 from lightning_lowbw.sync.state import Named, check_replica, load_replica_, replica_state
 from lightning_lowbw.sync.status import Status
 
+_logger = logging.getLogger(LOGGER)
 ANCHORS = 1 << 32  # checksums are compared modulo this
 CHUNK = 1 << 18  # elements of a checksum at a time, the same on all devices: the result depends on it
 ROUND_BYTES = 24  # per parameter, at most, in a round: six tensors in float32
+
+
+class MemberCollectives(Collectives):
+    """Collectives of the members of the current round, on the CPU; blocking.
+
+    A lost member fails the round: nothing is communicated from then on, the returned values have no meaning, and
+    `Membership.commit` returns False.
+
+    Attributes:
+        has_failed: whether a collective of this round has failed.
+        is_hidden: whether a thread waits for the collectives, and no step.
+    """
+
+    is_hidden = False
+
+    def __init__(self, membership: Membership, ledger: TrafficLedger) -> None:
+        super().__init__(None, ledger, "inter")
+        self._membership = membership
+
+    def begin(self, quorum: Quorum) -> None:
+        """Begin a round of the members of a quorum."""
+        self.has_failed = False
+        self.num_ranks, self.rank = len(quorum.members), quorum.rank
+
+    def begin_all_reduce_(self, tensor: Tensor, *, dtype: torch.dtype | None = None) -> TensorWork:
+        self._run(lambda group: group.allreduce([tensor]), all_reduce_bytes(tensor.nbytes, self.num_ranks))
+        return TensorWork(tensor)
+
+    begin_sum_ = begin_all_reduce_
+
+    def begin_all_gather(self, message: Tensor, out: Tensor | None = None) -> TensorWork:
+        sent = message.contiguous()
+        rows = sent.new_zeros(self.num_ranks, sent.numel())
+        rows[self.rank] = sent
+        nbytes = all_gather_bytes(message.nbytes, self.num_ranks)
+        self._run(lambda group: group.allgather([list(rows.unbind())], [sent]), nbytes)
+        return TensorWork(rows if out is None else out.copy_(rows.view(out.shape)))
+
+    def _run(self, begin: Callable[[dist.ProcessGroup], Any], nbytes: int) -> None:
+        if self.num_ranks == 1 or self.has_failed:
+            return
+        try:
+            with nullcontext() if self.is_hidden else self.ledger.waiting(CPU):
+                self._membership.collective(begin)
+        except RuntimeError as error:
+            _logger.warning("The round has failed and is repeated, because a member was lost: %s", error)
+            self.has_failed = True
+        self._record(nbytes)
+
+
+class Members(Peers):
+    """The members of a round, each with a whole replica on the host of its leader.
+
+    Args:
+        membership: finds the members.
+        ledger: counts the traffic.
+
+    Attributes:
+        between: their collectives.
+        weights: weights of the members in the mean of this round.
+    """
+
+    may_grow = True
+    between: MemberCollectives
+
+    def __init__(self, membership: Membership, ledger: TrafficLedger | None = None) -> None:
+        super().__init__(None, ledger)
+        self._all = self.between = MemberCollectives(membership, self.ledger)
+        self.begin(Quorum(0, ("",)))
+
+    def begin(self, quorum: Quorum) -> None:
+        """Begin a round of the members of a quorum, at first of this group alone; nothing is communicated."""
+        self.between.begin(quorum)
+        self.num_ranks = self.num_participants = self.between.num_ranks
+        self.rank, weights = self.between.rank, quorum.weights
+        self.weights = weights if len({*weights}) > 1 else ()
+
+    @property
+    def weight(self) -> float:
+        return self.weights[self.rank] if self.weights else super().weight
 
 
 class Site:

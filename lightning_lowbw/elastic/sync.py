@@ -48,7 +48,7 @@ from torch.optim import Optimizer
 
 from lightning_lowbw.comm.peers import part_of
 from lightning_lowbw.elastic.group import Group, Orders, Places
-from lightning_lowbw.elastic.membership import GivesUp, Quorum, Row, digest_of, run_of
+from lightning_lowbw.elastic.membership import GivesUp, Quorum, Row, digest_of, judge_of
 from lightning_lowbw.elastic.site import Site
 from lightning_lowbw.elastic.transfer import POLL_S
 from lightning_lowbw.errors import ConfigurationError
@@ -163,7 +163,7 @@ class ElasticSync(LocalSync):
         self._ends_s = math.inf  # when the round ends, unless it ends after steps
         self._late_s = math.inf  # when this member stops to wait for other groups
         self._batch_s = math.inf  # when the last batch began
-        self._step_s = self._longest_s = 0.0  # time of the last step, and of the longest
+        self._step_s = 0.0  # time of the last step
         self.is_hiding = False
         self._hidden = Future[Any]()  # of the thread
         self._hidden.set_result(None)
@@ -228,11 +228,8 @@ class ElasticSync(LocalSync):
     def begin_batch(self) -> None:
         """Note that a batch begins, of the training or a validation: this group does not hang."""
         self._batch_s = time.monotonic()
-        self._note(self._longest_s)
-
-    def _note(self, longest_s: float) -> None:
         if self.membership is not None:
-            self.membership.note(longest_s)
+            self.membership.note()
 
     @torch.no_grad()
     def _average_due(self) -> None:
@@ -243,8 +240,8 @@ class ElasticSync(LocalSync):
             )
         self._last_batch = self.batch
         self._step_s = max(0.0, time.monotonic() - self._batch_s)
-        self._longest_s = max(self._longest_s, self._step_s)
-        self._note(self._longest_s)
+        if self.membership is not None:
+            self.membership.note()
         self.healed, self.num_skipped, self.has_communicated = None, 0, False
         self._wait_from_now()
         is_due = self._is_over() or (self.is_hiding and self._steps >= self._when.delay_steps)
@@ -528,9 +525,9 @@ class ElasticSync(LocalSync):
 
     def _end_hidden(self) -> tuple[bool, Quorum | None]:
         """Wait for the hidden round; return whether it counts, and its quorum."""
-        self._note(math.inf)
         with self.group.ledger.waiting(CPU):
             while not wait([self._hidden], POLL_S).done:
+                self.membership.note()
                 self._order("poll")  # which the other processes wait for
         self.is_hiding = self.site.members.between.is_hidden = False
         quorum, has_exchanged, counts = self._hidden.result()
@@ -627,7 +624,7 @@ class ElasticSync(LocalSync):
         rows, weights = dict(zip(quorum.members, quorum.rows, strict=True)), quorum.weights
         self._is_new = False
         if not self.num_averages:
-            self.run = run_of(rows)
+            self.run = rows[judge_of(rows)].run
         self.membership.serve(None)
         latest = max(row.step for row in rows.values())
         before, self.step = self.step, int(min(self.step + latest - self._began[0], self.last_step))

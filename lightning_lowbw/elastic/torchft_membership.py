@@ -64,7 +64,7 @@ _logger = logging.getLogger(LOGGER)
 TORCHFT = "0.2.0"  # other releases speak another protocol
 LIGHTHOUSE = "TORCHFT_LIGHTHOUSE"  # torchft's own variable: the lighthouse's address
 HEARTBEAT_S = 0.25  # between two heartbeats; without any for 5 s, its default, the lighthouse takes a member for dead
-HANG_STEPS, HANG_S = 10, 60.0  # a group without a batch for ten times its longest step, and a minute, hangs
+HANG_S = 120.0  # a group without a batch for this long hangs
 LEAVE_S = 5.0  # limit for a transfer in progress when a group is ended
 SILENT_S = 6  # a member without heartbeats for this long fails the collective in progress
 # Timeout of a request for a quorum, longer than the join timeout of the lighthouse. That begins anew with each request:
@@ -74,7 +74,7 @@ OPEN_PORTS = (
     "Open all ports between all groups, or add the missing route; give address=... if another interface leads to the "
     "other groups, or use a VPN if one is behind NAT."
 )
-CUT_ATTEMPTS = 3  # states that a group takes in a row without a round, because the connection has one direction only
+TAKEN_NAME = "Another group has the name {!r}, too. Give each group a name of its own: group=..."
 START_S = 10.0  # a group that starts waits so long for a second one, which begins with it
 OWN_DATA = frozenset({"row", "failures", "cut"})  # of a member: what torchft has no field for
 RETRY_S, WARN_S = 0.5, 60.0
@@ -160,9 +160,7 @@ class TorchftMembership:
         self._group: Any = None
         self._num_failures = 0
         self._limit_s = timeout_s  # timeout of a collective of this round
-        self._longest_s = 0.0  # longest step
         self._cut: list[str] = []  # stores of members that were not reached in the last attempt to connect
-        self._num_left_out = 0  # states taken since the last round because of such members
         self._goes_on: tuple[str, ...] = ()  # members of the last round, if it had one or some were left out
         self._began_s = self._says_s = 0.0  # when this group began to wait; when it logs that it waits
         self._client = StateClient()  # receives the states
@@ -185,9 +183,8 @@ class TorchftMembership:
     def serve(self, shared: Share | None) -> None:
         self._server.offer(shared)
 
-    def note(self, longest_s: float) -> None:
-        self._lighthouse.hangs_from_s = time.monotonic() + max(HANG_S, HANG_STEPS * longest_s)
-        self._longest_s = longest_s
+    def note(self) -> None:
+        self._lighthouse.hangs_from_s = time.monotonic() + HANG_S
 
     def quorum(self, row: Row, settings: Settings, gives_up: GivesUp) -> Quorum | None:
         self._begin_to_wait()
@@ -276,7 +273,7 @@ class TorchftMembership:
             self._fail()
             raise
         finally:
-            self.note(self._longest_s)
+            self.note()
 
     def commit(self) -> bool:
         """See `Membership`."""
@@ -284,7 +281,7 @@ class TorchftMembership:
             self._fail()
             return False
         row, settings = self._told
-        self._told, self._has_taken, self._num_left_out = (row._replace(is_new=False), settings), False, 0
+        self._told, self._has_taken = (row._replace(is_new=False), settings), False
         return True
 
     def close(self) -> None:
@@ -328,7 +325,7 @@ class TorchftMembership:
             theirs = settings if other.row.settings == row.settings else self._settings_of(other)
             raise_refused(row, settings, other.row, theirs, f"{other.name} at {other.store}")
         if refused:
-            named = ", ".join(sorted(refused))
+            named = ", ".join(refused)
             _logger.warning("Refused because of other settings or another run: %s. The error there says why.", named)
         return number, [member for member in members if member.name not in refused]
 
@@ -349,7 +346,6 @@ class TorchftMembership:
 
         Raises:
             RuntimeError: it was not possible.
-            ConfigurationError: this group takes states and yet is not reached.
         """
         (own,) = (member for member in members if member.name == self._name)
         latest = latest_of({member.name: member.row for member in members})
@@ -360,16 +356,15 @@ class TorchftMembership:
         members = [member for member in members if member in going or member is taker]
         donors = [member.name for member in going]
         if own not in members:
-            if own.name in cut and self._num_left_out >= CUT_ATTEMPTS:
-                raise ConfigurationError(
-                    f"Group {own.name!r} at {own.store} takes states of {donors}, and has no round with these: it does "
-                    f"not reach each of these groups, or not each group reaches it. {OPEN_PORTS}"
-                )
             self._lighthouse.is_away = True  # no heartbeats: the members do not wait for this group meanwhile
             self._disconnect()  # from the members of an earlier round, which `commit` would count as this one
-            state = self._fetch(donors, gives_up)
-            self._num_left_out += own.name in cut
-            return Quorum(0, (own.name,), healed=state)
+            if own.name in cut:
+                _logger.warning(
+                    "Group %r at %s is left out of a round of %s, and takes the state: it does not reach each of these "
+                    "groups, or not each group reaches it. %s",
+                    *(own.name, own.store, donors, OPEN_PORTS),
+                )
+            return Quorum(0, (own.name,), healed=self._fetch(donors, gives_up))
         if len(members) < self.min_replicas:
             raise RuntimeError(f"up to date are {donors}; not reached are {cut}")
         self._connect(number, own, members, going[0])
@@ -538,7 +533,7 @@ class _Lighthouse:
             )
         told = members.get(own.name)
         if told is not None and told.store != own.store:
-            raise self._taken_name()
+            raise ConfigurationError(TAKEN_NAME.format(own.name))
         if told is None or told.failures != own.failures:
             raise RuntimeError("the lighthouse has answered an older request of this group")
         return found.quorum_id, [members[name] for name in sorted(members)]
@@ -599,12 +594,7 @@ class _Lighthouse:
                 self._starts_s = math.inf
                 there = [address for name, _, address in MEMBERS.findall(page) if name == self._name]
                 if any(address != own and _accepts(address) for address in there):
-                    raise self._taken_name()
-
-    def _taken_name(self) -> ConfigurationError:
-        return ConfigurationError(
-            f"Another group has the name {self._name!r}, too. Give each group a name of its own: group=..."
-        )
+                    raise ConfigurationError(TAKEN_NAME.format(self._name))
 
     def _send_heartbeats(self) -> None:
         """Tell the lighthouse that this member is alive, until `close`; not while the group hangs."""
@@ -612,7 +602,7 @@ class _Lighthouse:
         while not self.is_closed.wait(HEARTBEAT_S):
             hangs = time.monotonic() > self.hangs_from_s
             if hangs and not has_said:
-                _logger.warning("This group takes %d times as long as ever for a step; other groups go on.", HANG_STEPS)
+                _logger.warning("This group has begun no batch for %g s; other groups go on without it.", HANG_S)
             has_said = hangs
             if self.is_away or hangs or not self._is_whole():
                 continue

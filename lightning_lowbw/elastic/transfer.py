@@ -75,14 +75,6 @@ def _send(connection: socket.socket, tensor: Tensor) -> None:
 # Both sides -----------------------------------------------------------------------------------------------------------
 
 
-class _Handler(socketserver.StreamRequestHandler):
-    timeout = STALL_S
-
-    def handle(self) -> None:
-        server: Any = self.server
-        server.reply(json.loads(self.rfile.readline(MAX_QUESTION_BYTES)), self.connection)
-
-
 class StateServer(socketserver.TCPServer):
     """Sends the state of this group to the groups that ask for it, one after the other.
 
@@ -98,7 +90,7 @@ class StateServer(socketserver.TCPServer):
     request_queue_size = 64
 
     def __init__(self, name: str, address: str, told: Callable[[], tuple[Row, Settings]]) -> None:
-        super().__init__((address, 0), _Handler)
+        super().__init__((address, 0), socketserver.BaseRequestHandler)
         self.address = f"{address}:{self.server_address[1]}"
         self._name, self._told, self._is_closed = name, told, False
         self._shared: Share | None = None
@@ -110,6 +102,11 @@ class StateServer(socketserver.TCPServer):
         with self._changes:
             self._shared = shared
             self._changes.notify_all()
+
+    def finish_request(self, request: Any, client_address: Any) -> None:
+        request.settimeout(STALL_S)
+        with request.makefile("rb") as file:
+            self.reply(json.loads(file.readline(MAX_QUESTION_BYTES)), request)
 
     def reply(self, asks: Mapping[str, str], connection: socket.socket) -> None:
         """Refuse the group that asks, or send it the state, once it may be read."""

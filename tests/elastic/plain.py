@@ -47,7 +47,7 @@ class PlainMembership:
         self.kill_in, self.fail_in = kill_in, fail_in or {}
         self.num_rounds, self.num_collectives = 0, 0
         self.history: list[Quorum] = []
-        self.noted: list[tuple[float, float]] = []
+        self.noted: list[float] = []
         self.has_failed = False
         self.group: Any = None
         self.shared: Share | None = None
@@ -59,8 +59,8 @@ class PlainMembership:
     def serve(self, shared: Share | None) -> None:
         self.shared = shared
 
-    def note(self, longest_s: float) -> None:
-        self.noted.append((time.monotonic(), longest_s))
+    def note(self) -> None:
+        self.noted.append(time.monotonic())
 
     def quorum(self, row: Row, settings: Settings, gives_up: GivesUp) -> Quorum | None:
         self.num_rounds, self.num_collectives, self.has_failed = self.num_rounds + 1, 0, False

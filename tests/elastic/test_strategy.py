@@ -293,10 +293,8 @@ def test_a_group_that_validates_for_long_does_not_hang(tmp_path: Path) -> None:
     limits: dict[str, Any] = {"max_steps": 2 * K_STEPS, "max_epochs": -1, "num_sanity_val_steps": 0}
     limits |= {"val_check_interval": K_STEPS + 1, "limit_val_batches": 10}
     make_trainer(strategy, 1, **limits).fit(LongValidation(0), data_of(STEPS), data_of(10))
-    at_s, longest_s = zip(*membership.noted, strict=True)
-    assert len(at_s) == 2 * 2 * K_STEPS + 10
-    assert max(later - before for before, later in pairwise(at_s)) < 2.0, "validation takes 3 s"
-    assert 0.0 < max(longest_s) < 2.0
+    assert len(membership.noted) == 2 * 2 * K_STEPS + 10
+    assert max(later - before for before, later in pairwise(membership.noted)) < 2.0, "validation takes 3 s"
 
 
 class ByEpoch(Scheduled):
@@ -351,15 +349,15 @@ def test_what_groups_would_do_differently_is_refused(model: type[Scheduled], wor
 def fit_with_other_steps(folder: str) -> str:
     number = dist.get_rank()
     try:
-        fit_group(folder, METHODS["local_sgd"], begins=(0.5, 0), max_steps=STEPS + 4 * number)
+        fit_group(folder, METHODS["local_sgd"], (0.1, 0.1), (0.5, 0), STEPS + 4 * number, at_least=1)
     except ConfigurationError as error:
         return f"{error}"
     return ""
 
 
 def test_groups_that_would_end_at_different_steps_are_refused_by_name(tmp_path: Path) -> None:
-    for told in run_ranks(fit_with_other_steps, 2, str(tmp_path), fresh=True):  # none has been in a round
-        assert re.search(r"Trainer\(max_steps\): (20 here, 24|24 here, 20) there", told)
+    told = filter(None, run_ranks(fit_with_other_steps, 2, str(tmp_path), fresh=True))
+    assert re.search(r"Trainer\(max_steps\): (20 here, 24|24 here, 20) there", *told)
 
 
 def test_a_clock_that_ends_one_group_is_refused() -> None:
