@@ -15,8 +15,7 @@ wall-clock: two nodes in the lab, a core each, real links and real measuring. Se
 density that a run goes through; seconds of a run are computed from them and the schedule. With THP_MEM_ALLOC_ENABLE=1
 torch, under all methods alike, makes large tensors of large pages; the environment of a row says so.
 
-The GPT-2 cell needs `transformers`. Writes benchmarks/results/auto.json, .md and .png, and a
-summary into the method card.
+The GPT-2 cell needs `transformers`. Writes benchmarks/results/auto.json, .md and .png.
 """
 
 from __future__ import annotations
@@ -31,10 +30,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.beside_ddp.accuracy import CONTROL, METHODS, VARIANTS, constants_of, measure_accuracy, train_all
 from benchmarks.beside_ddp.cells import cells_of
-from benchmarks.beside_ddp.report import card_of, draw, report
+from benchmarks.beside_ddp.report import draw, report
 from benchmarks.beside_ddp.tasks import LINKS, STEPS, TASKS, TIMED_TASKS
 from benchmarks.beside_ddp.wall_clock import measure_wall_clock, sorted_records, time_all
-from benchmarks.harness import RESULTS, replace_block
+from benchmarks.harness import RESULTS
 
 
 def main() -> None:
@@ -54,7 +53,7 @@ def main() -> None:
     parser.add_argument("--methods", nargs="+", choices=["ddp", CONTROL, *VARIANTS], default=list(METHODS))
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2, 3, 4])
     parser.add_argument("--constant", action="append", default=[], metavar="NAME=VALUE", help="of cost_model.py")
-    parser.add_argument("--name", default="auto", help="of the results; the card is written for the default alone")
+    parser.add_argument("--name", default="auto", help="of the results")
     options = parser.parse_args()
     path = RESULTS / f"{options.name}.json"
     results: dict[str, Any] = {"nominal": {}, "choices": [], "rows": [], "wall_clock": [], "environments": []}
@@ -71,8 +70,6 @@ def main() -> None:
         return
     path.with_suffix(".md").write_text(text)
     draw(cells_of(results, {}), sorted_records(results), path.with_suffix(".png"))
-    if options.name == "auto":
-        replace_block("docs/methods/dgc.md", "auto", card_of(results))
 
 
 if __name__ == "__main__":

@@ -9,8 +9,8 @@
 
 The cases run one after the other, because they share the cores. Each group is a program on a node of the lab, and
 trains a small transformer with `sparse_loco_elastic`; the lighthouse has a node of its own. Loss, messages and faults
-are real, the time of a step is a wait. Writes benchmarks/results/elastic.json, .md and .png, and the goodput in
-docs/elastic.md; a case that is measured again replaces its row.
+are real, the time of a step is a wait. Writes benchmarks/results/elastic.json, .md and .png; a case that is measured
+again replaces its row.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from torch.nn import functional as F
 from torch.optim.lr_scheduler import LambdaLR
 
 import lightning_lowbw as lowbw
-from benchmarks.harness import RESULTS, describe_environment, replace_block
+from benchmarks.harness import RESULTS, describe_environment
 from lightning_lowbw.elastic.torchft_membership import TorchftMembership
 from lightning_lowbw.presets import preset
 from lightning_lowbw.tools.lab import Network, parse_rate
@@ -666,7 +666,6 @@ def report(results: Row) -> None:
         sections += [f"With a state of {megabytes:.0f} MB:", "", to_markdown(large)]
     text = "\n".join([*sections, goodput_table(rows), note, ""])
     (RESULTS / "elastic.md").write_text(text)
-    replace_block("docs/elastic.md", "elastic", "\n".join([goodput_table(rows), note, ""]))
     draw(rows, RESULTS / "elastic.png")
     print(text)
 

@@ -40,7 +40,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 import lightning_lowbw as lowbw
 from benchmarks.beside_ddp.tasks import TASKS, Curve, Row, Task, be_quiet, make_trainer
 from benchmarks.contestants import COMMON, HookStrategy, power_sgd
-from benchmarks.harness import RESULTS, describe_environment, replace_block, run_in_lab
+from benchmarks.harness import RESULTS, describe_environment, run_in_lab
 from benchmarks.worker import INTERFACE
 from lightning_lowbw.presets import preset
 from lightning_lowbw.strategies.auto_choice import NUM_STEPS
@@ -350,7 +350,8 @@ def controls_to_markdown(rows: list[Row], task: str) -> str:
 
 def in_words_of(chosen: Row) -> str:
     """Return a method in few words: "ddp", "bfloat16", "int8", "dgc, 12.8 %"."""
-    method = lowbw.Method(**chosen)
+    what = {name: value for name, value in chosen["what"].items() if name != "exchange"}  # of rows before 2026-11
+    method = lowbw.Method(**{**chosen, "what": what})
     if isinstance(method.what, lowbw.TopK) and method.when.stairs:
         return f"dgc, {100 * (1 - method.when.stairs[-1]):.3g} %"
     whole = "ddp" if method.where.inter_dtype == "float32" else method.where.inter_dtype
@@ -406,7 +407,7 @@ def to_markdown(found: list[Row]) -> str:
 
 
 def to_short(found: list[Row]) -> str:
-    """Return the README's table: a row for each task and link, seconds to ddp's loss of each method."""
+    """Return the table that comes first: a row for each task and link, seconds to ddp's loss of each method."""
     shown = [method for method in METHODS if method not in AGAIN]
     lines = ["| seconds to ddp's loss | " + " | ".join(shown) + " |", "| --- " * (len(shown) + 1) + "|"]
     for (task, (title, _, _)), link in product(SHOWN_TASKS.items(), LINKS):
@@ -432,7 +433,7 @@ def millions_of(row: Row) -> str:
 
 
 def report(results: Row) -> None:
-    """Write the tables and the block of the README."""
+    """Write the tables and the plot."""
     found = summarise(results["rows"])
     environment = results["environment"]
     parts = []
@@ -451,15 +452,13 @@ def report(results: Row) -> None:
         "Seconds to ddp's loss: to the last training loss of ddp with the same seed, and "
         f"{SLACK - 1:.0%}. Losses and accuracies are means over seeds; differences to ddp are ± their standard error."
     )
-    table = "\n".join([*parts, note, ""])
-    (RESULTS / "headline.md").write_text(table)
     again = [row["step_s"] / dense["step_s"] for row, dense in product(found, found) if is_same(row, dense)]
     more = {SHOWN_TASKS[row["task"]][0]: row["seeds"] for row in found if row["seeds"] > 1}
     short = (
-        "Two nodes, a core each; in brackets what `dgc` and `lowbw` chose. "
-        f"Seeds: 1{''.join(f' ({title}: {num})' for title, num in more.items())}. "
-        f"A second ddp takes {min(again):.2f} to {max(again):.2f} times as long. "
-        "*: older. [All](benchmarks/results/headline.md). "
+        "Two emulated machines with one CPU core each. Brackets show the method that `dgc` or `lowbw` chose. "
+        f"One seed per row{''.join(f' ({title}: {num})' for title, num in more.items())}. "
+        f'Two runs of ddp itself differ by factors of {min(again):.2f} to {max(again):.2f}. "0 of 1": no seed came to '
+        "ddp's loss. Rows with * were measured with an earlier commit. "
     )
     for task, (title, _, _) in SHOWN_TASKS.items():
         timed = timed_rows(results["rows"], task, CONTROL_LINK, ("ddp", HIDDEN))
@@ -467,8 +466,10 @@ def report(results: Row) -> None:
             reached = reached_s(timed[HIDDEN], target_of(timed), timed[HIDDEN]["seconds"])
             told = "does not reach it" if reached is None else f"{reached:.0f} s"
             short += f"{HIDDEN}: {told} ({title}, {CONTROL_LINK}). "
-    replace_block("README.md", "headline", f"{textwrap.fill(short, 140)}\n\n{to_short(found)}")
     plot_gain(found, RESULTS / "headline.png")
+    drawn = "![steps per second, times those of torch's fp16 hook, against the time of ddp's exchange](headline.png)\n"
+    table = "\n".join([f"{textwrap.fill(short, 140)}\n", to_short(found), drawn, *parts, note, ""])
+    (RESULTS / "headline.md").write_text(table)
     print(table)
 
 

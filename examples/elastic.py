@@ -1,9 +1,9 @@
 """Train in groups that come, go and are slow: each is a Lightning run of its own, and they average now and then.
 
 1. Once, on a machine that stays:
-         lowbw-lighthouse --bind 10.0.0.1:29510
+         lowbw-lighthouse --bind 10.8.0.1:29510
 2. On each machine:
-         export TORCHFT_LIGHTHOUSE=http://10.0.0.1:29510
+         export TORCHFT_LIGHTHOUSE=http://10.8.0.1:29510
 3. On each machine, now or later:
          python -m lightning_lowbw.elastic.run --nproc-per-node 1 --max-restarts 100 examples/elastic.py --group site_a
 Kill a group: the other groups go on; it starts again and takes their state. At the end all have the same weights.

@@ -1,8 +1,7 @@
-"""The report, the summary in the method card, and the plot."""
+"""The report and the plot."""
 
 from __future__ import annotations
 
-import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from benchmarks.beside_ddp.tables import (
     variants_to_markdown,
     wall_clock_to_markdown,
 )
-from benchmarks.beside_ddp.tasks import LATENCY_S, LINKS, MODEL_25M, NUM_RANKS, STEPS, TASKS, Row, is_same
+from benchmarks.beside_ddp.tasks import LATENCY_S, MODEL_25M, NUM_RANKS, STEPS, TASKS, Row, is_same
 from benchmarks.beside_ddp.wall_clock import seconds_of_run, sorted_records
 from benchmarks.harness import colour_of
 
@@ -29,7 +28,7 @@ FILLS = {"ddp": None, "auto": None, "dgc 99.9 %": "white"}
 
 
 def report(results: dict[str, Any], constants: dict[str, float]) -> str:
-    """Return what goes into the card."""
+    """Return the summary of the table."""
     cells = cells_of(results, constants)
     parts = report_accuracy(results, cells) if cells else []
     if control := control_to_markdown(results, cells):
@@ -96,27 +95,6 @@ def report_accuracy(results: dict[str, Any], cells: list[Cell]) -> list[str]:
         "Two methods that are equal differ by more than one standard error over 5 seeds in 37 % of such rows "
         "(Student's t, 4 degrees of freedom).",
     ]
-
-
-def card_of(results: dict[str, Any]) -> str:
-    """Return the summary in the method card."""
-    cells = cells_of(results, {})
-    parts = [
-        f"`benchmarks/auto.py` trains {len(TASKS)} tasks on {NUM_RANKS} ranks with ddp and with auto, each for "
-        f"{', '.join(f'{each:,}' for each in STEPS)} steps; rows are combinations of task, length and link. "
-        f"{summary_of(cells)}",
-    ]
-    ratios: dict[str, list[float]] = {link: [] for link in LINKS}
-    for record in sorted_records(results):
-        for num_steps in STEPS:
-            dense, own = (seconds_of_run(record, method, num_steps) for method in ("ddp", "auto"))
-            if dense and own:
-                ratios[record["link"]].append(dense / own)
-    told = ", ".join(f"{min(of):.2f} to {max(of):.2f} at {link}" for link, of in ratios.items() if of)
-    parts.append(f"Seconds of a run with ddp divided by those with auto, over tasks and lengths: {told}.")
-    return (
-        "\n\n".join(textwrap.fill(part, 125, break_long_words=False, break_on_hyphens=False) for part in parts) + "\n"
-    )
 
 
 def draw(cells: list[Cell], records: list[Row], path: Path) -> None:

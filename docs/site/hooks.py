@@ -10,14 +10,15 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).resolve().parents[2]
-SHOWN = ("*.md", "LICENSE", "docs/**/*.md", "docs/**/*.png", "benchmarks/results/*.md", "benchmarks/results/*.png")
+PICTURES = ("docs/**/*.png", "docs/**/*.svg", "benchmarks/results/*.png")
+SHOWN = ("*.md", "LICENSE", "docs/**/*.md", "benchmarks/results/*.md", *PICTURES)
 LINKED = ("examples/*.py", "benchmarks/*.py", "clients/*.py")
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Replace the files of docs/ by those of the repository, under their paths there; README.md is the home page."""
     paths = sorted({path for pattern in (*SHOWN, *LINKED) for path in ROOT.glob(pattern)})
-    kept = [file for file in files if not file.src_uri.endswith((".md", ".png", ".py"))]
+    kept = [file for file in files if not file.src_uri.endswith((".md", ".png", ".svg", ".py"))]
     return Files(
         [
             *kept,

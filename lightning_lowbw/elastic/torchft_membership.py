@@ -121,7 +121,7 @@ class TorchftMembership:
     """A `Membership` by torchft's lighthouse, over gloo.
 
     Args:
-        lighthouse: its address, as "http://10.0.0.1:29510"; None: the address in TORCHFT_LIGHTHOUSE.
+        lighthouse: its address, as "http://10.8.0.1:29510"; None: the address in TORCHFT_LIGHTHOUSE.
         name: name of this group: no other group has it, and the group keeps it after a restart; None: the host's name.
         min_replicas: smallest number of members of a round. With 1, a group trains on alone if no other group is there.
         gbit_per_s: the slowest uplink of a member.
@@ -148,7 +148,7 @@ class TorchftMembership:
         lighthouse = str(lighthouse or os.environ.get(LIGHTHOUSE, "")).rstrip("/")
         if not re.fullmatch(r"(https?://)?[^/:]+:\d+", lighthouse):
             raise ConfigurationError(
-                f"lighthouse={lighthouse!r}: give its IPv4 address with the port, or set {LIGHTHOUSE}=http://10.0.0.1:29510."
+                f"lighthouse={lighthouse!r}: give its IPv4 address with the port, or set {LIGHTHOUSE}=http://10.8.0.1:29510."
             )
         torchft = _import_torchft()
         self.min_replicas, self.gbit_per_s, self.timeout_s = min_replicas, gbit_per_s, timeout_s

@@ -299,7 +299,7 @@ class ElasticStrategy(_Elastic, Strategy):
         grace_s: seconds for which a group that has ended waits for other groups; longer than the join_timeout_ms of the
             lighthouse.
         group: name of this group. No other group has it, and the group keeps it after a restart.
-        lighthouse: address of torchft's lighthouse, where groups meet, as "http://10.0.0.1:29510"; None: the address
+        lighthouse: address of torchft's lighthouse, where groups meet, as "http://10.8.0.1:29510"; None: the address
             in the environment's TORCHFT_LIGHTHOUSE.
         gbit_per_s: the slowest uplink of a group; it makes `timeout_s` longer if the state is large.
         timeout_s: the shortest timeout of a collective between groups. `timeout` is another limit, see below.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import sys
 import textwrap
 from collections.abc import Mapping
@@ -12,6 +13,8 @@ from typing import Any
 from hydra.core.hydra_config import HydraConfig
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
 
 from lightning_lowbw import cli
 from lightning_lowbw.arguments import check_one_of, is_count, is_number
@@ -190,17 +193,37 @@ def shapes_of(num_parameters: int) -> list[tuple[int, ...]]:
     return [(SIDE, SIDE)] * whole + [(rest,)] * (rest > 0)
 
 
+def measured(path: str) -> dict[str, Any]:
+    """Return the numbers of `CLUSTER` from a file that `lowbw-check --out` has written.
+
+    Raises:
+        ConfigurationError: there is no such file, or it is another one.
+    """
+    try:
+        loaded: Any = OmegaConf.load(path)
+        cluster = loaded["cluster"]
+        return {name: cluster[name] for name in CLUSTER}
+    except (OSError, KeyError, YAMLError, OmegaConfBaseException) as error:
+        raise ConfigurationError(f"link={path}: give a file that `lowbw-check --out FILE` has written.") from error
+
+
 def show(config: DictConfig) -> None:
     """Print the table of the methods, and the method to use.
 
     Args:
         config: as composed from conf/plan.yaml.
+
+    Raises:
+        ConfigurationError: a setting is not allowed.
     """
     numbers = {name: config[name] for name in CLUSTER}
     if config.link is not None:
+        found = measured(config.link)
         given = {each.partition("=")[0] for each in HydraConfig.get().overrides.task}
-        measured = OmegaConf.load(config.link).cluster
-        numbers |= {name: measured[name] for name in CLUSTER if name not in given}
+        numbers |= {name: value for name, value in found.items() if name not in given}
+    for name in ("parameters", "step_s", "steps"):
+        if not is_number(config[name]) or config[name] <= 0:
+            raise ConfigurationError(f"{name}={config[name]!r}: give a number > 0, such as 25.6e6.")
     shapes = shapes_of(int(config.parameters))
     if config.model._target_ is not None:
         shapes = [tuple(each.shape) for each in instantiate(config.model).parameters() if each.requires_grad]
@@ -214,5 +237,17 @@ def main() -> None:
     """Run `lowbw-plan`; its help is its configuration file, with the comments."""
     if {"-h", "--help"} & {*sys.argv[1:]}:
         sys.stdout.write((cli.find_conf_dir() / "plan.yaml").read_text().partition("\ndefaults:")[0] + "\n")
-    else:
-        cli.run(show, "plan")
+        return
+    names = [str(name) for name in OmegaConf.load(cli.find_conf_dir() / "plan.yaml") if name != "defaults"]
+    for word in sys.argv[1:]:
+        if "=" in word and re.split("[.=]", word)[0] not in names and word[0] not in "-+~":
+            sys.exit(f"lowbw-plan: {word}: there is no such setting. Give some of {', '.join(names[:-1])}; see --help.")
+    cli.run(_show_or_refuse, "plan")
+
+
+def _show_or_refuse(config: DictConfig) -> None:
+    # Of an exception Hydra prints the traceback, too.
+    try:
+        show(config)
+    except ConfigurationError as error:
+        sys.exit(f"lowbw-plan: {error}")

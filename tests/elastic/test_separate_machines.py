@@ -76,7 +76,7 @@ def test_the_three_commands_of_the_documentation(tmp_path: Path) -> None:
     with Network([1e9] * 3) as network, Programs(network, tmp_path) as programs:
 
         def start(node: int, command: str) -> subprocess.Popen[str]:
-            for old, new in (("10.0.0.1", network.address(0)), ("=wg0", f"={INTERFACE}")):
+            for old, new in (("10.8.0.1", network.address(0)), ("=wg0", f"={INTERFACE}")):
                 command = command.replace(old, new)
             return programs.start(node, "bash", "-c", command)
 

@@ -6,6 +6,7 @@ import os
 import re
 import shlex
 import socket
+import sys
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -16,11 +17,11 @@ import torch
 import torch.distributed as dist
 from omegaconf import OmegaConf
 
-from lightning_lowbw import DGC, LocalSGD, Method, PowerSGD, QuantizedGradients, Topology, Where
+from lightning_lowbw import DGC, LocalSGD, Method, PowerSGD, QuantizedGradients, Topology, Where, cli
 from lightning_lowbw.comm.link import Link
 from lightning_lowbw.cost_model import Cluster, Run, cost_of
-from lightning_lowbw.tools.check import check_ranks, join_ranks, loopback_warning, slow
-from lightning_lowbw.tools.plan import CLUSTER, Plan, make_cluster, shapes_of, show
+from lightning_lowbw.tools.check import check_ranks, join_ranks, loopback_warning, slow, text
+from lightning_lowbw.tools.plan import CLUSTER, Plan, main, make_cluster, shapes_of, show
 from tests.programs import ROOT, forget_launcher, free_port, run_script
 from tests.ranks import on_ranks, run_ranks
 from tests.sync.problem import same_on_all
@@ -218,6 +219,28 @@ def test_the_commands_of_the_page(tmp_path: Path) -> None:
     assert " 1 nodes x 2 ranks" in of_file
     assert usage.startswith("# lowbw-plan parameters=")
     assert {path.name for path in tmp_path.iterdir()} == {"check.py", "plan.py", "check.yaml"}
+
+
+@pytest.mark.parametrize(
+    ("word", "told"),
+    [
+        ("parameters=25.6M", "parameters='25.6M': give a number > 0, such as 25.6e6."),
+        ("gbits=1", "gbits=1: there is no such setting. Give some of parameters, model, step_s"),
+        ("link=nofile", "link=nofile: give a file that `lowbw-check --out FILE` has written."),
+        ("steps=10", "nodes=None: give an integer >= 1."),
+    ],
+)
+def test_what_cannot_be_planned_is_one_sentence(word: str, told: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["lowbw-plan", word])
+    composed = OmegaConf.merge(OmegaConf.load(ROOT / "conf/plan.yaml"), OmegaConf.from_dotlist([word]))
+    monkeypatch.setattr(cli, "run", lambda task, _: task(composed))
+    with pytest.raises(SystemExit, match=re.escape(f"lowbw-plan: {told}")):
+        main()
+
+
+def test_one_rank_alone_has_no_link() -> None:
+    found = {"cluster": {"nodes": 1, "ranks_per_node": 1}, "pairs": [], "ranks": [{"host": "a"}], "slow": []}
+    assert text(found).splitlines()[0] == "1 nodes x 1 ranks: no link to measure"
 
 
 @pytest.mark.parametrize("name", ["clusters", "wan"])
