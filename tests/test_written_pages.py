@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import product
 
-from benchmarks import bits_to_loss, gpu_lab, headline, reliability, surface
+from benchmarks import bits_to_loss, gpu_lab, headline, plan_clock, reliability, surface
 from clients import run
 
 
@@ -41,3 +41,4 @@ def test_each_method_that_is_measured_can_be_made() -> None:
     for methods in (bits_to_loss.METHODS, headline.METHODS, gpu_lab.METHODS):
         assert all(make() for make in methods.values())
     assert all(control.make(500) for control in headline.CONTROLS.values())
+    assert all(plan_clock.strategy_of(name)() for name in plan_clock.METHODS)
