@@ -197,7 +197,7 @@ def measured(path: str) -> dict[str, Any]:
     """Return the numbers of `CLUSTER` from a file that `lowbw-check --out` has written.
 
     Raises:
-        ConfigurationError: there is no such file, or it is another one.
+        ConfigurationError: the file does not exist, or has no such numbers.
     """
     try:
         loaded: Any = OmegaConf.load(path)
@@ -246,7 +246,7 @@ def main() -> None:
 
 
 def _show_or_refuse(config: DictConfig) -> None:
-    # Of an exception Hydra prints the traceback, too.
+    # Hydra prints the traceback of an exception, too.
     try:
         show(config)
     except ConfigurationError as error:
