@@ -1,8 +1,8 @@
-"""Fine-tune adapters (LoRA) of a frozen language model over a slow link: only they are exchanged and saved.
+"""Fine-tune adapters (LoRA) of a frozen language model between two sites: only they are exchanged and saved.
 
 The model has random weights, so nothing is downloaded. Besides this package: pip install transformers peft
-
-.venv/bin/lowbw-lab --nodes 2 --inter 20mbit -- .venv/bin/python examples/lora.py
+On two sites, started as examples/two_machines.py, with the interface and the address of the VPN. On one machine:
+         lowbw-lab --nodes 2 --inter 20mbit -- python examples/lora.py
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def train(name: str, method: lowbw.Method, options: argparse.Namespace) -> str:
     meter, strategy, num_nodes = Meter(), lowbw.Strategy(method), int(os.environ.get("GROUP_WORLD_SIZE", "1"))
     quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
     trainer = Trainer(
-        strategy=strategy, accelerator="cpu", devices=options.devices, num_nodes=num_nodes, callbacks=[meter],
+        strategy=strategy, devices=options.devices, num_nodes=num_nodes, callbacks=[meter],
         max_steps=options.steps, val_check_interval=options.steps, check_val_every_n_epoch=None,
         num_sanity_val_steps=0, limit_val_batches=16, **quiet,
     )  # fmt: skip

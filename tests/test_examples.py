@@ -19,6 +19,7 @@ SHORT_COMMANDS: dict[str, tuple[int, list[str]]] = {
     "gan_manual.py": (2, ["--devices=2", "--max-epochs=1"]),
     "plain_loop.py": (2, []),
     "text_sparse_loco.py": (2, ["--devices=2", "--max-steps=2", "--k-steps=2"]),
+    "two_machines.py": (2, ["--max-steps=12"]),
     "two_nodes.py": (4, ["--max-epochs=1"]),
     "sharded_text.py": (4, ["--steps=2", "--width=32"]),
     "slow_link.py": (2, ["--steps=12"]),
