@@ -11,7 +11,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -31,7 +31,7 @@ from lightning_lowbw.comm.collectives import (
 from lightning_lowbw.comm.peers import Peers, wide_dtype
 from lightning_lowbw.elastic.membership import GivesUp, Membership, Quorum, Row, Settings
 from lightning_lowbw.errors import ConfigurationError
-from lightning_lowbw.kernels.tensors import CPU, as_real, checksum, order_of
+from lightning_lowbw.kernels.tensors import as_real, checksum, order_of
 from lightning_lowbw.method import Method
 from lightning_lowbw.namespaces import LOGGER
 from lightning_lowbw.payloads.params import Params
@@ -56,10 +56,7 @@ class MemberCollectives(Collectives):
 
     Attributes:
         has_failed: whether a collective of this round has failed.
-        is_hidden: whether a thread waits for the collectives, and no step.
     """
-
-    is_hidden = False
 
     def __init__(self, membership: Membership, ledger: TrafficLedger) -> None:
         super().__init__(None, ledger, "inter")
@@ -88,8 +85,7 @@ class MemberCollectives(Collectives):
         if self.num_ranks == 1 or self.has_failed:
             return
         try:
-            with nullcontext() if self.is_hidden else self.ledger.waiting(CPU):
-                self._membership.collective(begin)
+            self._membership.collective(begin)
         except RuntimeError as error:
             _logger.warning("The round has failed and is repeated, because a member was lost: %s", error)
             self.has_failed = True

@@ -37,6 +37,8 @@ import uuid
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, wait
+from contextlib import nullcontext
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import compress
 from typing import Any, cast
@@ -46,19 +48,17 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from lightning_lowbw.comm.peers import part_of
-from lightning_lowbw.elastic.group import Group, Orders, Places
-from lightning_lowbw.elastic.membership import GivesUp, Quorum, Row, digest_of, judge_of
+from lightning_lowbw.elastic.group import Group, Orders
+from lightning_lowbw.elastic.membership import Quorum, Row, digest_of, judge_of
+from lightning_lowbw.elastic.process_tensors import ProcessTensors
 from lightning_lowbw.elastic.site import Site
 from lightning_lowbw.elastic.transfer import POLL_S
 from lightning_lowbw.errors import ConfigurationError
-from lightning_lowbw.kernels.reference import are_not_finite
-from lightning_lowbw.kernels.tensors import CPU, as_real, device_of
+from lightning_lowbw.kernels.tensors import CPU, device_of
 from lightning_lowbw.method import Method
 from lightning_lowbw.namespaces import LOGGER
 from lightning_lowbw.payloads.whole import Whole
-from lightning_lowbw.sync.buffers import BUFFER, VARIANCE, wide_copies
-from lightning_lowbw.sync.fragments import apply_means_
+from lightning_lowbw.sync.buffers import wide_copies
 from lightning_lowbw.sync.local import LocalSync
 from lightning_lowbw.sync.replica import COPY
 from lightning_lowbw.sync.state import on_cpu
@@ -72,6 +72,28 @@ SETTLE_S = 10.0  # limit for a hidden round before a save or a validation
 EQUAL = ("run", "num_averages", "tokens_seen", "contributed")  # attributes that are the same on all members
 # Attributes that the leader decides on, and all processes of its group have after a round.
 TOLD = (*EQUAL, "step", "num_skipped", "has_communicated", "healed", "is_hiding", "_steps", "_agreed", "_ends_s")
+
+
+@dataclass
+class _Round:
+    """A round of the leader: what it has told, and what it has found.
+
+    Attributes:
+        row, settings: as told to the other members; without the anchor.
+        names: the tensors that are averaged.
+        steps: local steps, until the round is concluded.
+        quorum: the members; None: not found.
+        has_work: whether any member has told work, which is exchanged.
+        counts: whether the round counts.
+    """
+
+    row: Row = field(default_factory=Row)
+    settings: Mapping[str, str] = field(default_factory=dict)
+    names: Sequence[str] = ()
+    steps: int = 0
+    quorum: Quorum | None = None
+    has_work: bool = False
+    counts: bool = False
 
 
 class ElasticSync(LocalSync):
@@ -132,11 +154,9 @@ class ElasticSync(LocalSync):
             of_leader = self.params.by_name(), self._shapes, group.membership, group.ledger
             self.site = Site(method, *of_leader)
         (self._all,) = self.fragments
-        self._names: list[str] = []  # the tensors of the present round
-        self._asks: Any = None  # the row and the settings of the hidden round
-        self._now: dict[str, Tensor] = {}  # on the host: the weights of this process when the round began, by name
+        self.tensors = ProcessTensors(self.replica, self._shapes, group.num_ranks, self.site)
+        self._round = _Round()  # the present one, or the last one
         self._known: set[str] = set()  # tensors whose anchor the leader has
-        self._began: tuple[int, int, float] = 0, 0, 0.0  # the step at which it began, its steps and tokens
         self.tokens = self.tokens_seen = 0.0
         self.contributed: dict[str, int] = {}
         self.last_step = math.inf
@@ -165,9 +185,8 @@ class ElasticSync(LocalSync):
         self._batch_s = math.inf  # when the last batch began
         self._step_s = 0.0  # time of the last step
         self.is_hiding = False
-        self._hidden = Future[Any]()  # of the thread
-        self._hidden.set_result(None)
-        self._found: Any = None  # of the thread: the quorum, whether it has exchanged, whether the round counts
+        self._has_ended = Future[None]()  # the exchange of a round, on this process
+        self._has_ended.set_result(None)
 
     # Steps ------------------------------------------------------------------------------------------------------------
 
@@ -186,7 +205,7 @@ class ElasticSync(LocalSync):
         super().begin()
         if len(self.replica.start) + len(self.buffers.start) > len(self._known):
             device_of(self.params.device).join(COPY, on_host=True)
-            self._known = {*self._starts()}
+            self._known = {*self.tensors.starts()}
             self._lead(self._keep_anchor)
 
     @torch.no_grad()
@@ -202,12 +221,12 @@ class ElasticSync(LocalSync):
 
     def _keep_anchor(self) -> None:
         """Keep the anchor of tensors that have none: as they are, or from a state that was loaded."""
-        now, starts = self.buffers.now(), self._starts()
+        now, starts = self.buffers.now(), self.tensors.starts()
         known = {self.params.name_of(p): p for p in self.replica.start}
         new = self.site.look(known, {name: now[name] for name in self.buffers.start})
         anchors = self.site.anchors()
         for name in new:
-            self._part_of(name, anchors[name]).copy_(starts[name])
+            self.tensors.part_of(name, anchors[name]).copy_(starts[name])
         self._order("bring", new, True)
         self._order("hand_out", [*anchors])
         self.site.check_memory()
@@ -257,7 +276,7 @@ class ElasticSync(LocalSync):
         if not self.is_complete and self._is_over():
             self.tokens = self.tokens or float(self._steps * self.group.num_ranks)  # if the caller counts none
             if self._when.delay_steps and self.step < self.last_step:
-                self._hide()
+                self._begin_round(is_hidden=True)
             else:
                 self._take_round()
 
@@ -273,8 +292,10 @@ class ElasticSync(LocalSync):
     def _end(self, grace_s: float) -> None:
         ends_s = time.monotonic() + grace_s
         while self.is_complete and time.monotonic() < ends_s:
-            quorum = self._ask(lambda: bool(self._order("poll")) and time.monotonic() >= ends_s)
-            if quorum is None or (self._try_round(quorum) and self.contributed.keys() <= {*quorum.members}):
+            self._late_s = ends_s
+            self._begin_round()
+            counts, quorum = self._end_exchange(), self._round.quorum
+            if quorum is None or (counts and self.contributed.keys() <= {*quorum.members}):
                 return
             time.sleep(END_S)
 
@@ -321,7 +342,11 @@ class ElasticSync(LocalSync):
 
     def _carry_out(self, orders: Orders, name: str, *values: Any) -> Any:
         with torch.no_grad():
-            return getattr(self, f"_each_{name}")(orders, *values)
+            if name in ("bring", "hand_out"):
+                return getattr(self.tensors, name)(orders, *values)
+            if name in ("measure", "begin", "apply"):
+                return getattr(self.tensors, name)(*values)
+            return getattr(self, f"_each_{name}")(*values)
 
     def _order(self, name: str, *values: Any) -> list[Any]:
         return self.group.orders.order(name, *values)
@@ -330,23 +355,13 @@ class ElasticSync(LocalSync):
         asked = (orders or self.group.orders).order("poll")
         return any(map(any, asked)) or time.monotonic() >= self._late_s
 
-    def _each_poll(self, orders: Orders) -> tuple[int, bool]:
+    def _each_poll(self) -> tuple[int, bool]:
         return self.requests.asked, self.should_stop()
 
-    def _each_measure(self, orders: Orders) -> float:
-        """Return the squared norm of the change of the weights, of each tensor once; NaN if there is an inf or NaN."""
-        live, starts, is_leader = self._live(), self._starts(), self.site is not None
-        # A buffer may be infinite from the start, as a mask.
-        checked = [t for n, t in live.items() if not n.startswith(BUFFER) or bool(starts[n].isfinite().all())]
-        if (is_leader and self.site.has_late_faults()) or bool(are_not_finite(checked).any()):
-            return math.nan
-        names = [name for name in live if not name.startswith(BUFFER) and (is_leader or name in self._shapes)]
-        return sum(float((live[name] - starts[name].to(live[name].device)).norm()) ** 2 for name in names)
-
-    def _each_forget(self, orders: Orders) -> None:
+    def _each_forget(self) -> None:
         self.forget()
 
-    def _each_give_tokens(self, orders: Orders) -> float:
+    def _each_give_tokens(self) -> float:
         tokens, self.tokens = self.tokens, 0.0
         return tokens
 
@@ -362,97 +377,30 @@ class ElasticSync(LocalSync):
     def _agreed(self, requests: int) -> None:
         self.requests.agree_on(requests)
 
-    def _each_bring(self, orders: Orders, names: Sequence[str], is_anchor: bool) -> None:
-        """Bring the anchor, or the weights with which the round began, to the leader."""
-        if self.site is not None:
-            tensors = self.site.anchors() if is_anchor else self.site.weights()
-        else:
-            tensors = self._starts() if is_anchor else self._now
-        for name in names:
-            if name in self._shapes:
-                orders.bring(tensors[name], self._places(name))
-
-    def _each_hand_out(self, orders: Orders, names: Sequence[str]) -> None:
-        """Take the anchor of the leader."""
-        anchors = self._starts() if self.site is None else self.site.anchors()
-        for name in names:
-            orders.hand_out(anchors[name], self._places(name))
-        if self.site is not None:
-            by_name = self.params.by_name()
-            self.replica.start = {by_name[n]: self._part_of(n, t) for n, t in anchors.items() if n in by_name}
-            self.buffers.start = dict(self.site.replica.buffers.start)
-
-    def _each_begin(self, orders: Orders, names: Sequence[str], from_anchor: bool) -> None:
-        """Copy the weights of this process, or its anchor, to the host: steps from there on are kept by `apply`."""
-        live, device = self._live(), device_of(self.params.device)
-        for name in (name for name in names if name not in self._now):
-            is_part = self.site is not None and not name.startswith(BUFFER)
-            room = None if is_part else torch.empty_like(live[name], device="cpu", pin_memory=live[name].is_cuda)
-            self._now[name] = self._part_of(name, self.site.weights()[name]) if room is None else room
-        given = self._starts() if from_anchor else live
-        values = [given[name] for name in names]
-        with device.fork(COPY)(() if from_anchor else tuple(values), False):
-            torch._foreach_copy_([self._now[name] for name in names], values, non_blocking=True)
-        device.join(COPY, on_host=True)
-
-    def _each_apply(self, orders: Orders, names: Sequence[str], keeps: bool) -> None:
-        """Set the weights to the anchor; `keeps`: plus their changes since `begin`."""
-        live, starts, device, by_name = self._live(), self._starts(), self.params.device, self.params.by_name()
-        for name in names:
-            x = starts[name].to(device, copy=True)
-            before = self._now[name].to(device, x.dtype, copy=True) if keeps else x
-            apply_means_([live[name]], [before], [x], [keeps], None)
-            if name.startswith(BUFFER) and name.endswith(VARIANCE):
-                live[name].clamp_min_(0.0)
-        self._all.moved = dict.fromkeys(by_name[name] for name in names if name in by_name) if keeps else {}
-
-    def _each_hide(self, orders: Orders) -> None:
-        """Begin to run a round in a thread, with the weights of `_each_begin`."""
-        wait([self._hidden])  # this process may still be in the last one
-        result = self._hidden = Future()
+    def _each_exchange(self, is_hidden: bool) -> None:
+        """Exchange the weights that `begin` has copied; `is_hidden`: begin to do so in a thread."""
+        wait([self._has_ended])  # this process may still be in the last round
+        ended = self._has_ended = Future()
         self.is_hiding, hidden = True, self.group.hidden
         num_threads, has_begun = torch.get_num_threads(), threading.Event()
 
         def run() -> None:
-            torch.set_num_threads(max(1, num_threads // THREADS_OF_STEPS))
+            if is_hidden:
+                torch.set_num_threads(max(1, num_threads // THREADS_OF_STEPS))
             has_begun.set()
             try:
                 with torch.no_grad():
-                    hidden.lead(partial(self._carry_out, hidden), self._run_hidden)
-                result.set_result(self._found)
+                    hidden.lead(partial(self._carry_out, hidden), self._exchange_round)
+                ended.set_result(None)
             except BaseException as error:  # noqa: BLE001 - raised by the wait for the round
-                result.set_exception(error)
+                ended.set_exception(error)
 
+        if not is_hidden:
+            run()
+            return
         threading.Thread(target=run, name="lowbw-round", daemon=True).start()
         has_begun.wait()
         torch.set_num_threads(num_threads)  # of this thread as before, and of threads to come
-
-    # The tensors of this process, by name -----------------------------------------------------------------------------
-
-    def _starts(self) -> dict[str, Tensor]:
-        """Return the anchor of each tensor that is averaged; on the host."""
-        buffers = {f"{BUFFER}{name}": start for name, start in self.buffers.start.items()}
-        return {self.params.name_of(p): start for p, start in self.replica.start.items()} | buffers
-
-    def _live(self) -> dict[str, Tensor]:
-        """Return the tensors that are averaged, as the training has them."""
-        now = self.buffers.now()
-        buffers = {f"{BUFFER}{name}": as_real(now[name]) for name in self.buffers.start}
-        return {self.params.name_of(p): as_real(p.detach()) for p in self.replica.start} | buffers
-
-    def _places(self, name: str) -> Places:
-        """Return the part of a tensor that each process of the group has, in the flat tensor."""
-        if name not in self._shapes:
-            return None
-        rows, *others = self._shapes[name]
-        size, num = math.prod(others), self.group.num_ranks
-        parts = [part_of(rows, rank, num) for rank in range(num)]
-        return [slice(part.start * size, part.stop * size) for part in parts]
-
-    def _part_of(self, name: str, whole: Tensor) -> Tensor:
-        """Return the leader's part of a whole tensor."""
-        places = self._places(name)
-        return whole if places is None else whole.view(-1)[places[0]].view(-1, *whole.shape[1:])
 
     # Rounds -----------------------------------------------------------------------------------------------------------
 
@@ -462,15 +410,13 @@ class ElasticSync(LocalSync):
         Raises:
             TimeoutError: the other members have not come in `max_wait_s`.
         """
-        self.has_communicated = True
-        is_over, quorum = self._end_hidden() if self.is_hiding else (False, None)
+        self.has_communicated, is_over = True, False
         while not is_over:
-            if quorum is None or quorum.healed is None:
-                self._restart_if_not_finite()
-                quorum = self._ask(self._gives_up)
-            if quorum is None:
+            if not self.is_hiding:
+                self._begin_round()
+            is_over = self._end_exchange()
+            if self._round.quorum is None:
                 break
-            is_over, quorum = self._try_round(quorum), None
         requests, stops = zip(*self._order("poll"), strict=True)
         asked = 0
         for each in requests:
@@ -486,52 +432,61 @@ class ElasticSync(LocalSync):
             self._repeat_last_step()
         return is_over
 
-    def _ask(self, gives_up: GivesUp) -> Quorum | None:
-        with self.group.ledger.waiting(CPU):
-            quorum: Quorum | None = self.site.ask(*self._row_and_settings(), gives_up)
-            return quorum
-
-    def _try_round(self, quorum: Quorum) -> bool:
-        """Try a round; return whether local steps follow: else it is repeated, maybe with the state of another member.
-
-        Local steps follow a round that counts, and a state that was taken in the middle of the other members' round.
-        """
-        if quorum.healed is not None:
-            self._heal(quorum.healed)
-            is_awaited = len(quorum.members) > 1
-            return self.is_complete or not (is_awaited or self._is_over())
-        self._begin()
-        counts = self._conclude(quorum, *self._exchange_round(self.group.orders, quorum))
-        self._begin_clock()
-        return counts
-
-    def _hide(self) -> None:
-        """Begin a round in a thread; the steps that follow belong to the next round."""
-        self._restart_if_not_finite()
-        self._asks = self._row_and_settings()
-        self._begin()
-        self.site.members.between.is_hidden = True
-        self._order("hide")
+    def _begin_round(self, *, is_hidden: bool = False) -> None:
+        """Begin a round with the present work; in a thread, the steps that follow belong to the next round."""
+        if resized := self.buffers.changed():
+            raise ConfigurationError(
+                f"Step {self.step}: the module has registered, removed or resized buffers since the fit began: "
+                f"{', '.join(resized)}. Give them their size before the fit, or name them in the module's "
+                "_ddp_params_and_buffers_to_ignore."
+            )
+        names = list[str]()
+        if not self.is_complete:
+            self._restart_if_not_finite()
+            now = self.buffers.now()
+            self.site.look(self.params.by_name(), {name: now[name] for name in self.buffers.start})
+            names = self.site.trained()
+            self._order("begin", names, False)
+        self._round = _Round(*self._row_and_settings(), names, self._steps)
+        self.tokens, self._steps = 0.0, 0
         self._begin_clock()
         self.has_communicated = True
+        with nullcontext() if is_hidden else self.group.ledger.waiting(CPU):
+            self._order("exchange", is_hidden)
 
-    def _run_hidden(self) -> None:
-        hidden = self.group.hidden
-        quorum = self.site.ask(*self._asks, partial(self._gives_up, hidden))
-        found = False, False
-        if quorum is not None and quorum.healed is None:
-            found = self._exchange_round(hidden, quorum)
-        self._found = quorum, *found
+    def _exchange_round(self) -> None:
+        """Ask for the members of a round, and exchange.
 
-    def _end_hidden(self) -> tuple[bool, Quorum | None]:
-        """Wait for the hidden round; return whether it counts, and its quorum."""
-        with self.group.ledger.waiting(CPU):
-            while not wait([self._hidden], POLL_S).done:
-                self.membership.note()
-                self._order("poll")  # which the other processes wait for
-        self.is_hiding = self.site.members.between.is_hidden = False
-        quorum, has_exchanged, counts = self._hidden.result()
-        return self._conclude(quorum, has_exchanged, counts), quorum
+        If the round counts the processes of the group have the new anchor, and the weights are as before.
+        """
+        orders, this = self.group.hidden, self._round
+        this.quorum = quorum = self.site.ask(this.row, this.settings, partial(self._gives_up, orders))
+        if quorum is None or quorum.healed is not None:
+            return
+        if quorum.weights:
+            orders.order("bring", this.names, False)
+        average = self.site.exchange(quorum, this.names, this.row.step, self._lr)
+        this.has_work, this.counts = average is not None, self.membership.commit()
+        if not this.counts:
+            self.site.restore_residuals_()
+        elif average is not None:
+            self.membership.serve(None)
+            self.site.move_(quorum, average)
+            orders.order("hand_out", this.names)
+
+    def _end_exchange(self) -> bool:
+        """Wait for the end of a round, and apply it if it counts, or take the state of another member.
+
+        Return whether local steps follow: else the round is repeated. They follow a round that counts, and a state that
+        was taken in the middle of the other members' round.
+        """
+        self._conclude()
+        quorum = self._round.quorum
+        if quorum is None or quorum.healed is None:
+            return self._round.counts
+        self._heal(quorum.healed)
+        is_awaited = len(quorum.members) > 1
+        return self.is_complete or not (is_awaited or self._is_over())
 
     def settle(self) -> bool:
         """Apply the hidden round, or restore its work if the other groups do not come; return whether there was one."""
@@ -540,7 +495,7 @@ class ElasticSync(LocalSync):
         self.healed, self.num_skipped, self._late_s = None, 0, time.monotonic() + SETTLE_S
 
         def section() -> None:
-            self._end_hidden()
+            self._conclude()
             self._repeat_last_step()
 
         with torch.inference_mode(False), torch.no_grad():  # tensors made here outlive an evaluation
@@ -572,65 +527,39 @@ class ElasticSync(LocalSync):
             wait_s=self._wait_s,
         ), told
 
-    def _begin(self) -> None:
-        """Begin a round with the present work."""
-        if resized := self.buffers.changed():
-            raise ConfigurationError(
-                f"Step {self.step}: the module has registered, removed or resized buffers since the fit began: "
-                f"{', '.join(resized)}. Give them their size before the fit, or name them in the module's "
-                "_ddp_params_and_buffers_to_ignore."
-            )
-        now = self.buffers.now()
-        self.site.look(self.params.by_name(), {name: now[name] for name in self.buffers.start})
-        self._names = self.site.trained()
-        self._order("begin", self._names, False)
-        self._began = self.step, self._steps, self.tokens
-        self.tokens, self._steps = 0.0, 0
-        if self.step >= self.last_step:  # a state without steps would say that the training has ended
-            self.membership.serve(None)
-
-    def _exchange_round(self, orders: Orders, quorum: Quorum) -> tuple[bool, bool]:
-        """Exchange the work of a round; return whether there was work, and whether the round counts.
-
-        If it counts the processes of the group have the new anchor, and the weights are as before.
-        """
-        names = self._names
-        if quorum.weights:
-            orders.order("bring", names, False)
-        average = self.site.exchange(quorum, names, self._began[0], self._lr)
-        counts = self.membership.commit()
-        if not counts:
-            self.site.restore_residuals_()
-        elif average is not None:
-            self.membership.serve(None)
-            self.site.move_(quorum, average)
-            orders.order("hand_out", names)
-        return average is not None, counts
-
-    def _conclude(self, quorum: Quorum | None, has_work: bool, counts: bool) -> bool:
-        """Apply a round if it counts; else restore the work. Return whether it counts."""
-        if counts and quorum is not None:
+    def _conclude(self) -> None:
+        """Wait for the end of an exchange; apply the round if it counts, else restore the work."""
+        with self.group.ledger.waiting(CPU):
+            while not wait([self._has_ended], POLL_S).done:
+                self.membership.note()
+                self._order("poll")  # which the other processes wait for
+        self.is_hiding, this = False, self._round
+        self._has_ended.result()
+        if this.counts:
             self._is_unsure = False
-            self._apply(quorum, has_work)
-            return True
-        self._is_unsure = self._is_unsure or has_work
-        _, steps, tokens = self._began
-        self.tokens, self._steps = self.tokens + tokens, self._steps + steps
-        self.membership.serve(self.shared_state)
-        return False
+            self._apply()
+            if not self._steps:
+                self._begin_clock()
+        else:
+            self._is_unsure = self._is_unsure or this.has_work
+            self.tokens, self._steps = self.tokens + this.row.tokens, self._steps + this.steps
+            self.membership.serve(self.shared_state)
+        this.steps = 0
 
-    def _apply(self, quorum: Quorum, has_work: bool) -> None:
+    def _apply(self) -> None:
         """Apply a round that counts; the anchor has been moved."""
+        this, quorum = self._round, self._round.quorum
+        assert quorum is not None
         rows, weights = dict(zip(quorum.members, quorum.rows, strict=True)), quorum.weights
         self._is_new = False
         if not self.num_averages:
             self.run = rows[judge_of(rows)].run
         self.membership.serve(None)
         latest = max(row.step for row in rows.values())
-        before, self.step = self.step, int(min(self.step + latest - self._began[0], self.last_step))
+        before, self.step = self.step, int(min(self.step + latest - this.row.step, self.last_step))
         self.num_skipped += self.step - before
-        if has_work:
-            self._order("apply", self._names, self._steps > 0)
+        if this.has_work:
+            self._order("apply", this.names, self._steps > 0)
             if latest >= self.last_step:  # steps since the begin of the round come after the end
                 self._steps = 0
             self.num_averages += 1
@@ -695,7 +624,7 @@ class ElasticSync(LocalSync):
             "velocity": list(map(self.site.replica.params.name_of, self.site.replica.velocity)),
             **{name: getattr(self, name) for name in EQUAL},
             "step": self.step,
-            "steps": self._steps,
+            "steps": self._steps or self._round.steps,
             "left_s": self._left_s,
             "others": self._others,
         }
