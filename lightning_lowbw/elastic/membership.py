@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
+import base64
+import json
 import statistics
+import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
@@ -15,7 +17,6 @@ from lightning_lowbw.errors import DisagreementError
 
 Share = Callable[[], Mapping[str, Any]]  # returns the state for a member that is behind; see `Membership.serve`
 GivesUp = Callable[[], bool]  # see `Membership.quorum`
-Settings = Mapping[str, str]  # what has to be the same on all members, by name
 
 
 class Row(NamedTuple):
@@ -27,7 +28,7 @@ class Row(NamedTuple):
         tokens: tokens of its work, of all its processes.
         anchor: checksum of its anchor.
         state_bytes: size of the state that a member that is behind takes.
-        settings: digest of its `Settings`.
+        settings: what has to be the same on all members, as `packed` returns it.
         run: the training to which its rounds belong; before the first round, the training that it would begin.
         is_new: whether it has not been in a round since it was started.
         has_ended: whether it has ended its training and only waits for members that take its state.
@@ -95,14 +96,13 @@ class Membership(Protocol):
     A round is `quorum`, any number of calls of `collective`, and `commit`; called by the leader of a group.
     """
 
-    def state_of_others(self, row: Row, settings: Settings, gives_up: GivesUp) -> Mapping[str, Any] | None:
+    def state_of_others(self, row: Row, gives_up: GivesUp) -> Mapping[str, Any] | None:
         """Return the current state of a member that trains, which does not wait; None if there is no such member.
 
         While such a member lives, this is repeated after every failure, so that no second training begins.
 
         Args:
             row: as for `quorum`.
-            settings: as for `quorum`.
             gives_up: as for `quorum`; then None is returned.
 
         Raises:
@@ -119,14 +119,13 @@ class Membership(Protocol):
         """
         ...
 
-    def quorum(self, row: Row, settings: Settings, gives_up: GivesUp) -> Quorum | None:
+    def quorum(self, row: Row, gives_up: GivesUp) -> Quorum | None:
         """Wait for the members of the next round, at least `min_replicas`; None if this group has given up.
 
         The members have the same state. A group that is behind takes the state of a member, see `latest_of`.
 
         Args:
             row: row of this group.
-            settings: settings of this group, whose digest is in the row.
             gives_up: returns whether to stop waiting. It is asked about once a second, also while this group waits in
                 `collective`.
 
@@ -167,9 +166,10 @@ class Membership(Protocol):
 # What members compare -------------------------------------------------------------------------------------------------
 
 
-def digest_of(settings: Settings) -> str:
-    """Return a digest of settings, in any order."""
-    return hashlib.sha256(repr(sorted(settings.items())).encode()).hexdigest()[:16]
+def packed(settings: Mapping[str, object]) -> str:
+    """Return settings as text, in any order: a row has them, and a model has thousands of parameters."""
+    told = {name: f"{value}" for name, value in sorted(settings.items())}
+    return base64.b64encode(zlib.compress(json.dumps(told).encode())).decode()
 
 
 def judge_of(rows: Mapping[str, Row]) -> str:
@@ -204,23 +204,22 @@ def refusals(rows: Mapping[str, Row]) -> dict[str, str]:
     return {name: judge_of(rows) for name, row in rows.items() if differs(row)}
 
 
-def raise_refused(own: Row, own_settings: Settings, row: Row, settings: Settings | None, name: str) -> None:
-    """Raise DisagreementError with the differences from another member, whose row, settings and name are given last."""
-    if own.settings == row.settings and not own.rounds:
+def raise_refused(own: Row, other: Row, name: str) -> None:
+    """Raise DisagreementError with the differences from another member, whose row and name are given."""
+    if own.settings == other.settings and not own.rounds:
         raise DisagreementError(
-            f"The groups begin with different weights: their checksum is {own.anchor:.0f} here and {row.anchor:.0f} in "
-            f"group {name!r}. Begin with the same weights: seed_everything with one number, or load one file."
+            f"The groups begin with different weights: their checksum is {own.anchor:.0f} here and {other.anchor:.0f} "
+            f"in group {name!r}. Begin with the same weights: seed_everything with one number, or load one file."
         )
-    if own.settings == row.settings:
+    if own.settings == other.settings:
         raise DisagreementError(
-            f"This group is in run {own.run!r}, of {own.rounds} rounds; group {name!r} trains in run {row.run!r}. To "
-            f"take part in run {row.run!r}, start without a checkpoint of run {own.run!r}. To go on with run "
+            f"This group is in run {own.run!r}, of {own.rounds} rounds; group {name!r} trains in run {other.run!r}. To "
+            f"take part in run {other.run!r}, start without a checkpoint of run {own.run!r}. To go on with run "
             f"{own.run!r}, end all groups, and start them again, each with a checkpoint of that run, or with none."
         )
-    if settings is None:
-        raise DisagreementError(f"This group has other settings than group {name!r}, which could not be read there.")
-    names = [key for key in {**own_settings, **settings} if own_settings.get(key) != settings.get(key)]
-    lines = [f"  {key}: {own_settings.get(key, 'nothing')} here, {settings.get(key, 'nothing')} there" for key in names]
+    here, there = (json.loads(zlib.decompress(base64.b64decode(row.settings))) for row in (own, other))
+    names = [key for key in here | there if here.get(key) != there.get(key)]
+    lines = [f"  {key}: {here.get(key, 'nothing')} here, {there.get(key, 'nothing')} there" for key in names]
     raise DisagreementError(
         f"This group has other settings than group {name!r}, and cannot take part. Make them the same:\n"
         + "\n".join(lines[:MAX_DIFFERENCES])

@@ -29,7 +29,7 @@ from lightning_lowbw.comm.collectives import (
     all_reduce_bytes,
 )
 from lightning_lowbw.comm.peers import Peers, wide_dtype
-from lightning_lowbw.elastic.membership import GivesUp, Membership, Quorum, Row, Settings
+from lightning_lowbw.elastic.membership import GivesUp, Membership, Quorum, Row
 from lightning_lowbw.errors import ConfigurationError
 from lightning_lowbw.kernels.tensors import as_real, checksum, order_of
 from lightning_lowbw.method import Method
@@ -228,11 +228,11 @@ class Site:
 
     # A round --------------------------------------------------------------------------------------------------------
 
-    def ask(self, row: Row, settings: Settings, gives_up: GivesUp) -> Quorum | None:
+    def ask(self, row: Row, gives_up: GivesUp) -> Quorum | None:
         """Wait for a quorum, with a row that lacks the checksum of the anchor, which takes a pass over memory."""
         anchor = int(checksum(self.replica.start.values(), at_a_time=CHUNK)) % ANCHORS
         began_s = time.monotonic()
-        quorum = self._membership.quorum(row._replace(anchor=float(anchor)), settings, gives_up)
+        quorum = self._membership.quorum(row._replace(anchor=float(anchor)), gives_up)
         self.wait_s = time.monotonic() - began_s
         return quorum
 

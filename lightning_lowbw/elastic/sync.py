@@ -39,8 +39,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from functools import partial
+from functools import partial, reduce
 from itertools import compress
+from operator import or_
 from typing import Any, cast
 
 import torch
@@ -49,7 +50,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from lightning_lowbw.elastic.group import Group, Orders
-from lightning_lowbw.elastic.membership import Quorum, Row, digest_of, judge_of
+from lightning_lowbw.elastic.membership import Quorum, Row, judge_of, packed
 from lightning_lowbw.elastic.process_tensors import ProcessTensors
 from lightning_lowbw.elastic.site import Site
 from lightning_lowbw.elastic.transfer import POLL_S
@@ -62,6 +63,7 @@ from lightning_lowbw.sync.buffers import wide_copies
 from lightning_lowbw.sync.local import LocalSync
 from lightning_lowbw.sync.replica import COPY
 from lightning_lowbw.sync.state import on_cpu
+from lightning_lowbw.sync.status import STOP
 
 _logger = logging.getLogger(LOGGER)
 EARLY_S = 0.5  # a member that has joined asks for its first quorum so long before the other members
@@ -71,7 +73,7 @@ THREADS_OF_STEPS = 4  # threads of the steps for each thread of a hidden round
 SETTLE_S = 10.0  # limit for a hidden round before a save or a validation
 EQUAL = ("run", "num_averages", "tokens_seen", "contributed")  # attributes that are the same on all members
 # Attributes that the leader decides on, and all processes of its group have after a round.
-TOLD = (*EQUAL, "step", "num_skipped", "has_communicated", "healed", "is_hiding", "_steps", "_agreed", "_ends_s")
+TOLD = (*EQUAL, "step", "num_skipped", "has_communicated", "healed", "is_hiding", "_steps", "_ends_s")
 
 
 @dataclass
@@ -79,7 +81,7 @@ class _Round:
     """A round of the leader: what it has told, and what it has found.
 
     Attributes:
-        row, settings: as told to the other members; without the anchor.
+        row: as told to the other members; without the anchor.
         names: the tensors that are averaged.
         steps: local steps, until the round is concluded.
         quorum: the members; None: not found.
@@ -88,7 +90,6 @@ class _Round:
     """
 
     row: Row = field(default_factory=Row)
-    settings: Mapping[str, str] = field(default_factory=dict)
     names: Sequence[str] = ()
     steps: int = 0
     quorum: Quorum | None = None
@@ -235,7 +236,7 @@ class ElasticSync(LocalSync):
         self._take_tokens()
         self._offer()
         self._wait_from_now()
-        shared = self.membership.state_of_others(*self._row_and_settings(), self._gives_up)
+        shared = self.membership.state_of_others(self._row(), self._gives_up)
         if shared is not None:
             self._heal(shared)
         if not self.is_complete and (shared is None or self._is_over()):
@@ -351,12 +352,15 @@ class ElasticSync(LocalSync):
     def _order(self, name: str, *values: Any) -> list[Any]:
         return self.group.orders.order(name, *values)
 
-    def _gives_up(self, orders: Orders | None = None) -> bool:
-        asked = (orders or self.group.orders).order("poll")
-        return any(map(any, asked)) or time.monotonic() >= self._late_s
+    def _poll(self, orders: Orders | None = None) -> int:
+        """Return the requests of all processes."""
+        return reduce(or_, (orders or self.group.orders).order("poll"))
 
-    def _each_poll(self) -> tuple[int, bool]:
-        return self.requests.asked, self.should_stop()
+    def _gives_up(self, orders: Orders | None = None) -> bool:
+        return bool(self._poll(orders)) or time.monotonic() >= self._late_s
+
+    def _each_poll(self) -> int:
+        return self.requests.asked | STOP * self.should_stop()
 
     def _each_forget(self) -> None:
         self.forget()
@@ -369,12 +373,7 @@ class ElasticSync(LocalSync):
         """Count the tokens of all processes on the leader."""
         self.tokens = sum(self._order("give_tokens"))
 
-    @property
-    def _agreed(self) -> int:
-        return self.requests.agreed
-
-    @_agreed.setter
-    def _agreed(self, requests: int) -> None:
+    def _each_agree(self, requests: int) -> None:
         self.requests.agree_on(requests)
 
     def _each_exchange(self, is_hidden: bool) -> None:
@@ -417,12 +416,8 @@ class ElasticSync(LocalSync):
             is_over = self._end_exchange()
             if self._round.quorum is None:
                 break
-        requests, stops = zip(*self._order("poll"), strict=True)
-        asked = 0
-        for each in requests:
-            asked |= each
-        self.requests.agree_on(asked)
-        if not (is_over or asked or any(stops)):
+        self._order("agree", asked := self._poll())
+        if not (is_over or asked):
             raise TimeoutError(
                 f"Too few groups have come to the end of round {self.num_averages + 1} in {self.max_wait_s:g} s: the "
                 "other groups have ended the training, or are lost. If they come back later, start this group again "
@@ -447,7 +442,7 @@ class ElasticSync(LocalSync):
             self.site.look(self.params.by_name(), {name: now[name] for name in self.buffers.start})
             names = self.site.trained()
             self._order("begin", names, False)
-        self._round = _Round(*self._row_and_settings(), names, self._steps)
+        self._round = _Round(self._row(), names, self._steps)
         self.tokens, self._steps = 0.0, 0
         self._begin_clock()
         self.has_communicated = True
@@ -460,7 +455,7 @@ class ElasticSync(LocalSync):
         If the round counts the processes of the group have the new anchor, and the weights are as before.
         """
         orders, this = self.group.hidden, self._round
-        this.quorum = quorum = self.site.ask(this.row, this.settings, partial(self._gives_up, orders))
+        this.quorum = quorum = self.site.ask(this.row, partial(self._gives_up, orders))
         if quorum is None or quorum.healed is not None:
             return
         if quorum.weights:
@@ -507,17 +502,15 @@ class ElasticSync(LocalSync):
         if self.step >= self.last_step and not self.is_complete:
             self.step, self.num_skipped = self.step - 1, self.num_skipped - 1
 
-    def _row_and_settings(self) -> tuple[Row, dict[str, str]]:
-        """Return the row of this member, without the anchor, and the settings that members compare."""
+    def _row(self) -> Row:
+        """Return the row of this member, without the anchor."""
         settings = {**cast("Method", self.method).settings(), **self.site.settings(), **self.settings}
-        settings["max_change_ratio"] = self.max_change_ratio
-        told = {name: f"{value}" for name, value in settings.items()}
         return Row(
             rounds=self.num_averages,
             step=self.step,
             tokens=self.tokens,
             state_bytes=float(sum(tensor.nbytes for tensor in self.site.shared().values())),
-            settings=digest_of(told),
+            settings=packed({**settings, "max_change_ratio": self.max_change_ratio}),
             run=self.run,
             is_new=self._is_new,
             has_ended=self.is_complete,
@@ -525,7 +518,7 @@ class ElasticSync(LocalSync):
             usual=statistics.median(self._changes) if len(self._changes) == FEW_ROUNDS else 0.0,
             max_ratio=self.max_change_ratio or 0.0,
             wait_s=self._wait_s,
-        ), told
+        )
 
     def _conclude(self) -> None:
         """Wait for the end of an exchange; apply the round if it counts, else restore the work."""
@@ -535,6 +528,7 @@ class ElasticSync(LocalSync):
                 self._order("poll")  # which the other processes wait for
         self.is_hiding, this = False, self._round
         self._has_ended.result()
+        steps, this.steps = this.steps, 0
         if this.counts:
             self._is_unsure = False
             self._apply()
@@ -542,9 +536,8 @@ class ElasticSync(LocalSync):
                 self._begin_clock()
         else:
             self._is_unsure = self._is_unsure or this.has_work
-            self.tokens, self._steps = self.tokens + this.row.tokens, self._steps + this.steps
+            self.tokens, self._steps = self.tokens + this.row.tokens, self._steps + steps
             self.membership.serve(self.shared_state)
-        this.steps = 0
 
     def _apply(self) -> None:
         """Apply a round that counts; the anchor has been moved."""

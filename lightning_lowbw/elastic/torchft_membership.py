@@ -53,7 +53,7 @@ from urllib.parse import urlsplit
 import torch
 import torch.distributed as dist
 
-from lightning_lowbw.elastic.membership import GivesUp, Quorum, Row, Settings, Share, latest_of, raise_refused, refusals
+from lightning_lowbw.elastic.membership import GivesUp, Quorum, Row, Share, latest_of, raise_refused, refusals
 from lightning_lowbw.elastic.transfer import CONNECT_S, POLL_S, RefusedError, StateClient, StateServer
 from lightning_lowbw.errors import ConfigurationError
 from lightning_lowbw.namespaces import LOGGER
@@ -165,17 +165,17 @@ class TorchftMembership:
         self._began_s = self._says_s = 0.0  # when this group began to wait; when it logs that it waits
         self._client = StateClient()  # receives the states
         self._has_taken = False  # a state since the last round: if it is behind again, the members wait for it
-        self._told: tuple[Row, Settings] = Row(), {}  # as given to `quorum`, and new no longer after a round
+        self._row = Row()  # as given to `quorum`, and new no longer after a round
         self._gives_up: GivesUp = lambda: False  # as given to `quorum`
-        self._server = StateServer(self._name, self._address, lambda: self._told)
+        self._server = StateServer(self._name, self._address, lambda: self._row)
         listener = socket.create_server((self._address, 0))  # not at other addresses of the host
         port = listener.getsockname()[1]
         options: dict[str, Any] = {"is_master": True, "wait_for_workers": False}
         self._store = dist.TCPStore(self._address, port, master_listen_fd=listener.detach(), **options)
 
-    def state_of_others(self, row: Row, settings: Settings, gives_up: GivesUp) -> dict[str, Any] | None:
+    def state_of_others(self, row: Row, gives_up: GivesUp) -> dict[str, Any] | None:
         """See `Membership`. The lighthouse's page lists the members of the last round."""
-        self._told = row, settings
+        self._row = row
         with suppress(RuntimeError):  # there is none, or this group has given up
             return self._fetch(None, gives_up)
         return None
@@ -186,9 +186,9 @@ class TorchftMembership:
     def note(self) -> None:
         self._lighthouse.hangs_from_s = time.monotonic() + HANG_S
 
-    def quorum(self, row: Row, settings: Settings, gives_up: GivesUp) -> Quorum | None:
+    def quorum(self, row: Row, gives_up: GivesUp) -> Quorum | None:
         self._begin_to_wait()
-        self._told, self._gives_up = (row, settings), gives_up
+        self._row, self._gives_up = row, gives_up
         while True:
             told = ""
             try:
@@ -280,15 +280,13 @@ class TorchftMembership:
         if self._group is None:
             self._fail()
             return False
-        row, settings = self._told
-        self._told, self._has_taken = (row._replace(is_new=False), settings), False
+        self._row, self._has_taken = self._row._replace(is_new=False), False
         return True
 
     def close(self) -> None:
         self._disconnect()
         self._lighthouse.close()
-        row, _ = self._told
-        self._server.close(self._limit_s if row.has_ended else LEAVE_S)
+        self._server.close(self._limit_s if self._row.has_ended else LEAVE_S)
 
     def _fail(self) -> None:
         """Leave the group, so that the members that wait for this one fail; the next round has a new group."""
@@ -304,7 +302,7 @@ class TorchftMembership:
             TimeoutError, RuntimeError: there is none yet.
             DisagreementError: this group differs from the other groups, which go on without it.
         """
-        row, settings = self._told
+        row = self._row
         ends_s = self._began_s + POLL_S  # until then this group does not give up: the other groups are on their way
         told = row._replace(is_late=self._has_taken)
 
@@ -322,21 +320,11 @@ class TorchftMembership:
         refused = refusals({member.name: member.row for member in members})
         if self._name in refused:
             other = by_name[refused[self._name]]
-            theirs = settings if other.row.settings == row.settings else self._settings_of(other)
-            raise_refused(row, settings, other.row, theirs, f"{other.name} at {other.store}")
+            raise_refused(row, other.row, f"{other.name} at {other.store}")
         if refused:
             named = ", ".join(refused)
             _logger.warning("Refused because of other settings or another run: %s. The error there says why.", named)
         return number, [member for member in members if member.name not in refused]
-
-    def _settings_of(self, member: _Member) -> Settings | None:
-        """Return the settings of another group that differ from those here; None if the group is not reached."""
-        with suppress(OSError, ValueError):
-            try:
-                self._client.fetch(member.state, self._asks())
-            except RefusedError as refused:
-                return dict(refused.args[-1])
-        return None
 
     def _join(self, number: int, members: Sequence[_Member], gives_up: GivesUp) -> Quorum | None:
         """Connect to the members of a quorum that go on, or take the state of one.
@@ -458,14 +446,14 @@ class TorchftMembership:
             DisagreementError: a group that has been in a round refuses this one. (A refusal by a newcomer counts only
                 in the next quorum, where all compare.)
         """
-        (row, settings), failed = self._told, list[str]()
+        failed = list[str]()
         for address in addresses:
             try:
-                state = self._client.fetch(address, self._asks())
+                state = self._client.fetch(address, self._name, self._row)
             except RefusedError as refused:
-                name, other, theirs = refused.args
-                if not other.is_new and (other.rounds or other.settings != row.settings):
-                    raise_refused(row, settings, other, theirs, f"{name} at {address}")
+                name, other = refused.args
+                if not other.is_new and (other.rounds or other.settings != self._row.settings):
+                    raise_refused(self._row, other, f"{name} at {address}")
             except Exception as error:  # noqa: BLE001 - whatever it is, another training is there
                 # But a group that was started again is heard, listens elsewhere, and waits as this one does.
                 is_old = isinstance(error, ConnectionRefusedError) and time.monotonic() > self._began_s + CONNECT_S
@@ -474,11 +462,6 @@ class TorchftMembership:
                 self._lighthouse.is_away = False  # this group is in their next round
                 return state
         raise OSError("; ".join(failed)) if failed else RuntimeError("no other group has completed a round")
-
-    def _asks(self) -> dict[str, str]:
-        """Return the question to a group whose state this one asks for."""
-        row, _ = self._told
-        return {"name": self._name, "settings": row.settings, "run": row.run if row.rounds else ""}
 
     def _disconnect(self) -> None:
         """Forget the group. gloo closes its connections when nothing refers to it any more; `abort` does not."""

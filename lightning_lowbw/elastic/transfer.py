@@ -4,11 +4,11 @@ A group offers its state after each round. A thread copies the state and sends t
 Each transfer has a connection of its own; the next group that asks waits until the transfer has ended:
 
     group that is behind                 group that trains
-       |-- run, settings ------------------->|
+       |-- name, row ----------------------->|
        |<-- one line: refused ---------------|   or, if the group may take part:
        |<-- one line, plain values, tensors -|   a thread copies the state and sends the copy
 
-A group with other settings or of another run is refused; the answer holds the settings and the run of the sender.
+A group with other settings or of another run is refused; the answer holds the row of the sender.
 Nothing that is received is executed. During a transfer both sides hold one more copy of the state.
 """
 
@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_lowbw.elastic.membership import Row, Settings, Share
+from lightning_lowbw.elastic.membership import Row, Share
 from lightning_lowbw.kernels.tensors import as_real
 from lightning_lowbw.namespaces import LOGGER
 
@@ -37,7 +37,7 @@ STALL_S = 20.0  # a connection on which nothing moves for this long is lost
 ANSWER_S = 600.0  # limit for the answer: the sending group serves other groups, and copies a large state, before
 POLL_S = 1.0
 CHUNK_BYTES = 1 << 18  # sent at a time, each within STALL_S
-MAX_QUESTION_BYTES, MAX_ANSWER_BYTES = 1 << 16, 1 << 26  # of one line
+MAX_LINE_BYTES = 1 << 26
 
 
 def packed(state: Mapping[str, Any]) -> Tensor:
@@ -54,7 +54,7 @@ def unpacked(message: bytes | bytearray) -> dict[str, Any]:
 
 
 class RefusedError(Exception):
-    """The asked group refuses the group that asks; the arguments are its own name, row and settings."""
+    """The asked group refuses the group that asks; the arguments are its own name and row."""
 
 
 def _tell(connection: socket.socket, **values: Any) -> None:
@@ -81,7 +81,7 @@ class StateServer(socketserver.TCPServer):
     Args:
         name: name of this group.
         address: address at which the server listens.
-        told: returns the row and the settings of this group.
+        told: returns the row of this group.
 
     Attributes:
         address: the same with the port.
@@ -89,7 +89,7 @@ class StateServer(socketserver.TCPServer):
 
     request_queue_size = 64
 
-    def __init__(self, name: str, address: str, told: Callable[[], tuple[Row, Settings]]) -> None:
+    def __init__(self, name: str, address: str, told: Callable[[], Row]) -> None:
         super().__init__((address, 0), socketserver.BaseRequestHandler)
         self.address = f"{address}:{self.server_address[1]}"
         self._name, self._told, self._is_closed = name, told, False
@@ -106,9 +106,10 @@ class StateServer(socketserver.TCPServer):
     def finish_request(self, request: Any, client_address: Any) -> None:
         request.settimeout(STALL_S)
         with request.makefile("rb") as file:
-            self.reply(json.loads(file.readline(MAX_QUESTION_BYTES)), request)
+            asked = json.loads(file.readline(MAX_LINE_BYTES))
+        self.reply(asked["name"], Row(*asked["row"]), request)
 
-    def reply(self, asks: Mapping[str, str], connection: socket.socket) -> None:
+    def reply(self, name: str, asks: Row, connection: socket.socket) -> None:
         """Refuse the group that asks, or send it the state, once it may be read."""
         copies = dict[str, Tensor]()
         with self._changes:
@@ -116,20 +117,20 @@ class StateServer(socketserver.TCPServer):
             if self._shared is None:
                 return
             plain = dict(self._shared())
-            tensors, rounds, run = plain.pop("tensors"), plain["num_averages"], plain["run"]
-            row, settings = self._told()
-            is_refused = asks["settings"] != row.settings or not rounds or asks["run"] not in ("", run)
+            tensors = plain.pop("tensors")
+            row = self._told()._replace(rounds=plain["num_averages"], run=plain["run"])
+            is_refused = asks.settings != row.settings or not row.rounds or (asks.rounds and asks.run != row.run)
             if not is_refused:
                 for name, tensor in tensors.items():
                     real = as_real(tensor.detach())
                     copies[name] = real.to("cpu", copy=True, memory_format=torch.contiguous_format)
         if is_refused:
-            _tell(connection, refused=[self._name, row._replace(rounds=rounds, run=run), dict(settings)])
+            _tell(connection, refused=[self._name, row])
             return
         kinds = {name: (list(each.shape), each.new_empty(0)) for name, each in copies.items()}
         head = packed({"plain": plain, "kinds": kinds})
         megabytes = sum(each.nbytes for each in copies.values()) / 1e6
-        _logger.info("Sending the state after round %d to %s: %.1f MB.", rounds, asks["name"], megabytes)
+        _logger.info("Sending the state after round %d to %s: %.1f MB.", row.rounds, name, megabytes)
         _tell(connection, num_bytes=head.numel())
         for message in (head, *copies.values()):
             _send(connection, message)
@@ -159,12 +160,13 @@ class StateClient:
 
     progress = ""
 
-    def fetch(self, address: str, asks: Mapping[str, str]) -> dict[str, Any]:
+    def fetch(self, address: str, name: str, row: Row) -> dict[str, Any]:
         """Return the state of a group, with "tensors" by name, on the CPU.
 
         Args:
             address: address of the group's `StateServer`.
-            asks: "name", "settings" and "run" of this group; the run is "" if this group may take part in any run.
+            name: name of this group.
+            row: row of this group.
 
         Raises:
             OSError: there is no answer, the connection is lost, or nothing arrives.
@@ -175,13 +177,13 @@ class StateClient:
         with socket.create_connection((host, int(port)), CONNECT_S) as connection:
             self.progress = f"asks {address} for its state"
             connection.settimeout(ANSWER_S)
-            _tell(connection, **asks)
+            _tell(connection, name=name, row=row)
             with connection.makefile("rb") as file:
-                answer = json.loads(file.readline(MAX_ANSWER_BYTES))
+                answer = json.loads(file.readline(MAX_LINE_BYTES))
                 connection.settimeout(STALL_S)
                 if "refused" in answer:
-                    name, row, settings = answer["refused"]
-                    raise RefusedError(name, Row(*row), settings)
+                    other, there = answer["refused"]
+                    raise RefusedError(other, Row(*there))
                 return self._receive(file, address, answer["num_bytes"])
 
     def _receive(self, file: Any, address: str, num_bytes: int) -> dict[str, Any]:

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_lowbw.elastic import torchft_membership, transfer
-from lightning_lowbw.elastic.membership import Row, digest_of
+from lightning_lowbw.elastic.membership import Row, packed
 from lightning_lowbw.elastic.torchft_membership import TorchftMembership, _import_torchft
 from lightning_lowbw.elastic.transfer import StateClient
 from lightning_lowbw.namespaces import LOGGER
@@ -65,9 +65,9 @@ class LateClient(StateClient):
 
     is_late = True
 
-    def fetch(self, address: str, asks: Mapping[str, str]) -> dict[str, Any]:
-        late = super().fetch(address, asks)
-        while self.is_late and super().fetch(address, asks)["num_averages"] == late["num_averages"]:
+    def fetch(self, address: str, name: str, row: Row) -> dict[str, Any]:
+        late = super().fetch(address, name, row)
+        while self.is_late and super().fetch(address, name, row)["num_averages"] == late["num_averages"]:
             time.sleep(0.05)
         self.is_late = False
         return late
@@ -114,7 +114,7 @@ def run_member(connection: Any, folder: str, group: int, options: dict[str, Any]
     tell("joined")
 
     def row_of() -> Row:
-        told = {"settings": digest_of(settings), "state_bytes": float(weights.nbytes)}
+        told = {"settings": packed(settings), "state_bytes": float(weights.nbytes)}
         return Row(step, tokens=0.1 * group, is_new=is_new, **told)
 
     def shared() -> dict[str, Any]:
@@ -131,13 +131,13 @@ def run_member(connection: Any, folder: str, group: int, options: dict[str, Any]
     try:
         membership.serve(shared)
         began_s = time.monotonic()
-        if (state := membership.state_of_others(row_of(), settings, bool)) is not None:
+        if (state := membership.state_of_others(row_of(), bool)) is not None:
             heal(state)
             tell("healed", time.monotonic() - began_s)
         while step < rounds:
             time.sleep(pause_s)
             began_s, row = time.monotonic(), row_of()
-            quorum = membership.quorum(row, settings, bool)
+            quorum = membership.quorum(row, bool)
             assert quorum is not None
             took_s, members = time.monotonic() - began_s, quorum.members
             if quorum.healed is not None:

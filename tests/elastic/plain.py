@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lightning_lowbw.elastic.membership import GivesUp, Quorum, Row, Settings, Share, latest_of, raise_refused, refusals
+from lightning_lowbw.elastic.membership import GivesUp, Quorum, Row, Share, latest_of, raise_refused, refusals
 from tests.gpu.problem import init_process_group
 
 
@@ -53,7 +53,7 @@ class PlainMembership:
         self.shared: Share | None = None
         store.add("alive", 1)
 
-    def state_of_others(self, row: Row, settings: Settings, gives_up: GivesUp) -> None:
+    def state_of_others(self, row: Row, gives_up: GivesUp) -> None:
         """Return none: a member that is behind heals in its first quorum."""
 
     def serve(self, shared: Share | None) -> None:
@@ -62,21 +62,21 @@ class PlainMembership:
     def note(self) -> None:
         self.noted.append(time.monotonic())
 
-    def quorum(self, row: Row, settings: Settings, gives_up: GivesUp) -> Quorum | None:
+    def quorum(self, row: Row, gives_up: GivesUp) -> Quorum | None:
         self.num_rounds, self.num_collectives, self.has_failed = self.num_rounds + 1, 0, False
         self.group = None
         while True:
-            epoch = self._meet(row, settings, gives_up)
+            epoch = self._meet(row, gives_up)
             if epoch is None:
                 continue
             if epoch < 0:
                 return None
-            arrived = {name: told for name, *told in sorted(pickle.loads(self.store.get(f"{epoch}/members")))}
-            refused = refusals({name: told[0] for name, told in arrived.items()})
+            rows = dict(sorted(pickle.loads(self.store.get(f"{epoch}/members"))))
+            refused = refusals(rows)
             if self.name in refused:
                 other = refused[self.name]
-                raise_refused(row, settings, *arrived[other], other)
-            rows = {name: told for name, (told, _) in arrived.items() if name not in refused}
+                raise_refused(row, rows[other], other)
+            rows = {name: told for name, told in rows.items() if name not in refused}
             names, latest = tuple(rows), latest_of(rows)
             rank = names.index(self.name)
             if self.name not in latest:
@@ -99,11 +99,11 @@ class PlainMembership:
         self.history.append(Quorum(rank, names, tuple(rows.values())))
         return self.history[-1]
 
-    def _meet(self, row: Row, settings: Settings, gives_up: GivesUp) -> int | None:
+    def _meet(self, row: Row, gives_up: GivesUp) -> int | None:
         """Come to the next round; return its number, None if it began without this member, -1 if that gave up."""
         store, epoch, came_s = self.store, self.store.add("epoch", 0), time.monotonic()
         index = store.add(f"{epoch}/count", 1)
-        store.set(f"{epoch}/arrival{index}", pickle.dumps((self.name, row, settings)))
+        store.set(f"{epoch}/arrival{index}", pickle.dumps((self.name, row)))
         while True:
             if store.check([f"{epoch}/members"]):
                 break
@@ -117,7 +117,7 @@ class PlainMembership:
                     store.set(f"{epoch}/members", pickle.dumps(arrived))
                     store.add("epoch", 1)
             time.sleep(0.002)
-        members = [name for name, *_ in pickle.loads(store.get(f"{epoch}/members"))]
+        members = [name for name, _ in pickle.loads(store.get(f"{epoch}/members"))]
         while store.add("epoch", 0) <= epoch:
             time.sleep(0.002)
         return epoch if self.name in members else None

@@ -22,7 +22,7 @@ from typing import Any
 import pytest
 
 from lightning_lowbw.elastic import lighthouse
-from lightning_lowbw.elastic.membership import Row, raise_refused
+from lightning_lowbw.elastic.membership import Row, packed, raise_refused
 from lightning_lowbw.elastic.torchft_membership import TorchftMembership, _connected, _Lighthouse, _Member
 from lightning_lowbw.elastic.transfer import StateClient
 from lightning_lowbw.errors import ConfigurationError, DisagreementError
@@ -197,7 +197,7 @@ def a_member_of(name: str, rows: dict[str, Row]) -> tuple[TorchftMembership, lis
     membership = object.__new__(TorchftMembership)
     membership._name, membership._key, membership._group = name, (), object()
     membership.min_replicas, membership._num_failures, membership._says_s = 1, 0, math.inf
-    membership._cut, membership._told = [], (Row(), {})
+    membership._cut, membership._row = [], Row()
     there: Any = SimpleNamespace(url="http://lighthouse", await_another=lambda _: None)
     membership._lighthouse, membership._client = there, StateClient()
     return membership, [_Member(name, f"{name}:1", f"{name}:2", row, 0) for name, row in rows.items()]
@@ -221,7 +221,7 @@ def test_a_call_is_given_up_and_raises_what_its_function_raises() -> None:
     with pytest.raises(OSError, match="refused"):
         membership._call(lambda: socket.create_connection(("127.0.0.1", 1)), bool)
     with pytest.raises(DisagreementError, match="other settings"):
-        membership._call(lambda: raise_refused(Row(settings="a"), {}, Row(), None, "site"), bool)
+        membership._call(lambda: raise_refused(Row(settings=packed({"a": 1})), Row(settings=packed({})), "site"), bool)
 
 
 def participant(store: str = "127.0.0.1:1", failures: int = 2) -> SimpleNamespace:
@@ -243,7 +243,7 @@ def test_a_late_answer_finds_that_the_group_has_left() -> None:
         raise TimeoutError
 
     membership._lighthouse.quorum = quorum  # type: ignore[method-assign]
-    assert membership.quorum(Row(), {}, lambda: len(asked) > 2 and time.sleep(1.0) is None) is None
+    assert membership.quorum(Row(), lambda: len(asked) > 2 and time.sleep(1.0) is None) is None
     assert asked[:3] == [(0, False), (1, True), (2, True)]
 
 

@@ -17,14 +17,13 @@ import torch
 from torch import Tensor
 
 from lightning_lowbw.elastic import transfer
-from lightning_lowbw.elastic.membership import Row, digest_of
+from lightning_lowbw.elastic.membership import Row, packed
 from lightning_lowbw.elastic.torchft_membership import TorchftMembership
 from lightning_lowbw.elastic.transfer import StateClient, StateServer
 from lightning_lowbw.errors import DisagreementError
 
-SETTINGS = {"method": "as here"}
-ASKS = {"name": "joiner", "settings": digest_of(SETTINGS), "run": ""}
-ROW = Row(settings=ASKS["settings"])
+ROW = Row(settings=packed({"method": "as here"}))
+ASKS = "joiner", ROW
 LARGE = 1 << 24  # elements: more than the buffers of two sockets hold
 
 
@@ -39,8 +38,8 @@ class Group:
 
     def __init__(self, tensors: dict[str, Tensor], change: Callable[[], object] = bool, steps: int = 1) -> None:
         self.tensors, self.change, self.steps = tensors, change, steps
-        self.row = Row(2, settings=digest_of(SETTINGS), run="r")
-        self.server = StateServer("donor", "127.0.0.1", lambda: (self.row, SETTINGS))
+        self.row = ROW._replace(rounds=2, run="r")
+        self.server = StateServer("donor", "127.0.0.1", lambda: self.row)
         self.server.offer(self.state)
         self.rounds = 3
         self.is_over = threading.Event()
@@ -79,7 +78,7 @@ def test_a_state_arrives_to_the_bit() -> None:
         "complex": torch.randn(4, dtype=torch.complex64, generator=generator),
     }
     with training(Group(tensors, steps=1 << 30)) as group:
-        state = StateClient().fetch(group.server.address, ASKS)
+        state = StateClient().fetch(group.server.address, *ASKS)
     assert state["others"] == {3: (1.5, "x")}
     for name, tensor in tensors.items():
         real, received = torch.view_as_real(tensor) if tensor.is_complex() else tensor, state["tensors"][name]
@@ -90,7 +89,7 @@ def test_a_state_arrives_to_the_bit() -> None:
 def test_a_state_is_of_one_round_while_the_group_trains_on() -> None:
     weights = torch.zeros(LARGE)
     with training(Group({"w": weights}, lambda: weights.add_(1.0))) as group:
-        state = StateClient().fetch(group.server.address, ASKS)
+        state = StateClient().fetch(group.server.address, *ASKS)
         assert {*state["tensors"]["w"][::1000].tolist()} == {state["num_averages"] - 3.0}
 
 
@@ -98,7 +97,7 @@ def stalled(address: str) -> socket.socket:
     """Ask for the state, and read only its first bytes."""
     host, _, port = address.rpartition(":")
     connection = socket.create_connection((host, int(port)))
-    transfer._tell(connection, **{**ASKS, "name": "stalled"})
+    transfer._tell(connection, name="stalled", row=ROW)
     assert connection.recv(100)
     return connection
 
@@ -107,7 +106,7 @@ def test_two_are_served_one_after_the_other() -> None:
     """The first one dies in the transfer."""
     with training(Group({"w": torch.ones(LARGE)})) as group:
         first, states = stalled(group.server.address), list[Any]()
-        waits = threading.Thread(target=lambda: states.append(StateClient().fetch(group.server.address, ASKS)))
+        waits = threading.Thread(target=lambda: states.append(StateClient().fetch(group.server.address, *ASKS)))
         waits.start()
         waits.join(0.5)
         assert waits.is_alive()
@@ -120,7 +119,7 @@ def a_membership(addresses: Callable[[], list[str]], row: Row = ROW) -> TorchftM
     """Return a newcomer's membership, with a lighthouse that knows these addresses."""
     membership = object.__new__(TorchftMembership)
     membership._name, membership._says_s = "joiner", math.inf
-    membership._client, membership._told = StateClient(), (row, SETTINGS)
+    membership._client, membership._row = StateClient(), row
     lighthouse = SimpleNamespace(addresses=lambda _: addresses())
     membership._lighthouse = lighthouse  # type: ignore[assignment]
     return membership
@@ -150,7 +149,7 @@ def test_a_state_that_changes_is_not_read() -> None:
     group.server.offer(None)
     began_s = time.monotonic()
     threading.Timer(0.5, group.server.offer, (group.state,)).start()
-    StateClient().fetch(group.server.address, ASKS)
+    StateClient().fetch(group.server.address, *ASKS)
     assert time.monotonic() - began_s > 0.5
     group.server.close(2.0)
 
@@ -158,7 +157,7 @@ def test_a_state_that_changes_is_not_read() -> None:
 def test_a_group_that_ends_waits_for_a_transfer() -> None:
     group, client = Group({"v": torch.ones(LARGE), "w": torch.ones(LARGE)}), StateClient()
     states: list[Any] = []
-    taking = threading.Thread(target=lambda: states.append(client.fetch(group.server.address, ASKS)))
+    taking = threading.Thread(target=lambda: states.append(client.fetch(group.server.address, *ASKS)))
     taking.start()
     while not client.progress.endswith("have arrived"):
         time.sleep(0.001)
@@ -178,7 +177,7 @@ def test_a_state_is_data() -> None:
 
 def joined(addresses: Callable[[], list[str]], row: Row = ROW) -> Any:
     """Return what a newcomer begins with."""
-    return a_membership(addresses, row).state_of_others(row, SETTINGS, bool)
+    return a_membership(addresses, row).state_of_others(row, bool)
 
 
 def test_a_newcomer_without_the_state_tries_again_and_begins_no_second_training(
@@ -214,14 +213,14 @@ def test_a_newcomer_without_the_state_tries_again_and_begins_no_second_training(
 def test_a_newcomer_that_is_refused_ends_and_begins_no_second_training() -> None:
     with training(Group({"w": torch.ones(5)}, steps=1 << 30)) as group:  # no round ends
         there = lambda: [group.server.address]  # noqa: E731
-        other = Row(settings="other", run="r", rounds=4)
+        other = Row(settings=packed({"method": "another"}), run="r", rounds=4)
         assert joined(there, other) is None, "nobody there has been in a round yet"
         group.row = group.row._replace(is_new=False)
         with pytest.raises(DisagreementError, match="other settings than group 'donor at 127"):
             joined(there, other)
         with pytest.raises(DisagreementError, match=r"in run 'old', of 4 rounds; group 'donor at .*' trains in run"):
-            joined(there, Row(settings=ASKS["settings"], run="old", rounds=4))
-        assert joined(there, Row(settings=ASKS["settings"], run="r", rounds=4))["num_averages"] == 3
+            joined(there, ROW._replace(run="old", rounds=4))
+        assert joined(there, ROW._replace(run="r", rounds=4))["num_averages"] == 3
         group.rounds = 0
         assert joined(there) is None, "nothing has been averaged"
 
@@ -233,4 +232,4 @@ def test_what_strangers_send_does_not_end_the_serving() -> None:
         for sent in (b"", b"GET / HTTP/1.1\n", b"[]\n", b"{}\n"):
             with socket.create_connection((host, int(port)), 5.0) as stranger:
                 stranger.sendall(sent)
-        StateClient().fetch(group.server.address, ASKS)
+        StateClient().fetch(group.server.address, *ASKS)
