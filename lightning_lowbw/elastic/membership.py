@@ -151,7 +151,7 @@ class Membership(Protocol):
         ...
 
     def note(self) -> None:
-        """Note that this group is at work: at a batch, at the end of a step, or as it waits for a hidden round.
+        """Note that this group is at work: at a batch, or as it waits for a hidden round.
 
         A group that notes nothing for two minutes hangs, and the other groups go on without it. This does not apply
         while it waits in `quorum`.

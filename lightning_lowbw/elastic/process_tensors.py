@@ -86,12 +86,9 @@ class ProcessTensors:
             torch._foreach_copy_([self._now[name] for name in names], values, non_blocking=True)
         device.join(COPY, on_host=True)
 
-    def bring(self, orders: Orders, names: Sequence[str], is_anchor: bool) -> None:
-        """Bring the anchor, or the weights with which the round began, to the leader."""
-        if self._site is not None:
-            tensors = self._site.anchors() if is_anchor else self._site.weights()
-        else:
-            tensors = self.starts() if is_anchor else self._now
+    def bring(self, orders: Orders, names: Sequence[str]) -> None:
+        """Bring the weights with which the round began to the leader."""
+        tensors = self._now if self._site is None else self._site.weights()
         for name in names:
             if name in self._shapes:
                 orders.bring(tensors[name], self._places(name))

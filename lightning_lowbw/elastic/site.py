@@ -217,8 +217,7 @@ class Site:
         """
         needed = ROUND_BYTES * sum(mine.numel() for mine in self._mine.values() if mine.requires_grad)
         held = [*self.replica.start.values(), *self.replica.velocity.values(), *self.replica.residuals.values()]
-        held += [weight for weight in self.weights().values() if weight.is_pinned()]
-        there = available_bytes() + sum(tensor.nbytes for tensor in held)
+        there = available_bytes() + sum(tensor.nbytes for tensor in [*held, *self.weights().values()])
         if needed > there:
             raise ConfigurationError(
                 f"A round needs up to {needed / 1e9:.3g} GB of memory on the host of the first process of this group, "

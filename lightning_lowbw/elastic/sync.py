@@ -222,13 +222,14 @@ class ElasticSync(LocalSync):
 
     def _keep_anchor(self) -> None:
         """Keep the anchor of tensors that have none: as they are, or from a state that was loaded."""
-        now, starts = self.buffers.now(), self.tensors.starts()
+        now = self.buffers.now()
         known = {self.params.name_of(p): p for p in self.replica.start}
         new = self.site.look(known, {name: now[name] for name in self.buffers.start})
-        anchors = self.site.anchors()
+        self._order("begin", new, False)
+        self._order("bring", new)
+        anchors, weights = self.site.anchors(), self.site.weights()
         for name in new:
-            self.tensors.part_of(name, anchors[name]).copy_(starts[name])
-        self._order("bring", new, True)
+            anchors[name].copy_(weights[name])
         self._order("hand_out", [*anchors])
         self.site.check_memory()
 
@@ -260,8 +261,6 @@ class ElasticSync(LocalSync):
             )
         self._last_batch = self.batch
         self._step_s = max(0.0, time.monotonic() - self._batch_s)
-        if self.membership is not None:
-            self.membership.note()
         self.healed, self.num_skipped, self.has_communicated = None, 0, False
         self._wait_from_now()
         is_due = self._is_over() or (self.is_hiding and self._steps >= self._when.delay_steps)
@@ -443,9 +442,9 @@ class ElasticSync(LocalSync):
             names = self.site.trained()
             self._order("begin", names, False)
         self._round = _Round(self._row(), names, self._steps)
-        self.tokens, self._steps = 0.0, 0
-        self._begin_clock()
-        self.has_communicated = True
+        self.tokens, self._steps, self.has_communicated = 0.0, 0, True
+        if is_hidden:
+            self._begin_clock()
         with nullcontext() if is_hidden else self.group.ledger.waiting(CPU):
             self._order("exchange", is_hidden)
 
@@ -459,7 +458,7 @@ class ElasticSync(LocalSync):
         if quorum is None or quorum.healed is not None:
             return
         if quorum.weights:
-            orders.order("bring", this.names, False)
+            orders.order("bring", this.names)
         average = self.site.exchange(quorum, this.names, this.row.step, self._lr)
         this.has_work, this.counts = average is not None, self.membership.commit()
         if not this.counts:

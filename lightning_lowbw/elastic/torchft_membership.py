@@ -71,8 +71,8 @@ SILENT_S = 6  # a member without heartbeats for this long fails the collective i
 # with shorter ones it would never end while a slow group is heard.
 WAIT_S = 12.0
 OPEN_PORTS = (
-    "Open all ports between all groups, or add the missing route; give address=... if another interface leads to the "
-    "other groups, or use a VPN if one is behind NAT."
+    "Open all ports between all groups, or add the missing route; set GLOO_SOCKET_IFNAME if another interface leads to "
+    "the other groups, or use a VPN if one is behind NAT."
 )
 TAKEN_NAME = "Another group has the name {!r}, too. Give each group a name of its own: group=..."
 START_S = 10.0  # a group that starts waits so long for a second one, which begins with it
@@ -126,8 +126,6 @@ class TorchftMembership:
         min_replicas: smallest number of members of a round. With 1, a group trains on alone if no other group is there.
         gbit_per_s: the slowest uplink of a member.
         timeout_s: timeout of a collective, unless `timeout_s_of` is longer. A member that hangs costs this time.
-        address: address at which other groups reach this process; None: the address of the interface
-            GLOO_SOCKET_IFNAME, or of the interface that leads to the lighthouse.
         is_whole: returns whether all processes of this group live; if not, the group sends no heartbeats.
 
     Raises:
@@ -142,7 +140,6 @@ class TorchftMembership:
         min_replicas: int = 1,
         gbit_per_s: float = 0.1,
         timeout_s: float = TIMEOUT_S,
-        address: str | None = None,
         is_whole: Callable[[], bool] = lambda: True,
     ) -> None:
         lighthouse = str(lighthouse or os.environ.get(LIGHTHOUSE, "")).rstrip("/")
@@ -153,7 +150,7 @@ class TorchftMembership:
         torchft = _import_torchft()
         self.min_replicas, self.gbit_per_s, self.timeout_s = min_replicas, gbit_per_s, timeout_s
         url = lighthouse if "//" in lighthouse else f"http://{lighthouse}"
-        self._address = _own_address(address, url)
+        self._address = _own_address(url)
         self._name = name or socket.gethostname()
         self._lighthouse = _Lighthouse(torchft, url, self._name, is_whole)
         self._key: tuple[Any, ...] = ()  # the members for which the group was made
@@ -555,7 +552,7 @@ class _Lighthouse:
         page, ages = self.page()
         asked = {name: each for name, *each in MEMBERS.findall(page) if name != self._name and name in (names or ages)}
         alive = {name: each for name, each in asked.items() if ages.get(name, math.inf) < CONNECT_S}
-        in_turn = sorted(alive, key=lambda name: (-int(alive[name][0]), _turn_of(name, self._name)))
+        in_turn = sorted(alive, key=lambda name: (-int(alive[name][0]), name))
         return [alive[name][1] for name in in_turn]
 
     def await_another(self, own: str) -> None:
@@ -626,11 +623,6 @@ def _connected(members: Sequence[_Member]) -> list[_Member]:
     return max(sets, key=len)
 
 
-def _turn_of(name: str, own_name: str) -> int:
-    """Return a number that orders other groups, differently in each group: they do not all ask the same donor."""
-    return zlib.crc32(f"{own_name} {name}".encode())
-
-
 def _accepts(address: str) -> bool:
     """Return whether a connection to an address is accepted."""
     host, _, port = address.rpartition(":")
@@ -650,10 +642,7 @@ def _let_go(work: Any, group: Any) -> None:
 
 
 def _import_torchft() -> Any:
-    try:
-        version = importlib.metadata.version("torchft")
-    except importlib.metadata.PackageNotFoundError:
-        version = "none"
+    version = next((each.version for each in importlib.metadata.distributions(name="torchft")), "none")
     if version != TORCHFT:
         raise ConfigurationError(
             f"Elastic training needs torchft {TORCHFT}, here and in the lighthouse; {version} is installed. "
@@ -664,8 +653,8 @@ def _import_torchft() -> Any:
     return importlib.import_module("torchft.coordination")
 
 
-def _own_address(address: str | None, lighthouse: str) -> str:
-    """Return the address of this host: the given one, or that of GLOO_SOCKET_IFNAME, or of the way to the lighthouse.
+def _own_address(lighthouse: str) -> str:
+    """Return the address of this host: that of the interface GLOO_SOCKET_IFNAME, or of the way to the lighthouse.
 
     Raises:
         ConfigurationError: there is none.
@@ -673,9 +662,6 @@ def _own_address(address: str | None, lighthouse: str) -> str:
     interface = os.environ.get("GLOO_SOCKET_IFNAME")
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
-            if address:
-                probe.bind((address, 0))
-                return address
             if interface:
                 import fcntl
 
@@ -685,9 +671,8 @@ def _own_address(address: str | None, lighthouse: str) -> str:
             probe.connect((parts.hostname, parts.port))  # sends nothing
             return str(probe.getsockname()[0])
         except OSError as error:
-            given = f"address={address}" if address else f"GLOO_SOCKET_IFNAME={interface}" if interface else lighthouse
             names = ", ".join(name for _, name in socket.if_nameindex())
             raise ConfigurationError(
-                f"{given}: {error.strerror}. Other groups reach this one at an IPv4 address of this host, whose "
-                f"interfaces are {names}. Give another."
+                f"GLOO_SOCKET_IFNAME={interface}, lighthouse {lighthouse}: {error.strerror}. Other groups reach this "
+                f"one at an IPv4 address of this host, whose interfaces are {names}. Set GLOO_SOCKET_IFNAME to one."
             ) from error

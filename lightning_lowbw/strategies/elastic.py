@@ -58,7 +58,6 @@ class _Elastic(BaseStrategy):
         lighthouse: str | None = None,
         gbit_per_s: float = 0.1,
         timeout_s: float = TIMEOUT_S,
-        address: str | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(method, **kwargs)  # type: ignore[arg-type]  # of the strategy inside the group
@@ -74,7 +73,6 @@ class _Elastic(BaseStrategy):
             "min_replicas": min_replicas,
             "gbit_per_s": gbit_per_s,
             "timeout_s": timeout_s,
-            "address": address,
         }
         for name, value in {"round_s": round_s, "grace_s": grace_s, **self._of_membership}.items():
             if name.endswith("_s") and (name, value) != ("round_s", None) and not (is_number(value) and value > 0):
@@ -86,8 +84,8 @@ class _Elastic(BaseStrategy):
         self.group = group or socket.gethostname()
         self.round_s, self.grace_s, self.max_change_ratio = round_s, grace_s, max_change_ratio
         self._num_tokens = num_tokens or extract_batch_size
-        self._options |= {"round_s": round_s, "grace_s": grace_s, "group": group, **self._of_membership}
-        self._options |= {"max_change_ratio": max_change_ratio}
+        self._options |= {"round_s": round_s, "grace_s": grace_s, "max_change_ratio": max_change_ratio, "group": group}
+        self._options |= self._of_membership
 
     @property
     def _replica(self) -> ElasticSync:
@@ -303,8 +301,6 @@ class ElasticStrategy(_Elastic, Strategy):
             in the environment's TORCHFT_LIGHTHOUSE.
         gbit_per_s: the slowest uplink of a group; it makes `timeout_s` longer if the state is large.
         timeout_s: the shortest timeout of a collective between groups. `timeout` is another limit, see below.
-        address: address at which other groups reach this process; None: the address of the interface
-            GLOO_SOCKET_IFNAME, or of the interface that leads to the lighthouse.
         **kwargs: as for `Strategy`, without `topology`. A group that has taken part in a round and waits for other
             groups ends with an error after `timeout` (30 minutes).
 
