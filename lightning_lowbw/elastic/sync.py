@@ -78,7 +78,7 @@ TOLD = (*EQUAL, "step", "num_skipped", "has_communicated", "healed", "is_hiding"
 
 @dataclass
 class _Round:
-    """A round of the leader: what it has told, and what it has found.
+    """A round of the leader: the row that it has told, and the members that it has found.
 
     Attributes:
         row: as told to the other members; without the anchor.
@@ -225,8 +225,9 @@ class ElasticSync(LocalSync):
         now = self.buffers.now()
         known = {self.params.name_of(p): p for p in self.replica.start}
         new = self.site.look(known, {name: now[name] for name in self.buffers.start})
-        self._order("begin", new, False)
-        self._order("bring", new)
+        if new:  # not after a resume
+            self._order("begin", new, False)
+            self._order("bring", new)
         anchors, weights = self.site.anchors(), self.site.weights()
         for name in new:
             anchors[name].copy_(weights[name])
