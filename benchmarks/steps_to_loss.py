@@ -35,7 +35,9 @@ from torch.optim.lr_scheduler import OneCycleLR
 
 from benchmarks.beside_ddp.tasks import TASKS, Task, be_quiet, write
 from benchmarks.harness import RESULTS, describe_environment
-from lightning_lowbw import EveryK, MuonAdamW
+from lightning_lowbw import Compression, EveryK, MuonAdamW, TopK
+from lightning_lowbw.comm.collectives import Collectives
+from lightning_lowbw.comm.echoes import echo
 from lightning_lowbw.schedules.every_k import balance, steps_before
 from lightning_lowbw.sync.fragments import apply_means_
 from lightning_lowbw.tools.zoo import ByteLanguageModel, StdlibText
@@ -52,13 +54,13 @@ class Simulated(NamedTuple):
     """A task, and ddp's number of steps.
 
     Attributes:
-        goes_on: whether it starts from what ddp has reached on one replica with the task "text".
+        goes_on: a run of ddp whose weights it starts from; None: from scratch.
     """
 
     title: str
     task: Task
     num_steps: int
-    goes_on: bool = False
+    goes_on: Row | None = None
 
 
 def text(lr: float, seed: int = 0) -> Task:
@@ -72,7 +74,7 @@ def text(lr: float, seed: int = 0) -> Task:
 
 SIMULATED = {
     "text": Simulated("transformer, AdamW", text(2e-3), 240),
-    "continued": Simulated("the same, continued", text(1e-3, seed=1), 240, goes_on=True),
+    "continued": Simulated("the same, continued", text(1e-3, seed=1), 240, {"task": "text", "ranks": 1}),
     "resnet": Simulated("ResNet, SGD", TASKS["resnet"], 240),
     "longer": Simulated("transformer, AdamW, 480 steps", text(2e-3), 480),
 }
@@ -92,15 +94,28 @@ def when_of(run: Row) -> EveryK | None:
     return EveryK(k_steps=run["k"], begin_step=0, **outer, **numbers)
 
 
+class Mailbox(Collectives):
+    """The messages of replicas that send in turn: each waits until all have sent."""
+
+    def __init__(self, num_ranks: int) -> None:
+        super().__init__(is_alone=True)
+        self.num_ranks, self.messages = num_ranks, list[Tensor]()
+
+    def begin_all_gather(self, message: Tensor, out: Tensor | None = None) -> Any:
+        self.messages = [*(self.messages if len(self.messages) < self.num_ranks else []), message]
+        return SimpleNamespace(wait=lambda: torch.stack(self.messages).unsqueeze(0))
+
+
 class Averages:
-    """The averages of replicas in one process, of whole weights.
+    """The averages of replicas in one process.
 
     Args:
         replicas: the parameters of each, in one order; equal.
-        when: the schedule; a fixed k, from step 0 on.
+        when: the schedule; a fixed k, from the step on in which this is made.
+        what: sends the largest elements of the changes, without a delay; None: weights are sent whole.
     """
 
-    def __init__(self, replicas: Sequence[Sequence[Tensor]], when: EveryK) -> None:
+    def __init__(self, replicas: Sequence[Sequence[Tensor]], when: EveryK, what: TopK | None = None) -> None:
         self.replicas, self.when, first = replicas, when, replicas[0]
         self.starts = [parameter.detach().clone() for parameter in first]
         self.velocities = [torch.zeros_like(start) for start in self.starts]
@@ -109,6 +124,12 @@ class Averages:
         self.fragments = [[i for i, of in enumerate(chosen) if of == fragment] for fragment in range(num)]
         self.steps = [steps_before(fragment, num, when.k_steps) for fragment in range(num)]
         self.begun: list[Any] = [None] * num
+        peers = [echo(len(replicas)) for _ in replicas if what]
+        self.sent = [i for i, start in enumerate(self.starts) if what and what.compresses("", start.numel(), 0)]
+        self.exchanges = [what.exchange(each, when) for each in peers if what]
+        mailbox = Mailbox(len(replicas))
+        for each in peers:
+            each.between = mailbox
 
     @torch.no_grad()
     def after_step(self) -> int:
@@ -129,6 +150,13 @@ class Averages:
         members, snapshots = self.fragments[fragment], self.begun[fragment]
         means = [torch.stack(tensors).mean(0) for tensors in zip(*snapshots, strict=True)]
         starts = [self.starts[i] for i in members]
+        if self.exchanges:  # of all tensors: there is one fragment
+            pending = [
+                exchange.prepare({str(i): replica[i] - self.starts[i] for i in self.sent}).send()
+                for exchange, replica in zip(self.exchanges, snapshots, strict=True)
+            ]
+            for i, change in pending[0].wait().mean.dense().items():
+                means[int(i)] = self.starts[int(i)] + change.view_as(means[int(i)])
         velocities = [self.velocities[i] for i in members] if self.when.outer != "none" else []
         self.when.outer_step_(starts, means, velocities, inner_lr=1.0)
         for replica, before in zip(self.replicas, snapshots, strict=True):
@@ -194,9 +222,9 @@ def evaluate(models: Sequence[nn.Module], data: Any) -> float:
 
 
 @cache
-def trained(seed: int) -> nn.Module:
-    """Return the model that "continued" starts from."""
-    return train(runs("text", 1, seed=seed))[1][0]
+def trained(task: str, seed: int) -> nn.Module:
+    """Return the model that a task starts from."""
+    return train(runs(**(SIMULATED[task].goes_on or {}), seed=seed))[1][0]
 
 
 def train(run: Row) -> tuple[Row, list[Any]]:
@@ -204,18 +232,23 @@ def train(run: Row) -> tuple[Row, list[Any]]:
     simulated, num_ranks, when = SIMULATED[run["task"]], run["ranks"], when_of(run)
     num_steps = round(simulated.num_steps * run["stretch"])
     torch.manual_seed(run["seed"])
-    first = deepcopy(trained(run["seed"])) if simulated.goes_on else simulated.task.make_model()
+    first = deepcopy(trained(run["task"], run["seed"])) if simulated.goes_on else simulated.task.make_model()
     first.hparams.update(simulated.task.make_model().hparams)  # what goes on has another learning rate
     models = [first, *(deepcopy(first) for _ in range(1, num_ranks))] if when else [first]
     stepped = [begin(model, num_steps, by_muon=run["muon"]) for model in models]
-    averages = Averages([list(model.parameters()) for model in models], when) if when else None
+    averages, begin_step = None, round(run.get("begin", 0.0) * num_steps)
+    replicas, what = [list(model.parameters()) for model in models], run.get("compression")
     data, losses, started, num = simulated.task.make_data(), list[float](), time.perf_counter(), 0
     for step, of_ranks in zip(range(num_steps), batches(data, num_ranks, run["seed"]), strict=False):
+        if step == begin_step and when:
+            averages = Averages(replicas, when, None if what is None else Compression(**what))
         lost = []
         for rank, batch in enumerate(of_ranks):
             loss = models[rank % len(models)]._loss_and_prediction(batch)[0]
             (loss * len(models) / num_ranks).backward()
             lost.append(float(loss.detach()))
+        if not averages:
+            average_gradients_(replicas)
         for optimizer, schedule in stepped:
             optimizer.step()
             optimizer.zero_grad()
@@ -229,6 +262,15 @@ def train(run: Row) -> tuple[Row, list[Any]]:
     last = losses[-max(1, num_steps // 16) :]
     took_s = (time.perf_counter() - started) / num_ranks / len(losses)
     return {"val_loss": evaluate(models, data), "loss": statistics.fmean(last), "step_s": round(took_s, 4)}, models
+
+
+@torch.no_grad()
+def average_gradients_(replicas: Sequence[Sequence[Tensor]]) -> None:
+    """Let all replicas have the mean gradient: a synchronous step."""
+    for tensors in zip(*replicas, strict=True) if len(replicas) > 1 else ():
+        mean = torch.stack([tensor.grad for tensor in tensors if tensor.grad is not None]).mean(0)
+        for tensor in tensors:
+            tensor.grad = mean.clone()
 
 
 @torch.no_grad()
