@@ -68,6 +68,9 @@ def local(name: str, k: int, **knobs: Any) -> Callable[[], LocalSGDStrategy]:
     return lambda: LocalSGDStrategy(**{**NAMES[name][1], "k_steps": k, **knobs})
 
 
+PAPERS: dict[str, Any] = {"outer": "nesterov", "outer_momentum": 0.9}  # DiLoCo's
+
+
 def streaming(k: int, **knobs: Any) -> Strategy:
     """Make a strategy with fragments, hidden and mixed as in the paper of Streaming DiLoCo."""
     knobs |= {"k_steps": k, "begin_step": 0, "num_fragments": "auto", "delay_steps": 5, "mixing": 0.5}
@@ -82,8 +85,8 @@ METHODS: dict[str, Callable[[], Any]] = {
         rampup_step=DGC_SCHEDULE.rampup_step,
         sparsity=list(DGC_SCHEDULE.stairs),
     ),
-    **{f"diloco, k = {k}": local("diloco", k) for k in (16, 64)},
-    **{f"streaming_diloco, k = {k}": partial(streaming, k, outer="nesterov") for k in (16, 64)},
+    **{f"diloco, k = {k}": lambda k=k: Strategy(LocalSGD(k, 0, **PAPERS)) for k in (16, 64)},
+    **{f"streaming_diloco, k = {k}": partial(streaming, k, **PAPERS) for k in (16, 64)},
     "streaming_diloco by name": lambda: "streaming_diloco",
     "streaming_diloco by name, int4": lambda: Strategy(
         replace(preset("streaming_diloco"), what=Quantized(value_dtype="int4"))
@@ -203,7 +206,8 @@ def note(results: dict[str, Any]) -> str:
         f"in an all-gather each message passes it {NUM_RANKS - 1} times. The busiest steps are {PEAK_STEPS} in a row. "
         f'Seconds are those of the seeds that were run at {RATE}; losses and bits do not depend on it. "Norms too": no '
         'tensor is averaged whole. "Over ranks": mean_over="ranks". "By name": with its defaults, k = 16, hidden by 15 '
-        "steps, outer 0.7 / 0.6; other rows of streaming_diloco as in the paper: by 5 steps, 0.7 / 0.9, mixing 0.5. "
+        "steps, outer 0.7 / 0.6; rows of diloco, and the other rows of streaming_diloco, as in the papers: 0.7 / 0.9, "
+        "hidden by 5 steps, mixing 0.5. "
         'muloco trains by MuonAdamW. "Streaming": in fragments, hidden, 1 of 128, norms too; its replicas are not '
         "equal at the end, so it ends with a whole average. dgc sends "
         f"{in_words(as_plain(DGC_SCHEDULE))}; it has not chosen this itself.\n\n"

@@ -108,12 +108,7 @@ CONTROLS = {
     "powersgd, rank 4 after a tenth": Control(
         lambda num_steps: lowbw.Strategy(lowbw.PowerSGD(4, start_step=num_steps // 10), **COMMON)
     ),
-    HIDDEN: Control(
-        lambda _: lowbw.Strategy(
-            lowbw.LocalSGD(8, 0, outer="nesterov", outer_lr=0.7, outer_momentum=0.6, delay_steps=7), **COMMON
-        ),
-        steps=1.6,
-    ),
+    HIDDEN: Control(lambda _: lowbw.Strategy(preset("hidden_local_sgd"), **COMMON), steps=1.6),
 }
 CONTROL_LINK = "100 Mb/s, 50 ms"
 LONG = ("dgc", "lowbw", "ddp, fp16 hook", "ddp")  # an hour on the slowest link: less is sent there than in short runs

@@ -98,7 +98,7 @@ def test_each_choice_builds_what_it_names(composing: None) -> None:
 
 def test_the_presets_of_the_command_line_are_those_of_the_names(composing: None) -> None:
     names = "dgc post_local_sgd adaptive_local_sgd diloco sparse_loco streaming_diloco powersgd local_sgd_elastic "
-    for name in (names + "diloco_elastic sparse_loco_elastic").split():
+    for name in (names + "hidden_local_sgd diloco_elastic sparse_loco_elastic").split():
         built = instantiate(compose_train(f"strategy={name}").strategy)
         assert built.method == StrategyRegistry.get(name).method
 

@@ -56,6 +56,7 @@ NAMED_AVERAGING = re.compile(r"(EMA|Ema|SWA)(Callback|Weights?)?|.*(ExponentialM
 COLLECTIVE: tuple[type[pl.Callback], ...] = (Checkpoint, EarlyStopping, BatchSizeFinder, LearningRateFinder, *AVERAGING)
 
 NOT_BROADCAST = frozenset({torch.int16, torch.uint16, torch.uint32, torch.uint64})  # by gloo, nor by NCCL
+STEPS_OF_HIDDEN = 0.15  # per log2(k) log2(participants); benchmarks/results/steps_to_loss.md, 2 to 8 participants
 MUCH = 0.5  # of the trained elements; below it a warning
 # The Trainer's settings: ranks with different settings would wait in different collectives, or train apart.
 SETTINGS = (
@@ -511,7 +512,7 @@ def refuse_sparse_gradients(module: torch.nn.Module) -> None:
 
 
 def warn_of_schedule(method: Method, trainer: pl.Trainer, workers: Sequence[Synchronizer]) -> None:
-    """Warn if the run ends before its method has done anything but DDP; log the arithmetic of sparse steps."""
+    """Warn if the run ends before its method has done anything but DDP; log what sparse steps or hidden averages do."""
     if all(worker.peers.num_participants == 1 and not worker.peers.may_grow for worker in workers):
         return
     begin, after = method.when.begin_step, 1
@@ -519,6 +520,13 @@ def warn_of_schedule(method: Method, trainer: pl.Trainer, workers: Sequence[Sync
         fragments = max(len(worker.fragments) for worker in workers)  # type: ignore[attr-defined]  # all are replicas
         after = max(1, method.when.k_steps // fragments)
         does, instead = "average", ", and after it each rank alone"
+        k, num = method.when.k_steps, max(worker.peers.num_participants for worker in workers)
+        if method.when.delay_steps and num > 1:
+            factor = 1.0 + STEPS_OF_HIDDEN * math.log2(k) * math.log2(num)
+            rank_zero_info(
+                f"Hidden averages every {k} steps of {num} participants: train about {factor:.3g} times as many steps "
+                "as with ddp; the learning rate's schedule and max_steps are yours."
+            )
     elif method.compresses_gradients and not method.when.is_auto:
         does, instead = "compressed step", ""
         _tell_of_sparse_steps(workers)  # type: ignore[arg-type]  # of a method that compresses gradients all are

@@ -43,7 +43,7 @@ from lightning_lowbw.presets import preset
 from lightning_lowbw.schedules.every_step import EveryStep
 
 SIDE = 1024  # of the matrices that stand for a model if only its number of parameters is known
-EVERY_K = ("local_sgd", "diloco", "streaming_diloco", "sparse_loco")
+EVERY_K = ("local_sgd", "hidden_local_sgd", "diloco", "streaming_diloco", "sparse_loco")
 FLAT = ("ddp", HALF_DDP, "float16", "int8", "int4", "powersgd", "dgc", *EVERY_K)
 BUDGET = EveryStep().budget
 HEADS, WIDTHS = ("s per step", "MB sent / node", "MB kept / rank", "x bfloat16"), (11, 16, 16, 12)

@@ -212,14 +212,14 @@ def test_the_strategy_hands_every_argument_on() -> None:
         assert lowbw.DGCStrategy(**arguments).method == lowbw.DGC(**{"sparsity": "auto", **arguments})  # type: ignore[arg-type]
 
 
-LOCAL = ("local_sgd", "post_local_sgd", "diloco", "sparse_loco")
+LOCAL = "local_sgd", "post_local_sgd", "hidden_local_sgd", "diloco", "streaming_diloco", "muloco", "sparse_loco"
 NAMES = {
     "dgc": lowbw.DGCStrategy,
     "adaptive_local_sgd": lowbw.AdaptiveLocalSGDStrategy,
     "lowbw": lowbw.AutoStrategy,
     **dict.fromkeys(LOCAL, lowbw.LocalSGDStrategy),
     "bfloat16": lowbw.HierarchicalStrategy,
-    **dict.fromkeys(("float16", "int8", "int4", "powersgd", "streaming_diloco", "muloco"), lowbw.Strategy),
+    **dict.fromkeys(("float16", "int8", "int4", "powersgd"), lowbw.Strategy),
 }
 NAMES |= {f"{name}_hierarchical": cls for name, cls in NAMES.items()} | {"hierarchical": lowbw.HierarchicalStrategy}
 OF_SHARDS = [f"{name}_fsdp" for name in ("dgc", "local_sgd", "diloco", "sparse_loco", "hierarchical", "int8", "int4")]

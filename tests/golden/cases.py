@@ -15,6 +15,7 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, RMSprop
 import lightning_lowbw as lowbw
 from tests.golden import models
 
+PAPERS: dict[str, Any] = {"outer": "nesterov", "outer_momentum": 0.9}  # DiLoCo's
 OPTIMIZERS: dict[str, models.MakeOptimizer] = {
     "sgd": partial(SGD, lr=0.1),
     "momentum": partial(SGD, lr=0.05, momentum=0.9),
@@ -235,8 +236,8 @@ for _name, _options, _fields in (
 for _name, _options, _fields in (
     ("slowmo-two-levels", {"outer": "slowmo", "topology": INTERLEAVED}, {"ranks": 4}),
     ("slowmo-resume", {"outer": "slowmo", "outer_momentum": 0.7}, {"resume_at": 5, "steps": 10}),
-    ("diloco-resume", {"outer": "nesterov", "k_steps": 3}, {"resume_at": 5, "steps": 10, "optimizer": "adamw"}),
-    ("diloco-alone-resume", {"outer": "nesterov", "k_steps": 3, "delay_steps": 2},
+    ("diloco-resume", {**PAPERS, "k_steps": 3}, {"resume_at": 5, "steps": 10, "optimizer": "adamw"}),
+    ("diloco-alone-resume", {**PAPERS, "k_steps": 3, "delay_steps": 2},
      {"ranks": 1, "resume_at": 5, "steps": 10, "optimizer": "adamw"}),
     ("streaming-slowmo", {"num_fragments": 2, "outer": "slowmo", "k_steps": 3, "delay_steps": 1}, {}),
     ("streaming-bfloat16", {"num_fragments": 2, "compression": "bfloat16"},
@@ -246,7 +247,7 @@ for _name, _options, _fields in (
     ("streaming-two-levels", {"num_fragments": 2, "k_steps": 3, "delay_steps": 1, "mixing": 0.3, "topology": 2},
      {"ranks": 4, "optimizer": "adamw", "bytes_by_step": False}),
     ("streaming-resume-between",
-     {"num_fragments": 3, "k_steps": 4, "delay_steps": 1, "mixing": 0.5, "outer": "nesterov"},
+     {"num_fragments": 3, "k_steps": 4, "delay_steps": 1, "mixing": 0.5, **PAPERS},
      {"resume_at": 6, "steps": 11, "optimizer": "adamw"}),
 ):  # fmt: skip
     local(_name, {"begin_step": 0, **_options}, "outer", **_fields)
@@ -273,7 +274,7 @@ for _name, _compression, _options, _fields in (
      {"optimizer": "nesterov"}),
     ("bf16-post", {}, {"begin_step": 2}, {"precision": "bf16-mixed", "optimizer": "adamw"}),
     ("two-levels", {}, {"topology": 2}, {"optimizer": "adamw", "ranks": 4}),
-    ("two-levels-float32", {"value_dtype": "float32", "chunk": None}, {"topology": INTERLEAVED, "outer": "nesterov"},
+    ("two-levels-float32", {"value_dtype": "float32", "chunk": None}, {"topology": INTERLEAVED, **PAPERS},
      {"ranks": 4, "optimizer": "nesterov"}),
     ("resume-int2", {}, {"k_steps": 3}, {"resume_at": 5, "steps": 10, "optimizer": "adamw"}),
     ("resume-delayed-int4", {"value_dtype": "int4"}, {"k_steps": 3, "delay_steps": 2},
@@ -310,7 +311,7 @@ for _name, _method, _fields in (
     ("int8-adamw-conv", lowbw.QuantizedGradients(), {"optimizer": "adamw", "model": models.Conv, "trainer": VALIDATE}),
     ("local-sgd-configured", lowbw.LocalSGD(2), {"optimizer": "sgd", "model": models.Sharded, "trainer": ACCUMULATE}),
     ("qsr-int8", lowbw.AdaptiveLocalSGD(2, rule="qsr", qsr_alpha=0.1, compression="int8"), {"lr_milestones": (5,)}),
-    ("diloco-delayed-resume", lowbw.LocalSGD(3, 0, outer="nesterov", delay_steps=1),
+    ("diloco-delayed-resume", lowbw.LocalSGD(3, 0, delay_steps=1, **PAPERS),
      {"optimizer": "adamw", "resume_at": 5, "steps": 10}),
     ("sparse-loco-resume", lowbw.LocalSGD(2, 0, compression=FSDP_LOCO),
      {"optimizer": "adamw", "resume_at": 5, "steps": 10, "model": models.Sharded}),

@@ -7,6 +7,7 @@ from typing import Any
 import torch.distributed as dist
 
 from lightning_lowbw import DGC, LocalSGDStrategy, SparsityWarmup, Strategy
+from lightning_lowbw.presets import preset
 from tests.ranks import on_ranks
 from tests.strategies.fits import make, train, warned
 from tests.sync.problem import listening
@@ -36,6 +37,10 @@ CASES: dict[str, list[tuple[Any, ...]]] = {
         (warm_up(), "sparsity=[0.002]: 99.8 % of", SparsityWarmup(begin_step=0, sparsity=[0.002])),
         (Strategy(DGC(density=0.999)), "density=0.999: 99.9 % of the elements are sent. "),
         (LocalSGDStrategy(2, compression={"density": 0.5}), ""),
+    ],
+    "times as many": [
+        (Strategy(preset("hidden_local_sgd")), "every 8 steps of 2 participants: train about 1.45 times as many"),
+        (LocalSGDStrategy(2), ""),
     ],
     "are sent sparse": [
         (warm_up(min_numel=1, exclude=("wider.weight",)), "7 of 8 tensors, 40.8% of the 3,461 elements that are "),
