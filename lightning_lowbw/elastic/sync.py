@@ -379,24 +379,24 @@ class ElasticSync(LocalSync):
     def _each_exchange(self, is_hidden: bool) -> None:
         """Exchange the weights that `begin` has copied; `is_hidden`: begin to do so in a thread."""
         wait([self._has_ended])  # this process may still be in the last round
-        ended = self._has_ended = Future()
         self.is_hiding, hidden = True, self.group.hidden
+        exchange = partial(hidden.lead, partial(self._carry_out, hidden), self._exchange_round)
+        if not is_hidden:
+            exchange()
+            return
+        ended = self._has_ended = Future()
         num_threads, has_begun = torch.get_num_threads(), threading.Event()
 
         def run() -> None:
-            if is_hidden:
-                torch.set_num_threads(max(1, num_threads // THREADS_OF_STEPS))
+            torch.set_num_threads(max(1, num_threads // THREADS_OF_STEPS))
             has_begun.set()
             try:
                 with torch.no_grad():
-                    hidden.lead(partial(self._carry_out, hidden), self._exchange_round)
+                    exchange()
                 ended.set_result(None)
             except BaseException as error:  # noqa: BLE001 - raised by the wait for the round
                 ended.set_exception(error)
 
-        if not is_hidden:
-            run()
-            return
         threading.Thread(target=run, name="lowbw-round", daemon=True).start()
         has_begun.wait()
         torch.set_num_threads(num_threads)  # of this thread as before, and of threads to come

@@ -19,7 +19,7 @@ from torch.nn import Parameter
 from lightning_lowbw import DisagreementError, LocalSGD
 from lightning_lowbw.comm.agreement import digest, gather
 from lightning_lowbw.elastic import sync
-from lightning_lowbw.elastic.group import Group
+from lightning_lowbw.elastic.group import Group, LostProcessError
 from lightning_lowbw.elastic.membership import Quorum, Row, judge_of, latest_of, raise_refused, refusals
 from lightning_lowbw.elastic.sync import ElasticSync
 from lightning_lowbw.method import Method
@@ -594,6 +594,18 @@ def test_a_group_of_two_processes_resumes_inside_a_round_and_hides_rounds() -> N
     assert (hidden.worker.num_averages, hidden.worker.step, hidden.worker.tokens_seen) == (4, 12, 2 * 12 * TOKENS)
     digests = gather([digest(hidden.parameters.values()), hidden.worker.contributed], "weights")
     assert digests[0] == digests[1]
+
+
+@on_ranks()
+def test_an_interrupt_of_a_leader_that_waits_ends_its_group() -> None:
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    member = Member(dist.HashStore(), dist.get_rank(), METHODS["diloco"])
+    member.there.quorum = interrupt  # type: ignore[method-assign, assignment]
+    member.run()
+    assert isinstance(member.error, LostProcessError if dist.get_rank() else KeyboardInterrupt)
+    member.worker.group.close()  # as when the process ends
 
 
 def test_one_that_joins_comes_to_its_first_round_before_the_others() -> None:
