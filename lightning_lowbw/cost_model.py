@@ -39,8 +39,8 @@ ranks pass through its link. On two levels M participants exchange each of G par
 m the size of a part's message, and each rank of a node sends its own part. Whole gradients and the sum inside the node
 run during the backward pass. When flat, so does the first message of gradients in few bits, except its last group, if
 messages may begin there (`Cluster.begins_early`). All other messages come after the backward pass, every k steps, or
-are hidden by `delay_steps`. Work is memory read and written: `WORK_BYTES` per element of a dense payload, and none for
-TopK, whose pass replaces the optimizer's.
+are hidden by `delay_steps`; work is not hidden. Work is memory read and written: `SENT_BYTES` per element that TopK
+sends, and `WORK_BYTES` per element, except for gradients by TopK, whose pass replaces the optimizer's.
 
 A Lightning strategy (`strategies.auto_choice`) measures the link and a dense step, and adds the computing time of the
 payloads to these seconds, from exchanges of a sample without a network. The overlap is the part of the dense exchange
@@ -62,6 +62,7 @@ from lightning_lowbw.comm.peers import BUCKET_BYTES, is_apart
 from lightning_lowbw.method import Method
 from lightning_lowbw.payloads.params import small_numel
 from lightning_lowbw.payloads.payload import FLOAT_BYTES, Message, Shapes
+from lightning_lowbw.payloads.top_k import TopK
 from lightning_lowbw.payloads.whole import Whole
 from lightning_lowbw.presets import QuantizedGradients
 from lightning_lowbw.schedules.every_step import EveryStep
@@ -221,8 +222,7 @@ def _ddp(measured: Measured, run: Run, given: Method) -> Candidate:
 
 def _every_step(name: str, measured: Measured, run: Run, given: Method) -> Candidate:
     """Return the candidate of a payload that costs the same in every step."""
-    step_s = measured.step_s + measured.exchange_s[name]
-    return Candidate(name, EVERY_STEP[name](run.num_done, given), step_s)
+    return Candidate(name, EVERY_STEP[name](run.num_done, given), measured.step_s + measured.exchange_s[name])
 
 
 def _dgc(measured: Measured, run: Run, given: Method) -> Candidate | str:
@@ -298,6 +298,7 @@ def slowest(measured: Sequence[Measured]) -> Measured:
 
 MOST_OVERLAP = 0.5  # share of a step: the overlap of a GPU, as in `check.OF_GPU`
 WORK_BYTES = 32  # memory traffic per element: copied into a message, added, divided, copied back
+SENT_BYTES = 640  # per element that TopK sends: ten cache lines; benchmarks/results/ops_cpu.md has 76 ns at 6.4 %
 FAST = Link(latency_s=1e-5, bandwidth_bytes_per_s=25e9)  # PCIe
 
 
@@ -378,19 +379,20 @@ def cost_of(method: Method, shapes: Shapes, cluster: Cluster, step_s: float, ext
     beside = between.beside(messages[0], whole_bytes) if is_beside else between.all_reduce(max(1, whole_bytes))
     sent = sum(map(between.of, messages), beside)
     exchange_s = cluster.link.seconds(sent.node_bytes, sent.rounds) + inside.seconds(sent.inside_bytes)
-    if between.num_ranks > 1 and not what.corrects:
-        exchange_s += WORK_BYTES * numel / cluster.memory_bytes_per_s
+    num_passed = 0 if what.corrects and not when.averages_weights else numel
+    num_sent = sum(what.nums_sent([*map(math.prod, compressed)])) if isinstance(what, TopK) else 0
+    work_s = (between.num_ranks > 1) * (WORK_BYTES * num_passed + SENT_BYTES * num_sent) / cluster.memory_bytes_per_s
     # The part of the exchange during the backward pass counts as far as it exceeds the overlap.
     in_node = _ring_all_reduce(FLOAT_BYTES * numel, num_local)
     beside_s = inside.seconds(in_node.node_bytes, in_node.rounds)
     if what.sends_all and not when.averages_weights:
-        beside_s, exchange_s = beside_s + exchange_s, 0.0
+        beside_s, exchange_s, work_s = beside_s + exchange_s + work_s, 0.0, 0.0
     elif what.can_be_early and cluster.begins_early and num_local == 1 and not when.averages_weights and any(numels):
         early_s = share_begun_early(numels) * cluster.link.seconds(between.of(messages[0]).node_bytes)
         beside_s, exchange_s = beside_s + early_s, exchange_s - early_s
     added_s = max(0.0, beside_s - cluster.overlap * step_s)
-    # The exchange after the backward pass: once in k steps, hidden by delay_steps steps.
-    added_s += max(0.0, exchange_s - when.delay_steps * step_s) / when.k_steps
+    # After the backward pass: once in k steps, and all but the work is hidden by delay_steps steps.
+    added_s += (work_s + max(0.0, exchange_s - when.delay_steps * step_s)) / when.k_steps
     # Residuals of all elements, or of this rank's part.
     residuals = 0.0 if what.sends_all else 1.0 / num_local if what.keeps_parts else 1.0
     # A hidden average has two copies. Changes are measured from an anchor; an outer optimizer has a velocity, too.
@@ -454,9 +456,8 @@ class Between:
 
     def all_gather(self, nbytes: int) -> Traffic:
         """Return the traffic of an all-gather of a part's messages."""
-        num_ranks, is_ring = self.num_ranks, self.cluster.gathers_in_ring
-        rounds = all_gather_rounds(num_ranks, is_ring=is_ring)
-        return Traffic(self.num_local * all_gather_bytes(nbytes, num_ranks), rounds)
+        rounds = all_gather_rounds(self.num_ranks, is_ring=self.cluster.gathers_in_ring)
+        return Traffic(self.num_local * all_gather_bytes(nbytes, self.num_ranks), rounds)
 
     def all_to_all(self, nbytes: int) -> Traffic:
         """Return the traffic of a message to each other rank; messages to other nodes use the link."""

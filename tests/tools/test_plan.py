@@ -19,8 +19,9 @@ from omegaconf import OmegaConf
 
 from lightning_lowbw import DGC, LocalSGD, Method, PowerSGD, QuantizedGradients, Topology, Where, cli
 from lightning_lowbw.comm.link import Link
-from lightning_lowbw.cost_model import Cluster, Run, cost_of
-from lightning_lowbw.tools.check import check_ranks, join_ranks, loopback_warning, slow, text
+from lightning_lowbw.cost_model import SENT_BYTES, WORK_BYTES, Cluster, Run, cost_of
+from lightning_lowbw.presets import preset
+from lightning_lowbw.tools.check import OF_CPU, check_ranks, join_ranks, loopback_warning, slow, text
 from lightning_lowbw.tools.plan import CLUSTER, Plan, main, make_cluster, shapes_of, show
 from tests.programs import ROOT, forget_launcher, free_port, run_script
 from tests.ranks import on_ranks, run_ranks
@@ -112,6 +113,28 @@ ROUNDS: list[tuple[Method, Cluster, float, float]] = [
 def test_rounds_and_what_hides_them(method: Method, cluster: Cluster, node_bytes: float, seconds: float) -> None:
     cost = cost_of(method, [(1000,)], cluster, step_s=1.0)
     assert (cost.node_bytes, cost.seconds) == pytest.approx((node_bytes, seconds), rel=1e-3)
+
+
+def test_an_average_and_each_sent_element_are_work_which_nothing_hides() -> None:
+    memory_bytes_per_s, numel = OF_CPU["memory_gbyte_per_s"] * 1e9, 1 << 20
+    cluster = Cluster(2, 1, Link(0.0, 1e18), memory_bytes_per_s=memory_bytes_per_s)
+
+    def work_bytes(method: Method) -> float:
+        seconds = cost_of(method, [(1024, 1024)], cluster, step_s=1.0).seconds
+        return seconds * method.when.k_steps * memory_bytes_per_s / numel
+
+    assert work_bytes(DGC(sparsity=[0.936])) == pytest.approx(0.064 * SENT_BYTES, rel=1e-3)
+    assert work_bytes(preset("sparse_loco")) == pytest.approx(WORK_BYTES + SENT_BYTES / 64, rel=1e-3)
+    assert work_bytes(LocalSGD(8, delay_steps=7)) == pytest.approx(WORK_BYTES, rel=1e-3)
+    page = (ROOT / "benchmarks/results/ops_cpu.md").read_text()
+    few_ns, many_ns = (
+        sum(
+            float(each)
+            for each in re.findall(rf"^\| (?:select|code|read 2 messages|apply), {share} \|  \| ([\d.]+)", page, re.M)
+        )
+        for share in ("0.1%", "6.4%")
+    )
+    assert (many_ns - few_ns) / (0.064 - 0.001) == pytest.approx(1e9 * SENT_BYTES / memory_bytes_per_s, rel=0.1)
 
 
 def test_a_plain_loop_is_planned_as_one(capsys: pytest.CaptureFixture[str]) -> None:
