@@ -230,13 +230,25 @@ def show(rows: Sequence[dict[str, Any]], caption: str) -> None:
     from rich.table import Table
 
     table = Table(box=box.SIMPLE_HEAD, padding=0, show_edge=False, pad_edge=False)
-    for title in COLUMNS:  # one word per line: nine columns fit into a terminal of 80
-        table.add_column(title.replace(" ", "\n"), justify="right", no_wrap=True)
+    for title in COLUMNS:
+        table.add_column(in_two_lines(title), justify="right", no_wrap=True)
     for row in rows:
         table.add_row(*format_cells(row))
     console = Console(highlight=False)
     console.print(table)
-    console.print(caption, soft_wrap=True)
+    console.print(caption)
+
+
+def in_two_lines(title: str) -> str:
+    """Break a head so that nine columns fit into a terminal of 80.
+
+    Examples:
+        >>> in_two_lines("s to a loss of 0.01"), in_two_lines("seconds")
+        ('s to a loss\\nof 0.01', 'seconds')
+    """
+    words = title.split()
+    halves = [(" ".join(words[:num]), " ".join(words[num:])) for num in range(1, len(words))]
+    return "\n".join(min(halves, key=lambda lines: max(map(len, lines)), default=(title,)))
 
 
 def draw(rows: Sequence[dict[str, Any]], runs: Sequence[Run], link: str, path: Path) -> None:

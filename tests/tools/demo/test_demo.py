@@ -55,6 +55,19 @@ def test_the_numbers_of_the_table() -> None:
     assert (ddp["measured_kb"], dgc["measured_kb"]) == (5.0, None)
 
 
+@pytest.mark.parametrize("columns", ["80", "120"])
+def test_the_table_has_whole_words(
+    columns: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
+    demo.show(summarize(RUNS), "A caption.")
+    heads, _, rest = capsys.readouterr().out.partition("─")
+    assert len(heads.splitlines()) == 2
+    assert {*" ".join(demo.COLUMNS).split()} == {*heads.split()}
+    assert max(map(len, rest.splitlines())) <= 80
+    assert rest.splitlines()[1].split()[:4] == ["ddp", "2", "40", "95.00%"]
+
+
 def test_what_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(demo, "_has_lab", lambda: True)
     monkeypatch.setattr(demo, "train", lambda *_: RUNS)
