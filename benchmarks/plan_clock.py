@@ -38,7 +38,7 @@ from benchmarks.harness import RESULTS, describe_environment, run_in_lab
 from benchmarks.headline import LINKS
 from benchmarks.models import Workload
 from benchmarks.worker import measure
-from lightning_lowbw import DGC, LocalSGD, Method
+from lightning_lowbw import DGC, Method
 from lightning_lowbw.cost_model import Cost, cost_of
 from lightning_lowbw.presets import preset
 from lightning_lowbw.strategies.base import SETTLE_S
@@ -50,7 +50,6 @@ Row = dict[str, Any]
 PATH = RESULTS / "plan_clock.json"
 WIDTH, BATCH = 2048, 4
 HIDDEN_LAYERS = {"mlp-25M": 5, "mlp-50M": 11, "mlp-100M": 23}
-HIDDEN = "local_sgd / 8, hidden, outer momentum"
 METHODS: dict[str, Method] = {
     "ddp": Method(),
     "bfloat16": preset("bfloat16"),
@@ -58,7 +57,7 @@ METHODS: dict[str, Method] = {
     "dgc, 0.1 %": DGC(sparsity=[0.999]),
     "dgc, 6.4 %": DGC(sparsity=[0.936]),
     "sparse_loco": preset("sparse_loco"),
-    HIDDEN: LocalSGD(8, 0, outer="nesterov", outer_lr=0.7, outer_momentum=0.6, delay_steps=7),
+    "hidden_local_sgd": preset("hidden_local_sgd"),
 }
 OF_FOUR = ("ddp", "int8", "dgc, 0.1 %", "dgc, 6.4 %")
 SHOWN_LINKS = ("1 Gb/s, 0.5 ms", "100 Mb/s, 50 ms")  # the short one first

@@ -17,7 +17,7 @@ NUMBERS = {"nodes": 4, "ranks_per_node": 1, "gbit_per_s": 0.1, "latency_ms": 50.
 NUMBERS |= {"memory_gbyte_per_s": 8.0, "overlap": 0.0}
 
 
-@pytest.mark.parametrize("name", ["ddp", "bfloat16", "int8", "sparse_loco"])
+@pytest.mark.parametrize("name", ["ddp", "bfloat16", "int8", "sparse_loco", "hidden_local_sgd"])
 def test_its_seconds_are_those_of_the_plan(name: str) -> None:
     plan = Plan(plan_clock.shapes_of(MODEL), make_cluster(NUMBERS), STEP_S, Run(0, 1000))
     found = plan.predicted(name)
