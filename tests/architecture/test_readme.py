@@ -163,7 +163,7 @@ def test_the_accuracy_of_averages() -> None:
     )
     page = words("docs/methods/local_sgd.md").replace(",", "")
     assert f"the loss is {' % and '.join(large)} % higher than DDP's" in page
-    assert f"(as `streaming_diloco`) {' % and '.join(small)} %" in page
+    assert f"with 0.6 it is {' % and '.join(small)} % higher" in page
 
 
 def test_the_goodput_of_groups() -> None:
