@@ -76,6 +76,8 @@ class Orders:
             self._answer(name, values)
         try:
             section()
+        except LostProcessError:
+            raise  # at once: it would take another timeout to tell a process that does not answer
         except Exception as error:
             with suppress(LostProcessError):
                 self.tell((RAISE, (_portable(error),)))
@@ -104,6 +106,8 @@ class Orders:
     def _answer(self, name: str, values: Sequence[Any]) -> list[Any]:
         try:
             answer = self._carry_out(name, *values)
+        except LostProcessError:
+            raise
         except Exception as error:  # noqa: BLE001 - the leader raises it, on all processes
             answer = _portable(error)
         answers = [answer] * self._size
