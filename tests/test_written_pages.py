@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from itertools import product
 
-from benchmarks import bits_to_loss, gpu_lab, headline, plan_clock, reliability, surface
+from benchmarks import bits_to_loss, finetune, gpu_lab, headline, plan_clock, reliability, surface
 from clients import run
 
 
@@ -42,3 +43,8 @@ def test_each_method_that_is_measured_can_be_made() -> None:
         assert all(make() for make in methods.values())
     assert all(control.make(500) for control in headline.CONTROLS.values())
     assert all(plan_clock.strategy_of(name)() for name in plan_clock.METHODS)
+    assert all(way.make(300) for way in finetune.WAYS.values())
+
+
+def test_the_page_of_fine_tuning_is_what_its_runs_have_shown() -> None:
+    assert finetune.PATH.with_suffix(".md").read_text() == finetune.page(json.loads(finetune.PATH.read_text()))
