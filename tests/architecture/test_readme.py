@@ -80,6 +80,22 @@ def test_the_demo() -> None:
         assert name.format(each["seconds"], each["test accuracy"].rstrip("%")) in TEXT
 
 
+def test_the_pretrained_model() -> None:
+    ends, times = ({}, {})
+    for row in rows(RESULTS / "finetune.md", "method"):
+        (ends if "accuracy" in row else times).setdefault(row["method"], row)
+    shown = ("ddp", "int8", "dgc, 6.4 %")
+    ddp_s, int8_s, dgc_s = (number(times[name]["s per step at 100 Mb/s, 50 ms"]) for name in shown)
+    assert f"DDP takes {ddp_s:.1f} s per step, `int8` {int8_s:.1f} s, `dgc` at 6.4 % {dgc_s:.1f} s." in TEXT
+    ddp, int8, dgc = (ends[name]["accuracy"].replace("%", " %") for name in shown)
+    assert ends["ddp"]["seeds"] == ends["int8"]["seeds"] == ends["dgc, 6.4 %"]["seeds"] == "2"
+    assert f"accuracy {ddp}, {int8} and {dgc} ([two seeds](benchmarks/results/finetune.md))" in TEXT
+    ends = {name: number(row["points to ddp"]) for name, row in ends.items() if row["points to ddp"]}
+    few, often, dense = (ends[f"sparse_loco{more}"] for more in ("", ", k = 5", ", density 1/8"))
+    told = f"has {-few:.1f} points less accuracy than DDP, with `k_steps=5` {-often:.1f} less, with `density=1/8` {dense:.1f} more"
+    assert told in words("docs/methods/local_sgd.md")
+
+
 def test_the_work_of_a_gpu() -> None:
     trainings = json.loads((RESULTS / "gpu.json").read_text())["rows"]["training"].values()
     ms = [{name: median for name, (median, _) in row["ms per batch"].items()} for row in trainings]
