@@ -546,14 +546,15 @@ def seconds(results: Row, task: str) -> str:
     """Return the table of seconds per step, and to ddp's accuracy; empty if nothing is timed."""
     kind, dense, rows = TASKS[task], runs_of(results, task, "ddp"), []
     what, sign = what_counts(kind)
-    goal = sign * statistics.fmean(curve_of(run)[kind.num_steps][what] for run in dense.values())
-    target = goal - (POINTS / 100 if kind.is_pretrained else SLACK * abs(goal))
     times = {link: {row["method"]: row["step_s"] for row in of_kind(results, "time", task, link)} for link in LINKS}
     timed = {name for link in LINKS for name in times[link]}
     for name in [*(name for name in WAYS if name.split(STRETCHED)[0] in timed), *([AGAIN] if AGAIN in timed else [])]:
         runs = runs_of(results, task, name.replace(AGAIN, "ddp"))
-        curve = [(step, sign * each) for step, each in mean_curve(runs, what)] if runs else []
-        num_steps = steps_to(curve, target)
+        if not runs.keys() & dense.keys():
+            continue
+        goal = sign * statistics.fmean(curve_of(dense[s])[kind.num_steps][what] for s in runs.keys() & dense.keys())
+        target = goal - (POINTS / 100 if kind.is_pretrained else SLACK * abs(goal))
+        num_steps = steps_to([(step, sign * each) for step, each in mean_curve(runs, what)], target)
         cells = ["not reached" if num_steps is None else f"{num_steps:.0f}"]
         for link in LINKS:
             step_s, ddp_s = (times[link].get(each, math.nan) for each in (name.split(STRETCHED)[0], "ddp"))
@@ -589,9 +590,9 @@ def page(results: Row) -> str:
         "Accuracy and loss are from runs without a throttle, at equal steps unless the row says otherwise, with what "
         f"`dgc` and `lowbw` had chosen at {CHOICE_LINK}. In brackets: the choice there, and that at "
         f'{list(LINKS)[1]}. "Points to ddp" are differences of runs with the same seed: their mean, the smallest and '
-        f"the largest one. \"Steps to ddp's\": after these the mean of the runs has ddp's last accuracy less {POINTS} "
-        f'points, or its loss and {SLACK:.0%}; "s to ddp\'s" are these steps times the seconds per step, a mean of '
-        f"{NUM_TIMED} steps or more after the warm-up.\n"
+        "the largest one. \"Steps to ddp's\": after these the mean of the runs has the last accuracy of ddp's runs with "
+        f'the same seeds, less {POINTS} points, or their loss and {SLACK:.0%}; "s to ddp\'s" are these steps times the '
+        f"seconds per step, a mean of {NUM_TIMED} steps or more after the warm-up.\n"
     ]
     begun = of_kind(results, "begin", "minilm", CHOICE_LINK)
     if begun:
