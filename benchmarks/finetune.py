@@ -589,10 +589,10 @@ def page(results: Row) -> str:
         f"validated on {num_val:,} docstrings of other files; {usual:.1%} of these are of one class.\n\n"
         "Accuracy and loss are from runs without a throttle, at equal steps unless the row says otherwise, with what "
         f"`dgc` and `lowbw` had chosen at {CHOICE_LINK}. In brackets: the choice there, and that at "
-        f'{list(LINKS)[1]}. "Points to ddp" are differences of runs with the same seed: their mean, the smallest and '
-        "the largest one. \"Steps to ddp's\": after these the mean of the runs has the last accuracy of ddp's runs with"
-        f' the same seeds, less {POINTS} points, or their loss and {SLACK:.0%}; "s to ddp\'s" are these steps times the '
-        f"seconds per step, a mean of {NUM_TIMED} steps or more after the warm-up.\n"
+        f'{list(LINKS)[1]}. "Points to ddp" are differences of runs with the same seed: their mean, the least and '
+        "the largest. \"Steps to ddp's\": after these the mean of the runs has the last accuracy of ddp's runs with"
+        f' equal seeds, less {POINTS} points, or their loss and {SLACK:.0%}; "s to ddp\'s" are these steps times the '
+        f"seconds per step, a mean of {NUM_TIMED} or more after the warm-up.\n"
     ]
     begun = of_kind(results, "begin", "minilm", CHOICE_LINK)
     if begun:
