@@ -20,11 +20,9 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import torch
-
-from benchmarks.beside_ddp.tasks import Task, be_quiet, write
-from benchmarks.harness import RESULTS, describe_environment
-from benchmarks.steps_to_loss import MEASURED, SIMULATED, Row, Simulated, runs, train
+from benchmarks.beside_ddp.tasks import Task
+from benchmarks.harness import RESULTS
+from benchmarks.steps_to_loss import MEASURED, SIMULATED, Row, Simulated, go_on, runs
 from lightning_lowbw import Compression, TopK
 from lightning_lowbw.tools.zoo import ByteLanguageModel, StdlibText
 from lightning_lowbw.tools.zoo.optimizers import OptimizerName
@@ -183,21 +181,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--report", action="store_true", help="run nothing")
     options = parser.parse_args()
-    path = RESULTS / "defaults.json"
-    results: Row = {"environment": describe_environment(link=None), "rows": []}
-    if path.exists():
-        results = json.loads(path.read_text())
-    if not options.report:
-        be_quiet()
-        torch.set_num_threads(1)
-        torch.set_flush_denormal(True)
-        done = [{name: row[name] for name in row if name not in MEASURED} for row in results["rows"]]
-        for run in grid():
-            if json.loads(json.dumps(run)) not in done:
-                results["rows"].append({**run, **train(run)[0]})
-                write(results, path)
-                print(results["rows"][-1], flush=True)
-    report(results)
+    report(go_on(RESULTS / "defaults.json", () if options.report else grid()))
 
 
 if __name__ == "__main__":

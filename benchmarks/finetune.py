@@ -50,7 +50,7 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_lowbw as lowbw
-from benchmarks.beside_ddp.tasks import be_quiet
+from benchmarks.beside_ddp.tasks import be_quiet, make_trainer
 from benchmarks.contestants import COMMON, HookStrategy, power_sgd
 from benchmarks.harness import RESULTS, describe_environment, run_in_lab
 from lightning_lowbw.presets import preset
@@ -65,7 +65,7 @@ CACHE = Path(__file__).resolve().parents[1] / "build" / "finetune"
 NUM_NODES = 2
 LINKS: dict[str, tuple[str, float]] = {"100 Mb/s, 50 ms": ("100mbit", 50.0), "1 Gb/s, 0.5 ms": ("1gbit", 0.5)}
 CHOICE_LINK = "100 Mb/s, 50 ms"
-NUM_TIMED, REPETITIONS = 20, 1
+NUM_TIMED = 20
 # What may be missing where ddp's accuracy, or loss, counts as reached.
 POINTS, SLACK = 0.5, 0.01
 STRETCHED = ", 1.6"  # in the name of a method that takes more steps
@@ -336,23 +336,7 @@ def train(task: Task, strategy: Any, seed: int, num_steps: int, stop_after: int 
     """Train on this rank, with the other one; return validations, the clock and bytes."""
     pl.seed_everything(seed, workers=True, verbose=False)
     log, model = Log(stop_after), task.make()
-    trainer = pl.Trainer(
-        strategy=strategy,
-        accelerator="cpu",
-        devices=1,
-        num_nodes=NUM_NODES,
-        max_steps=num_steps,
-        max_epochs=-1,
-        callbacks=[log],
-        num_sanity_val_steps=0,
-        check_val_every_n_epoch=None,
-        val_check_interval=task.every,
-        limit_val_batches=None if validates else 0,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
+    trainer = make_trainer(strategy, num_steps, log, None, NUM_NODES, task.every)
     loaders, before = task.data(), read_sent_bytes(INTERFACE)
     if validates and seed == 0:
         trainer.validate(model, loaders[1], verbose=False)  # of a head without training

@@ -18,7 +18,7 @@ import math
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from copy import deepcopy
 from functools import cache, partial
 from itertools import chain, pairwise, product
@@ -474,6 +474,30 @@ def report(results: Row) -> None:
     print("\n".join(parts))
 
 
+def go_on(path: Path, asked: Iterable[Row], most: int | None = None) -> Row:
+    """Run what a file of results lacks, each once, and write after each run; return the results.
+
+    Args:
+        path: the file.
+        asked: settings of runs.
+        most: so many runs at most.
+    """
+    be_quiet()
+    torch.set_num_threads(1)
+    torch.set_flush_denormal(True)
+    results: Row = {"environment": describe_environment(link=None), "rows": []}
+    if path.exists():
+        results = json.loads(path.read_text())
+    done = [{name: row[name] for name in row if name not in MEASURED} for row in results["rows"]]
+    todo = [run for text, run in {json.dumps(run): run for run in asked}.items() if json.loads(text) not in done]
+    for run in todo[:most]:
+        row = {**run, **train(run)[0]}
+        results["rows"].append(row)
+        write(results, path)
+        print(row, flush=True)
+    return results
+
+
 def main() -> None:
     """Run what is missing, and write after each run."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -481,23 +505,8 @@ def main() -> None:
     parser.add_argument("--most", type=int, help="so many runs at most")
     parser.add_argument("--replicas", type=int, nargs="+", help="runs of so many only")
     options = parser.parse_args()
-    path = RESULTS / "steps_to_loss.json"
-    results: Row = {"environment": describe_environment(link=None), "rows": []}
-    if path.exists():
-        results = json.loads(path.read_text())
-    if not options.report:
-        be_quiet()
-        torch.set_num_threads(1)
-        torch.set_flush_denormal(True)
-        done = [{name: row[name] for name in row if name not in MEASURED} for row in results["rows"]]
-        chosen = (run for run in grid() if options.replicas is None or run["ranks"] in options.replicas)
-        asked = {json.dumps(run): run for run in chosen}  # each once
-        todo = [run for text, run in asked.items() if json.loads(text) not in done]
-        for run in todo[: options.most]:
-            row = {**run, **train(run)[0]}
-            results["rows"].append(row)
-            write(results, path)
-            print(row, flush=True)
+    chosen = (run for run in grid() if options.replicas is None or run["ranks"] in options.replicas)
+    results = go_on(RESULTS / "steps_to_loss.json", () if options.report else chosen, options.most)
     report(results)
 
 

@@ -92,8 +92,10 @@ def data_of(task: str) -> Any:
     return TIMED_TASKS[task].make_data()
 
 
-def make_trainer(strategy: Any, num_steps: int, callback: pl.Callback, data: Any, num_ranks: int) -> pl.Trainer:
-    """Return a Trainer that does nothing but train."""
+def make_trainer(
+    strategy: Any, num_steps: int, callback: pl.Callback, data: Any, num_ranks: int, every: int | None = None
+) -> pl.Trainer:
+    """Return a Trainer that does nothing but train, and validate each `every` steps; None: after the fit only."""
     return pl.Trainer(
         strategy=strategy,
         accelerator="cpu",
@@ -105,7 +107,7 @@ def make_trainer(strategy: Any, num_steps: int, callback: pl.Callback, data: Any
         num_sanity_val_steps=0,
         limit_val_batches=None,
         check_val_every_n_epoch=None,
-        val_check_interval=num_steps + 1,  # after the fit only
+        val_check_interval=every or num_steps + 1,
         use_distributed_sampler=not isinstance(data, DataLoader),
         logger=False,
         enable_checkpointing=False,

@@ -28,7 +28,7 @@ class Row(NamedTuple):
         tokens: tokens of its work, of all its processes.
         anchor: checksum of its anchor.
         state_bytes: size of the state that a member that is behind takes.
-        settings: what has to be the same on all members, as `packed` returns it.
+        settings: what has to be the same on all members, as `settings_text` returns it.
         run: the training to which its rounds belong; before the first round, the training that it would begin.
         is_new: whether it has not been in a round since it was started.
         has_ended: whether it has ended its training and only waits for members that take its state.
@@ -166,7 +166,7 @@ class Membership(Protocol):
 # What members compare -------------------------------------------------------------------------------------------------
 
 
-def packed(settings: Mapping[str, object]) -> str:
+def settings_text(settings: Mapping[str, object]) -> str:
     """Return settings as text, in any order: a row has them, and a model has thousands of parameters."""
     told = {name: f"{value}" for name, value in sorted(settings.items())}
     return base64.b64encode(zlib.compress(json.dumps(told).encode())).decode()
@@ -195,13 +195,14 @@ def refusals(rows: Mapping[str, Row]) -> dict[str, str]:
 
     The result is the same on all members. Before the first average the members also compare their weights.
     """
-    judge, have_begun = rows[judge_of(rows)], any(row.rounds for row in rows.values())
+    name = judge_of(rows)
+    judge, have_begun = rows[name], any(row.rounds for row in rows.values())
 
     def differs(row: Row) -> bool:
         begins_elsewhere = row.run != judge.run if row.rounds else not have_begun and row.anchor != judge.anchor
         return row.settings != judge.settings or begins_elsewhere
 
-    return {name: judge_of(rows) for name, row in rows.items() if differs(row)}
+    return {each: name for each, row in rows.items() if differs(row)}
 
 
 def raise_refused(own: Row, other: Row, name: str) -> None:

@@ -1,6 +1,6 @@
 """The tensors of one process of a group: as the training has them, and on the host, where the leader exchanges them.
 
-If the model is sharded, each process has its shard. The leader has whole tensors, and its shards are parts of these.
+If the model is sharded, each process has its shard. The leader has whole tensors, which contain its shards.
 """
 
 from __future__ import annotations

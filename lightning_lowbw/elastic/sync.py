@@ -50,7 +50,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from lightning_lowbw.elastic.group import Group, Orders
-from lightning_lowbw.elastic.membership import Quorum, Row, judge_of, packed
+from lightning_lowbw.elastic.membership import Quorum, Row, judge_of, settings_text
 from lightning_lowbw.elastic.process_tensors import ProcessTensors
 from lightning_lowbw.elastic.site import Site
 from lightning_lowbw.elastic.transfer import POLL_S
@@ -510,7 +510,7 @@ class ElasticSync(LocalSync):
             step=self.step,
             tokens=self.tokens,
             state_bytes=float(sum(tensor.nbytes for tensor in self.site.shared().values())),
-            settings=packed({**settings, "max_change_ratio": self.max_change_ratio}),
+            settings=settings_text({**settings, "max_change_ratio": self.max_change_ratio}),
             run=self.run,
             is_new=self._is_new,
             has_ended=self.is_complete,

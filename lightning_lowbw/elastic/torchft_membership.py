@@ -345,8 +345,8 @@ class TorchftMembership:
             self._disconnect()  # from the members of an earlier round, which `commit` would count as this one
             if own.name in cut:
                 _logger.warning(
-                    "Group %r at %s is left out of a round of %s, and takes the state: it does not reach each of these "
-                    "groups, or not each group reaches it. %s",
+                    "Group %r at %s is left out of a round of %s, and takes their state: at least one connection "
+                    "between this group and the other groups fails. %s",
                     *(own.name, own.store, donors, OPEN_PORTS),
                 )
             return Quorum(0, (own.name,), healed=self._fetch(donors, gives_up))

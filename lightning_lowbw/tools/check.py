@@ -167,7 +167,8 @@ def text(found: Mapping[str, Any]) -> str:
     cluster = found["cluster"]
     lines = [f"{cluster['nodes']} nodes x {cluster['ranks_per_node']} ranks"]
     lines[0] += f", all at once: {_shown(cluster)}" if len(found["ranks"]) > 1 else ": no link to measure"
-    lines[0] += f"; inside a node {cluster['inside_gbit_per_s']:g} Gb/s" if _has_both(found) else ""
+    has_both = found["pairs"] and cluster["ranks_per_node"] > 1
+    lines[0] += f"; inside a node {cluster['inside_gbit_per_s']:g} Gb/s" if has_both else ""
     lines += [f"nodes {each['nodes'][0]} - {each['nodes'][1]}: {_shown(each)}" for each in found["pairs"]]
     by_description: dict[str, list[str]] = {}
     for rank, each in enumerate(found["ranks"]):
@@ -175,10 +176,6 @@ def text(found: Mapping[str, Any]) -> str:
         by_description.setdefault(description, []).append(str(rank))
     lines += [f"ranks {', '.join(ranks)}: {description}" for description, ranks in by_description.items()]
     return "\n".join([*lines, *(f"slow: {each}" for each in found["slow"] or ["nothing found"]), ""])
-
-
-def _has_both(found: Mapping[str, Any]) -> bool:
-    return bool(found["pairs"]) and found["cluster"]["ranks_per_node"] > 1
 
 
 def _bandwidth(link: Link) -> float:

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_lowbw.elastic import torchft_membership, transfer
-from lightning_lowbw.elastic.membership import Row, packed
+from lightning_lowbw.elastic.membership import Row, settings_text
 from lightning_lowbw.elastic.torchft_membership import TorchftMembership, _import_torchft
 from lightning_lowbw.elastic.transfer import StateClient
 from lightning_lowbw.namespaces import LOGGER
@@ -114,7 +114,7 @@ def run_member(connection: Any, folder: str, group: int, options: dict[str, Any]
     tell("joined")
 
     def row_of() -> Row:
-        told = {"settings": packed(settings), "state_bytes": float(weights.nbytes)}
+        told = {"settings": settings_text(settings), "state_bytes": float(weights.nbytes)}
         return Row(step, tokens=0.1 * group, is_new=is_new, **told)
 
     def shared() -> dict[str, Any]:

@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 
 from lightning_lowbw.elastic import lighthouse
-from lightning_lowbw.elastic.membership import Row, packed, raise_refused
+from lightning_lowbw.elastic.membership import Row, raise_refused, settings_text
 from lightning_lowbw.elastic.torchft_membership import TorchftMembership, _connected, _Lighthouse, _Member
 from lightning_lowbw.elastic.transfer import StateClient
 from lightning_lowbw.errors import ConfigurationError, DisagreementError
@@ -220,7 +220,9 @@ def test_a_call_is_given_up_and_raises_what_its_function_raises() -> None:
     with pytest.raises(OSError, match="refused"):
         membership._call(lambda: socket.create_connection(("127.0.0.1", 1)), bool)
     with pytest.raises(DisagreementError, match="other settings"):
-        membership._call(lambda: raise_refused(Row(settings=packed({"a": 1})), Row(settings=packed({})), "site"), bool)
+        membership._call(
+            lambda: raise_refused(Row(settings=settings_text({"a": 1})), Row(settings=settings_text({})), "site"), bool
+        )
 
 
 def participant(store: str = "127.0.0.1:1", failures: int = 2) -> SimpleNamespace:

@@ -17,12 +17,12 @@ import torch
 from torch import Tensor
 
 from lightning_lowbw.elastic import transfer
-from lightning_lowbw.elastic.membership import Row, packed
+from lightning_lowbw.elastic.membership import Row, settings_text
 from lightning_lowbw.elastic.torchft_membership import TorchftMembership
 from lightning_lowbw.elastic.transfer import StateClient, StateServer
 from lightning_lowbw.errors import DisagreementError
 
-ROW = Row(settings=packed({"method": "as here"}))
+ROW = Row(settings=settings_text({"method": "as here"}))
 ASKS = "joiner", ROW
 LARGE = 1 << 24  # elements: more than the buffers of two sockets hold
 
@@ -168,11 +168,11 @@ def test_a_group_that_ends_waits_for_a_transfer() -> None:
 
 def test_a_state_is_data() -> None:
     state = {"weights": torch.ones(3), "nested": [1, 2.5, "three", None, {"four": True}]}
-    received = transfer.unpacked(transfer.packed(state).numpy().tobytes())
+    received = transfer.unpacked(transfer.settings_text(state).numpy().tobytes())
     assert torch.equal(received.pop("weights"), torch.ones(3))
     assert received == {"nested": state["nested"]}
     with pytest.raises(pickle.UnpicklingError, match="Weights only"):
-        transfer.unpacked(transfer.packed({"code": test_a_state_is_data}).numpy().tobytes())
+        transfer.unpacked(transfer.settings_text({"code": test_a_state_is_data}).numpy().tobytes())
 
 
 def joined(addresses: Callable[[], list[str]], row: Row = ROW) -> Any:
@@ -213,7 +213,7 @@ def test_a_newcomer_without_the_state_tries_again_and_begins_no_second_training(
 def test_a_newcomer_that_is_refused_ends_and_begins_no_second_training() -> None:
     with training(Group({"w": torch.ones(5)}, steps=1 << 30)) as group:  # no round ends
         there = lambda: [group.server.address]  # noqa: E731
-        other = Row(settings=packed({"method": "another"}), run="r", rounds=4)
+        other = Row(settings=settings_text({"method": "another"}), run="r", rounds=4)
         assert joined(there, other) is None, "nobody there has been in a round yet"
         group.row = group.row._replace(is_new=False)
         with pytest.raises(DisagreementError, match="other settings than group 'donor at 127"):
