@@ -168,11 +168,11 @@ def test_a_group_that_ends_waits_for_a_transfer() -> None:
 
 def test_a_state_is_data() -> None:
     state = {"weights": torch.ones(3), "nested": [1, 2.5, "three", None, {"four": True}]}
-    received = transfer.unpacked(transfer.settings_text(state).numpy().tobytes())
+    received = transfer.unpacked(transfer.packed(state).numpy().tobytes())
     assert torch.equal(received.pop("weights"), torch.ones(3))
     assert received == {"nested": state["nested"]}
     with pytest.raises(pickle.UnpicklingError, match="Weights only"):
-        transfer.unpacked(transfer.settings_text({"code": test_a_state_is_data}).numpy().tobytes())
+        transfer.unpacked(transfer.packed({"code": test_a_state_is_data}).numpy().tobytes())
 
 
 def joined(addresses: Callable[[], list[str]], row: Row = ROW) -> Any:
