@@ -89,7 +89,7 @@ def to_markdown(cells: list[Cell]) -> str:
                 f"{dense.median_s / cell.median_s:.2f}" if dense else "-",
             ]
         lines.append(f"| {' | '.join(row)} |")
-    note = f"Of {num_predicted} predictions {num_predicted - len(outside)} are within {WITHIN} %"
+    note = f"{num_predicted - len(outside)} of {num_predicted} predictions are within {WITHIN} %"
     note += f"; not so {', '.join(outside)}" if outside else ""
     return "\n".join([CAPTION, f"{note}.", "", *lines, ""])
 

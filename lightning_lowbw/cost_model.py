@@ -40,7 +40,8 @@ m the size of a part's message, and each rank of a node sends its own part. Whol
 run during the backward pass. When flat, so does the first message of gradients in few bits, except its last group, if
 messages may begin there (`Cluster.begins_early`). All other messages come after the backward pass, every k steps, or
 are hidden by `delay_steps`; work is not hidden. Work is memory read and written: `SENT_BYTES` per element that TopK
-sends, and `WORK_BYTES` per element, except for gradients by TopK, whose pass replaces the optimizer's.
+sends, and `WORK_BYTES` per element, twice with an outer optimizer; `PASS_BYTES` for gradients by TopK, whose pass
+replaces the optimizer's, `SEARCH_BYTES` for averages by TopK.
 
 A Lightning strategy (`strategies.auto_choice`) measures the link and a dense step, and adds the computing time of the
 payloads to these seconds, from exchanges of a sample without a network. The overlap is the part of the dense exchange
@@ -298,6 +299,8 @@ def slowest(measured: Sequence[Measured]) -> Measured:
 
 MOST_OVERLAP = 0.5  # share of a step: the overlap of a GPU, as in `check.OF_GPU`
 WORK_BYTES = 32  # memory traffic per element: copied into a message, added, divided, copied back
+PASS_BYTES = 16  # of the residual, beyond those of the optimizer's own pass; by benchmarks/results/plan_clock.md
+SEARCH_BYTES = 96  # the change of a weight, its residual, the search in a chunk, the anchor; by the same table
 SENT_BYTES = 640  # per element that TopK sends: ten cache lines; benchmarks/results/ops_cpu.md has 76 ns at 6.4 %
 FAST = Link(latency_s=1e-5, bandwidth_bytes_per_s=25e9)  # PCIe
 
@@ -379,9 +382,15 @@ def cost_of(method: Method, shapes: Shapes, cluster: Cluster, step_s: float, ext
     beside = between.beside(messages[0], whole_bytes) if is_beside else between.all_reduce(max(1, whole_bytes))
     sent = sum(map(between.of, messages), beside)
     exchange_s = cluster.link.seconds(sent.node_bytes, sent.rounds) + inside.seconds(sent.inside_bytes)
-    num_passed = 0 if what.corrects and not when.averages_weights else numel
+    # Residuals of all elements, or of this rank's part.
+    residuals = 0.0 if what.sends_all else 1.0 / num_local if what.keeps_parts else 1.0
+    has_outer = when.outer != "none"
+    if isinstance(what, TopK):
+        pass_bytes = SEARCH_BYTES if when.averages_weights else PASS_BYTES * residuals
+    else:
+        pass_bytes = WORK_BYTES * (1 + has_outer)
     num_sent = sum(what.nums_sent([*map(math.prod, compressed)])) if isinstance(what, TopK) else 0
-    work_s = (between.num_ranks > 1) * (WORK_BYTES * num_passed + SENT_BYTES * num_sent) / cluster.memory_bytes_per_s
+    work_s = (between.num_ranks > 1) * (pass_bytes * numel + SENT_BYTES * num_sent) / cluster.memory_bytes_per_s
     # The part of the exchange during the backward pass counts as far as it exceeds the overlap.
     in_node = _ring_all_reduce(FLOAT_BYTES * numel, num_local)
     beside_s = inside.seconds(in_node.node_bytes, in_node.rounds)
@@ -393,10 +402,7 @@ def cost_of(method: Method, shapes: Shapes, cluster: Cluster, step_s: float, ext
     added_s = max(0.0, beside_s - cluster.overlap * step_s)
     # After the backward pass: once in k steps, and all but the work is hidden by delay_steps steps.
     added_s += (work_s + max(0.0, exchange_s - when.delay_steps * step_s)) / when.k_steps
-    # Residuals of all elements, or of this rank's part.
-    residuals = 0.0 if what.sends_all else 1.0 / num_local if what.keeps_parts else 1.0
     # A hidden average has two copies. Changes are measured from an anchor; an outer optimizer has a velocity, too.
-    has_outer = when.outer != "none"
     has_anchor = has_outer or (when.averages_weights and not what.sends_all)
     kept_bytes = FLOAT_BYTES * numel * (2 * (when.delay_steps > 0) + has_outer + has_anchor + residuals)
     return Cost(added_s, sent.node_bytes / when.k_steps, kept_bytes)

@@ -46,6 +46,7 @@ _logger = logging.getLogger(LOGGER)
 ANCHORS = 1 << 32  # checksums are compared modulo this
 CHUNK = 1 << 18  # elements of a checksum at a time, the same on all devices: the result depends on it
 ROUND_BYTES = 24  # per parameter, at most, in a round: six tensors in float32
+OTHER_BYTES = 8  # the same, of each other process: its anchor, and its weights with which the round began
 
 
 class MemberCollectives(Collectives):
@@ -209,20 +210,25 @@ class Site:
         """Return the weights with which a round begins: whole parameters, as real tensors."""
         return {name: as_real(parameter.detach()) for name, parameter in self._mine.items()}
 
-    def check_memory(self) -> None:
+    def check_memory(self, num_others: float) -> None:
         """Check that the host has the memory that a round needs.
+
+        Args:
+            num_others: how many models the other processes of the group have on this host, whole or in shards.
 
         Raises:
             ConfigurationError: it has not.
         """
-        needed = ROUND_BYTES * sum(mine.numel() for mine in self._mine.values() if mine.requires_grad)
+        numel = sum(mine.numel() for mine in self._mine.values() if mine.requires_grad)
+        needed = (ROUND_BYTES + OTHER_BYTES * num_others) * numel
         held = [*self.replica.start.values(), *self.replica.velocity.values(), *self.replica.residuals.values()]
         there = available_bytes() + sum(tensor.nbytes for tensor in [*held, *self.weights().values()])
+        there += OTHER_BYTES / 2 * num_others * numel  # their anchors
         if needed > there:
             raise ConfigurationError(
                 f"A round needs up to {needed / 1e9:.3g} GB of memory on the host of the first process of this group, "
-                f"{ROUND_BYTES} bytes per trained parameter, and {there / 1e9:.3g} GB are free. Start that process "
-                "on a host with more memory, or train fewer parameters (LoRA)."
+                f"{needed / numel:.3g} bytes per trained parameter, and {there / 1e9:.3g} GB are free. Start that "
+                "process on a host with more memory, or train fewer parameters (LoRA)."
             )
 
     # A round --------------------------------------------------------------------------------------------------------

@@ -30,6 +30,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
+import os
 import statistics
 import threading
 import time
@@ -232,7 +233,8 @@ class ElasticSync(LocalSync):
         for name in new:
             anchors[name].copy_(weights[name])
         self._order("hand_out", [*anchors])
-        self.site.check_memory()
+        num_others = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) - 1
+        self.site.check_memory(num_others / (self.group.num_ranks if self.group.are_shards else 1))
 
     def _join(self) -> None:
         self._take_tokens()

@@ -70,7 +70,7 @@ def test_the_cases_are_predicted_or_measured() -> None:
             (block,) = re.findall("plan:begin -->\n```\n(.*?)```", (ROOT / link).read_text(), re.DOTALL)
             table = [line.split() for line in block.splitlines() if "." in line or line.endswith("0")]
             found = {line[0].removesuffix("_hierarchical"): line[1] for line in table}
-        assert {name: float(value) for name, value in shown.items()} == {name: float(found[name]) for name in shown}
+        assert {name: number(value) for name, value in shown.items()} == {name: float(found[name]) for name in shown}
     assert kinds == ["predicted", "measured", "predicted", "predicted"]
 
 
@@ -183,15 +183,15 @@ def test_the_accuracy_of_averages() -> None:
 
 
 def test_the_goodput_of_groups() -> None:
-    found = {
-        row["after a fault"]: row["steps"].replace("%", " %") for row in rows(RESULTS / "elastic.md", "after a fault")
-    }
-    one, two, restart = (
-        next(found[name] for name in found if words in name) for words in ("elastic, AMD", "FSDP", "restart")
-    )
-    assert f"{one} of the time in useful steps at 30 faults an hour; restarts from checkpoints {restart}" in TEXT
-    told = f"{one} at 30 faults an hour with one process per group, {two} with two under FSDP, {restart} if all groups"
-    assert told in words("docs/elastic.md")
+    alone, sharded, from_file = rows(RESULTS / "elastic.md", "after a fault")
+    one, two, restart = (row["steps"].replace("%", " %") for row in (alone, sharded, from_file))
+    shown = f"{one} of the time in useful steps at 30 faults an hour, groups of two FSDP processes: {two}"
+    assert f"{shown}; restarts from checkpoints {restart}" in TEXT
+    page, (one_s, two_s) = words("docs/elastic.md"), (list(row.values())[-1] for row in (alone, sharded))
+    assert f"{one} at 30 faults an hour with one process per group, {two} with two under FSDP" in page
+    assert f"(a killed group is back after {two_s} s, not {one_s}), {restart} if all groups restart" in page
+    faults = [row["faults, 30 an hour"] for row in (alone, sharded, from_file)]
+    assert f"{faults[0]}, {faults[1]} and {faults[2]} faults" in page
 
 
 def test_the_seconds_of_a_dense_exchange() -> None:
@@ -201,9 +201,12 @@ def test_the_seconds_of_a_dense_exchange() -> None:
 
 
 def test_how_far_predictions_are_off() -> None:
-    ((num, good),) = re.findall(r"Of (\d+) predictions (\d+) are within 20 %", (RESULTS / "emulated.md").read_text())
-    assert f"[{good} of {num} predictions](benchmarks/results/emulated.md) were within 20 %" in TEXT
-    assert f"{good} of {num} predictions are within 20 %" in words("docs/quick_start.md")
+    pages = {name: (RESULTS / f"{name}.md").read_text() for name in ("emulated", "plan_clock")}
+    found = {name: re.findall(r"(\d+) of (\d+) predictions are within 20 %", page)[0] for name, page in pages.items()}
+    told = [f"[{good} of {num}](benchmarks/results/{name}.md)" for name, (good, num) in found.items()]
+    assert f"{told[0]} predictions for ResNet-50, and {told[1]} for MLPs of 25M to 100M parameters" in TEXT
+    sums = [sum(map(int, each)) for each in zip(*found.values(), strict=True)]
+    assert f"{sums[0]} of {sums[1]} predictions are within 20 %" in words("docs/quick_start.md")
 
 
 def test_the_seconds_of_two_sites() -> None:

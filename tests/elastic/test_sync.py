@@ -6,6 +6,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -16,9 +17,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 
-from lightning_lowbw import DisagreementError, LocalSGD
+from lightning_lowbw import ConfigurationError, DisagreementError, LocalSGD
 from lightning_lowbw.comm.agreement import digest, gather
-from lightning_lowbw.elastic import sync
+from lightning_lowbw.elastic import site, sync
 from lightning_lowbw.elastic.group import Group, LostProcessError
 from lightning_lowbw.elastic.membership import Quorum, Row, judge_of, latest_of, raise_refused, refusals
 from lightning_lowbw.elastic.sync import ElasticSync
@@ -405,6 +406,20 @@ def test_those_that_have_ended_wait_for_a_slow_one(store: dist.Store) -> None:
     assert_equal_anchors([slow, *fast])
     assert slow.contributors[1] == {"group 0", "group 1", "group 2"}
     assert slow.worker.num_averages == 4, "it has healed in the end"
+
+
+def test_a_host_without_the_memory_of_a_round_is_refused(store: dist.Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three processes of the group are there: 24 bytes of the leader, 8 of each other process."""
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
+    for free, expected in (
+        (40.0, nullcontext()),
+        (0.0, pytest.raises(ConfigurationError, match="40 bytes per trained")),
+    ):
+        member = Member(store, 0, METHODS["diloco"])
+        monkeypatch.setattr(site, "available_bytes", lambda free=free: free * (20 * 13 + 7))
+        with expected:
+            member.worker.begin()
+        member.there.close()
 
 
 def test_a_member_without_the_other_members_ends_with_an_error(store: dist.Store) -> None:

@@ -34,6 +34,6 @@ def test_a_sentence_names_what_the_plan_misses_and_what_was_left_out() -> None:
     ddp_s, int8_s = (STEP_S + plan_clock.cost(name, MODEL, LINK, 4, STEP_S).seconds for name in ("ddp", "int8"))
     rows = [row(MODEL, ALONE.name, STEP_S), row(MODEL, "ddp", 1.19 * ddp_s), row(MODEL, "int8", 2 * int8_s)]
     page = plan_clock.to_markdown([*rows, row("mlp-100M", ALONE.name, STEP_S)])
-    assert "Of 2 predictions 1 are within 20 %" in page
+    assert "1 of 2 predictions are within 20 %" in page
     assert f"of the other rows: 0.50 (4 ranks, {LINK}, {MODEL}, int8). Left out" in page
     assert f"120 s: 4 ranks, {LINK}, mlp-100M, ddp.\n" in page
