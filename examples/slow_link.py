@@ -39,7 +39,7 @@ def main() -> None:
         enable_model_summary=False,
     )
     started = time.perf_counter()
-    trainer.fit(ByteLanguageModel(), StdlibText())
+    trainer.fit(ByteLanguageModel(lr=0.03), StdlibText())
     if trainer.is_global_zero:
         metrics = trainer.callback_metrics
         seconds = time.perf_counter() - started

@@ -39,7 +39,7 @@ def main() -> None:
         enable_checkpointing=False,
     )
     started_s = time.perf_counter()
-    trainer.fit(ByteLanguageModel(), StdlibText())
+    trainer.fit(ByteLanguageModel(lr=0.03), StdlibText())
     if trainer.is_global_zero:
         seconds, loss = time.perf_counter() - started_s, trainer.callback_metrics["train_loss"]
         print(f"{options.strategy}: {trainer.global_step} steps in {seconds:.1f} s, loss {loss:.2f}")

@@ -91,6 +91,9 @@ def test_the_pretrained_model() -> None:
     assert ends["ddp"]["seeds"] == ends["int8"]["seeds"] == ends["dgc, 6.4 %"]["seeds"] == "2"
     assert f"accuracy {ddp}, {int8} and {dgc} ([two seeds](benchmarks/results/finetune.md))" in TEXT
     ends = {name: number(row["points to ddp"]) for name, row in ends.items() if row["points to ddp"]}
+    (chosen,) = (name for name in ends if name.startswith("dgc, pretrained"))
+    told = f"`pretrained=True`, 25.6 %: {-ends[chosen]:.1f} points lower (one seed)"
+    assert "25.6 %" in chosen and told in TEXT
     few, often, dense = (ends[f"sparse_loco{more}"] for more in ("", ", k = 5", ", density 1/8"))
     told = f"has {-few:.1f} points less accuracy than DDP, with `k_steps=5` {-often:.1f} less"
     assert f"{told}, with `density=1/8` {dense:.1f} more" in words("docs/methods/local_sgd.md")
