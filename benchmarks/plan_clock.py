@@ -6,8 +6,8 @@
 
 MLPs of 25M, 50M and 100M parameters with a batch of 4, one rank per node. The plan is given what a user can know: the
 shapes, the seconds of a step that a process takes alone (all ranks at the same time, before and after), the rate, the
-round trip as the latency (which a message of gloo takes), and what its help says of a core of a CPU. The work of dgc,
-of sparse_loco and of an outer step on a CPU was not in the plan before this table, which gave its constants. Writes
+round trip as the latency (which a message of gloo takes), and what its help says of a core of a CPU. Three constants
+of the plan, for the work of dgc, of sparse_loco and of outer steps, were chosen by this table. Writes
 benchmarks/results/plan_clock.json and .md after each row; rows that are there are not measured again.
 """
 
@@ -60,7 +60,6 @@ METHODS: dict[str, Method] = {
     "sparse_loco": preset("sparse_loco"),
     "hidden_local_sgd": preset("hidden_local_sgd"),
 }
-AGAIN = f"{ALONE.name} again"
 OF_FOUR = ("ddp", "int8", "dgc, 0.1 %", "dgc, 6.4 %")
 SHOWN_LINKS = ("1 Gb/s, 0.5 ms", "100 Mb/s, 50 ms")  # the short one first
 WITHIN = 20  # percent
@@ -100,7 +99,7 @@ def cost(method: str, model: str, link: str, num_ranks: int, step_s: float) -> C
 def steps_of(method: str, model: str, link: str, num_ranks: int) -> tuple[int, int] | None:
     """Return how many steps come before the window and in it; None if the row would take more than `MOST_S`."""
     step_s = GUESS_S * sum(map(math.prod, shapes_of(model)))
-    if method.startswith(ALONE.name):
+    if method == ALONE.name:
         return ALONE.num_untimed_steps, MAX_STEPS
     step_s += cost(method, model, link, num_ranks, step_s).seconds
     k_steps = METHODS[method].when.k_steps
@@ -111,8 +110,8 @@ def steps_of(method: str, model: str, link: str, num_ranks: int) -> tuple[int, i
 
 
 def strategy_of(name: str) -> Callable[[], Any]:
-    if name == DDP.name or name.startswith(ALONE.name):
-        return (DDP if name == DDP.name else ALONE).make
+    if name in (ALONE.name, DDP.name):
+        return (ALONE if name == ALONE.name else DDP).make
     return lambda: lowbw.Strategy(METHODS[name], **COMMON)
 
 
@@ -124,8 +123,7 @@ def work(job: Row) -> None:
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // job["same"]["ranks"]))
     dist.init_process_group("gloo")
     for method, untimed, timed in job["todo"]:
-        is_alone = method.startswith(ALONE.name)
-        contestant = Contestant(method, strategy_of(method), num_untimed_steps=untimed, is_alone=is_alone)
+        contestant = Contestant(method, strategy_of(method), num_untimed_steps=untimed, is_alone=method == ALONE.name)
         record = measure(contestant, workload_of(job["same"]["model"]), timed)
         if dist.get_rank() == 0:
             row = {**job["same"], "method": method, "steps": timed, **record, "environment": describe_environment()}
@@ -156,7 +154,7 @@ def to_markdown(rows: Sequence[Row]) -> str:
     keys = "ranks", "link", "model"
     of_alone: dict[tuple[Any, ...], list[float]] = {}
     for row in rows:
-        if row["method"].startswith(ALONE.name):
+        if row["method"] == ALONE.name:
             of_alone.setdefault(tuple(row[key] for key in keys), []).append(row["step_s"])
     alone_s = {here: sum(found) / len(found) for here, found in of_alone.items()}
     missed, num_predicted, left_out = [], 0, []
@@ -199,11 +197,13 @@ def main() -> None:
     for link in options.links if not options.report else []:
         for model in options.models:
             same = {"ranks": options.ranks, "link": link, "model": model}
-            done = {row["method"] for row in read() if same.items() <= row.items()}
+            done = [row["method"] for row in read() if same.items() <= row.items()]
             todo = []
-            for method in (ALONE.name, *(METHODS if options.ranks == 2 else OF_FOUR), AGAIN):
+            for method in (ALONE.name, *(METHODS if options.ranks == 2 else OF_FOUR), ALONE.name):
                 steps = steps_of(method, model, link, options.ranks)
-                if method not in done and steps is not None:
+                if method in done:
+                    done.remove(method)
+                elif steps is not None:
                     todo.append((method, *steps))
             rate, rtt_ms = LINKS[link]
             if todo:

@@ -299,8 +299,9 @@ def slowest(measured: Sequence[Measured]) -> Measured:
 
 MOST_OVERLAP = 0.5  # share of a step: the overlap of a GPU, as in `check.OF_GPU`
 WORK_BYTES = 32  # memory traffic per element: copied into a message, added, divided, copied back
-PASS_BYTES = 16  # of the residual, beyond those of the optimizer's own pass; by benchmarks/results/plan_clock.md
-SEARCH_BYTES = 96  # the change of a weight, its residual, the search in a chunk, the anchor; by the same table
+# Memory traffic per element of a pass over residuals, set by benchmarks/results/plan_clock.md.
+PASS_BYTES = 16  # gradients: beyond the traffic of the optimizer's own pass
+SEARCH_BYTES = 96  # averages: the change of the weight, the residual, the search in a chunk, the anchor
 SENT_BYTES = 640  # per element that TopK sends: ten cache lines; benchmarks/results/ops_cpu.md has 76 ns at 6.4 %
 FAST = Link(latency_s=1e-5, bandwidth_bytes_per_s=25e9)  # PCIe
 
@@ -385,12 +386,11 @@ def cost_of(method: Method, shapes: Shapes, cluster: Cluster, step_s: float, ext
     # Residuals of all elements, or of this rank's part.
     residuals = 0.0 if what.sends_all else 1.0 / num_local if what.keeps_parts else 1.0
     has_outer = when.outer != "none"
+    work_bytes: float = WORK_BYTES * (1 + has_outer) * numel
     if isinstance(what, TopK):
-        pass_bytes = SEARCH_BYTES if when.averages_weights else PASS_BYTES * residuals
-    else:
-        pass_bytes = WORK_BYTES * (1 + has_outer)
-    num_sent = sum(what.nums_sent([*map(math.prod, compressed)])) if isinstance(what, TopK) else 0
-    work_s = (between.num_ranks > 1) * (pass_bytes * numel + SENT_BYTES * num_sent) / cluster.memory_bytes_per_s
+        work_bytes = (SEARCH_BYTES if when.averages_weights else PASS_BYTES * residuals) * numel
+        work_bytes += SENT_BYTES * sum(what.nums_sent([*map(math.prod, compressed)]))
+    work_s = (between.num_ranks > 1) * work_bytes / cluster.memory_bytes_per_s
     # The part of the exchange during the backward pass counts as far as it exceeds the overlap.
     in_node = _ring_all_reduce(FLOAT_BYTES * numel, num_local)
     beside_s = inside.seconds(in_node.node_bytes, in_node.rounds)

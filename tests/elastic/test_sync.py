@@ -409,11 +409,11 @@ def test_those_that_have_ended_wait_for_a_slow_one(store: dist.Store) -> None:
 
 
 def test_a_host_without_the_memory_of_a_round_is_refused(store: dist.Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three processes of the group are there: 24 bytes of the leader, 8 of each other process."""
+    """Three processes of the group are there: 24 bytes of the leader, 8 of each other process; 16 are in use."""
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
     for free, expected in (
-        (40.0, nullcontext()),
-        (0.0, pytest.raises(ConfigurationError, match="40 bytes per trained")),
+        (24, nullcontext()),
+        (23, pytest.raises(ConfigurationError, match="40 bytes per trained")),
     ):
         member = Member(store, 0, METHODS["diloco"])
         monkeypatch.setattr(site, "available_bytes", lambda free=free: free * (20 * 13 + 7))
