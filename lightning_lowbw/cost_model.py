@@ -40,8 +40,8 @@ m the size of a part's message, and each rank of a node sends its own part. Whol
 run during the backward pass. When flat, so does the first message of gradients in few bits, except its last group, if
 messages may begin there (`Cluster.begins_early`). All other messages come after the backward pass, every k steps, or
 are hidden by `delay_steps`; work is not hidden. Work is memory read and written: `SENT_BYTES` per element that TopK
-sends, and `WORK_BYTES` per element, twice with an outer optimizer; `PASS_BYTES` for gradients by TopK, whose pass
-replaces the optimizer's, `SEARCH_BYTES` for averages by TopK.
+sends, `READ_BYTES` per element of each rank's message, and `WORK_BYTES` per element, twice with an outer optimizer;
+`PASS_BYTES` for gradients by TopK, whose pass replaces the optimizer's, `SEARCH_BYTES` for averages by TopK.
 
 A Lightning strategy (`strategies.auto_choice`) measures the link and a dense step, and adds the computing time of the
 payloads to these seconds, from exchanges of a sample without a network. The overlap is the part of the dense exchange
@@ -302,7 +302,8 @@ WORK_BYTES = 32  # memory traffic per element: copied into a message, added, div
 # Memory traffic per element of a pass over residuals, set by benchmarks/results/plan_clock.md.
 PASS_BYTES = 16  # gradients: beyond the traffic of the optimizer's own pass
 SEARCH_BYTES = 96  # averages: the change of the weight, the residual, the search in a chunk, the anchor
-SENT_BYTES = 640  # per element that TopK sends: ten cache lines; benchmarks/results/ops_cpu.md has 76 ns at 6.4 %
+# By benchmarks/results/ops_cpu.md, at 6.4 %: 55 ns per element that TopK sends, 12 ns per element of a message.
+SENT_BYTES, READ_BYTES = 440, 100
 FAST = Link(latency_s=1e-5, bandwidth_bytes_per_s=25e9)  # PCIe
 
 
@@ -389,7 +390,8 @@ def cost_of(method: Method, shapes: Shapes, cluster: Cluster, step_s: float, ext
     work_bytes: float = WORK_BYTES * (1 + has_outer) * numel
     if isinstance(what, TopK):
         work_bytes = (SEARCH_BYTES if when.averages_weights else PASS_BYTES * residuals) * numel
-        work_bytes += SENT_BYTES * sum(what.nums_sent([*map(math.prod, compressed)]))
+        each_bytes = SENT_BYTES + READ_BYTES * between.num_ranks
+        work_bytes += each_bytes * sum(what.nums_sent([*map(math.prod, compressed)]))
     work_s = (between.num_ranks > 1) * work_bytes / cluster.memory_bytes_per_s
     # The part of the exchange during the backward pass counts as far as it exceeds the overlap.
     in_node = _ring_all_reduce(FLOAT_BYTES * numel, num_local)

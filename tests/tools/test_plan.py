@@ -19,7 +19,16 @@ from omegaconf import OmegaConf
 
 from lightning_lowbw import DGC, LocalSGD, Method, PowerSGD, QuantizedGradients, Topology, Where, cli
 from lightning_lowbw.comm.link import Link
-from lightning_lowbw.cost_model import PASS_BYTES, SEARCH_BYTES, SENT_BYTES, WORK_BYTES, Cluster, Run, cost_of
+from lightning_lowbw.cost_model import (
+    PASS_BYTES,
+    READ_BYTES,
+    SEARCH_BYTES,
+    SENT_BYTES,
+    WORK_BYTES,
+    Cluster,
+    Run,
+    cost_of,
+)
 from lightning_lowbw.presets import preset
 from lightning_lowbw.tools.check import OF_CPU, check_ranks, join_ranks, loopback_warning, slow, text
 from lightning_lowbw.tools.plan import CLUSTER, Plan, main, make_cluster, shapes_of, show
@@ -123,18 +132,18 @@ def test_an_average_and_each_sent_element_are_work_which_nothing_hides() -> None
         seconds = cost_of(method, [(1024, 1024)], cluster, step_s=1.0).seconds
         return seconds * method.when.k_steps * memory_bytes_per_s / numel
 
-    assert work_bytes(DGC(sparsity=[0.936])) == pytest.approx(PASS_BYTES + 0.064 * SENT_BYTES, rel=1e-3)
-    assert work_bytes(preset("sparse_loco")) == pytest.approx(SEARCH_BYTES + SENT_BYTES / 64, rel=1e-3)
+    each_bytes = SENT_BYTES + 2 * READ_BYTES
+    assert work_bytes(DGC(sparsity=[0.936])) == pytest.approx(PASS_BYTES + 0.064 * each_bytes, rel=1e-3)
+    assert work_bytes(preset("sparse_loco")) == pytest.approx(SEARCH_BYTES + each_bytes / 64, rel=1e-3)
     assert work_bytes(LocalSGD(8, delay_steps=7)) == pytest.approx(WORK_BYTES, rel=1e-3)
     page = (ROOT / "benchmarks/results/ops_cpu.md").read_text()
-    few_ns, many_ns = (
-        sum(
-            float(each)
-            for each in re.findall(rf"^\| (?:select|code|read 2 messages|apply), {share} \|  \| ([\d.]+)", page, re.M)
-        )
-        for share in ("0.1%", "6.4%")
-    )
-    assert (many_ns - few_ns) / (0.064 - 0.001) == pytest.approx(1e9 * SENT_BYTES / memory_bytes_per_s, rel=0.1)
+
+    def ns(share: str, steps: str) -> float:
+        return sum(float(each) for each in re.findall(rf"^\| (?:{steps}), {share} \|  \| ([\d.]+)", page, re.M))
+
+    for steps, nbytes in (("select|code", SENT_BYTES), ("read 2 messages|apply", 2 * READ_BYTES)):
+        per_element = (ns("6.4%", steps) - ns("0.1%", steps)) / (0.064 - 0.001)
+        assert per_element == pytest.approx(1e9 * nbytes / memory_bytes_per_s, rel=0.1)
 
 
 def test_a_plain_loop_is_planned_as_one(capsys: pytest.CaptureFixture[str]) -> None:
