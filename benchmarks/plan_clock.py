@@ -8,7 +8,8 @@ MLPs of 25M, 50M and 100M parameters with a batch of 4, one rank per node. The p
 shapes, the seconds of a step that a process takes alone (all ranks at the same time, before and after), the rate, the
 round trip as the latency (which a message of gloo takes), that gloo's all-gather takes one, and what its help says of
 a core of a CPU: half of it if four ranks share two cores. Three constants of the plan, for the work of dgc, of
-sparse_loco and of outer steps, were chosen by the rows of two ranks; the work of reading messages by ops_cpu.md. Writes
+sparse_loco and of outer steps, were chosen by the rows of two ranks; the work of reading messages by ops_cpu.md. Not
+in the model: a step alone is not equally long twice, and two ranks on a core wait for each other. Writes
 benchmarks/results/plan_clock.json and .md after each row; rows that are there are not measured again.
 """
 
