@@ -293,7 +293,7 @@ WAYS = {
     # Where the points of sparse_loco go: its period, its density, its two bits, the rounds that there are.
     "sparse_loco, 1.6 times the steps": Way(named("sparse_loco"), stretch=1.6, num_seeds=1, period=15),
     "sparse_loco, k = 5": Way(named("sparse_loco", k_steps=5), num_seeds=1, period=5),
-    "sparse_loco, density 1/8": Way(named("sparse_loco", density=1 / 8), num_seeds=1, period=15),
+    "sparse_loco, density 1/8": Way(named("sparse_loco", density=1 / 8), period=15),
     "sparse_loco, density 1/2": Way(named("sparse_loco", density=1 / 2), num_seeds=1, period=15),
     "local_sgd, k = 15": Way(named("local_sgd", k_steps=15), num_seeds=1, period=15),
 }
@@ -307,9 +307,9 @@ def chosen_name(chosen: Row) -> str:
 
 def steady(chosen: Row) -> lowbw.Method:
     """Return a method without its warm-up: the steps that follow it."""
-    when, stairs = chosen["when"], chosen["when"].get("sparsity")
-    if stairs:
-        when = {**when, "rampup_begin_step": 0, "rampup_step": 1, "sparsity": stairs[-1:]}
+    when = {**chosen["when"], "rampup_begin_step": 0}
+    if stairs := when["sparsity"]:
+        when |= {"rampup_step": 1, "sparsity": stairs[-1:]}
     return lowbw.Method(**{**chosen, "when": when})
 
 
@@ -340,7 +340,7 @@ def train(task: Task, strategy: Any, seed: int, num_steps: int, stop_after: int 
     loaders, before = task.data(), read_sent_bytes(INTERFACE)
     if validates and seed == 0:
         trainer.validate(model, loaders[1], verbose=False)  # of a head without training
-    trainer.fit(model, *loaders)
+    trainer.fit(model, *(loaders if validates else loaders[:1]))
     if validates and stop_after is None and num_steps % task.every:
         trainer.validate(model, loaders[1], verbose=False)
     method = getattr(trainer.strategy, "method", None)
@@ -361,8 +361,8 @@ def train_rank(job: Row, path: Path) -> None:
     for given in job["runs"]:
         way, task = WAYS[given["method"].replace(AGAIN, "ddp")], TASKS[given["task"]]
         num_steps = round(task.num_steps * way.stretch)
-        if given["chosen"] is None:
-            strategy = way.make(num_steps)
+        if given["chosen"] is None:  # where the first tenth is dense, the timed steps come after it
+            strategy = way.make(NUM_TIMED if given["what"] == "time" else num_steps)
         else:
             method = steady(given["chosen"]) if given["what"] == "time" else lowbw.Method(**given["chosen"])
             strategy = lowbw.Strategy(method, **COMMON)
@@ -393,7 +393,7 @@ def run(results: Row, link: str, runs: list[Row]) -> None:
     rate, rtt_ms = LINKS.get(link, (None, 0.0))
     rates = [None if rate is None else parse_rate(rate)] * NUM_NODES
     rows = run_in_lab(rates, [__file__, "--rank"], job={"link": link, "runs": runs}, what=link, rtt_ms=rtt_ms)
-    results["rows"] += [{"link": link, **row} for row in rows]
+    results["rows"] += [{"link": link, "cpu": describe_environment()["cpu"], **row} for row in rows]
     PATH.write_text(json.dumps(results) + "\n")
 
 
@@ -564,10 +564,15 @@ def page(results: Row) -> str:
     """Return the tables of what there is."""
     about, where = results["about"], results["environment"]
     versions = ", ".join(f"{name} {each}" for name, each in about["versions"].items())
-    machine = f"{where['cpu']}, {where['num_cpus']} cores, torch {where['torch']}, {versions}, {where['date']}"
+    runs, timed = (
+        " and ".join(dict.fromkeys(row.get("cpu", where["cpu"]) for row in results["rows"] if row["what"] == what))
+        for what in ("run", "time")
+    )
+    machine = f"{runs}, {where['num_cpus']} cores, torch {where['torch']}, {versions}, {where['date']}"
     num_train, num_val, usual = (about[name] for name in ("num_train", "num_val", "usual_accuracy"))
     parts = [
-        f"Two nodes of one rank (`benchmarks/finetune.py`; {machine}). all-MiniLM-L6-v2 with a new head is trained on "
+        f"Two nodes of one rank (`benchmarks/finetune.py`; {machine}; seconds: {timed}). "
+        "all-MiniLM-L6-v2 with a new head is trained on "
         f"{num_train:,} docstrings of {NUM_CLASSES} sub-packages, {NUM_TOKENS} tokens each, 2 x 8 in a step, by AdamW "
         "(weight decay 0.01, a rate of 5e-5 after 20 steps, 1e-3 where the encoder is frozen or has adapters), and "
         f"validated on {num_val:,} docstrings of other files; {usual:.1%} of these are of one class.\n\n"
