@@ -390,8 +390,7 @@ def cost_of(method: Method, shapes: Shapes, cluster: Cluster, step_s: float, ext
     work_bytes: float = WORK_BYTES * (1 + has_outer) * numel
     if isinstance(what, TopK):
         work_bytes = (SEARCH_BYTES if when.averages_weights else PASS_BYTES * residuals) * numel
-        each_bytes = SENT_BYTES + READ_BYTES * between.num_ranks
-        work_bytes += each_bytes * sum(what.nums_sent([*map(math.prod, compressed)]))
+        work_bytes += (SENT_BYTES + READ_BYTES * between.num_ranks) * sum(what.nums_sent([*map(math.prod, compressed)]))
     work_s = (between.num_ranks > 1) * work_bytes / cluster.memory_bytes_per_s
     # The part of the exchange during the backward pass counts as far as it exceeds the overlap.
     in_node = _ring_all_reduce(FLOAT_BYTES * numel, num_local)
