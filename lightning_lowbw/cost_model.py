@@ -302,7 +302,7 @@ WORK_BYTES = 32  # memory traffic per element: copied into a message, added, div
 # Memory traffic per element of a pass over residuals, set by benchmarks/results/plan_clock.md.
 PASS_BYTES = 16  # gradients: beyond the traffic of the optimizer's own pass
 SEARCH_BYTES = 96  # averages: the change of the weight, the residual, the search in a chunk, the anchor
-# By benchmarks/results/ops_cpu.md, at 6.4 %: 55 ns per element that TopK sends, 12 ns per element of a message.
+# By benchmarks/results/ops_cpu.md, at 6.4 %: 55 ns per element that TopK sends; half of the time to read two messages
 SENT_BYTES, READ_BYTES = 440, 100
 FAST = Link(latency_s=1e-5, bandwidth_bytes_per_s=25e9)  # PCIe
 
@@ -390,7 +390,8 @@ def cost_of(method: Method, shapes: Shapes, cluster: Cluster, step_s: float, ext
     work_bytes: float = WORK_BYTES * (1 + has_outer) * numel
     if isinstance(what, TopK):
         work_bytes = (SEARCH_BYTES if when.averages_weights else PASS_BYTES * residuals) * numel
-        work_bytes += (SENT_BYTES + READ_BYTES * between.num_ranks) * sum(what.nums_sent([*map(math.prod, compressed)]))
+        each_bytes = SENT_BYTES * residuals + READ_BYTES * between.num_ranks
+        work_bytes += each_bytes * sum(what.nums_sent([*map(math.prod, compressed)]))
     work_s = (between.num_ranks > 1) * work_bytes / cluster.memory_bytes_per_s
     # The part of the exchange during the backward pass counts as far as it exceeds the overlap.
     in_node = _ring_all_reduce(FLOAT_BYTES * numel, num_local)

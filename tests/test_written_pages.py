@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 from itertools import product
+from pathlib import Path
+
+import pytest
 
 from benchmarks import bits_to_loss, finetune, gpu_lab, headline, plan_clock, reliability, surface
 from clients import run
@@ -44,6 +48,15 @@ def test_each_method_that_is_measured_can_be_made() -> None:
     assert all(control.make(500) for control in headline.CONTROLS.values())
     assert all(plan_clock.strategy_of(name)() for name in plan_clock.METHODS)
     assert all(way.make(300) for way in finetune.WAYS.values())
+
+
+def test_the_page_of_the_plan_is_what_was_measured() -> None:
+    assert plan_clock.PATH.with_suffix(".md").read_text() == plan_clock.to_markdown(plan_clock.read())
+
+
+@pytest.mark.parametrize("path", sorted((reliability.ROOT / "benchmarks").glob("*.py")), ids=lambda path: path.stem)
+def test_each_benchmark_can_be_imported(path: Path) -> None:
+    importlib.import_module(f"benchmarks.{path.stem}")
 
 
 def test_the_page_of_fine_tuning_is_what_its_runs_have_shown() -> None:

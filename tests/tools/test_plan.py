@@ -105,6 +105,7 @@ def test_the_bytes_are_those_of_the_ledger(name: str, ranks_per_node: int) -> No
 
 
 SLOW = Link(latency_s=1.0, bandwidth_bytes_per_s=1e18)
+FREE = Link(latency_s=0.0, bandwidth_bytes_per_s=1e18)
 # For 1,000 elements: bytes of a node, and rounds without the hidden part.
 ROUNDS: list[tuple[Method, Cluster, float, float]] = [
     (Method(), Cluster(4, 1, SLOW), 6000, 6),
@@ -126,15 +127,21 @@ def test_rounds_and_what_hides_them(method: Method, cluster: Cluster, node_bytes
 
 def test_an_average_and_each_sent_element_are_work_which_nothing_hides() -> None:
     memory_bytes_per_s, numel = OF_CPU["memory_gbyte_per_s"] * 1e9, 1 << 20
-    cluster = Cluster(2, 1, Link(0.0, 1e18), memory_bytes_per_s=memory_bytes_per_s)
 
-    def work_bytes(method: Method) -> float:
+    def work_bytes(method: Method, num_nodes: int = 2, ranks_per_node: int = 1) -> float:
+        cluster = Cluster(num_nodes, ranks_per_node, FREE, FREE, memory_bytes_per_s=memory_bytes_per_s)
         seconds = cost_of(method, [(1024, 1024)], cluster, step_s=1.0).seconds
         return seconds * method.when.k_steps * memory_bytes_per_s / numel
 
-    each_bytes = SENT_BYTES + 2 * READ_BYTES
-    assert work_bytes(DGC(sparsity=[0.936])) == pytest.approx(PASS_BYTES + 0.064 * each_bytes, rel=1e-3)
-    assert work_bytes(preset("sparse_loco")) == pytest.approx(SEARCH_BYTES + each_bytes / 64, rel=1e-3)
+    # Each rank reads the messages of all others and its own; on two levels it selects its part alone.
+    dgc = DGC(sparsity=[0.936])
+    on_two_levels = replace(dgc, where=Where(topology=2))
+    assert work_bytes(dgc) == pytest.approx(PASS_BYTES + 0.064 * (SENT_BYTES + 2 * READ_BYTES), rel=1e-3)
+    assert work_bytes(dgc, 4) == pytest.approx(PASS_BYTES + 0.064 * (SENT_BYTES + 4 * READ_BYTES), rel=1e-3)
+    of_parts = PASS_BYTES / 2 + 0.064 * (SENT_BYTES / 2 + 2 * READ_BYTES)
+    assert work_bytes(on_two_levels, 2, 2) == pytest.approx(of_parts, rel=1e-3)
+    of_averages = SEARCH_BYTES + (SENT_BYTES + 2 * READ_BYTES) / 64
+    assert work_bytes(preset("sparse_loco")) == pytest.approx(of_averages, rel=1e-3)
     assert work_bytes(LocalSGD(8, delay_steps=7)) == pytest.approx(WORK_BYTES, rel=1e-3)
     page = (ROOT / "benchmarks/results/ops_cpu.md").read_text()
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -20,8 +19,7 @@ NUMBERS |= {"memory_gbyte_per_s": 4.0, "overlap": 0.0}
 
 @pytest.mark.parametrize("name", ["ddp", "bfloat16", "int8", "sparse_loco", "hidden_local_sgd"])
 def test_its_seconds_are_those_of_the_plan(name: str) -> None:
-    cluster = replace(make_cluster(NUMBERS), gathers_in_ring=False)
-    plan = Plan(plan_clock.shapes_of(MODEL), cluster, STEP_S, Run(0, 1000))
+    plan = Plan(plan_clock.shapes_of(MODEL), make_cluster(NUMBERS), STEP_S, Run(0, 1000))
     found = plan.predicted(name)
     assert found is not None
     added = plan_clock.cost(name, MODEL, LINK, 4, STEP_S)
