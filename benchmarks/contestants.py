@@ -109,7 +109,7 @@ HIDDEN_LOCAL_SGD = Contestant(
     lambda: LocalSGDStrategy(LOCAL_STEPS, delay_steps=LOCAL_STEPS - 1, **COMMON),
     LOCAL_STEPS,
     1 / LOCAL_STEPS,
-    2 * LOCAL_STEPS,  # from the step in which an average lands (averages begin in steps 1, 9, 17) to another one
+    2 * LOCAL_STEPS,  # from the step in which an average lands (averages begin after steps 9, 17, 25) to another one
 )
 
 COMPRESSING = [*POWER_SGD, *OUR_POWER_SGD, DGC_TORCH, DGC]

@@ -13,8 +13,8 @@ on the text of the standard library. Two nodes of one rank, a core each.
 
 The link changes what `dgc` and `lowbw` choose, and nothing else in the weights. So these choose first, in the lab, on
 each link; then accuracy and loss are from runs without a throttle, with what was chosen at 100 Mb/s. With `--time` the
-methods of a link take turns in the lab, 20 steps each, and one run begins on the link, too: its first validation is
-compared with that of the run without a throttle.
+methods of a link take turns in the lab, 20 steps or more each, and one run begins on the link, too: its first
+validation is compared with that of the run without a throttle.
 """
 
 from __future__ import annotations
@@ -584,7 +584,7 @@ def page(results: Row) -> str:
         "the largest. \"Steps to ddp's\": after these the mean of the runs has the last accuracy of ddp's runs with"
         f' equal seeds, less {POINTS} points, or their loss and {SLACK:.0%}; "s to ddp\'s" are these steps times the '
         f"seconds per step, a mean of {NUM_TIMED} or more after the warm-up; dense steps before it take as long as "
-        "ddp's. The rows of a link are from up to three groups of processes, on the same day.\n"
+        "ddp's.\n"
     ]
     begun = of_kind(results, "begin", "minilm", CHOICE_LINK)
     if begun:

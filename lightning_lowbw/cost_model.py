@@ -302,7 +302,7 @@ WORK_BYTES = 32  # memory traffic per element: copied into a message, added, div
 # Memory traffic per element of a pass over residuals, set by benchmarks/results/plan_clock.md.
 PASS_BYTES = 16  # gradients: beyond the traffic of the optimizer's own pass
 SEARCH_BYTES = 96  # averages: the change of the weight, the residual, the search in a chunk, the anchor
-# By benchmarks/results/ops_cpu.md, at 6.4 %: 55 ns per element that TopK sends; half of the time to read two messages
+# By benchmarks/results/ops_cpu.md, at 6.4 %: 55 ns per element that a rank sends, 12 ns per element of a message.
 SENT_BYTES, READ_BYTES = 440, 100
 FAST = Link(latency_s=1e-5, bandwidth_bytes_per_s=25e9)  # PCIe
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from benchmarks import finetune
+from lightning_lowbw import DGC, Where
 from lightning_lowbw.presets import preset
 
 INT8 = preset("int8").describe()
@@ -42,6 +44,21 @@ def test_a_choice_is_that_of_the_link_and_equal_choices_share_their_runs() -> No
     lines = finetune.seconds(results, "minilm").splitlines()
     assert lines[2] == "| ddp | 298 | 8.00 | 1.00 | 2,380 | 8.00 | 1.00 | 2,380 |"
     assert lines[3] == "| lowbw (int8; ) | 300 | 2.00 | 4.00 | 600 | 2.00 | 4.00 | 600 |"
+
+
+def test_a_dense_begin_counts_in_the_seconds_to_ddp_and_is_not_timed() -> None:
+    begins = {**INT8, "when": {**INT8["when"], "rampup_begin_step": 7}}
+    assert finetune.steady(begins).describe() == INT8
+    dgc = replace(DGC(rampup_begin_step=7, rampup_step=8, sparsity=[0.872, 0.968]), where=Where(inter_dtype="bfloat16"))
+    assert finetune.steady(dgc.describe()).describe() == DGC(sparsity=[0.968]).describe()
+    slow, fast = finetune.LINKS
+    rows = [of_run("ddp", 0, 0.60), of_run("lowbw", 0, 0.595, begins)]
+    rows += [of_link("choice", link, "lowbw", chosen=begins) for link in (slow, fast)]
+    rows += [
+        of_link("time", link, name, step_s=s) for link in (slow, fast) for name, s in (("ddp", 8.0), ("lowbw", 2.0))
+    ]
+    line = finetune.seconds({"rows": rows}, "minilm").splitlines()[3]
+    assert line == "| lowbw (int8; int8) | 300 | 2.00 | 4.00 | 642 | 2.00 | 4.00 | 642 |"  # 7 x 8 + 293 x 2
 
 
 def test_what_is_not_reached_has_no_steps() -> None:
